@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-faults", type=int, help="number in each phase (default: 0 to 8, drawn for each seed)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--trace", action="store_true", help="print every event")
-    parser.add_argument("--may-lose", action="store_true", help="let more servers fail than chains can bear")
+    parser.add_argument("--allow-loss", action="store_true", help="let more servers fail than chains can bear")
     options = parser.parse_args(arguments)
     kinds = _kinds(options)
     first, _, end = options.seeds.partition(":")
@@ -34,9 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not first.isdecimal() or (end and not end.isdecimal()):
         parser.error(f"--seeds {options.seeds}: expected FIRST:END, such as 0:1000, or one number")
     if unknown := [kind for kind in faults if kind not in kinds]:
-        parser.error(f"--faults: {unknown[0]!r} is no kind of fault: expected some of {', '.join(kinds)}")
-    if options.product and options.may_lose:
-        parser.error("--may-lose is for the cores: leave --product out")
+        parser.error(f"--faults: {unknown[0]!r} is not a kind of fault: expected {', '.join(kinds)}")
+    if options.product and options.allow_loss:
+        parser.error("--allow-loss is for the cores: leave --product out")
     return _run(range(int(first), int(end) if end else int(first) + 1), faults, options)
 
 
@@ -61,7 +61,7 @@ def _run(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> 
     print(f"{len(seeds)} seeds, {num_events} events")
     print(f"{num_pushes} pushes, {num_reads} reads and {num_compared} comparisons of buckets checked")
     print(f"{took_s:.1f} s: {len(seeds) / took_s * 60:.0f} seeds per minute")
-    if options.may_lose:
+    if options.allow_loss:
         print(f"{num_lost} clusters lost buckets, as they must")
     print(f"{num_failed} violations")
     return 1 if num_failed else 0
@@ -77,7 +77,7 @@ def _kinds(options: argparse.Namespace) -> tuple[str, ...]:
 
 def _cluster_type(options: argparse.Namespace) -> Callable[..., Cluster]:
     if not options.product:
-        return partial(ProtocolCluster, may_lose=options.may_lose)
+        return partial(ProtocolCluster, allow_loss=options.allow_loss)
     from simulator.product import ProductCluster
 
     return ProductCluster
@@ -115,8 +115,8 @@ def _replay(seed: int, faults: tuple[str, ...], options: argparse.Namespace) -> 
         words.append(f"--faults {','.join(faults)}" if faults else "--faults=")
     if options.num_faults is not None:
         words.append(f"--num-faults {options.num_faults}")
-    if options.may_lose:
-        words.append("--may-lose")
+    if options.allow_loss:
+        words.append("--allow-loss")
     return " ".join(words)
 
 

@@ -26,7 +26,7 @@ _PATIENCE_S: Final = 90.0
 _WATCH_S: Final = 0.05
 _QUIET_S: Final = 0.5
 """The longest way of an acknowledged push to replicas: the sums of the last iteration."""
-_TOLD_S: Final = 0.002
+_REPORT_DELAY_S: Final = 0.002
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
@@ -154,12 +154,12 @@ class Cluster(ABC):
     @property
     def live_servers(self) -> list[VirtualProcess]:
         """The servers that live and have been members."""
-        return [each for each in self.servers.values() if not each.is_dead and self.is_joined(each)]
+        return [process for process in self.servers.values() if not process.is_dead and self.is_joined(process)]
 
     @property
     def live_workers(self) -> list[VirtualProcess]:
         """The workers that live and have been members."""
-        return [each for each in self.workers.values() if not each.is_dead and self.is_joined(each)]
+        return [process for process in self.workers.values() if not process.is_dead and self.is_joined(process)]
 
     def incarnation_of(self, process: VirtualProcess) -> int | None:
         """Return the incarnation of a process; None if the scheduler does not know it."""
@@ -170,12 +170,12 @@ class Cluster(ABC):
         return None
 
     def servers_by_incarnation(self) -> dict[int, VirtualProcess]:
-        """Return the live servers that the scheduler knows."""
-        found = {self.incarnation_of(each): each for each in self.servers.values() if not each.is_dead}
+        """Return the live servers that are members, by incarnation."""
+        found = {self.incarnation_of(process): process for process in self.servers.values() if not process.is_dead}
         return {incarnation: process for incarnation, process in found.items() if incarnation is not None}
 
-    def is_whole(self) -> bool:
-        """Return whether every chain has all its servers, and none of them is being filled."""
+    def is_complete(self) -> bool:
+        """Return whether every chain has all its servers, and no fill is running."""
         groups, live = self.groups, self.servers_by_incarnation()
         length = min(1 + self.settings.replicas, len(live))
         return bool(groups) and all(
@@ -200,13 +200,13 @@ class Cluster(ABC):
         process.kill()
 
     def ended(self, process: VirtualProcess) -> None:
-        """Take note of the end of a process."""
+        """Record the end of a process."""
         self.world.note(f"{process.name} has ended")
         self.network.ended(process, is_silent=process.is_silent)
         if process is self.scheduler:
             self.scheduler = None
         elif self.settings.is_one_host and not process.is_silent:
-            self.world.after(_TOLD_S, self._report_end, process)
+            self.world.after(_REPORT_DELAY_S, self._report_end, process)
 
     def _report_end(self, process: VirtualProcess) -> None:
         if self.scheduler is not None:
@@ -239,7 +239,7 @@ class Cluster(ABC):
             self.world.note(f"VIOLATION {violation}")
         world, oracle = self.world, self.oracle
         return Outcome(
-            self.seed, violation, self.network.fired, world.trace_hash, world.num_events, world.now_s,
+            self.seed, violation, self.network.fired, world.trace_hash, world.num_events, world.time_s,
             oracle.num_pushes, oracle.num_reads, oracle.num_compared, oracle.lost,
         )  # fmt: skip
 
@@ -256,11 +256,11 @@ class Cluster(ABC):
             self.faults.plan()
             self.wait("the end of all work", lambda: not self.faults.is_under_way and self.is_through())
             self.faults.end()
-            self.wait("whole chains", self.is_whole)
+            self.wait("whole chains", self.is_complete)
             self.world.sleep(_QUIET_S)
             self.check_end()
         self.phase = settings.num_phases
-        self.wait("the end of all workers", lambda: all(each.is_dead for each in self.workers.values()))
+        self.wait("the end of all workers", lambda: all(process.is_dead for process in self.workers.values()))
 
     def begin(self) -> None:
         """Start the first processes."""
@@ -272,12 +272,12 @@ class Cluster(ABC):
             self.start_worker()
 
     def wait(self, aim: str, is_reached: Callable[[], bool]) -> None:
-        """Wait and check everything meanwhile. Raises Violation when it takes too long."""
-        began_s = self.world.now_s
+        """Wait, and check everything repeatedly. Raises Violation when it takes too long."""
+        began_s = self.world.time_s
         while not is_reached():
             self._operate()
             self.check()
-            if self.world.now_s > max(began_s, self.faults.last_s) + _PATIENCE_S:
+            if self.world.time_s > max(began_s, self.faults.last_s) + _PATIENCE_S:
                 raise Violation(f"(progress) waited {_PATIENCE_S:g} s for {aim}: {self.describe()}")
             self.world.sleep(_WATCH_S)
 
@@ -285,7 +285,7 @@ class Cluster(ABC):
         """Start the scheduler again if it waits for dead servers, as an operator does."""
         core = None if self.scheduler is None else self.core_of(self.scheduler)
         if self.scheduler is not None and core is not None and core.needed and not self.scheduler.is_paused:
-            live = {each.name for each in self.servers.values() if not each.is_dead}
+            live = {process.name for process in self.servers.values() if not process.is_dead}
             if not any(member.node in live for member in core.needed):
                 self.world.note("the operator starts the scheduler again")
                 self.network.fired["operator"] += 1
@@ -294,6 +294,6 @@ class Cluster(ABC):
 
     def describe(self) -> str:
         """Return the state of all processes, for a message."""
-        live = [each.name for each in (*self.servers.values(), *self.workers.values()) if not each.is_dead]
+        live = [process.name for process in (*self.servers.values(), *self.workers.values()) if not process.is_dead]
         chains = [(bin(group.buckets).count("1"), group.members, group.filling) for group in self.groups]
         return f"live are {', '.join(live)}; chains {chains}"

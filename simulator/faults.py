@@ -1,6 +1,6 @@
-"""The faults of a cluster: drawn from the seed, counted when they begin, ended at the end of each phase.
+"""The faults of a cluster: drawn from the seed, counted when they begin, and ended at the end of each phase.
 
-A chain can bear `replicas` servers that are dead or may be taken for dead. Faults respect that unless `may_lose`.
+A chain can bear `replicas` servers that are dead or may be taken for dead. Faults respect that unless `allow_loss`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from simulator.network import KEEPALIVE_S, End
 from simulator.world import VirtualProcess
 
 WEIGHTS: Final = {
-    "reset": 6, "half-open": 2, "lose-answers": 2, "refuse": 2, "slow": 2, "partition": 3, "cut": 3, "cable": 2,
+    "reset": 6, "half-open": 2, "drop-answers": 2, "refuse": 2, "slow": 2, "partition": 3, "cut": 3, "cable": 2,
     "hiccup": 3, "pause-server": 3, "pause-worker": 2, "pause-scheduler": 1, "clock-jump": 2, "crash-server": 4,
     "vanish-server": 2, "crash-worker": 2, "vanish-worker": 1, "crash-scheduler": 2, "reset-scheduler": 2,
     "second-scheduler": 1, "join-server": 2, "leave-server": 2, "join-worker": 2, "leave-worker": 1,
@@ -33,7 +33,7 @@ _SECOND_S: Final = 3.0
 
 
 class Faults(FaultSchedule):
-    """Faults of these kinds, `number` in each phase. Without a number it is drawn. `spans_s`: times for their begin."""
+    """Faults of the given kinds, `number` in each phase (default: random). They begin within one of `spans_s`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Faults(FaultSchedule):
         number: int | None,
         *,
         spans_s: Sequence[float],
-        may_lose: bool = False,
+        allow_loss: bool = False,
     ) -> None:
         self.last_s = 0.0
         self.cluster = cluster
@@ -51,8 +51,8 @@ class Faults(FaultSchedule):
         self._kinds = kinds
         self._number = number
         self._spans_s = spans_s
-        self._may_lose = may_lose
-        self._ends: dict[int, Callable[[], None]] = {}  # of the faults under way
+        self._allow_loss = allow_loss
+        self._ends: dict[int, Callable[[], None]] = {}  # of running faults
         self._num_planned = 0
         self._doubtful_until_s: dict[str, float] = {}
 
@@ -82,18 +82,18 @@ class Faults(FaultSchedule):
         if begin():
             self.network.fired[kind] += 1
             self._world.note(f"FAULT {kind}")
-            self.last_s = self._world.now_s
-            if kind in _MAY_ADD_UP:  # several at a time may last longer than each of them
+            self.last_s = self._world.time_s
+            if kind in _MAY_ADD_UP:  # several together may last longer than one
                 self._disturb(self.cluster.live_servers)
 
     def end_after(self, seconds: float, end: Callable[[], object]) -> None:
-        """Let the present fault end by itself."""
+        """End the current fault after a time."""
         number = self._world.next_number()
 
         def finish() -> None:
             if self._ends.pop(number, None) is not None:
                 end()
-                self.last_s = self._world.now_s
+                self.last_s = self._world.time_s
 
         self._ends[number] = finish
         self._world.after(seconds, finish)
@@ -113,14 +113,14 @@ class Faults(FaultSchedule):
         return self._world.random.random() * share * self.cluster.settings.heartbeat_timeout_s
 
     def may_fail(self, servers: Collection[VirtualProcess], seconds: float) -> bool:
-        """Return whether all these servers may fail for some time; if so, they are doubtful from now on."""
-        if servers and not self._may_lose and not self.can_lose(servers):
+        """Return whether all `servers` may fail for some time; if so, mark them as doubtful."""
+        if servers and not self._allow_loss and not self.can_spare(servers):
             return False
         self._doubt(servers, seconds)
         return True
 
-    def can_lose(self, servers: Collection[VirtualProcess]) -> bool:
-        """Return whether each chain bears the failure of these servers: one member of it is in no doubt.
+    def can_spare(self, servers: Collection[VirtualProcess]) -> bool:
+        """Return whether each chain has a healthy member without `servers`, and enough replicas.
 
         A server that is being filled counts as a member, because it may become one before it is missed.
         """
@@ -128,9 +128,9 @@ class Faults(FaultSchedule):
         if not cluster.groups or (servers and not replicas) or cluster.scheduler is None or cluster.scheduler.is_paused:
             return False
         healthy = {
-            cluster.incarnation_of(each)
-            for each in cluster.live_servers
-            if each not in servers and not self.is_doubtful(each)
+            cluster.incarnation_of(process)
+            for process in cluster.live_servers
+            if process not in servers and not self.is_doubtful(process)
         }
         for group in cluster.groups:
             chain = {*group.members, group.filling} - {None}
@@ -142,7 +142,7 @@ class Faults(FaultSchedule):
         """Return whether a server may be taken for dead, or is about to leave."""
         core = self.cluster.core
         return (
-            self._doubtful_until_s.get(server.name, 0.0) > self._world.now_s
+            self._doubtful_until_s.get(server.name, 0.0) > self._world.time_s
             or server.is_paused
             or self.network.is_any_cut(server.host)
             or (server.is_leaving and self.cluster.settings.replicas > 0)
@@ -150,7 +150,7 @@ class Faults(FaultSchedule):
         )
 
     def _doubt(self, servers: Collection[VirtualProcess], seconds: float) -> None:
-        until_s = self._world.now_s + seconds + self.cluster.settings.heartbeat_timeout_s / 2
+        until_s = self._world.time_s + seconds + self.cluster.settings.heartbeat_timeout_s / 2
         for server in servers:
             self._doubtful_until_s[server.name] = max(until_s, self._doubtful_until_s.get(server.name, 0.0))
         self._disturb(servers)
@@ -161,11 +161,11 @@ class Faults(FaultSchedule):
 
     def _beyond(self, island: Collection[VirtualProcess]) -> list[VirtualProcess]:
         """Return the processes that an island separates from the scheduler."""
-        is_here = self.cluster.scheduler in island
-        return [each for each in self._all() if (each in island) != is_here]
+        is_inside = self.cluster.scheduler in island
+        return [process for process in self._all() if (process in island) != is_inside]
 
     def _delay(self, process: VirtualProcess) -> None:
-        """Take note of a short fault of a process: with others it may last so long that a worker counts as dead."""
+        """Mark a short fault of a process; together with others, a worker may be declared dead."""
         self._disturb([process])
         if process is self.cluster.scheduler:
             self._disturb(self.cluster.live_workers)
@@ -178,8 +178,8 @@ class Faults(FaultSchedule):
 
     def _reset_both(self, end: End, within_s: float) -> None:
         """Reset both ends, each at its own time: some of the data in flight still arrive."""
-        for each in (end, end.other):
-            self._world.after(self._world.random.random() * within_s, each.reset)
+        for side in (end, end.other):
+            self._world.after(self._world.random.random() * within_s, side.reset)
 
     def _reset(self) -> bool:
         end = self._end_of_one()
@@ -194,7 +194,7 @@ class Faults(FaultSchedule):
             self._world.after(KEEPALIVE_S, end.other.reset)
         return end is not None
 
-    def _lose_answers(self) -> bool:
+    def _drop_answers(self) -> bool:
         """Reset each connection of the servers at their next transmission: requests are repeated."""
         servers = self.cluster.live_servers
         self.network.breaking.update(self.network.ends_of(servers))
@@ -230,15 +230,15 @@ class Faults(FaultSchedule):
     # Paths.
 
     def _cut(self) -> bool:
-        """Cut the path between two processes: for a moment, or until one of them may be taken for dead."""
+        """Cut the path between two processes, for a moment or until one may be declared dead."""
         processes = self._all()
         if len(processes) < 2:
             return False
         pair = self._world.random.sample(processes, 2)
         seconds = self._seconds(_SHORT)
         if self._world.random.random() < 0.5:
-            servers = [each for each in pair if each in self.cluster.live_servers]
-            if all(self.can_lose([server]) for server in servers):
+            servers = [process for process in pair if process in self.cluster.live_servers]
+            if all(self.can_spare([server]) for server in servers):
                 seconds = self._seconds(3)
                 self._disturb(pair)
                 self._doubt(servers, seconds)
@@ -246,7 +246,7 @@ class Faults(FaultSchedule):
         return True
 
     def _partition(self) -> bool:
-        """Separate some processes from all others; some connections break meanwhile."""
+        """Separate some processes from all others; some connections break during that time."""
         processes, random = self._all(), self._world.random
         if not self.cluster.groups:
             return False
@@ -254,19 +254,19 @@ class Faults(FaultSchedule):
         seconds = self._seconds(random.choice((_SHORT, 1, 3)))
         beyond = self._beyond(island)
         if seconds > _SHORT * self.cluster.settings.heartbeat_timeout_s:
-            if not self.may_fail([each for each in beyond if each in self.cluster.live_servers], seconds):
+            if not self.may_fail([process for process in beyond if process in self.cluster.live_servers], seconds):
                 return False
             self._disturb(beyond)
-        others = [each for each in processes if each not in island]
-        hosts = {each.host for each in others}
+        outside = [process for process in processes if process not in island]
+        hosts = {process.host for process in outside}
         for end in self.network.ends_of(island):
             if end.other.process.host in hosts and random.random() < 0.5:
                 self._reset_both(end, seconds)
-        self._separate(island, others, seconds)
+        self._separate(island, outside, seconds)
         return True
 
-    def _separate(self, some: Sequence[VirtualProcess], others: Sequence[VirtualProcess], seconds: float) -> None:
-        paths = [(one.host, other.host) for one in some for other in others]
+    def _separate(self, first: Sequence[VirtualProcess], second: Sequence[VirtualProcess], seconds: float) -> None:
+        paths = [(one.host, other.host) for one in first for other in second]
         for path in paths:
             self.network.cut_path(*path)
         self.end_after(seconds, partial(self._mend, paths))
@@ -276,12 +276,12 @@ class Faults(FaultSchedule):
             self.network.mend_path(*path)
 
     def _cable(self) -> bool:
-        """Cut the path between two servers until one of them is gone."""
-        servers = [each for each in self.cluster.live_servers if not self.network.is_any_cut(each.host)]
-        if len(servers) < 2 or self._may_lose:  # with lost buckets, the last holder of a bucket never goes
+        """Cut the path between two servers until one is dead."""
+        servers = [process for process in self.cluster.live_servers if not self.network.is_any_cut(process.host)]
+        if len(servers) < 2 or self._allow_loss:  # with lost buckets, the last holder of a bucket never goes
             return False
         one, other = self._world.random.sample(servers, 2)
-        if not (self.can_lose([one]) and self.can_lose([other])):
+        if not (self.can_spare([one]) and self.can_spare([other])):
             return False
         self._disturb((one, other))
         self.network.cut_path(one.host, other.host)
@@ -290,7 +290,7 @@ class Faults(FaultSchedule):
         return True
 
     def _replace(self, one: VirtualProcess, other: VirtualProcess) -> None:
-        """Start another server when one of these two is gone."""
+        """Start another server when `one` or `other` is dead."""
         if one.is_dead or other.is_dead:
             self._restart(partial(self.cluster.start_server, is_extra=True))
         else:
@@ -300,7 +300,7 @@ class Faults(FaultSchedule):
 
     def _pause(self, process: VirtualProcess, seconds: float) -> bool:
         process.pause()
-        self.end_after(seconds, process.go_on)
+        self.end_after(seconds, process.resume)
         return True
 
     def _hiccup(self) -> bool:
@@ -373,8 +373,8 @@ class Faults(FaultSchedule):
 
     def _crash_scheduler(self) -> bool:
         cluster, scheduler = self.cluster, self.cluster.scheduler
-        doubtful = [each for each in cluster.live_servers if self.is_doubtful(each)]
-        if scheduler is None or not cluster.groups or not (self._may_lose or self.can_lose(doubtful)):
+        doubtful = [process for process in cluster.live_servers if self.is_doubtful(process)]
+        if scheduler is None or not cluster.groups or not (self._allow_loss or self.can_spare(doubtful)):
             return False
         cluster.kill(scheduler)
         replaces = self._world.random.random() < 0.5
@@ -391,11 +391,11 @@ class Faults(FaultSchedule):
         core = cluster.core
         if former is None or former.is_paused or core is None or self.network.cuts or self.network.former:
             return False
-        if not self._may_lose and not (
-            self.can_lose([]) and core.committed.voters <= cluster.servers_by_incarnation().keys()
+        if not self._allow_loss and not (
+            self.can_spare([]) and core.committed.voters <= cluster.servers_by_incarnation().keys()
         ):
             return False
-        self._doubt(cluster.live_servers, _SECOND_S)  # each scheduler may go on without the servers of the other
+        self._doubt(cluster.live_servers, _SECOND_S)  # each scheduler may continue without the other's servers
         self.network.former["scheduler"] = former
         cluster.start_scheduler(replaces=random.random() < 0.5)
         for end in self.network.ends_of([former]):
@@ -415,11 +415,11 @@ class Faults(FaultSchedule):
         return True
 
     def _leave_server(self) -> bool:
-        staying = [each for each in self.cluster.live_servers if not each.is_leaving]
+        staying = [process for process in self.cluster.live_servers if not process.is_leaving]
         server, replicas = self.one(staying), self.cluster.settings.replicas
         if server is None or len(staying) < 2 or not self.cluster.groups:
             return False
-        if not self._may_lose and not self.can_lose([server] if replicas else []):
+        if not self._allow_loss and not self.can_spare([server] if replicas else []):
             return False
         return self.cluster.leave(server)
 
@@ -430,6 +430,6 @@ class Faults(FaultSchedule):
         return True
 
     def _leave_worker(self) -> bool:
-        staying = [each for each in self.cluster.live_workers if not each.is_leaving]
+        staying = [process for process in self.cluster.live_workers if not process.is_leaving]
         worker = self.one(staying)
         return worker is not None and len(staying) > 1 and self.cluster.leave(worker)

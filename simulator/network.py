@@ -68,29 +68,29 @@ class End:
             self.abort()
 
     def vanish(self) -> None:
-        """Close without a sign: the host has no power."""
+        """Close without notifying the other end: the host lost power."""
         self.is_closed = True
         self.changed = lambda: None
         self.network.forget(self)
         self.network.world.after(KEEPALIVE_S, self.other.reset)
 
-    def _close(self, tell: Callable[[], None]) -> None:
+    def _close(self, notify: Callable[[], None]) -> None:
         if not self.is_closed:
             self.is_closed = True
             self.changed = lambda: None
             if not self.is_reset:
-                self.transmit(tell)
+                self.transmit(notify)
             self.network.forget(self)
 
     def must_break(self) -> bool:
-        """Begin the planned reset, if there is one; return whether the present transmission is lost."""
+        """Start a planned reset, if any; return whether the current transmission is lost."""
         world = self.network.world
         if self in self.network.breaking:
             world.after(0.0, self.reset)
             world.after(0.0, self.other.reset)
             return True
         if self in self.network.late:
-            self._last_s = max(self._last_s, world.now_s) + world.random.random() * _LATE_S
+            self._last_s = max(self._last_s, world.time_s) + world.random.random() * _LATE_S
             world.after(0.0, self.reset)
             world.after(KEEPALIVE_S, self.other.reset)
         return False
@@ -98,7 +98,7 @@ class End:
     # The events of this end.
 
     def arrive(self, data: Any) -> None:
-        """Take a transmission."""
+        """Receive a transmission."""
         raise NotImplementedError
 
     def num_bytes(self, data: Any) -> int:
@@ -106,7 +106,7 @@ class End:
         raise NotImplementedError
 
     def end(self) -> None:
-        """Take note that the other end is closed."""
+        """Record that the other end is closed."""
         self.has_ended = True
         if not self.is_closed:
             self.changed()
@@ -130,7 +130,7 @@ class End:
         delay_s = network.delay_s(self.path) + (
             self.num_bytes(arguments[0]) / network.bytes_per_s if arguments else 0.0
         )
-        self._last_s = max(self._last_s, world.now_s + delay_s)
+        self._last_s = max(self._last_s, world.time_s + delay_s)
         world.at(self._last_s, self._deliver_next)
 
     def _deliver_next(self) -> None:
@@ -139,7 +139,7 @@ class End:
             self.network.stalled[self] = None
         elif self._in_flight:
             call, arguments = self._in_flight.popleft()
-            labels = [str(len(each)) if isinstance(each, bytes) else type(each).__name__ for each in arguments]
+            labels = [str(len(part)) if isinstance(part, bytes) else type(part).__name__ for part in arguments]
             self.network.world.note(f"{self.name} {call.__name__} {' '.join(labels)}", *arguments)
             call(*arguments)
 
@@ -147,7 +147,7 @@ class End:
         """Deliver everything that waited for the path."""
         stalled, self._num_stalled = self._num_stalled, 0
         world = self.network.world
-        self._last_s = max(self._last_s, world.now_s + world.random.random() * RETRANSMIT_S)
+        self._last_s = max(self._last_s, world.time_s + world.random.random() * RETRANSMIT_S)
         for _ in range(stalled):
             world.at(self._last_s, self._deliver_next)
 
@@ -208,7 +208,7 @@ class VirtualNetwork:
     def mend_path(self, one: str, other: str) -> None:
         """End one cut between two hosts."""
         path = frozenset((one, other))
-        if path in self.cuts:  # not if one of the hosts is gone
+        if path in self.cuts:  # unless one of the hosts is dead
             self.cuts[path] -= 1
             if not self.cuts[path]:
                 del self.cuts[path]
@@ -236,15 +236,15 @@ class VirtualNetwork:
         return listener
 
     def connect(
-        self, ours: VirtualProcess, theirs: VirtualProcess, make_end: Callable[..., AnyEnd]
+        self, local: VirtualProcess, remote: VirtualProcess, make_end: Callable[..., AnyEnd]
     ) -> tuple[AnyEnd, AnyEnd]:
         """Return both ends of a new connection."""
         self._number += 1
-        near = make_end(self, ours, (ours.host, theirs.host))
-        far = make_end(self, theirs, (theirs.host, ours.host))
+        near = make_end(self, local, (local.host, remote.host))
+        far = make_end(self, remote, (remote.host, local.host))
         near.other, far.other = far, near
-        near.name = f"#{self._number} {ours.name}>{theirs.name}"
-        far.name = f"#{self._number} {ours.name}<{theirs.name}"
+        near.name = f"#{self._number} {local.name}>{remote.name}"
+        far.name = f"#{self._number} {local.name}<{remote.name}"
         self.ends[near] = self.ends[far] = None
         return near, far
 

@@ -1,7 +1,7 @@
-"""What must hold in every cluster at every moment, and who sees when it does not.
+"""The guarantees that hold in every cluster at every moment, and their check.
 
-The :class:`Oracle` sees all processes at once. It knows every push that was ever made, what was acknowledged, who is a
-member, and which map every version stands for; the processes tell it what they do, and it raises :class:`Violation`.
+The :class:`Oracle` sees all processes. It has every push, the acknowledgements, the members and the chains of every
+view. The processes report their actions, and it raises :class:`Violation`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Value: TypeAlias = tuple[int, int, int]
 
 
 class DataLost(Exception):  # noqa: N818 - an end, not an error
-    """Buckets are lost, as they must be when too many servers fail."""
+    """Buckets are lost, as expected when too many servers fail."""
 
 
-class Violation(AssertionError):  # noqa: N818 - it is what the command line calls it
+class Violation(AssertionError):  # noqa: N818 - the word of the command line
     """A guarantee does not hold."""
 
 
@@ -34,7 +34,7 @@ class Pushing(Protocol):
 
     @property
     def finished_clock(self) -> int:
-        """How many iterations it has finished."""
+        """The number of finished iterations."""
 
     @property
     def is_counted(self) -> bool:
@@ -46,7 +46,7 @@ class Pushing(Protocol):
 
 
 class Data:
-    """One bucket on one server: the sum of what was pushed, and, by worker, the index of the last push in it."""
+    """One bucket on one server: the sum of the pushes, and the index of each worker's last push."""
 
     __slots__ = ("marks", "value")
 
@@ -58,21 +58,21 @@ class Data:
         """Add one push."""
         before = self.marks.get(worker, 0)
         if index != before + 1:
-            what = "is applied again" if index <= before else f"is applied, and {before + 1} never was"
-            raise Violation(f"{where}: push {index} of worker {worker} {what} (exactly once)")
+            problem = "is applied again" if index <= before else f"is applied, and {before + 1} never was"
+            raise Violation(f"{where}: push {index} of worker {worker} {problem} (exactly once)")
         self.marks[worker] = index
         self.value += value
 
 
 class Oracle:
-    """All that was pushed, acknowledged, read and mapped."""
+    """All pushes, acknowledgements, reads and views of a run."""
 
-    def __init__(self, settings: RunSettings, *, may_lose: bool = False) -> None:
+    def __init__(self, settings: RunSettings, *, allow_loss: bool = False) -> None:
         self.tau = settings.consistency.tau
         self.is_sequential = settings.is_sequential
-        self._may_lose = may_lose
+        self._allow_loss = allow_loss
         self.view = View()
-        """The newest view that was committed, by whatever scheduler."""
+        """The newest committed view of any scheduler."""
         self.workers: list[Pushing] = []
         self.num_reads = 0
         self.num_compared = 0
@@ -85,27 +85,27 @@ class Oracle:
         self._by_bucket: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self._acknowledged: dict[int, dict[int, int]] = {}  # bucket → worker → index
         self._reads: dict[tuple[int, int], int] = {}
-        self._refused: dict[int, str] = {}  # workers that a server took for gone → which one
+        self._refused: dict[int, str] = {}  # workers that a server rejected as departed → the server
         self._maps: dict[int, tuple[ChainGroup, ...]] = {}
 
-    def lose(self, buckets: int) -> None:
-        """Take note that buckets are lost. Raises DataLost, or Violation if enough servers lived."""
+    def record_loss(self, buckets: int) -> None:
+        """Record lost buckets. Raises DataLost, or Violation if enough servers lived."""
         self.lost |= buckets
-        if self._may_lose:
+        if self._allow_loss:
             raise DataLost
         raise Violation(f"buckets {buckets:b} are lost, though enough servers lived")
 
     # Pushes.
 
     def push(self, worker: int, iteration: int, bucket: int, value: int) -> int:
-        """Note that a worker pushes; return the index of the push."""
+        """Record a worker's push; return its index."""
         pushes = self._by_bucket.setdefault(bucket, {}).setdefault(worker, [(-1, 0)])
         pushes.append((iteration, pushes[-1][1] + value))
         self.num_pushes += 1
         return len(pushes) - 1
 
     def acknowledged(self, worker: int, values: tuple[Value, ...]) -> None:
-        """Note that a push is acknowledged for good."""
+        """Record that a push is acknowledged and stable."""
         for bucket, index, _ in values:
             acknowledged = self._acknowledged.setdefault(bucket, {})
             acknowledged[worker] = max(index, acknowledged.get(worker, 0))
@@ -113,13 +113,13 @@ class Oracle:
     # Reads.
 
     def read(self, bucket: int, data: Data, reader: int, clock: int, version: int, server: int, where: str) -> None:
-        """Check what a server of `version` is about to answer to the worker `reader` in iteration `clock`."""
+        """Check the answer of a server in view `version` to the worker `reader` in iteration `clock`."""
         self.num_reads += 1
         if version == self.view.version:
             self.check_acknowledged(bucket, data, where)
         members = {member.incarnation for member in self.view.members}
         if self.tau is None or reader not in members or server not in members:
-            return  # who is declared dead and has not heard of it may read, or answer, what is out of date
+            return  # a process that was declared dead may still read or answer old values
         needed = clock - self.tau
         for worker in self.workers:
             if not worker.is_counted or worker.is_dead or worker.incarnation not in members:
@@ -138,9 +138,10 @@ class Oracle:
                     f"{where}: bucket {bucket} is read in iteration {clock} without push {mark + 1} of worker "
                     f"{worker.incarnation}, of iteration {pushes[mark + 1][0]} (gate)"
                 )
-        # One who rests reads only to learn what is safe, and may be answered when the others have gone on.
+        # A retired worker reads only to wait for stability, and may get later values.
         if self.is_sequential and any(
-            each.incarnation == reader and each.is_counted and each.finished_clock == clock for each in self.workers
+            worker.incarnation == reader and worker.is_counted and worker.finished_clock == clock
+            for worker in self.workers
         ):
             self._read_sequential(bucket, data, clock, where)
 
@@ -156,7 +157,7 @@ class Oracle:
                 raise Violation(f"{where}: bucket {bucket} in iteration {clock} has a later push (sequential)")
 
     def check_acknowledged(self, bucket: int, data: Data, where: str) -> None:
-        """Check that a bucket has all that was acknowledged, and nothing else than what was pushed."""
+        """Check that a bucket has all acknowledged pushes."""
         for worker, index in self._acknowledged.get(bucket, {}).items():
             if data.marks.get(worker, 0) < index:
                 raise Violation(
@@ -165,9 +166,9 @@ class Oracle:
                 )
 
     def check_equal(self, bucket: int, first: Data, data: Data, where: str) -> None:
-        """Check that a replica has what its primary has, but for what was never acknowledged: its worker died.
+        """Check that a replica equals its primary, except for unacknowledged pushes of dead workers.
 
-        Under sequential consistency, where only sums go down a chain, without exception.
+        Under sequential consistency only sums go down a chain, so the two are always equal.
         """
         for worker in first.marks.keys() | data.marks.keys():
             last = len(self._by_bucket[bucket][worker]) - 1
@@ -178,20 +179,20 @@ class Oracle:
                 )
 
     def check_value(self, bucket: int, data: Data, where: str) -> None:
-        """Check that the value is the sum of the pushes that are said to be in it."""
+        """Check that the value is the sum of the pushes in the marks."""
         pushes = self._by_bucket.get(bucket, {})
         if data.value != sum(pushes[worker][mark][1] for worker, mark in data.marks.items()):
             raise Violation(f"{where}: bucket {bucket} is not the sum of its pushes")
 
-    # Maps.
+    # Views.
 
     def published(self, view: View) -> None:
-        """Note that a scheduler has committed a view."""
-        self.view = max(self.view, view, key=lambda each: each.order)
+        """Record that a scheduler has committed a view."""
+        self.view = max(self.view, view, key=lambda known: known.order)
         self._check_refused()
 
     def refused(self, worker: int, where: str) -> None:
-        """Note that a server takes nothing more from a worker, because it is gone: it must be, for everybody."""
+        """Record that a server rejects a worker as departed, which must be true in all later views."""
         self._refused[worker] = where
         self._check_refused()
 
@@ -199,34 +200,34 @@ class Oracle:
         for member in self.view.members if self._refused else ():
             if member.incarnation in self._refused:
                 raise Violation(
-                    f"{self._refused[member.incarnation]}: worker {member.incarnation} is refused as gone, and is a "
-                    f"member in view {self.view.order} (live members are served)"
+                    f"{self._refused[member.incarnation]}: worker {member.incarnation} is rejected as departed, but is "
+                    f"a member in view {self.view.order} (live members are served)"
                 )
 
     def mapped(self, version: int, groups: tuple[ChainGroup, ...], where: str) -> None:
-        """Note that a node took a map."""
+        """Record that a process applied a view."""
         known = self._maps.setdefault(version, groups)
         if known is not groups and known != groups:
-            raise Violation(f"{where}: two maps of version {version} (one primary)")
+            raise Violation(f"{where}: two views of version {version} (one primary)")
 
     def leads(self, version: int, buckets: int, server: int, where: str) -> None:
-        """Note that a server takes itself for the primary of buckets."""
+        """Record that a server acts as the primary of buckets."""
         for group in self._maps[version]:
             if buckets & group.buckets and (not group.members or group.members[0] != server):
-                raise Violation(f"{where}: server {server} leads what is not its own in {version} (one primary)")
+                raise Violation(f"{where}: server {server} leads buckets of another primary in {version} (one primary)")
 
     # The job.
 
     def posted(self, done: Iterable[DoneShards]) -> None:
-        """Note that a job is posted of which this is done already."""
+        """Record a posted job with its finished shards."""
         self._before, self._reported = set(shards_in(done)), Counter()
 
     def reported(self, key: Key) -> None:
-        """Note that the poster has taken what was found in a shard."""
+        """Record that the poster has the report of a shard."""
         self._reported[key] += 1
 
     def finished(self, state: JobState, expected: Mapping[Key, float], with_reports: Collection[Key]) -> None:
-        """Check the end of a job: `expected` are the shards, and what each counts."""
+        """Check the end of a job: `expected` are the shards with their counts."""
         if state.done != len(expected) or state.progress.get("examples", 0) != sum(expected.values()):
             raise Violation(
                 f"{state.done} shards of {len(expected)} are done, and {state.progress} of {sum(expected.values())} "

@@ -1,9 +1,9 @@
 """Virtual time, processes and threads. A seed decides the order of all events.
 
 Processes of protocol runs have no threads: they are called. Product code blocks: in locks, on channels, in the selector
-of an event loop. Here every such wait ends in :meth:`VirtualWorld.block`, which hands the baton to the thread whose
-turn is next; time jumps to that turn. The threads are the system's, so that product code runs unchanged, but all but
-one of them wait for the baton.
+of an event loop. Here every such wait ends in :meth:`VirtualWorld.block`, which passes the baton to the thread whose
+turn is next; time jumps to that turn. The threads are real, so that product code runs unchanged, but only one runs at
+a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from random import Random
 from typing import Any, Final
 
 _JITTER_S: Final = 2e-4
-"""How long a thread that is woken waits for a processor, at most."""
+"""The maximum time until a woken thread gets a processor."""
 _MAX_TURNS: Final = 400_000
 
 
@@ -25,8 +25,8 @@ class Killed(SystemExit):
     """Ends a thread of a process that was killed; asyncio passes it on, as it does every SystemExit."""
 
 
-class Deadlock(Exception):  # noqa: N818 - what was found, as Violation
-    """The simulation goes on for ever."""
+class Deadlock(Exception):  # noqa: N818 - a finding, like Violation
+    """The simulation does not end."""
 
 
 class VirtualProcess:
@@ -49,18 +49,18 @@ class VirtualProcess:
         self.at_death: list[Callable[[], None]] = []
         """Called when it is killed or its main thread has ended."""
         self.failure: BaseException | None = None
-        """Why it has ended itself, if it has."""
+        """The error with which it has ended itself, if any."""
         self.hook: Callable[[Any], None] | None = None
-        """What ``threading.excepthook`` is in it."""
+        """Its ``threading.excepthook``."""
         self.signals: dict[int, Callable[[], None]] = {}
         self.is_leaving = False
         """Whether it was requested to leave."""
         self.clock_offset_s = 0.0
         """The error of its clock."""
         self.is_disturbed = False
-        """Whether the others may take it for dead, so that it may end itself."""
+        """Whether other processes may declare it dead, so that it may end itself."""
         self._deferred: list[tuple[Thread, int]] = []
-        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # until it goes on
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # until it resumes
         world.processes.append(self)
 
     def later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -68,7 +68,7 @@ class VirtualProcess:
         self.world.after(delay_s, self.run, call, *arguments)
 
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call now, or when the process goes on."""
+        """Call now, or when the process resumes."""
         if self.is_paused:
             self._calls.append((call, arguments))
         elif not self.is_dead:
@@ -91,22 +91,22 @@ class VirtualProcess:
         """Stop all its threads, as SIGSTOP does."""
         self.is_paused = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let its threads run again."""
         self.is_paused = False
         deferred, self._deferred = self._deferred, []
         for thread, generation in deferred:
-            self.world.resume_at(self.world.now_s, thread, generation)
+            self.world.resume_at(self.world.time_s, thread, generation)
         calls, self._calls = self._calls, deque()
         for call, arguments in calls:
             self.run(call, *arguments)
 
     def defer(self, thread: Thread, generation: int) -> None:
-        """Let a thread have its turn when the process goes on."""
+        """Give a thread its turn when the process resumes."""
         self._deferred.append((thread, generation))
 
     def kill(self) -> None:
-        """End it now: none of its threads goes on, and its connections end. Idempotent."""
+        """End the process now: its threads stop, and its connections end. Idempotent."""
         if self.is_dead:
             return
         self.is_dead = True
@@ -115,7 +115,7 @@ class VirtualProcess:
         for call in self.at_death:
             call()
         for thread in self.threads:
-            self.world.resume_at(self.world.now_s, thread, None)
+            self.world.resume_at(self.world.time_s, thread, None)
 
 
 class Thread:
@@ -135,18 +135,18 @@ class Thread:
         self._target = target
 
     def start(self) -> None:
-        """Let it run as soon as it is its turn."""
+        """Start the thread; it runs at its turn."""
         process = self.process
         process.threads.append(self)
         threading.Thread(target=self._run, name=self.name, daemon=True).start()
         process.world.resume_soon(self)
 
     def wait_baton(self) -> None:
-        """Wait in the system for one's turn."""
+        """Wait for the baton."""
         self._baton.acquire()
 
     def give_baton(self) -> None:
-        """Let this thread go on; the caller waits from now on, or ends."""
+        """Pass the baton to this thread; the caller must then wait or end."""
         self._baton.release()
 
     def _run(self) -> None:
@@ -173,7 +173,7 @@ class VirtualWorld:
 
     def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
         self.random = Random(seed)
-        self.now_s = 0.0
+        self.time_s = 0.0
         self.trace = trace
         self.trace_hash = 0
         self.num_turns = self.num_events = 0
@@ -186,26 +186,26 @@ class VirtualWorld:
         self.max_turns = _MAX_TURNS
 
     def next_number(self) -> int:
-        """Return a number that no other thing of this world has."""
+        """Return a unique number in this world."""
         self._number += 1
         return self._number
 
     def note(self, text: str, *details: object) -> None:
         """Trace an event. Runs that differ in one word have other hashes; only the trace has the details."""
-        line = f"{self.now_s:10.6f} {text}"
+        line = f"{self.time_s:10.6f} {text}"
         self.trace_hash = zlib.crc32(line.encode(), self.trace_hash)
         if self.trace is not None:
-            self.trace(" ".join([line, *(str(each) for each in details if not isinstance(each, bytes))]))
+            self.trace(" ".join([line, *(str(detail) for detail in details if not isinstance(detail, bytes))]))
 
     # Turns.
 
     def at(self, time_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call at a time; what is called must not block."""
+        """Call at a time; the call must not block."""
         heapq.heappush(self._turns, (time_s, self.random.random(), self.next_number(), call, arguments))
 
     def after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call after a delay."""
-        self.at(self.now_s + delay_s, call, *arguments)
+        self.at(self.time_s + delay_s, call, *arguments)
 
     def resume_at(self, time_s: float, thread: Thread, generation: int | None) -> None:
         """Give a thread its turn at a time, if it still waits as it does now; None: however it waits."""
@@ -213,22 +213,22 @@ class VirtualWorld:
 
     def resume_soon(self, thread: Thread) -> None:
         """Give a thread its turn when a processor is free."""
-        self.resume_at(self.now_s + self.random.random() * _JITTER_S, thread, thread.generation)
+        self.resume_at(self.time_s + self.random.random() * _JITTER_S, thread, thread.generation)
 
     def wake(self, thread: Thread) -> None:
-        """Wake a thread that waits in :meth:`block`; whoever does not wait there is not concerned."""
+        """Wake a thread that waits in :meth:`block`; other threads are not affected."""
         if not thread.is_woken:
             thread.is_woken = True
             self.resume_soon(thread)
 
     def block(self, timeout_s: float | None = None) -> bool:
-        """Wait to be woken; return whether that was so. Raises Killed in a process that is dead."""
+        """Wait for :meth:`wake`; return whether it came. Raises Killed in a dead process."""
         me = self.current
         if me.process.is_dead:
             raise Killed
         me.is_woken = False
         if timeout_s is not None:
-            self.resume_at(self.now_s + max(timeout_s, 0.0), me, me.generation)
+            self.resume_at(self.time_s + max(timeout_s, 0.0), me, me.generation)
         following = self._next(me)
         if following is not me:
             following.give_baton()
@@ -243,17 +243,17 @@ class VirtualWorld:
         return was_woken
 
     def leave(self) -> None:
-        """Hand the baton on from a thread that ends."""
+        """Pass the baton on from a thread that ends."""
         self._next(None).give_baton()
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long."""
-        end_s = self.now_s + seconds
-        while self.now_s < end_s:
-            self.block(end_s - self.now_s)
+        """Wait for a time."""
+        end_s = self.time_s + seconds
+        while self.time_s < end_s:
+            self.block(end_s - self.time_s)
 
     def unhandled(self, thread: Thread, error: BaseException) -> None:
-        """Take what ended a thread: its process's hook does, or the harness's thread raises it."""
+        """Pass a thread's error to its process's hook, or raise it in the harness's thread."""
         hook = thread.process.hook
         if hook is None or not isinstance(error, Exception):
             self.fail(error)
@@ -264,16 +264,16 @@ class VirtualWorld:
             pass
 
     def fail(self, error: BaseException) -> None:
-        """Have the harness's thread raise this."""
+        """Raise an error in the harness's thread."""
         if self.failure is None:
             self.failure = error
-            self.resume_at(self.now_s, self.main, None)
+            self.resume_at(self.time_s, self.main, None)
 
     def _next(self, me: Thread | None) -> Thread:
-        """Let what happens without a thread happen; return the thread whose turn is next."""
+        """Run the due calls; return the thread whose turn is next."""
         while True:
             time_s, _, _, call, arguments = heapq.heappop(self._turns)
-            self.now_s = max(self.now_s, time_s)
+            self.time_s = max(self.time_s, time_s)
             self.num_events += 1
             if call is not None:
                 try:
@@ -297,11 +297,11 @@ class VirtualWorld:
 
     def close(self) -> None:
         """End all processes and wait until their threads are over."""
-        harness, *others = self.processes
-        for process in others:
+        harness, *started = self.processes
+        for process in started:
             process.kill()
         for _ in range(1000):
-            if not any(process.threads for process in others):
+            if not any(process.threads for process in started):
                 break
             self.block(0.001)
         harness.is_dead = True

@@ -72,10 +72,10 @@ class ProductCluster(Cluster):
 
     @override
     def is_through(self) -> bool:
-        live = [each for each in self.state.workers.values() if not each.process.is_dead]
+        live = [worker for worker in self.state.workers.values() if not worker.process.is_dead]
         if not live:
             self.start_worker()
-        return bool(live) and all(each.num_arrived > self.phase for each in live)
+        return bool(live) and all(worker.num_arrived > self.phase for worker in live)
 
     @override
     def check(self) -> None:
@@ -109,7 +109,7 @@ class ProductCluster(Cluster):
     def _chains(self) -> list[tuple[Buckets, list[tuple[str, Any]]]]:
         live = self.servers_by_incarnation()
         return [
-            (group.buckets, [(live[each].name, tables_of(live[each])) for each in group.members])
+            (group.buckets, [(live[member].name, tables_of(live[member])) for member in group.members])
             for group in self.groups
         ]
 
@@ -146,7 +146,7 @@ class ProductCluster(Cluster):
                 ),
                 token=TOKEN,
                 address=ADDRESS,
-                on_ready=lambda endpoint: world.note("the scheduler is there"),
+                on_ready=lambda endpoint: world.note("the scheduler is running"),
                 on_note=lambda text: world.note(f"scheduler: {text}"),
                 on_loss=lambda text: world.fail(Violation(f"(loss) {text}")),
                 replaces=replaces,
@@ -184,7 +184,7 @@ class ProductCluster(Cluster):
             self.workers[process.name], self.state.workers[process.name] = process, holder[0]
 
     def _start_snapshot(self) -> bool:
-        """Take a snapshot while everything goes on, unless another one is being taken."""
+        """Take a snapshot during the work, unless another snapshot is in progress."""
         if not self.groups or not (self._snapshot is None or self._snapshot.is_dead):
             return False
         self._snapshot = self._start("snapshot", lambda: try_snapshot(self.network, self.state.disk))
@@ -201,7 +201,7 @@ class ProductCluster(Cluster):
 
     @override
     def leave(self, process: VirtualProcess) -> bool:
-        leave = process.signals.pop(signal.SIGTERM, None)  # a second one would end it at once
+        leave = process.signals.pop(signal.SIGTERM, None)  # a second signal would end it immediately
         if leave is None:
             return False
         process.is_leaving = True

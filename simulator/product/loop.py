@@ -18,16 +18,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._world = world
         self._thread = world.current
         self._is_called = False
-        self._selector = self  # what BaseEventLoop asks to `select`
+        self._selector = self  # the selector of BaseEventLoop
         self._process = world.current.process
         self._process.at_death.append(self._is_killed)
 
     def time(self) -> float:
         """Return the virtual time."""
-        return self._world.now_s
+        return self._world.time_s
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Wait until somebody calls, or so long."""
+        """Wait until a wake-up, or for the timeout."""
         if self._process.is_dead:
             raise Killed
         if not self._is_called and (timeout is None or timeout > 0):
@@ -66,7 +66,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """Have a signal call back."""
+        """Register a callback for a signal."""
         self._process.signals[sig] = lambda: self._signalled(callback, args)
 
     def _signalled(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._thread.at_end.append(self.abandon)
 
     def abandon(self) -> None:
-        """Close the coroutines of a process that was killed: nothing of them goes on."""
+        """Close the coroutines of a killed process, so that they do not continue."""
         for task in sorted(asyncio.all_tasks(self), key=lambda task: (len(task.get_name()), task.get_name())):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()

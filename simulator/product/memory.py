@@ -1,4 +1,4 @@
-"""Memory that runs out: what the store of a sparse table asks for is refused, in the processes that are short of it."""
+"""Memory shortage: allocations of sparse tables fail in some processes."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _REFUSED: Final = 0.5
 
 
 class MemoryShortage:
-    """Which processes are short of memory, and for what."""
+    """The processes that are short of memory."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self.refusing: dict[VirtualProcess, None] = {}
-        """Those that often get none for what clients send: they refuse it, and nothing has changed."""
+        """The processes that often have no memory for clients' requests, and reject them without changes."""
         self.failing: dict[VirtualProcess, None] = {}
-        """Those that get none for what is decided: they end."""
+        """The processes that have no memory for accepted changes, and end."""
         self.was_failing: dict[VirtualProcess, None] = {}
         self.num_failed = 0
         self._world = world
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Have stores ask here first."""
+        """Return a context in which allocations of stores may fail."""
         real = {name: getattr(SparseStore, name) for name in ("reserve", "push", "load_bucket")}
         try:
             for name, method in real.items():
-                setattr(SparseStore, name, self._asking(name, method))
+                setattr(SparseStore, name, self._guarded(name, method))
             yield
         finally:
             for name, method in real.items():
                 setattr(SparseStore, name, method)
 
-    def _asking(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(store: SparseStore, *arguments: Any) -> Any:
             process = self._world.current.process
             is_refused = name == "reserve" and process in self.refusing and self._world.random.random() < _REFUSED

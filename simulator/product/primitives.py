@@ -1,4 +1,4 @@
-"""What product code takes for `threading`, `time` and executors while it runs in a :class:`VirtualWorld`."""
+"""Replacements of `threading`, `time` and executors for product code in a :class:`VirtualWorld`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from simulator.world import Thread, VirtualWorld
 
 _PREEMPTED = 0.05
-"""How often a thread loses its processor where it takes a lock."""
+"""The probability that a thread loses its processor when it acquires a lock."""
 
 
 class Lock:
-    """A mutex; in the order of those who ask."""
+    """A mutex; threads acquire it in the order of their requests."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
@@ -27,18 +27,18 @@ class Lock:
         self._waiting: deque[Thread] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, as ``threading.Lock.acquire``."""
+        """Acquire the lock, as ``threading.Lock.acquire``."""
         world = self._world
         if blocking and world.random.random() < _PREEMPTED:
             world.block(0.0)
         me = world.current
-        end_s = None if timeout < 0 else world.now_s + timeout
+        end_s = None if timeout < 0 else world.time_s + timeout
         while self._owner is not None and not self._owner.process.is_dead:
-            if not blocking or (end_s is not None and world.now_s >= end_s):
+            if not blocking or (end_s is not None and world.time_s >= end_s):
                 return False
             self._waiting.append(me)
             try:
-                world.block(None if end_s is None else end_s - world.now_s)
+                world.block(None if end_s is None else end_s - world.time_s)
             finally:
                 if me in self._waiting:
                     self._waiting.remove(me)
@@ -46,26 +46,26 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         self._owner = None
         if self._waiting:
             self._world.wake(self._waiting.popleft())
 
     def locked(self) -> bool:
-        """Return whether somebody has it."""
+        """Return whether a thread holds the lock."""
         return self._owner is not None
 
-    def is_mine(self) -> bool:
-        """Return whether the running thread has it."""
+    def is_owned(self) -> bool:
+        """Return whether the running thread holds the lock."""
         return self._owner is self._world.current
 
     def let_go(self) -> int:
-        """Give it back however often it was taken; return how often that was."""
+        """Release the lock completely; return the number of acquisitions."""
         self.release()
         return 1
 
     def take_again(self, count: int) -> None:
-        """Take it as often as it was before."""
+        """Acquire the lock as many times as before."""
         self.acquire()
 
     def __enter__(self) -> bool:
@@ -78,39 +78,39 @@ class Lock:
 
 
 class RLock(Lock):
-    """A mutex that its owner may take again."""
+    """A mutex that its owner may acquire again."""
 
     def __init__(self, world: VirtualWorld) -> None:
         super().__init__(world)
         self._count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, once more if it is the running thread's."""
-        if not self.is_mine() and not super().acquire(blocking, timeout):
+        """Acquire the lock; the owner may do so again."""
+        if not self.is_owned() and not super().acquire(blocking, timeout):
             return False
         self._count += 1
         return True
 
     def release(self) -> None:
-        """Give it back as often as it was taken."""
+        """Release one acquisition."""
         self._count -= 1
         if not self._count:
             super().release()
 
     def let_go(self) -> int:
-        """Give it back however often it was taken; return how often that was."""
+        """Release the lock completely; return the number of acquisitions."""
         count, self._count = self._count, 1
         self.release()
         return count
 
     def take_again(self, count: int) -> None:
-        """Take it as often as it was before."""
+        """Acquire the lock as many times as before."""
         self.acquire()
         self._count = count
 
 
 class Condition:
-    """As ``threading.Condition``, with a lock of its own or one that is given."""
+    """As ``threading.Condition``, with a new or a given lock."""
 
     def __init__(self, world: VirtualWorld, lock: Lock | None = None) -> None:
         self._world = world
@@ -127,16 +127,16 @@ class Condition:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait to be notified; return whether that was so."""
+        """Wait for a notification; return whether it came."""
         me = self._world.current
-        end_s = None if timeout is None else self._world.now_s + timeout
+        end_s = None if timeout is None else self._world.time_s + timeout
         self._waiting.append(me)
         count = self._lock.let_go()
         try:
             while me in self._waiting:
-                if end_s is not None and self._world.now_s >= end_s:
+                if end_s is not None and self._world.time_s >= end_s:
                     return False
-                self._world.block(None if end_s is None else end_s - self._world.now_s)
+                self._world.block(None if end_s is None else end_s - self._world.time_s)
             return True
         finally:
             if me in self._waiting:
@@ -145,20 +145,20 @@ class Condition:
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         """Wait until the predicate holds; return it."""
-        end_s = None if timeout is None else self._world.now_s + timeout
+        end_s = None if timeout is None else self._world.time_s + timeout
         while not (found := predicate()):
-            if end_s is not None and self._world.now_s >= end_s:
+            if end_s is not None and self._world.time_s >= end_s:
                 break
-            self.wait(None if end_s is None else end_s - self._world.now_s)
+            self.wait(None if end_s is None else end_s - self._world.time_s)
         return found
 
     def notify(self, n: int = 1) -> None:
-        """Wake as many as are told."""
+        """Wake `n` waiting threads."""
         for _ in range(min(n, len(self._waiting))):
             self._world.wake(self._waiting.popleft())
 
     def notify_all(self) -> None:
-        """Wake all."""
+        """Wake all waiting threads."""
         self.notify(len(self._waiting))
 
 
@@ -170,21 +170,21 @@ class Event:
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
+        """Return whether the event is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, and wake all who wait."""
+        """Set the event, and wake all waiting threads."""
         with self._changed:
             self._is_set = True
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Set it no longer."""
+        """Clear the event."""
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; return whether it is."""
+        """Wait until the event is set; return whether it is."""
         with self._changed:
             return bool(self._changed.wait_for(self.is_set, timeout))
 
@@ -209,11 +209,11 @@ class ProductThread:
         self.thread.start()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, or so long."""
-        end_s = None if timeout is None else self._world.now_s + timeout
-        while not self.thread.is_over and (end_s is None or self._world.now_s < end_s):
+        """Wait until the thread has ended, or for the timeout."""
+        end_s = None if timeout is None else self._world.time_s + timeout
+        while not self.thread.is_over and (end_s is None or self._world.time_s < end_s):
             self.thread.ended.append(self._world.current)
-            self._world.block(None if end_s is None else end_s - self._world.now_s)
+            self._world.block(None if end_s is None else end_s - self._world.time_s)
 
     def is_alive(self) -> bool:
         """Return whether it runs."""
@@ -240,7 +240,7 @@ class Threading:
         return Lock(self._world)
 
     def RLock(self) -> RLock:  # noqa: N802
-        """Return a lock that its owner may take again."""
+        """Return a reentrant lock."""
         return RLock(self._world)
 
     def Condition(self, lock: Any = None) -> Condition:  # noqa: N802
@@ -275,7 +275,7 @@ class Threading:
 
 
 class VirtualTime:
-    """The module `time`, as far as it is about time that passes."""
+    """The clocks and `sleep` of the module `time`."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
@@ -283,7 +283,7 @@ class VirtualTime:
 
     def monotonic(self) -> float:
         """Return the virtual time."""
-        return self._world.now_s
+        return self._world.time_s
 
     perf_counter = thread_time = process_time = time = monotonic
 
@@ -305,15 +305,15 @@ class Numbers:
         return self._random
 
     def randbits(self, bits: int) -> int:
-        """Return a number of so many bits."""
+        """Return a random number of `k` bits."""
         return self._random.getrandbits(bits)
 
     def token_bytes(self, size: int = 32) -> bytes:
-        """Return so many bytes."""
+        """Return random bytes."""
         return self._random.randbytes(size)
 
     def token_hex(self, size: int = 32) -> str:
-        """Return so many bytes as text."""
+        """Return random bytes as text."""
         return self._random.randbytes(size).hex()
 
 
@@ -326,7 +326,7 @@ class VirtualFuture(concurrent.futures.Future[Any]):
 
 
 class Executor:
-    """As ``ThreadPoolExecutor``: calls are made one after the other, each after a while, in threads of their own."""
+    """As ``ThreadPoolExecutor``: calls run one after the other, each after a delay, in new threads."""
 
     def __init__(self, world: VirtualWorld, delay: Callable[[], float]) -> None:
         self._world = world
@@ -336,7 +336,7 @@ class Executor:
         self._futures: list[VirtualFuture] = []
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **kwargs: Any) -> VirtualFuture:
-        """Have a function called; return its future."""
+        """Schedule a call; return its future."""
         if self._is_shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future = VirtualFuture(self._world)
@@ -362,7 +362,7 @@ class Executor:
         return [future.result() for future in futures]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls."""
+        """Accept no more calls."""
         self._is_shut = True
         for future in self._futures:
             if cancel_futures:

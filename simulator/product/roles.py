@@ -13,7 +13,7 @@ from simulator.world import VirtualProcess, VirtualWorld
 
 
 class VirtualJoining:
-    """How a server finds its cluster: stands for `roles.Joining`."""
+    """Replaces `roles.Joining`: the way in which a server finds its cluster."""
 
     def __init__(self, scheduler: str, network: VirtualNetwork) -> None:
         self.scheduler = scheduler
@@ -25,7 +25,7 @@ class VirtualJoining:
 
 
 def tables_of(server: VirtualProcess) -> ServerTables:
-    """Return the tables of a server, wherever it keeps them."""
+    """Return the tables of a server."""
     seen, todo = set(), [server.role]
     while todo:
         found = todo.pop(0)
@@ -38,7 +38,7 @@ def tables_of(server: VirtualProcess) -> ServerTables:
 
 
 class Log(logging.Handler):
-    """Takes what the product logs while a simulation runs; an exception that nobody expected is a violation."""
+    """Receives the product's log during a simulation; an unexpected exception is a violation."""
 
     def __init__(self, world: VirtualWorld) -> None:
         super().__init__(logging.WARNING)
@@ -48,7 +48,7 @@ class Log(logging.Handler):
         self._asyncio = logging.getLogger("asyncio")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a record."""
+        """Process a record."""
         text = record.getMessage()
         self._world.note(f"{self._world.current.process.name} logs: {text}")
         error = record.exc_info[1] if record.exc_info else None

@@ -1,4 +1,4 @@
-"""Snapshots of a simulated cluster, on disks that fail and fill up, and what must be in them."""
+"""Snapshots of a simulated cluster on disks that fail and fill up, and checks of their contents."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Disk:
         self._number = 0
 
     def delay_s(self) -> float:
-        """Return how long one thing takes."""
+        """Return the duration of one operation."""
         return self._world.random.random() * 0.01
 
     def new_directory(self) -> Path:
-        """Return a directory that nobody has used."""
+        """Return an unused directory."""
         if self._folder is None:
             self._folder = TemporaryFolder.make("simulation")
         self._number += 1
         return self._folder.path / str(self._number)
 
     def stand_ins(self) -> list[tuple[Any, Any]]:
-        """Return what writes files in the product, and what does in its place."""
+        """Return the product's functions that write files, with their replacements."""
         return [(write_synced, self._failing(write_synced)), (replace_synced, self._failing(replace_synced))]
 
     def _failing(self, write: Callable[..., None]) -> Callable[..., None]:
@@ -68,18 +68,18 @@ class Disk:
 
 
 def take_snapshot(network: VirtualNetwork, disk: Disk) -> Path | None:
-    """Take a snapshot; return its directory, or None if it did not come about in time, or for the disk.
+    """Take a snapshot; return its directory, or None if it failed in time or because of the disk.
 
-    Raises Violation for one that is not whole, and PacelineError for what is wrong with the cluster.
+    Raises Violation for an incomplete snapshot, and PacelineError for an error of the cluster.
     """
     world, num_failed, directory = network.world, disk.num_failed, disk.new_directory()
-    end_s = world.now_s + _PATIENCE_S
+    end_s = world.time_s + _PATIENCE_S
     client = Client.connect(VirtualTransport(network), ADDRESS, observer=True)
-    taker = SnapshotCoordinator(client, directory)
+    coordinator = SnapshotCoordinator(client, directory)
     try:
-        taker.begin()
-        while taker.poll() is None:
-            if world.now_s >= end_s:
+        coordinator.begin()
+        while coordinator.poll() is None:
+            if world.time_s >= end_s:
                 return None
             world.sleep(0.01)
     except SnapshotWriteError as error:
@@ -87,7 +87,7 @@ def take_snapshot(network: VirtualNetwork, disk: Disk) -> Path | None:
             raise Violation(f"(snapshots) {error}") from None
         return None
     finally:
-        taker.close()
+        coordinator.close()
     client.close()
     try:
         read_newest(directory)
@@ -97,7 +97,7 @@ def take_snapshot(network: VirtualNetwork, disk: Disk) -> Path | None:
 
 
 def compare_snapshot(directory: Path, chains: Sequence[tuple[Buckets, Sequence[tuple[str, Any]]]]) -> None:
-    """Raise Violation unless a snapshot has every row, bit for bit, as the primaries have it."""
+    """Raise Violation unless a snapshot has every row of the primaries, bit for bit."""
     snapshot = read_newest(directory)
     for stored in snapshot.manifest.tables:
         found: dict[int, tuple[bytes, bytes]] = {}
@@ -114,7 +114,7 @@ def compare_snapshot(directory: Path, chains: Sequence[tuple[Buckets, Sequence[t
 
 
 def try_snapshot(network: VirtualNetwork, disk: Disk) -> None:
-    """Take a snapshot while things fail: it comes about whole, or not at all."""
+    """Take a snapshot during faults: it must be complete, or fail."""
     try:
         take_snapshot(network, disk)
     except PacelineError as error:

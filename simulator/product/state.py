@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulator.network import VirtualNetwork
 from simulator.product.memory import MemoryShortage
 from simulator.product.snapshots import Disk
-from simulator.product.truth import CHANGED, CLOCKS, OTHERS, RATES, Plan, Truth
+from simulator.product.truth import CHANGED, CLOCKS, OPTIONAL, RATES, Plan, Truth
 from simulator.settings import RunSettings
 from simulator.world import VirtualProcess
 
@@ -30,9 +30,9 @@ class SharedState:
         self.network = network
         self.settings = settings
         self.truth = truth
-        others = world.random.sample(OTHERS, settings.num_tables)
+        optional = world.random.sample(OPTIONAL, settings.num_tables)
         changed = world.random.choice(((), (CHANGED,)))
-        self.plans: tuple[Plan, ...] = (CLOCKS, RATES, *changed, *others)
+        self.plans: tuple[Plan, ...] = (CLOCKS, RATES, *changed, *optional)
         self.workers: dict[str, Participant] = {}
         self.num_phases = 0
         """The number of phases that all workers have ended."""

@@ -75,7 +75,7 @@ class StreamEnd(End):
         return len(data) if isinstance(data, bytes) else 0
 
     def has_read(self, size: int) -> None:
-        """Take note that the other end has read some bytes."""
+        """Record that the other end has read some bytes."""
         self._num_sent -= size
         if not self.is_closed:
             self.changed()

@@ -1,7 +1,7 @@
-"""What the product's modules take for the system while a simulation runs.
+"""Replacements of system modules in the product while a simulation runs.
 
 Modules of the product import `time`, `threading`, `secrets` and the like by name. While a simulation runs these names
-stand for its own clock, threads and random numbers, in every module where they occur: none need know of it.
+stand for its own clock, threads and random numbers in all product modules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PRODUCT: Final = tuple(f"paceline.{package}" for package in ("launch.roles", "p
 
 @contextlib.contextmanager
 def product_in(world: VirtualWorld, network: VirtualNetwork, disk: Disk) -> Iterator[None]:
-    """Have the product's modules live in a world."""
+    """Return a context in which the product's modules run in a world."""
     stand_ins = _stand_ins(world, network, disk)
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -64,7 +64,7 @@ def _stand_ins(world: VirtualWorld, network: VirtualNetwork, disk: Disk) -> dict
         (concurrent.futures.ThreadPoolExecutor, lambda *_, **__: Executor(world, disk.delay_s)),
         (new_event_loop, lambda: VirtualLoop(world)),
         (SocketTransport, lambda *_, **__: VirtualTransport(network)),
-        (end_process, lambda who, error: _end(world, error)),
+        (end_process, lambda role_name, error: _end(world, error)),
         (own_process, lambda: _process_info(world)),
         (Scheduler, lambda *settings, **options: _role(world, Scheduler(*settings, **options))),
         (Server, lambda *settings, **options: _role(world, _forgetful(Server(*settings, **options)))),
@@ -74,20 +74,20 @@ def _stand_ins(world: VirtualWorld, network: VirtualNetwork, disk: Disk) -> dict
 
 
 def _role(world: VirtualWorld, role: Any) -> Any:
-    """Return a role, which its process knows from now on."""
+    """Record a role at its process, and return it."""
     process = world.current.process
     process.role, process.loop = role, asyncio.get_running_loop()
     return role
 
 
 def _forgetful(server: Server) -> Server:
-    """Return a server that often forgets the lists of keys that workers have sent."""
+    """Return a server that often drops the key lists of workers."""
     server.filters.max_key_bytes = 1000
     return server
 
 
 def _process_info(world: VirtualWorld) -> ProcessIdentity:
-    """Return what tells no scheduler's kernel of a process: the simulation tells of its end."""
+    """Return a watch that reports nothing: the simulation reports ends of processes."""
     return ProcessIdentity("virtual", world.current.process.number, 0)
 
 

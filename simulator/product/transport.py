@@ -1,7 +1,7 @@
 """The transport of the simulation: the product's frames and handshake on the virtual network.
 
-As in :mod:`paceline.transport.memory`, the connections are the product's; what they take for an asyncio transport or
-for a socket is made up here, with all that a real one may do.
+As in :mod:`paceline.transport.memory`, the connections are the product's; this module replaces the asyncio transport
+and the socket, with all effects of real ones.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _HANDSHAKE_S: Final = 10.0
 _SEND_S: Final = 60.0
 _RETRY_S: Final = 0.25
 _REFUSAL_S: Final = 1e-4
-"""How long it takes to be refused."""
+"""The time until a connection is refused."""
 
 
 class VirtualTransport(Transport):
-    """Connects the running process to others of its world."""
+    """Connects the running process to other processes of its world."""
 
     def __init__(self, network: VirtualNetwork) -> None:
         self._network = network
@@ -48,12 +48,12 @@ class VirtualTransport(Transport):
     @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
         world, address = self._network.world, address_of(target)
-        end_s = world.now_s + timeout_s
+        end_s = world.time_s + timeout_s
         world.sleep(_REFUSAL_S)
         while (listener := self._reach(address)) is None:
-            if world.now_s >= end_s:
+            if world.time_s >= end_s:
                 raise DeadlineError(f"{address} did not answer within {timeout_s:g} s")
-            world.sleep(min(_RETRY_S, max(end_s - world.now_s, 1e-6)))
+            world.sleep(min(_RETRY_S, max(end_s - world.time_s, 1e-6)))
         near, far = self._network.connect(world.current.process, listener.process, StreamEnd)
         world.sleep(2 * self._network.delay_s(near.path))
         channel = VirtualChannel(address, self._limits, near, world)
@@ -66,11 +66,11 @@ class VirtualTransport(Transport):
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
         world, address = self._network.world, address_of(target)
-        end_s = world.now_s + timeout_s
+        end_s = world.time_s + timeout_s
         while (listener := self._reach(address)) is None:
-            if world.now_s >= end_s:
+            if world.time_s >= end_s:
                 raise DeadlineError(f"{address} did not answer within {timeout_s:g} s")
-            await asyncio.sleep(min(_RETRY_S, max(end_s - world.now_s, 1e-6)))
+            await asyncio.sleep(min(_RETRY_S, max(end_s - world.time_s, 1e-6)))
         process = world.current.process
         near, far = self._network.connect(process, listener.process, StreamEnd)
         await asyncio.sleep(2 * self._network.delay_s(near.path))
@@ -82,7 +82,7 @@ class VirtualTransport(Transport):
         return await connection.wait_authenticated(timeout_s)
 
     def _reach(self, address: Address) -> _VirtualListener | None:
-        """Return the listener at an address; None if it does not answer. Raises AddressError if there is none."""
+        """Return the listener at an address; None if it does not answer. Raises AddressError without a listener."""
         try:
             listener = self._network.reach(self._network.world.current.process.host, address.host)
         except Refused:
@@ -108,7 +108,7 @@ class VirtualTransport(Transport):
 
 
 def address_of(target: Endpoint | Address | str) -> Address:
-    """Return where a target is."""
+    """Return the address of a target."""
     address = target.tcp if isinstance(target, Endpoint) else target
     return Address.parse(address) if isinstance(address, str) else address
 
@@ -136,7 +136,7 @@ class _VirtualListener(Listener):
         self._service.hello = hello
 
     def accept(self, end: StreamEnd) -> None:
-        """Take a connection that was made to this listener; from any thread."""
+        """Accept a connection; may be called from any thread."""
         if self._loop.is_closed() or self._network.listeners.get(self.endpoint.tcp.host) is not self:
             end.abort()
             return
@@ -158,7 +158,7 @@ class _VirtualListener(Listener):
 
 
 class Pipe(asyncio.Transport):
-    """What a :class:`Connection` takes for its asyncio transport."""
+    """The asyncio transport of a :class:`Connection`."""
 
     def __init__(self, connection: Connection, end: StreamEnd, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -175,25 +175,25 @@ class Pipe(asyncio.Transport):
         end.changed = self._changed
 
     def begin(self) -> None:
-        """Tell the connection that it is there; from any thread."""
+        """Start the connection; may be called from any thread."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._connection.connection_made, self)
-            self._loop.call_soon_threadsafe(self._look)
+            self._loop.call_soon_threadsafe(self._process_input)
 
     def _changed(self) -> None:
         if not self._is_planned:
             self._is_planned = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._look)
+                self._loop.call_soon_threadsafe(self._process_input)
 
-    def _look(self) -> None:
-        """Read, write or end, as far as the end allows."""
+    def _process_input(self) -> None:
+        """Read, write and close as the state of the end permits."""
         self._is_planned = False
         end = self._end
         if self._is_lost:
             return
         if end.is_reset:
-            self._lose(ConnectionResetError(104, "Connection reset by peer"))
+            self._drop(ConnectionResetError(104, "Connection reset by peer"))
             return
         if self._waiting:
             self._write_waiting()
@@ -214,7 +214,7 @@ class Pipe(asyncio.Transport):
         except Exception as error:
             context = {"message": "Fatal error: buffer_updated", "exception": error, "protocol": self._connection}
             self._loop.call_exception_handler(context)
-            self._lose(error)
+            self._drop(error)
 
     def _write_waiting(self) -> None:
         taken = self._end.write(memoryview(bytes(self._waiting)))
@@ -225,9 +225,9 @@ class Pipe(asyncio.Transport):
             self._is_paused = False
             self._connection.resume_writing()
         if self._is_closing and not self._waiting:
-            self._lose(None)
+            self._drop(None)
 
-    def _lose(self, error: Exception | None) -> None:
+    def _drop(self, error: Exception | None) -> None:
         if self._is_lost:
             return
         self._is_lost = self._is_closing = True
@@ -255,7 +255,7 @@ class Pipe(asyncio.Transport):
         if not self._is_closing:
             self._is_closing = True
             if not self._waiting:
-                self._lose(None)
+                self._drop(None)
 
     @override
     def abort(self) -> None:
@@ -288,7 +288,7 @@ class Pipe(asyncio.Transport):
 
 
 class VirtualChannel(StreamChannel):
-    """A blocking channel: who waits on it lets others run."""
+    """A blocking channel; other threads run while it waits."""
 
     def __init__(self, address: Address, limits: Limits, end: StreamEnd, world: VirtualWorld) -> None:
         super().__init__(address, limits)
@@ -307,13 +307,13 @@ class VirtualChannel(StreamChannel):
             self._world.wake(thread)
 
     def _block(self, end_s: float) -> bool:
-        """Wait for a change; return whether there is time left."""
-        if self._world.now_s >= end_s:
+        """Wait for a change; return False after the timeout."""
+        if self._world.time_s >= end_s:
             return False
         me = self._world.current
         self._waiting.append(me)
         try:
-            self._world.block(end_s - self._world.now_s)
+            self._world.block(end_s - self._world.time_s)
         finally:
             self._waiting.remove(me)
         return True
@@ -326,7 +326,7 @@ class VirtualChannel(StreamChannel):
                 f"a frame of {len(data)} bytes was to be sent, at most {self._limits.max_frame_bytes} are allowed"
             )
         view = memoryview(data)
-        end_s = self._world.now_s + _SEND_S
+        end_s = self._world.time_s + _SEND_S
         while True:
             if self._is_closed or self._end.is_reset:
                 raise self._lost()
@@ -335,14 +335,14 @@ class VirtualChannel(StreamChannel):
             if not view:
                 return len(data)
             if taken:
-                end_s = self._world.now_s + _SEND_S
+                end_s = self._world.time_s + _SEND_S
             if not self._block(end_s):
                 self.close()
-                raise DeadlineError(f"{self._peer_name()} took nothing of what was sent for {_SEND_S:g} s")
+                raise DeadlineError(f"{self._peer_name()} accepted no data for {_SEND_S:g} s")
 
     @override
     def _read(self, view: memoryview) -> int:
-        end_s = self._world.now_s + self._timeout_s
+        end_s = self._world.time_s + self._timeout_s
         while True:
             if self._is_closed or self._end.is_reset:
                 raise self._lost()
@@ -367,7 +367,7 @@ class VirtualChannel(StreamChannel):
 
     @override
     def poll(self, timeout_s: float) -> bool:
-        end, end_s = self._end, self._world.now_s + timeout_s
+        end, end_s = self._end, self._world.time_s + timeout_s
         while not (self._returned or end.num_arrived or end.has_ended or end.is_reset or self._is_closed):
             if not self._block(end_s):
                 return False

@@ -1,4 +1,4 @@
-"""What the tables of a cluster must hold: every acknowledged push and change exactly once, on every replica.
+"""The expected contents of a cluster's tables: every acknowledged push and change exactly once, on every replica.
 
 Buckets are compared bit for bit. The model applies the same pushes and changes, in program order, to one part that
 never moves and is never replicated. The order between workers does not matter: each worker has keys of its own, or the
@@ -55,9 +55,9 @@ class Plan:
     is_shared: bool = False
     """Whether all workers push to the same keys; then gradients are whole numbers."""
     filters: tuple[Filter, ...] = ()
-    """What requests go behind; values that are read, only as far as that changes no bit."""
+    """The filters of requests; answers use only the exact ones."""
     is_signs: bool = False
-    """Whether gradients are 1 and -1: what filters of few bits do not change, whatever chance decides."""
+    """Whether gradients are 1 and -1, which filters of few bits preserve."""
     num_pushing: int = SLOTS
     """Only the workers of the first slots push to the table."""
 
@@ -76,7 +76,7 @@ class Plan:
                 initializer=self.initializer,
                 seed=7,
                 filters=self.filters,
-                pull_filters=[each for each in self.filters if each.preserves == "exact"],
+                pull_filters=[filter for filter in self.filters if filter.preserves == "exact"],
             )
         return client.dense_table(
             self.name,
@@ -110,12 +110,12 @@ class Plan:
 
 
 CLOCKS: Final = Plan("clocks", "dense", SGD(lr=1.0), is_shared=True)
-"""Every worker counts its iterations here, each in an element of its own."""
+"""Every worker counts its iterations in its own element of this table."""
 CHANGED: Final = Plan("changed", "sparse", Adagrad(lr=0.1), dim=2, num_pushing=1)
 """One worker changes this table as a whole: hyperparameters, passes over the data, loaded parts."""
 RATES: Final = Plan("rates", "sparse", SGD(lr=1.0), num_pushing=0)
 """All workers change the hyperparameters of this table, at the same time."""
-OTHERS: Final = (
+OPTIONAL: Final = (
     Plan("sums", "sparse", SGD(lr=1.0), dim=2, is_shared=True),
     Plan("adagrad", "sparse", Adagrad(lr=0.1), dim=3, initializer=Uniform(low=-0.5, high=0.5)),
     Plan("ftrl", "sparse", FTRL(alpha=0.1, l1=0.01)),
@@ -142,19 +142,19 @@ class Issued:
     change: Change
     is_sure: bool = False
     """Whether it must have been applied."""
-    settled: Buckets = 0
-    """Where it was found out, for one that is not sure."""
+    resolved: Buckets = 0
+    """The place that resolved an uncertain change."""
     without: Buckets = 0
     """The buckets in which it was not applied."""
 
     @property
     def unsettled(self) -> Buckets:
-        """The buckets in which it is not known whether it was applied."""
-        return 0 if self.is_sure else _buckets_of(self) & ~self.settled
+        """The buckets in which the change is uncertain."""
+        return 0 if self.is_sure else _buckets_of(self) & ~self.resolved
 
     def left_out(self, is_applied: bool) -> Buckets:
-        """Return the buckets without it, if it was applied wherever that is not known, or nowhere there."""
-        return 0 if self.is_sure else self.without if is_applied else self.without | (ALL & ~self.settled)
+        """Return the buckets without it, if it was applied in all uncertain buckets, or in none."""
+        return 0 if self.is_sure else self.without if is_applied else self.without | (ALL & ~self.resolved)
 
 
 def _buckets_of(push: Issued) -> Buckets:
@@ -185,7 +185,7 @@ class Mirror:
 
 
 class Truth(Oracle):
-    """An oracle that knows all pushes and changes of tables."""
+    """An oracle with all pushes and changes of tables."""
 
     def __init__(self, settings: RunSettings) -> None:
         super().__init__(settings)
@@ -195,13 +195,13 @@ class Truth(Oracle):
         """Table name → calls to all servers that have not returned. A dead worker's call never does."""
 
     def issue(self, plan: Plan, slot: int, keys: Keys, rows: Floats, change: Change) -> Issued:
-        """Note a push or change that is about to be sent."""
+        """Record a push or change before it is sent."""
         push = Issued(plan, slot, keys.copy(), rows.copy(), change)
         self.issued.append(push)
         return push
 
     def check(self, chains: Sequence[tuple[Buckets, Sequence[tuple[str, Any]]]]) -> None:
-        """Compare every bucket with what it must be; `chains` has the servers' tables by name, the primary's first.
+        """Compare every bucket with its expected contents; `chains` has the servers' tables, the primary's first.
 
         A push that was never acknowledged may be on one server of a chain and not on another.
         """
@@ -230,7 +230,7 @@ class Truth(Oracle):
         """Raise Violation unless all servers have the same update rule and pass number for a table."""
         tables = {server: table_named(tables, name, server) for _, members in chains for server, tables in members}
         found = {server: (table.spec.update, table.part.pass_number) for server, table in tables.items()}
-        if not self.unfinished[name] and any(each != next(iter(found.values())) for each in found.values()):
+        if not self.unfinished[name] and any(state != next(iter(found.values())) for state in found.values()):
             raise Violation(f"(settings) update rule and pass number of table {name!r} differ: {found}")
 
     def _compare(
@@ -240,7 +240,7 @@ class Truth(Oracle):
         unsure: list[Issued],
         left: dict[int, dict[tuple[bytes, bytes], str]],
     ) -> None:
-        """Find for each state of a bucket which of the pushes that nobody is sure of were applied there."""
+        """Find the uncertain pushes that were applied in each observed state of a bucket."""
         expected: Mirror | None = None
         num_states = {bucket: len(states) for bucket, states in left.items()}
         for applied in _choices(unsure):
@@ -252,7 +252,7 @@ class Truth(Oracle):
                 if num_states[bucket] == 1:
                     for push in unsure:
                         push.without |= 0 if push in applied or not push.unsettled >> bucket & 1 else 1 << bucket
-                        push.settled |= 1 << bucket
+                        push.resolved |= 1 << bucket
                 if not states:
                     del left[bucket]
             if not left:
@@ -260,9 +260,10 @@ class Truth(Oracle):
         assert expected is not None
         bucket, states = next(iter(left.items()))
         found, server = next(iter(states.items()))
+        wanted = _describe(_sorted(expected.part.read_bucket(bucket)))
         raise Violation(
-            f"(exactly once) {len(left)} buckets of table {spec.name!r} are not what they must be: bucket {bucket} on "
-            f"{server} has {_describe(found)}, expected {_describe(_sorted(expected.part.read_bucket(bucket)))}"
+            f"(exactly once) {len(left)} buckets of table {spec.name!r} differ from the expected contents: bucket "
+            f"{bucket} on {server} has {_describe(found)}, expected {wanted}"
             + (f", {len(unsure)} pushes unsure" if unsure else "")
         )
 
@@ -274,15 +275,15 @@ class Truth(Oracle):
 
 
 def _choices(unsure: Sequence[Issued]) -> Any:
-    """Yield which of the pushes that nobody is sure of were applied: all ways, or if they are many, first ones."""
+    """Yield possible sets of applied uncertain pushes: all sets, or the first ones if there are many."""
     if len(unsure) <= _MAX_UNSURE:
         for count in range(len(unsure), -1, -1):
             yield from itertools.combinations(unsure, count)
         return
     slots = sorted({push.slot for push in unsure})
     by_slot = [[push for push in unsure if push.slot == slot] for slot in slots]
-    for counts in itertools.product(*(range(len(each), -1, -1) for each in by_slot)):
-        yield tuple(itertools.chain.from_iterable(each[:n] for each, n in zip(by_slot, counts, strict=True)))
+    for counts in itertools.product(*(range(len(changes), -1, -1) for changes in by_slot)):
+        yield tuple(itertools.chain.from_iterable(changes[:n] for changes, n in zip(by_slot, counts, strict=True)))
 
 
 def table_named(tables: Any, name: str, server: str) -> ServerTable:

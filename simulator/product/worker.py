@@ -1,4 +1,4 @@
-"""What a worker of the simulation does: the product's client reads and pushes, and what it reads is checked."""
+"""A worker of the simulation: the product's client reads and pushes, and the values that it reads are checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AT_ONCE_S: Final = 0.1
 
 
 class ProductWorker(Participant):
-    """One worker, and how it works."""
+    """One worker and its state."""
 
     def __init__(self, state: SharedState, process: VirtualProcess, slot: int) -> None:
         super().__init__(process, slot)
@@ -61,15 +61,15 @@ class ProductWorker(Participant):
                 raise Violation(f"(progress) {self.process.name}: {type(error).__name__}: {error}") from error
 
     def _connect(self) -> Client:
-        """Connect; try again, as whoever starts workers does, if there is nobody yet or no more."""
+        """Connect, and retry like a supervisor of workers if the cluster does not run."""
         state, world = self.state, self.state.world
-        end_s = world.now_s + _PATIENCE_S
+        end_s = world.time_s + _PATIENCE_S
         while True:
             try:
                 return Client.connect(VirtualTransport(state.network), ADDRESS, timeout_s=_PATIENCE_S)
             except (AddressError, ConnectionLostError, DeadlineError) as error:
                 world.note(f"{self.process.name} tries again: {error}")
-                if world.now_s >= end_s:
+                if world.time_s >= end_s:
                     raise
                 world.sleep(0.1)
 
@@ -85,8 +85,8 @@ class ProductWorker(Participant):
             if plan is not CLOCKS and self.slot < plan.num_pushing and random.random() < 0.7:
                 for _ in range(1 if state.settings.is_sequential else random.choice((1, 1, 2))):
                     pushes.append((plan, *self._draw(plan)))
-        mine = np.array([self.slot], np.uint64)
-        pushes.append((CLOCKS, mine, np.array([[-1.0]], np.float32)))
+        own_keys = np.array([self.slot], np.uint64)
+        pushes.append((CLOCKS, own_keys, np.array([[-1.0]], np.float32)))
         if not state.settings.is_sequential:
             random.shuffle(pushes)
         applied = []
@@ -111,7 +111,7 @@ class ProductWorker(Participant):
 
     def _set_rate(self) -> None:
         """Change the hyperparameters of a table, at the same time as other workers."""
-        self.state.world.sleep(-self.state.world.now_s % _AT_ONCE_S)
+        self.state.world.sleep(-self.state.world.time_s % _AT_ONCE_S)
         unfinished = self.state.truth.unfinished
         unfinished[RATES.name] += 1
         self._break_connections()
@@ -197,7 +197,7 @@ class ProductWorker(Participant):
                 self._acknowledged.append(issued)
 
     def _check_own(self, plan: Plan) -> None:
-        """Read one's own keys: all that was pushed to them is there, under sequential up to the last iteration."""
+        """Read the worker's own keys, which have all its pushes; under sequential, those before this iteration."""
         mirror = self._mirrors.get(plan.name)
         if mirror is None or plan.is_shared:
             return
@@ -205,19 +205,19 @@ class ProductWorker(Participant):
         found = plan.pull(self._tables[plan.name], keys)
         self.state.truth.num_reads += 1
         if self._waiting and self.state.may_refuse:
-            return  # one of them may have been refused
+            return  # a push may have been rejected
         expected = mirror.values(keys)
         if found.tobytes() != expected.tobytes():
             at = int(np.flatnonzero((found != expected).any(axis=1))[0])
             raise Violation(
                 f"(reads) worker in slot {self.slot} reads {found[at].tolist()} for key {keys[at]} of {plan.name!r}, "
-                f"and has pushed what makes {expected[at].tolist()}"
+                f"but its pushes give {expected[at].tolist()}"
             )
 
     def _check_clocks(self, client: Client) -> None:
-        """Read how far all workers are: as far as the consistency says at least, and not further than they went."""
+        """Read all workers' clocks: at least the minimum that the consistency guarantees, at most the true clocks."""
         state, clock, tau = self.state, client.clock, self.state.settings.consistency.tau
-        live = [each for each in state.workers.values() if each.is_joined and not each.process.is_disturbed]
+        live = [worker for worker in state.workers.values() if worker.is_joined and not worker.process.is_disturbed]
         values = CLOCKS.pull(self._tables["clocks"], CLOCKS.keys_of(0))[:, 0].tolist()
         state.truth.num_reads += 1
         for worker in live:
@@ -231,8 +231,8 @@ class ProductWorker(Participant):
                 )
             if state.settings.is_sequential and counted > max(clock, worker.first_clock):
                 raise Violation(
-                    f"(gate) worker in slot {self.slot} reads in iteration {clock} what worker in slot {worker.slot} "
-                    f"pushed in iteration {counted - 1}"
+                    f"(gate) worker in slot {self.slot} reads in iteration {clock} the push of the worker in slot "
+                    f"{worker.slot} in iteration {counted - 1}"
                 )
 
     def _read_all(self, client: Client) -> None:

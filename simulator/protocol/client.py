@@ -160,7 +160,7 @@ class SimulatedClient(SimulatedNode):
     @override
     def receive(self, connection: MessageEnd, message: Any) -> None:
         super().receive(connection, message)
-        self.work.go_on()
+        self.work.resume()
 
     @override
     def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:

@@ -39,10 +39,10 @@ class ProtocolCluster(Cluster):
         settings: RunSettings | None = None,
         faults: tuple[str, ...] = KINDS,
         num_faults: int | None = None,
-        may_lose: bool = False,
+        allow_loss: bool = False,
         trace: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(seed, settings, trace, lambda settings: Oracle(settings, may_lose=may_lose))
+        super().__init__(seed, settings, trace, lambda settings: Oracle(settings, allow_loss=allow_loss))
         chosen = self.settings = replace(self.settings, num_phases=1)
         self._work = Work(chosen, has_reports=self.world.random.random() < 0.5)
         self._around = Surroundings(self.network, self.oracle, chosen)
@@ -50,7 +50,7 @@ class ProtocolCluster(Cluster):
         iterations = chosen.num_shards * chosen.epochs * sum(chosen.iterations_per_shard)
         iterations //= len(chosen.iterations_per_shard) * chosen.num_workers
         work_s = 0.3 + iterations * (chosen.think_s / 2 + 0.02)
-        self.faults = Faults(self, faults, num_faults, spans_s=(work_s,), may_lose=may_lose)
+        self.faults = Faults(self, faults, num_faults, spans_s=(work_s,), allow_loss=allow_loss)
 
     # The nodes.
 
@@ -89,7 +89,7 @@ class ProtocolCluster(Cluster):
             self.world.after(_REPLACED_S, self._replace_worker)
 
     def _replace_worker(self) -> None:
-        if not self._work.is_done and all(each.is_dead for each in self.workers.values()):
+        if not self._work.is_done and all(worker.is_dead for worker in self.workers.values()):
             self.start_worker()
 
     @override
@@ -117,16 +117,16 @@ class ProtocolCluster(Cluster):
 
     @property
     def _nodes(self) -> list[SimulatedServer]:
-        return [each for each in self.servers.values() if isinstance(each, SimulatedServer) and not each.is_dead]
+        return [node for node in self.servers.values() if isinstance(node, SimulatedServer) and not node.is_dead]
 
     @override
     def is_through(self) -> bool:
-        return self._work.is_done and all(each.is_dead for each in self.workers.values())
+        return self._work.is_done and all(worker.is_dead for worker in self.workers.values())
 
     @override
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         version = self.oracle.view.version
-        return super().is_whole() and all(
+        return super().is_complete() and all(
             server.core.version == version and not server.core.replication.num_pending for server in self._nodes
         )
 
@@ -138,14 +138,14 @@ class ProtocolCluster(Cluster):
             living = {server.incarnation for server in self._nodes}
             lost = sum(group.buckets for group in self.oracle.view.groups if living.isdisjoint(group.members))
             if lost:  # a scheduler on another host only misses the servers
-                self.oracle.lose(lost)
+                self.oracle.record_loss(lost)
             raise
 
     @override
     def check(self) -> None:
-        if self.world.now_s < self._next_check_s:
+        if self.world.time_s < self._next_check_s:
             return
-        self._next_check_s = self.world.now_s + _CHECKS_S
+        self._next_check_s = self.world.time_s + _CHECKS_S
         for server in self._nodes:
             server.validate()
         for scheduler in (self.scheduler, *self.network.former.values()):

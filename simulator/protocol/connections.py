@@ -71,7 +71,7 @@ class MessageEnd(End):
 
 
 class MessageProcess(VirtualProcess):
-    """A process that is called for each message. One that is started after its crash is another process."""
+    """A process that is called for each message. A restart after a crash makes a new process."""
 
     def __init__(self, name: str, network: VirtualNetwork) -> None:
         super().__init__(network.world, name, name)
@@ -85,24 +85,24 @@ class MessageProcess(VirtualProcess):
         return self
 
     @property
-    def own_now_s(self) -> float:
+    def own_time_s(self) -> float:
         """The time by the clock of this process."""
-        return self.world.now_s + self.clock_offset_s
+        return self.world.time_s + self.clock_offset_s
 
     def accept(self, connection: MessageEnd, hello: Any) -> bool:
         """Return whether to take a connection of another process."""
         raise NotImplementedError
 
     def opened(self, connection: MessageEnd) -> None:
-        """Take note of a connection that this process has opened."""
+        """Record a connection that this process has opened."""
         raise NotImplementedError
 
     def refused(self, hello: Any) -> None:
-        """Take note that a connection could not be opened."""
+        """Record that a connection could not be opened."""
         raise NotImplementedError
 
     def closed(self, connection: MessageEnd) -> None:
-        """Take note of the end of a connection."""
+        """Record the end of a connection."""
         raise NotImplementedError
 
     def receive(self, connection: MessageEnd, message: Any) -> None:

@@ -20,11 +20,11 @@ Program: TypeAlias = Generator[float | list[Request] | JobCall, Any, None]
 
 
 class JobRequests:
-    """The requests of one member. `send` sends to the scheduler, `now_s` returns the member's time."""
+    """The requests of one member. `send` sends to the scheduler, `time_s` returns the member's time."""
 
-    def __init__(self, send: Callable[[SchedulerMessage], None], now_s: Callable[[], float]) -> None:
+    def __init__(self, send: Callable[[SchedulerMessage], None], time_s: Callable[[], float]) -> None:
         self._send_message = send
-        self._now_s = now_s
+        self._time_s = time_s
         self._is_welcome = False  # by the scheduler of the present connection
         self._messages = MemberEnd()
         self._ledger = MemberLedger()
@@ -42,14 +42,14 @@ class JobRequests:
         self._send(self._messages.add(self._ledger.sent(notice)))
 
     def send_counters(self, counters: Counters) -> None:
-        """Send this worker's counters, in the place of those that are still to be sent."""
+        """Send this worker's counters; they replace unsent ones."""
         self._ledger.counted(counters)
         self._send(self._messages.add(Heartbeat(progress=counters), supersedes=Heartbeat))
 
     def disconnected(self) -> JobMemory | None:
         """Send nothing until the next welcome; return the knowledge for a new scheduler."""
         self._is_welcome = False
-        return self._ledger.memory(self._now_s())
+        return self._ledger.memory(self._time_s())
 
     def welcomed(self, incarnation: int, received: int) -> None:
         """Send again the messages that the scheduler may lack."""
@@ -75,12 +75,12 @@ class JobRequests:
         message = self._messages.take(sent.request)
         if message is not None:
             if not isinstance(message.content, EndWork) and not isinstance(answer, Exception):
-                self._ledger.answered(message.content, answer, self._now_s())
+                self._ledger.answered(message.content, answer, self._time_s())
             self._callbacks.pop(sent.request)(answer)
 
 
 class Performer:
-    """Runs one program at a time. `later` calls a function after a delay, `is_done` tells when requests are done."""
+    """Runs one program at a time. `later` calls a function after a delay, `is_done` checks a list of requests."""
 
     def __init__(
         self,
@@ -92,27 +92,27 @@ class Performer:
         self._later = later
         self._is_done = is_done
         self._program: Program | None = None
-        self._awaited: list[Request] | None = None
+        self._pending: list[Request] | None = None
 
     @property
     def is_waiting(self) -> bool:
         """Whether the program waits for requests to servers."""
-        return self._awaited is not None
+        return self._pending is not None
 
     def perform(self, program: Program) -> None:
-        """Run a program from its beginning. The program before it does not go on."""
+        """Run a program from its beginning. The former program stops."""
         self._program = program
         self._resume(program, None)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Run the program if its requests are done."""
-        if self._program is not None and self._awaited is not None and self._is_done(self._awaited):
+        if self._program is not None and self._pending is not None and self._is_done(self._pending):
             self._resume(self._program, None)
 
     def _resume(self, program: Program, value: Any) -> None:
         if program is not self._program:
             return
-        self._awaited = None
+        self._pending = None
         try:
             step = program.send(value)
             while isinstance(step, list) and self._is_done(step):
@@ -120,7 +120,7 @@ class Performer:
         except StopIteration:
             return
         if isinstance(step, list):
-            self._awaited = step
+            self._pending = step
         elif isinstance(step, float):
             self._later(step, self._resume, program, None)
         else:

@@ -12,7 +12,7 @@ from simulator.protocol.messages import EventFrame
 class ServerLinks:
     """The links of one process, which introduces itself as a `kind` with an incarnation.
 
-    `address` returns the address of a server, None if it is unknown. A link is None while there is no connection.
+    `address` returns the address of a server, None if it is unknown. A link is None while disconnected.
     """
 
     def __init__(self, process: MessageProcess, kind: str, address: Callable[[int], str | None]) -> None:
@@ -28,7 +28,7 @@ class ServerLinks:
         """Yield the servers to which links are wanted."""
         return iter(self._links)
 
-    def there(self) -> list[tuple[int, MessageEnd]]:
+    def connected(self) -> list[tuple[int, MessageEnd]]:
         """Return the servers to which there are connections."""
         return [(server, link) for server, link in self._links.items() if link is not None]
 
@@ -74,7 +74,7 @@ class ServerLinks:
         self.connect()
 
     def closed(self, connection: MessageEnd) -> bool:
-        """Take note of the end of a connection; return whether it was a link. Then call :meth:`connect`."""
+        """Record the end of a connection; return whether it was a link. Then call :meth:`connect`."""
         server = connection.hello[2]
         if not connection.was_opened:
             self._connecting.discard(server)
@@ -86,7 +86,7 @@ class ServerLinks:
     def send(
         self, server: int, make_event: Callable[[EventFrame], Any], *, number: int = 0, version: int, payload: Any = ()
     ) -> None:
-        """Send an event to a server; it is lost if there is no connection."""
+        """Send an event to a server; it is lost without a connection."""
         link = self._links.get(server)
         if link is not None:
             link.send(EventFrame(link.other, make_event, number=number, version=version, payload=payload))

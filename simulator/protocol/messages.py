@@ -1,4 +1,4 @@
-"""Frames between the processes of a protocol run. Most are events and instructions of the cores, as they are."""
+"""Frames between the processes of a protocol run. Most are events and instructions of the cores."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SchedulerMessage:
 
 @dataclass(slots=True)
 class EndWork:
-    """Request the end of all workers: there is no more work."""
+    """Request the end of all workers: all work is done."""
 
 
 @dataclass(slots=True)

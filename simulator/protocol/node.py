@@ -47,7 +47,7 @@ class SimulatedNode(MessageProcess):
         self.is_extra = is_extra
         self.state = MemberState(around.settings.num_buckets)
         self.scheduler: MessageEnd | None = None
-        self.jobs = JobRequests(self.send_to_scheduler, lambda: self.own_now_s)
+        self.jobs = JobRequests(self.send_to_scheduler, lambda: self.own_time_s)
         self.links = ServerLinks(self, role.value, self.address)
         self.later(0.0, self._connect)
         self._heartbeat_s = around.settings.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
@@ -79,7 +79,7 @@ class SimulatedNode(MessageProcess):
         return ()
 
     def link_changed(self, server: int, *, is_up: bool) -> None:
-        """Take note of a new link to a server, or of its break."""
+        """Record a new or broken link to a server."""
 
     def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
         """Take a message of a worker or server."""
@@ -132,12 +132,12 @@ class SimulatedNode(MessageProcess):
     # The scheduler.
 
     def send_to_scheduler(self, message: Any) -> None:
-        """Send a message to the scheduler; it is lost if there is no connection."""
+        """Send a message to the scheduler; it is lost without a connection."""
         if self.scheduler is not None:
             self.scheduler.send(message)
 
     def report(self, message: MemberMessage) -> None:
-        """Send a message about this member; it is lost if there is no connection."""
+        """Send a message about this member; it is lost without a connection."""
         self.send_to_scheduler(SchedulerMessage(message))
 
     def _connect(self) -> None:

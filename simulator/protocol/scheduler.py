@@ -48,20 +48,20 @@ class SimulatedScheduler(MessageProcess):
     @override
     def receive(self, connection: MessageEnd, message: Any) -> None:
         self.core.check(connection, message.content)
-        self._execute(self.core.receive(connection, message.content, message.numbers, self.own_now_s))
+        self._execute(self.core.receive(connection, message.content, message.numbers, self.own_time_s))
         if isinstance(message.content, Rejoin):
-            self._look_for_ended()
+            self._find_ended()
 
     @override
     def closed(self, connection: MessageEnd) -> None:
-        self._execute(self.core.disconnected(connection, self.own_now_s))
+        self._execute(self.core.disconnected(connection, self.own_time_s))
 
     def _tick(self) -> None:
         self._feed(events.TimePassed())
-        self._look_for_ended()
+        self._find_ended()
         self.later(self.core.cluster.heartbeat_s, self._tick)
 
-    # Ends of processes: reported by the kernel, if all are on one host, or found because a name is gone.
+    # Ends of processes: reported by the kernel, if all are on one host, or found because a name has disappeared.
 
     def process_ended(self, name: str) -> None:
         """Take the kernel's report that a process has ended."""
@@ -69,7 +69,7 @@ class SimulatedScheduler(MessageProcess):
         if member is not None:
             self._feed(events.ProcessEnded(member.incarnation))
 
-    def _look_for_ended(self) -> None:
+    def _find_ended(self) -> None:
         for member in self.core.cluster.awaited:
             if not self.settings.is_one_host:
                 self._probe(member.node, member.incarnation)
@@ -84,7 +84,7 @@ class SimulatedScheduler(MessageProcess):
     # The core.
 
     def _feed(self, event: events.Event | events.NewsDue) -> None:
-        self._execute(self.core.handle(event, self.own_now_s))
+        self._execute(self.core.handle(event, self.own_time_s))
 
     def _execute(self, instructions: Iterable[events.Instruction]) -> None:
         for instruction in instructions:
@@ -119,7 +119,7 @@ class SimulatedScheduler(MessageProcess):
                 self.later(0.0, self._feed, events.NewsDue())
             case events.BucketsLost(buckets):
                 if self.core.cluster.term >= self.oracle.view.term:  # not of a superseded scheduler
-                    self.oracle.lose(buckets)
+                    self.oracle.record_loss(buckets)
             case events.Note(text):
                 self.world.note(text)
             case events.Superseded():

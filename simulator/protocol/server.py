@@ -176,7 +176,7 @@ class SimulatedServer(SimulatedNode):
                     self._answer(frame, instruction)
                 case events.RejectExpelled(EventFrame() as frame):
                     self.oracle.refused(frame.event.worker, self.name)
-                    frame.connection.send(Expelled(reason="it is no member"))
+                    frame.connection.send(Expelled(reason="it is not a member"))
                 case events.Serve(EventFrame() as frame):
                     self._serve(frame)
                 case events.DropBuffered(worker, iteration):
@@ -228,7 +228,7 @@ class SimulatedServer(SimulatedNode):
     def unreachable(self) -> tuple[int, ...]:
         found = self._silence.poll(self.links)
         core = self.core
-        for target, link in self.links.there():
+        for target, link in self.links.connected():
             link.send(Ping())
             for bucket in buckets_in(core.checkable(target)):
                 check, copy = Check(bucket, core.applied_to(bucket)), self.table.copy_of(bucket)
@@ -236,7 +236,7 @@ class SimulatedServer(SimulatedNode):
         return found
 
     def _compare(self, source: int, frame: EventFrame) -> None:
-        """Compare a bucket with that of the server before this one."""
+        """Compare a bucket with the predecessor's."""
         core, check = self.core, frame.event
         if not core.is_comparable(source, frame.version, check.bucket):
             return

@@ -1,4 +1,4 @@
-"""The toy table of a simulated server: sums, and what waits for its iteration to be complete."""
+"""The toy table of a simulated server: sums, and pushes of incomplete iterations."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class ToyTable:
         self._kept: dict[int, dict[int, dict[int, list[Value]]]] = {}
 
     def apply(self, parts: Iterable[Part], buckets: int) -> None:
-        """Add what was pushed to these buckets."""
+        """Add pushed values to buckets."""
         for worker, values in parts:
             for bucket, index, value in values:
                 if buckets >> bucket & 1:
                     self.data[bucket].apply(worker, index, value, self._where)
 
     def hold(self, buckets: int) -> None:
-        """Have new buckets, with nothing in them."""
+        """Create empty buckets."""
         self.data.update((bucket, Data()) for bucket in buckets_in(buckets))
 
     def drop(self, buckets: int) -> None:
-        """Have these buckets no more."""
+        """Delete buckets."""
         for bucket in buckets_in(buckets):
             del self.data[bucket]
 
@@ -39,27 +39,27 @@ class ToyTable:
         data = self.data[bucket]
         return data.value, dict(data.marks)
 
-    # What waits.
+    # Pushes of incomplete iterations.
 
     def keep(self, worker: int, iteration: int, values: Iterable[Value], buckets: int) -> None:
-        """Keep what a worker pushed to these buckets until its iteration is complete."""
+        """Buffer a worker's push until its iteration is complete."""
         for value in values:
             if buckets >> value[0] & 1:
                 self._kept.setdefault(value[0], {}).setdefault(iteration, {}).setdefault(worker, []).append(value)
 
     def keep_only(self, buckets: int) -> None:
-        """Forget what is kept of other buckets."""
+        """Drop buffered pushes to other buckets."""
         self._kept = {bucket: kept for bucket, kept in self._kept.items() if buckets >> bucket & 1}
 
     def drop_buffered(self, worker: int, from_iteration: int) -> None:
-        """Forget what a worker pushed from an iteration on."""
+        """Drop a worker's buffered pushes from an iteration on."""
         for by_iteration in self._kept.values():
             for iteration, by_worker in by_iteration.items():
                 if iteration >= from_iteration:
                     by_worker.pop(worker, None)
 
     def take_sum(self, iteration: int, workers: Iterable[int], buckets: int) -> tuple[Part, ...]:
-        """Take what these workers pushed to these buckets in an iteration, in their order."""
+        """Remove and return the workers' pushes to these buckets in an iteration, in the order of `workers`."""
         parts: dict[int, list[Value]] = {}
         for bucket in buckets_in(buckets):
             by_worker = self._kept.get(bucket, {}).pop(iteration, {})

@@ -36,7 +36,7 @@ class Work:
         """Whether workers report findings, in some shards. If not, posters save accounts of the job."""
         self.with_reports = [key for key in keys if has_reports and key[2] % 3]
         self.account: JobAccount | None = None
-        """The next poster goes on from it."""
+        """The next poster continues from it."""
         self.is_done = False
 
 
@@ -91,7 +91,7 @@ class SimulatedWorker(SimulatedClient):
         if not self.is_leaving:
             self.is_leaving = True
             if self._lease is None and self.is_member and not self.work.is_waiting:
-                self.work.perform(self._rest())
+                self.work.perform(self._retire())
 
     # The job.
 
@@ -102,7 +102,7 @@ class SimulatedWorker(SimulatedClient):
                 return
             if job.number < 0:
                 self.is_leaving = True
-                yield from self._rest()
+                yield from self._retire()
                 return
             if job.number != self._job:
                 self._job, self._examples, self._finished = job.number, 0.0, []
@@ -110,7 +110,7 @@ class SimulatedWorker(SimulatedClient):
             yield from self._train()
 
     def _train(self) -> Program:
-        """Learn shards until there are no more of this job."""
+        """Learn shards until the job has none left."""
         must_wait = False
         while not self.is_leaving:
             lease = yield jobs.TakeLease(job=self._job, wait=must_wait)
@@ -121,11 +121,11 @@ class SimulatedWorker(SimulatedClient):
                 break
             must_wait = lease.lease == NONE_FREE
             if must_wait:
-                yield from self._rest()
+                yield from self._retire()
             else:
                 yield from self._learn(lease)
         if not self._has_ended:
-            yield from self._rest()
+            yield from self._retire()
 
     def _learn(self, lease: Lease) -> Program:
         self._lease = lease
@@ -146,7 +146,7 @@ class SimulatedWorker(SimulatedClient):
         self._finished.append((lease, self.core.clock, self._examples))
         self._report_done()
 
-    def _rest(self) -> Program:
+    def _retire(self) -> Program:
         """Wait until all pushes are safe, and take no part in iterations. Then leave, if that was requested."""
         yield [request for push in self._unsafe for request in push.requests]
         while self.settings.is_sequential and (self._unsafe or self.core.unstable()):
@@ -181,11 +181,11 @@ class SimulatedWorker(SimulatedClient):
         self._have_read(clock)
         yield settings.think_s * random.random()
         for _ in range(random.choice((1, 1, 2, 3))):
-            self._push_some(clock)
+            self._push_random(clock)
         self.tick()
         self.jobs.send_counters(self._counters(self._examples + 0.5))  # some of the shard
 
-    def _push_some(self, iteration: int) -> None:
+    def _push_random(self, iteration: int) -> None:
         random, num_buckets = self.world.random, self.settings.num_buckets
         values = []
         for bucket in sorted(random.sample(range(num_buckets), random.randint(1, num_buckets))):
@@ -194,7 +194,7 @@ class SimulatedWorker(SimulatedClient):
         self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
 
     def _have_read(self, clock: int) -> None:
-        """Take note that all buckets were read in iteration `clock`: iterations before it are stable."""
+        """Record that all buckets were read in iteration `clock`: earlier iterations are stable."""
         if self.settings.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if push.iteration < clock)
 
@@ -208,11 +208,11 @@ class SimulatedWorker(SimulatedClient):
     def take_answer(self, session: ServerSession, request: Request | None, answer: Reply) -> None:
         super().take_answer(session, request, answer)
         if not self.settings.is_sequential:
-            self._acknowledge(push for push in list(self._unsafe) if all(each.is_done for each in push.requests))
+            self._acknowledge(push for push in list(self._unsafe) if all(request.is_done for request in push.requests))
 
 
 class Poster(SimulatedNode):
-    """An observer with a program. After its death another poster goes on from the last account."""
+    """An observer with a program. After its death another poster continues from the last account."""
 
     def __init__(self, name: str, around: Surroundings, work: Work) -> None:
         super().__init__(name, around, Role.OBSERVER)

@@ -139,7 +139,7 @@ def test_a_broken_rule_is_found(promise: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_buckets_are_lost_when_more_servers_fail_than_a_chain_bears() -> None:
-    outcomes = [ProtocolCluster(seed, may_lose=True).run() for seed in range(60)]
+    outcomes = [ProtocolCluster(seed, allow_loss=True).run() for seed in range(60)]
     assert [each.violation for each in outcomes if each.violation] == []
     assert any(each.lost for each in outcomes)
 
@@ -196,7 +196,7 @@ def test_the_table_says_what_fired(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ["--seeds", "many"],
         ["--faults", "meteor"],
-        ["--product", "--may-lose"],
+        ["--product", "--allow-loss"],
     ],
 )
 def test_wrong_usage(wrong: list[str]) -> None:

@@ -100,5 +100,5 @@ def test_a_full_spill_disk_ends_the_training(paceline: Commands, tmp_path: Path,
     assert finished.status == 1
     *_, last = finished.err.splitlines()
     assert last.startswith("paceline: server 0 has no room for this request: ")
-    assert f" MB of rows in {disk.folder}: No space left on device; it was refused, and nothing" in last
+    assert f" MB of rows in {disk.folder}: No space left on device. It was rejected without changes" in last
     assert disk.files() == []

@@ -81,7 +81,7 @@ def test_what_tables_and_clients_cannot_take() -> None:
                 (lambda: table.set_filters(anything), "filters"),  # noqa: B023
                 (lambda: client.sparse_table("v", dim=anything, update=SGD(lr=1.0)), expected),  # noqa: B023
                 (lambda: client.dense_table("v", size=anything, update=SGD(lr=1.0)), expected),  # noqa: B023
-                (lambda: client.open_table(anything), rf"open_table\({said}\): expected one of"),  # noqa: B023
+                (lambda: client.open_table(anything), rf"open_table\({said}\): expected an element of"),  # noqa: B023
             ]
             if anything is not None:
                 attempts.append((lambda: table.begin_pass(2, anything), rf"rows_of={said}\): {expected} 0"))  # noqa: B023
@@ -242,23 +242,43 @@ def malformed(sparse: int, dense: int) -> list[tuple[int, dict[str, Any], type[P
     return [
         (PUSH, {"table": 99, "body": (KEYS, ONES)}, UsageError, "server 0 has no table number 99: declare it first"),
         (PULL, {"table": 99, "body": KEYS}, UsageError, "no table number 99"),
-        (PULL, {"table": sparse, "body": bytes(9)}, ProtocolError, "keys of 8 bytes each, 9 bytes"),
+        (PULL, {"table": sparse, "body": bytes(9)}, ProtocolError, "keys of 8 bytes each, got 9"),
         (PUSH, {"table": sparse, "body": bytes(13)}, ProtocolError, r"table 'w' \(sparse\(.* 13 bytes"),
-        (PUSH, {"table": sparse, "body": (KEYS, ONES[:3])}, ProtocolError, "table 'w' .* no whole number of keys"),
-        (PUSH, {"table": sparse, "flags": RANGE, "body": (keys_of(0, 4), ONES)}, ProtocolError, "range of table 'w'"),
-        (PULL, {"table": sparse, "flags": RANGE, "body": keys_of(0, 4)}, ProtocolError, "range of table 'w'"),
-        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(0)}, ProtocolError, "range of table 'd'.* 8 bytes"),
-        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(0, 1, 2)}, ProtocolError, "16 bytes, 24"),
+        (
+            PUSH,
+            {"table": sparse, "body": (KEYS, ONES[:3])},
+            ProtocolError,
+            "table 'w' .* expected a whole number of keys",
+        ),
+        (
+            PUSH,
+            {"table": sparse, "flags": RANGE, "body": (keys_of(0, 4), ONES)},
+            ProtocolError,
+            "range request to table 'w'",
+        ),
+        (PULL, {"table": sparse, "flags": RANGE, "body": keys_of(0, 4)}, ProtocolError, "range request to table 'w'"),
+        (
+            PULL,
+            {"table": dense, "flags": RANGE, "body": keys_of(0)},
+            ProtocolError,
+            "range request to table 'd'.* 8 bytes",
+        ),
+        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(0, 1, 2)}, ProtocolError, "16 bytes, got 24"),
         (PULL, {"table": dense, "flags": RANGE, "body": keys_of(3, 1)}, UsageError, r"range \[3, 1\)"),
-        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(0, 2**63)}, UsageError, r"within \[0, 4\)"),
+        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(0, 2**63)}, UsageError, r"in \[0, 4\)"),
         (PUSH, {"table": dense, "flags": RANGE, "body": (keys_of(2, 6), ONES)}, UsageError, r"range \[2, 6\)"),
         (PUSH, {"table": dense, "flags": RANGE, "body": (keys_of(0, 3), ONES)}, ProtocolError, "table 'd'"),
         (PUSH, {"table": dense, "body": (KEYS + np.uint64(1), ONES)}, UsageError, "'d' include 4: expected 0 to 3"),
         (PUSH, {"table": dense, "body": (keys_of(2**64 - 1), ONES[:1])}, UsageError, "18446744073709551615"),
         (PULL, {"table": dense, "body": keys_of(0, 2**63)}, UsageError, "include 9223372036854775808"),
-        (PULL, {"table": dense, "clock": 2**32 - 1, "body": KEYS}, ProtocolError, "iteration 4294967295: they go to"),
-        (77, {}, ProtocolError, "server 0 knows no frame of kind 77; is the peer of this version"),
-        (NOTICE, {}, ProtocolError, "no frame of kind 26"),
+        (
+            PULL,
+            {"table": dense, "clock": 2**32 - 1, "body": KEYS},
+            ProtocolError,
+            "iteration 4294967295: exp",
+        ),
+        (77, {}, ProtocolError, "server 0 .* kind 77"),
+        (NOTICE, {}, ProtocolError, "frames of kind 26"),
         (CALL, {"meta": b"\xc1"}, ProtocolError, "a control message that cannot be read"),
         (CALL, {"meta": b""}, ProtocolError, "a control message that cannot be read"),
         (CALL, {"meta": messages.encode(messages.GetView())}, ProtocolError, "cannot be read: Invalid value 'GetView'"),
@@ -287,7 +307,7 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
             (messages.ReadBucket(table=42, bucket=0), b"", UsageError, "no table number 42"),
             (messages.WriteRecords(table=table.number, rows=2), bytes(23), ProtocolError, "2 records of table 'w'"),
             (messages.WriteRecords(table=dense.number, rows=-1), b"", ProtocolError, "Expected `int` >= 0"),
-            (messages.Erase(table=table.number), bytes(7), ProtocolError, "8 bytes each, 7"),
+            (messages.Erase(table=table.number), bytes(7), ProtocolError, "8 bytes each, got 7"),
             (messages.Erase(table=dense.number), bytes(8), UsageError, "table 'd' is dense"),
             (
                 messages.SetUpdate(table=table.number, update={"kind": "X"}, revision=1),
@@ -322,7 +342,7 @@ def test_keys_that_another_server_holds() -> None:
         with pytest.raises(UsageError, match="of dense table 'd' was sent to a server"):
             ask(channel, PUSH, table=dense.number, sequence=1, body=(every, ones))
         elsewhere = next(b for b in range(500) if client.servers.routes.owners[b] == 1)
-        with pytest.raises(StaleEpochError, match="server 0 does not lead all of these buckets"):
+        with pytest.raises(StaleEpochError, match="server 0 does not lead all buckets"):
             call(channel, messages.ReadBucket(table=dense.number, bucket=elsewhere))
         channel.close()
         assert not dense.pull().any()
@@ -408,7 +428,7 @@ def test_a_server_that_is_gone() -> None:
         table.push(keys, ones).wait()
         cluster.nodes[1].stop()
         message = (
-            r"server 1 died, and with it \d+ of 512 buckets of the tables that had no replica left: start again from "
+            r"server 1 died: \d+ of 512 buckets of the tables were lost, because they had no replica: start again from "
             "the last saved model"
         )
         for attempt in (lambda: table.push_pull(keys, ones), lambda: table.push(keys, ones), lambda: table.pull(keys)):
@@ -426,7 +446,7 @@ def test_a_server_that_is_out_of_reach_and_not_dead() -> None:
         keys, ones = np.arange(50, dtype=np.uint64), np.ones(50, np.float32)
         table.push(keys, ones).wait()
         cluster.nodes[1].stop_serving()
-        message = r"server 1 is gone \(.*\), and with it its part of the tables: start again from the last saved model"
+        message = r"server 1 was lost with its part of the tables \(.*\): start again from the last saved model"
         with pytest.raises(ConnectionLostError, match=message):
             table.push_pull(keys, ones)
         for attempt in (client.flush, client.tick, lambda: table.pull(keys), client.statistics):

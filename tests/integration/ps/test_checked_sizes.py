@@ -120,10 +120,10 @@ def test_forwarded_pushes_that_are_not_what_they_say(caplog: pytest.LogCaptureFi
         few = np.arange(2, dtype=np.uint64).tobytes()
         whole = (0, 1000, every)
         wrong: list[tuple[str, bytes, list[Any], bytes, str]] = [
-            ("push", every, [[dense, 500, 2]], keys + ones[:8], "came with 2 float32, and its keys take 500"),
-            ("push", every, [[sparse, 2, 2]], few + ones[:8], "its keys take 4"),
-            ("push", every, [[sparse, 2, 4]], few + ones[:8], "a body of 24 bytes, its pieces take 32"),
-            ("push", every, [[dense, 0, 2, whole]], ones[:8], "its keys take 1000"),
+            ("push", every, [[dense, 500, 2]], keys + ones[:8], "2 float32: expected 500"),
+            ("push", every, [[sparse, 2, 2]], few + ones[:8], "expected 4 for its keys"),
+            ("push", every, [[sparse, 2, 4]], few + ones[:8], "a body of 24 bytes: expected 32"),
+            ("push", every, [[dense, 0, 2, whole]], ones[:8], "expected 1000 for its keys"),
             ("push", every, [[dense, 0, 2, (0, 1002, every)]], ones[:8], r"range \[0, 1002\)"),
             ("push", every, [[dense, 0, 2, (5, 3, every)]], ones[:8], "cannot be read"),
             ("push", every, [[dense, 2, 2, whole]], few + ones[:8], "of keys, or of one range"),
@@ -133,11 +133,11 @@ def test_forwarded_pushes_that_are_not_what_they_say(caplog: pytest.LogCaptureFi
             ("push", every, [[sparse, 0, 2, whole]], ones[:8], "sparse table 's'"),
             ("push", every, [[99, 1, 1]], keys[:16], "no table number 99"),
             ("push", every, [[dense, 1, 1]], keys_of(2**63).tobytes() + bytes(8), "include 9223372036854775808"),
-            ("push", bytes(64), [[sparse, 2, 4]], few + ones[:16], "keys of other buckets than it says"),
+            ("push", bytes(64), [[sparse, 2, 4]], few + ones[:16], "keys outside its announced buckets"),
             ("push", bytes(63), [], b"", "cannot be read"),
-            ("write", every, [[sparse, 2, 4]], few + ones[:16], "its keys take 8"),
+            ("write", every, [[sparse, 2, 4]], few + ones[:16], "expected 8 for its keys"),
             ("write", every, [[dense, 0, 2, whole]], ones[:8], "expected keys"),
-            ("erase", every, [[sparse, 2, 2]], few + ones[:8], "its keys take 0"),
+            ("erase", every, [[sparse, 2, 2]], few + ones[:8], "expected 0 for its keys"),
             ("erase", every, [[dense, 2, 0]], few, "dense"),
             ("no such operation", every, [[sparse, 2, 0]], few, "cannot be read"),
         ]
@@ -154,7 +154,7 @@ def test_buckets_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) ->
             (-1, [], [], b"", "cannot be read"),
             (0, [[1, 1, bytes(3)]], [], b"", "cannot be read"),
             (0, [[-1, 1, bytes(64)]], [], b"", "cannot be read"),
-            (0, [], [[dense, 2, 3]], few + ones[:16], "came with 3 float32 for 2 records of 1"),
+            (0, [], [[dense, 2, 3]], few + ones[:16], "has 3 float32 for 2 records of 1"),
             (0, [], [[dense, 0, 2, (0, 2, to_bytes(1))]], ones[:8], "one piece of each table"),
             (0, [], [[dense, 2, 2], [dense, 2, 2]], 2 * (few + ones[:8]), "one piece of each table"),
             (3, [], [[sparse, 2, 8]], few + ones, "contain keys of other buckets"),
@@ -243,6 +243,6 @@ def test_an_answer_to_a_call_is_of_its_type(meta: bytes) -> None:
 def test_records_that_are_not_as_many_as_is_said(tmp_path: Path) -> None:
     with (
         answered_by(Answering(RESULT, 8, b"\x05")) as client,
-        pytest.raises(PeerError, match="came as 8 bytes for 5 rows of 1 float32"),
+        pytest.raises(PeerError, match="has 8 bytes for 5 rows of 1 float32"),
     ):
         client.save(tmp_path / "model")

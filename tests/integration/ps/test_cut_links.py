@@ -183,7 +183,7 @@ def test_a_worker_that_does_not_reach_a_server_is_told_which() -> None:
         table.push(KEYS, np.ones((300, 1), np.float32)).wait()
         cluster.nodes[1].stop_serving()
         began = time.monotonic()
-        with pytest.raises(PacelineError, match="server 1 is gone"):
+        with pytest.raises(PacelineError, match="server 1 was lost"):
             table.push(KEYS, np.ones((300, 1), np.float32)).wait()
         assert time.monotonic() < began + 20.0
 

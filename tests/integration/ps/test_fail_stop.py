@@ -111,7 +111,7 @@ def test_a_push_for_which_there_is_no_memory_is_refused_and_changes_nothing(repl
         table.push(KEYS, ONES).wait()
         for node in cluster.nodes:
             fail_once(node, "reserve", MemoryError())
-        with pytest.raises(PeerError, match=r"server \d has no memory for this request: it was refused, and nothing"):
+        with pytest.raises(PeerError, match=r"server \d has no memory for this request. It was rejected without"):
             table.push(KEYS, ONES).wait()
         keys = led_by(cluster.nodes[0])
         refused = table.pull(keys)

@@ -268,13 +268,13 @@ def test_what_a_server_does_not_have_is_said_when_the_table_is_made() -> None:
 
     with Cluster() as cluster:
         client = cluster.connect()
-        expected = "server 0 cannot do with these filters: filter 'quantize' has version 1 here and version 2 there"
+        expected = "server 0 does not support these filters: filter 'quantize' has version 1 here and version 2 there"
         with pytest.raises(UsageError, match=expected):
             client.sparse_table("w", update=SGD(lr=1.0), filters=[Newer(8)])
         table = client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(8)])
         assert client.sparse_table("w", update=SGD(lr=1.0)) is table
         assert client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(8)]) is table
-        with pytest.raises(UsageError, match="was opened by this client with other filters"):
+        with pytest.raises(UsageError, match=r"opened table .* with other filters"):
             client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(4)])
 
 

@@ -55,7 +55,7 @@ def test_whatever_a_child_does_with_a_client_is_one_error_and_the_parent_goes_on
         ]
         found = [in_child(use) for use in uses]
         client.servers.lock.release()  # type: ignore[union-attr]
-        assert [each.partition(" was made before process")[0] for each in found] == ["UsageError: this client"] * 7
+        assert [each.partition(" belongs to the parent")[0] for each in found] == ["UsageError: this client"] * 7
         assert in_child(client.close) == ""
         ticket.wait()
         assert table.pull(keys_of(1)) == -1

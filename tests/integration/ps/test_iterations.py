@@ -287,7 +287,7 @@ def test_the_deadline_at_the_gate_says_who_is_awaited(consistency: Sequential | 
         table = waits.sparse_table("w", update=SGD(lr=1.0))
         waits.tick()
         message = (
-            rf"worker 0 waited 0.2 s to begin iteration 1 under {consistency} consistency: server [01] still awaits "
+            rf"worker 0 waited 0.2 s to begin iteration 1 under {consistency} consistency: server [01] still waits for "
             "worker 2$"
         )
         with pytest.raises(DeadlineError, match=message):
@@ -303,11 +303,11 @@ def test_the_deadline_names_workers_that_never_joined() -> None:
         waits, other = cluster.connect(rank=0, timeout_s=0.2), cluster.connect(rank=1)
         table = waits.sparse_table("w", update=SGD(lr=1.0))
         waits.tick()
-        message = "server 0 still awaits worker 1 and 1 worker that has not joined yet"
+        message = "server 0 still waits for worker 1 and 1 worker that has not joined yet"
         with pytest.raises(DeadlineError, match=message):
             table.pull(keys_of(1))
         other.tick()
-        with pytest.raises(DeadlineError, match="awaits 1 worker that has not joined yet"):
+        with pytest.raises(DeadlineError, match="waits for 1 worker that has not joined yet"):
             table.pull(keys_of(1))
 
 

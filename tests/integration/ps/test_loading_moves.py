@@ -174,7 +174,7 @@ def test_a_server_takes_no_word_of_another_version(snapshot: tuple[Path, list[Fl
         client = cluster.connect()
         number = client.open_table(read_newest(snapshot[0]).manifest.tables[0].spec).number
         request = LoadParts(version=7, table=number, directory=str(snapshot[0]), parts=(), buckets=())
-        with pytest.raises(StaleEpochError, match=r"server 0 goes by version 1 .* loaded by version 7"):
+        with pytest.raises(StaleEpochError, match=r"server 0 has view 1, .* view 7"):
             client.servers.newest()[0].call(request, sequence=1)
 
 
@@ -201,7 +201,7 @@ def test_the_last_server_with_some_buckets_dies_meanwhile(
 ) -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
-        with pytest.raises(ConnectionLostError, match=r"server 1 died, and with it \d+ of 512 buckets"):
+        with pytest.raises(ConnectionLostError, match=r"server 1 died: \d+ of 512 buckets"):
             load_while(cluster, client, read_newest(snapshot[0]), monkeypatch, lambda loads: cluster.nodes[1].stop())
 
 
@@ -261,9 +261,7 @@ def test_no_end_of_comings_and_goings(snapshot: tuple[Path, list[Floats]], monke
     with Cluster(servers=1, replicas=0) as cluster, ExitStack() as stack:
         client = cluster.connect()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
-        with pytest.raises(
-            PeerError, match=r"for 0.2 s nothing came of it \(servers join, leave or die all the while\)"
-        ):
+        with pytest.raises(PeerError, match=r"for 0.2 s \(servers keep"):
             load_snapshot(client, read_newest(snapshot[0]), timeout_s=0.2)
 
 

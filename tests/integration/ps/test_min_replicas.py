@@ -99,7 +99,7 @@ def test_under_sequential_a_read_that_gets_no_replica_says_so() -> None:
         table.pull(KEYS)
         lose_a_server(cluster, observer)
         table.push(KEYS, ONES, tick=True).wait()
-        with pytest.raises(DeadlineError, match=r"still awaits .*bucket \d+ has no replica"):
+        with pytest.raises(DeadlineError, match=r"still waits for .*bucket \d+ has no replica"):
             table.pull(KEYS)
 
 

@@ -160,7 +160,7 @@ def test_records_that_are_not_finite_are_not_written(kind: str) -> None:
         keys, records = np.arange(20, dtype=np.uint64), np.ones(20, np.float32)
         table.write(keys, records)
         records[3:] = np.nan
-        expected = "worker 0 writes to server 0 holds nan in the rows of 3, 4, 5, 6, 7 and 12 more of table 'w'"
+        expected = "write of worker 0 to server 0 holds nan in the rows of 3, 4, 5, 6, 7 and 12 more of table 'w'"
         with pytest.raises(NonFiniteError, match=expected):
             table.write(keys, records)
         assert table.pull(keys) == [1] * 20

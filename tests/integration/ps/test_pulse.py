@@ -26,11 +26,11 @@ def test_a_loop_that_hangs_is_told_of_once_and_when_it_goes_on() -> None:
         wait_until(lambda: not pulse.beats())
         assert not pulse.beats()
         assert len(said) == 1
-        assert said[0].startswith("its event loop has not gone round for 0.")
+        assert said[0].startswith("the event loop was blocked for 0.")
         go_on.set()
         wait_until(pulse.beats)
         wait_until(lambda: pulse.beats() and len(said) == 2)
-        assert said[1] == "its event loop goes on"
+        assert said[1] == "the event loop continues"
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(PATIENCE_S)

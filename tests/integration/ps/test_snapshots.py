@@ -245,7 +245,7 @@ def test_a_cluster_that_is_not_fit_for_it(tmp_path: Path) -> None:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(1))
         take(SnapshotCoordinator(observer, tmp_path))
-        with pytest.raises(UsageError, match="has rows already"):
+        with pytest.raises(UsageError, match="already has rows"):
             load_snapshot(client, read_newest(tmp_path))
     with Cluster() as cluster:
         client = cluster.connect()
@@ -354,7 +354,7 @@ def test_two_directories_are_two_histories(tmp_path: Path) -> None:
         expected = values(client)
         for taker in takers:  # a server takes one at a time: the later one
             taker.begin()
-        with pytest.raises(SnapshotWriteError, match=r"given up when snapshot 2 in .*second was begun"):
+        with pytest.raises(SnapshotWriteError, match=r"snapshot 2 in .*second"):
             finish(takers[0])
         finish(takers[1])
         for taker in takers:

@@ -44,7 +44,7 @@ def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> No
         keys = random_keys(np.random.default_rng(0), 100)  # of buckets of both servers
         ones = np.ones(len(keys), np.float32)
         channel.send(*frame_parts(PUSH, request=2, epoch=1, sequence=1, table=table.number, body=(keys, ones)))
-        with pytest.raises(StaleEpochError, match="the map of the cluster has changed"):
+        with pytest.raises(StaleEpochError, match="the view of the cluster has changed"):
             channel.receive_frame(10)
         channel.send(*frame_parts(CALL, request=3, meta=messages.encode(messages.Retire())))
         channel.receive_frame(10)
@@ -68,7 +68,7 @@ def test_a_process_that_is_no_member_pushes_nothing(incarnation: int) -> None:
             with pytest.raises(PeerError):
                 channel.receive_frame(10)
         channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
-        with pytest.raises(PeerError, match="is no member of the cluster"):
+        with pytest.raises(PeerError, match="is not a member of the cluster"):
             channel.receive_frame(10)
         channel.close()
         table.push(np.ones(1000, np.float32), tick=True).wait()
@@ -86,7 +86,7 @@ def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
 
         def refused(kind: int, **fields: Any) -> None:
             channel.send(*frame_parts(kind, request=1, **{"epoch": 1, **fields}))
-            with pytest.raises(ProtocolError, match="at most 65536 iterations"):
+            with pytest.raises(ProtocolError, match="at most 65536"):
                 channel.receive_frame(10)
 
         refused(CALL, meta=messages.encode(messages.JoinClock(rank=7, clock=far)))
@@ -111,7 +111,7 @@ def test_a_server_does_not_tell_of_a_worker_that_is_far_ahead() -> None:
         channel = cluster.transport.connect(served.endpoint, Hello(role="server", rank=1, incarnation=1 << 40))
         info = messages.ClocksInfo((), ((9, 0, 1 << 31, True),), 0, 5)
         channel.send(*frame_parts(CLOCKS, request=1, meta=messages.encode(info)))
-        with pytest.raises(ProtocolError, match="in iteration 2147483648, and others in 5"):
+        with pytest.raises(ProtocolError, match="in iteration 2147483648 and another in 5"):
             channel.receive_frame(10)
         channel.close()
 

@@ -41,7 +41,7 @@ chain.decode_values(chain.encode_values(values, 0), out)
 assert np.sign(out).tolist() == [1, -1, 1, -1, 1] and np.allclose(np.abs(out), 2.2)
 
 with pt.local_cluster() as cluster, cluster.connect() as client:
-    with pytest.raises(UsageError, match="server 0 cannot do with these.*'signs' is unknown here.*--filter-module"):
+    with pytest.raises(UsageError, match="server 0 does not support.*'signs' is unknown here.*--filter-module"):
         client.sparse_table("w", update=pt.SGD(lr=1.0), filters=[Signs()])
 with pt.local_cluster(servers=2, filter_modules=["signs"]) as cluster, cluster.connect() as client:
     table = client.sparse_table("w", update=pt.SGD(lr=1.0), filters=[pt.KeyCaching(), Signs()], pull_filters=[])

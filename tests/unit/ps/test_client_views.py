@@ -464,10 +464,7 @@ def test_lost_buckets(stack: ExitStack) -> None:
     dense = client.dense_table("d", size=DENSE, update=SGD(lr=1.0))
     world.servers[12].is_silent = True
     ticket = table.push(KEYS, ones())
-    message = (
-        "^server 1 died, and with it 256 of 512 buckets of the tables that had no replica left: start again from the "
-        "last saved model$"
-    )
+    message = "^server 1 died: 256 of 512 buckets .* no replica: start again from the last saved model$"
     world.publish(client, 2, {11: LOW})
     with pytest.raises(ConnectionLostError, match=message):
         ticket.wait()
@@ -483,7 +480,7 @@ def test_lost_buckets(stack: ExitStack) -> None:
     assert (table.pull(there).reshape(-1) == there).all()
     assert (dense.pull(start=10, stop=20) == np.arange(10, 20)).all()
     world.publish(client, 3, {13: 0})
-    with pytest.raises(ConnectionLostError, match=r"^servers 0 and 1 died, and with them 512 of 512 buckets"):
+    with pytest.raises(ConnectionLostError, match=r"^servers 0 and 1 died: 512 of 512 buckets"):
         table.pull(there)
 
 
@@ -492,7 +489,7 @@ def test_no_newer_map_comes(stack: ExitStack) -> None:
     client = world.connect(timeout_s=0.2, reconnect_s=0.1)
     table = client.sparse_table("w", update=SGD(lr=1.0))
     world.servers[11].change(2)
-    with pytest.raises(DeadlineError, match="the map that is known here is of version 1"):
+    with pytest.raises(DeadlineError, match="version 1"):
         table.pull(KEYS)
     world.publish(client, 2, {11: ALL})
     assert (table.pull(KEYS).reshape(-1) == KEYS).all()
@@ -544,7 +541,7 @@ def test_that_a_push_is_lost_with_its_servers_is_said_though_they_are_gone(stack
     table.push(KEYS, ones())
     until(lambda: any(frame.kind == PUSH for frame in world.servers[12].seen))
     client.follower.take(world.map(2, {11: LOW}))
-    with pytest.raises(PacelineError, match="died, and with it"):
+    with pytest.raises(PacelineError, match="server 1 died"):
         client.flush()
 
 

@@ -119,7 +119,7 @@ class DenseTable(Table):
             end = operator.index(stop) if stop is not None else self.size if count is None else first + count
         except TypeError:
             raise UsageError(
-                f"range [{start!r}, {stop!r}) of dense table {self.name!r}: expected is_all numbers"
+                f"range [{start!r}, {stop!r}) of dense table {self.name!r}: expected whole numbers"
             ) from None
         if not 0 <= first <= end <= self.size:
             raise UsageError(

@@ -197,7 +197,8 @@ class Answers:
         ranks, missing, by_chain = core.wait_reasons(read.clock)
         late = [f"worker {rank}" for rank in ranks]
         if by_chain:
-            late.append(self.shortage(core.primary) or "the servers that replicate this one")
+            shortage = self.shortage(core.primary)
+            late.append(f"enough replicas ({shortage})" if shortage else "its replicas")
         if missing:
             late.append(f"{missing} {'worker that has' if missing == 1 else 'workers that have'} not joined yet")
         return DeadlineError(

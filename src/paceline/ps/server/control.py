@@ -158,7 +158,7 @@ class ServerControl:
         floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
         if operation == WRITE:
             keys = selection.key_array()
-            source = f"the records from {name_of(peer)} for server {self._tables.rank}"
+            source = f"a write of {name_of(peer)} to server {self._tables.rank}"
             self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), source)
             part.reserve(selection)
         return _push_of_call(operation, [Piece(request.table, selection, floats)], buckets, peer, header)
