@@ -13,8 +13,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,8 @@ class Page:
             self.run(" &\n".join(source.strip().splitlines()) + " &\nwait")
         elif language == "sh":
             self.run(f"set -e\n{source}")
+            if "paceline scheduler" in source:
+                self.wait_for_scheduler()
         elif language == "console":
             for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", source, re.MULTILINE):
                 compare(expected, self.run(command), command)
@@ -107,6 +111,13 @@ class Page:
                 exec(compile(self.prelude, "prelude", "exec"), self.namespace)
                 self.prelude = ""
             exec(compile(self.here(source), f"{self.name}:{example.line}", "exec"), self.namespace)
+
+    def wait_for_scheduler(self) -> None:
+        """Wait until the scheduler that a command started in the background listens."""
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(self.ports["7337"])), 1):
+                return
+            time.sleep(0.1)
 
     def close(self) -> None:
         """End the processes that commands left in the background, and close what a prelude opened."""

@@ -20,7 +20,7 @@ OF_PRODUCT: Final = (
     # Servers.
     Defect(
         "push-not-remembered",
-        "a push that needs no chain is applied, and its number not remembered",
+        "a push without a chain is applied, but its number is not stored",
         "protocol/server/core.py",
         "        self.replication.delivery.admit(worker, sequence, verdict.buckets)\n",
         "",
@@ -28,7 +28,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "filter-of-forward-numbers",
-        "a replica counts a push by the number of the frame that it came in",
+        "a replica identifies a push by the number of the frame that forwarded it",
         "ps/server/replicator.py",
         "push, peer.hello.incarnation, info.incarnation, header.sequence, header.epoch, buckets",
         "push, peer.hello.incarnation, info.incarnation, header.request, header.epoch, buckets",
@@ -38,7 +38,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "sent-without-filter",
-        "a bucket is sent without the filter that belongs to it",
+        "a bucket is sent without its duplicate filter",
         "ps/server/fills.py",
         "entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)",
         "entries = ()",
@@ -48,7 +48,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "repeat-acknowledged-at-once",
-        "a repeat is acknowledged though the servers behind may lack the push",
+        "a repeat is acknowledged though the next servers of the chain may lack the push",
         "ps/server/requests.py",
         "        if fresh:\n            if verdict.takes_part:\n                dropped, grads, top",
         "        if not fresh:\n            clock = self._tick_of(peer, header)\n"
@@ -60,7 +60,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "repeat-compensated-anew",
-        "a repeat goes down the chain compensated for another delay than the push",
+        "a repeat is compensated for another delay than the original push",
         "ps/server/requests.py",
         "if not is_new and self._stale.alters:",
         "if is_new and self._stale.alters:",
@@ -71,7 +71,7 @@ OF_PRODUCT: Final = (
     # Writes, erasures and other calls that change state.
     Defect(
         "calls-numbered-with-pushes",
-        "a call shares its numbers with pushes: a push that is sent again after it counts as a repeat",
+        "calls and pushes share their numbers: a push that is resent after a call counts as a repeat",
         "ps/server/control.py",
         "operation, peer.hello.incarnation | CALLS, header.sequence, pieces",
         "operation, peer.hello.incarnation, header.sequence, pieces",
@@ -81,7 +81,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "new-number-for-a-retry",
-        "a write that is sent to another server has a new number there",
+        "a write that is resent to another server gets a new number",
         "ps/client/records.py",
         "body=(keys[chosen], records[chosen]), sequence=sequence)",
         "body=(keys[chosen], records[chosen]), sequence=client.servers.core.next_sequence())",
@@ -91,7 +91,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "call-counts-for-all-buckets",
-        "a call that a change of the view has cut in two counts as applied to all buckets with its first part",
+        "the first part of a call that a view change divided counts for all buckets",
         "protocol/server/core.py",
         "if route is _ALONE and worker < _CALLS:",
         "if route is _ALONE:",
@@ -130,7 +130,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "last-update-to-arrive",
-        "servers keep the hyperparameters that arrive last, in any order",
+        "the hyperparameters that arrive last win, in any order",
         "ps/server/replicator.py",
         "if revision <= table.revision:",
         "if revision == table.revision:",
@@ -140,7 +140,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "answered-in-another-view",
-        "a server answers what was asked by a view that is over",
+        "a server answers a request of an old view",
         "protocol/server/core.py",
         "if kind is _DATA and version == current and self._me:",
         "if kind is _DATA and version <= current and self._me:",
@@ -160,7 +160,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "forwarded-from-receive-buffer",
-        "what may be forwarded again lies in the buffer of what comes next",
+        "a push that may be forwarded again is stored in the receive buffer",
         "ps/server/pushes.py",
         "[Piece(piece.table, piece.selection.copy(), piece.floats.copy()) for piece in self.pieces]",
         "list(self.pieces)",
@@ -171,7 +171,7 @@ OF_PRODUCT: Final = (
     # The tables of a server.
     Defect(
         "kept-push-is-a-view",
-        "a push that waits for its iteration lies in the buffer of what comes next",
+        "a push that waits for its iteration is stored in the receive buffer",
         "tables/aggregation.py",
         "return selection.copy(), grads.copy()",
         "return selection.copy(), grads",
@@ -180,7 +180,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "bucket-is-a-view",
-        "a bucket that was read for a snapshot or a fill changes with the table",
+        "the copy of a bucket for a snapshot or a fill changes with the table",
         "tables/dense_part.py",
         'np.array(self._planes()[:, start:stop].T, order="C", copy=True)',
         "np.ascontiguousarray(self._planes()[:, start:stop].T)",
@@ -189,7 +189,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "state-not-loaded",
-        "a bucket that came whole has its values, and not the optimizer's state",
+        "a bucket that arrived as a whole loses its optimizer state",
         "tables/dense_part.py",
         "self._planes()[:, start:stop] = records.reshape(len(keys), self.record_words).T",
         "self._planes()[:1, start:stop] = records.reshape(len(keys), self.record_words).T[:1]",
@@ -198,7 +198,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "room-for-one-row-less",
-        "room is made for one row less than a push may need",
+        "a push reserves memory for one row too few",
         "tables/sparse_store.py",
         "self.resize(bucket, _next_limit(bucket, int(counts[bucket]) - 1, self._growth))",
         "self.resize(bucket, max(int(counts[bucket]) - 1, 1))",
@@ -207,7 +207,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "put-aside-twice",
-        "a row that changes twice during a snapshot is written as it was in between",
+        "a row that changes twice during a snapshot is written with its second value",
         "tables/snapshot_part.py",
         "new = keys[~known]",
         "new = keys",
@@ -236,7 +236,7 @@ OF_PRODUCT: Final = (
     # Files.
     Defect(
         "not-on-the-disk",
-        "a part counts as written before it is on the disk, and the manifest names it",
+        "a part counts as written before it is on disk, and the manifest names it",
         "storage/durable_io.py",
         "        os.fsync(file.fileno())\n",
         "",
@@ -245,7 +245,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "manifest-before-data",
-        "the manifest of a model is in place before the files of tensors that it names",
+        "the manifest of a model is renamed into place before its tensor files",
         "storage/model_directory.py",
         "                name: write_file(folder, f",
         "                name: write_manifest(folder, ModelManifest(tables=(), tensors={}, model=model)) or write_file("
@@ -255,7 +255,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "rename-not-synced",
-        "a snapshot counts as taken though a crash may take back its manifest",
+        "a snapshot counts as complete though a crash may undo its manifest",
         "storage/snapshot_directory.py",
         "for directory in (folder, self.path):",
         "for directory in (self.path,):",
@@ -264,7 +264,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "checksum-ignored",
-        "damaged files are read if they are as long as they should be",
+        "damaged files of the right size are read",
         "storage/checked_files.py",
         "if found != sha256:",
         "if len(found) != len(sha256):",
@@ -273,7 +273,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "shared-file-removed",
-        "with an old snapshot go the files that a newer one shares with it",
+        "the removal of an old snapshot removes files that a newer one shares",
         "storage/snapshot_directory.py",
         "self._remove(number, needed)",
         "self._remove(number)",
@@ -283,7 +283,7 @@ OF_PRODUCT: Final = (
     # Clients.
     Defect(
         "retained-push-is-a-view",
-        "a push that may have to be sent again changes with the caller's array",
+        "a push that may be resent changes with the caller's array",
         "ps/client/exchange.py",
         "arrays, self.memory = copies.copy(self.frame[1:3])",
         "arrays = self.frame[1:3]",
@@ -292,7 +292,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "values-in-the-wrong-rows",
-        "what is asked for again after a second view change goes to the rows of the first",
+        "rows requested again after a second view change are stored at the positions of the first request",
         "ps/client/exchange.py",
         "chosen if positions is None else positions[chosen]",
         "chosen",
@@ -301,7 +301,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "expelled-client-waits",
-        "a client that hears that it was declared dead goes on waiting for servers",
+        "a client that was declared dead keeps waiting for servers",
         "ps/client/client.py",
         'follower.fail(PeerError(f"this {role} was declared dead: {notice.reason}; connect again"))',
         "pass",
@@ -312,7 +312,7 @@ OF_PRODUCT: Final = (
     # The scheduler's runtime.
     Defect(
         "call-carried-out-twice",
-        "a call that comes again before it is answered counts twice: a lease is granted twice",
+        "a call that is repeated before its answer counts twice: a lease is granted twice",
         "protocol/scheduler/core.py",
         "if not session.end.is_new(numbers.sequence, numbers.lowest):",
         "if not session.end.is_new(numbers.sequence, numbers.lowest) and session.end.answer_to(numbers.request):",
@@ -321,7 +321,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "incarnation-not-gone",
-        "members do not hear that somebody is gone whose rank another one has",
+        "members are not informed of the death of a member whose rank is used again",
         "protocol/scheduler/views.py",
         "removed=tuple([member.incarnation for member in base.members if member not in after]),",
         "removed=tuple([each.incarnation for each in base.members if (each.role, each.rank) not in "
@@ -331,7 +331,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "process-number-reused",
-        "a member counts as alive while any process has the number that it had",
+        "a member counts as alive while any process has its process number",
         "ps/scheduler/processes.py",
         "if begin_of(process.pid) != process.started:",
         "if begin_of(process.pid) is None:",

@@ -23,7 +23,7 @@ OF_PROTOCOL: Final = (
     # The duplicate filter.
     Defect(
         "filter-off-by-one",
-        "a push of the number that was applied last counts as new",
+        "the last applied push counts as new when it is repeated",
         "protocol/delivery.py",
         "if last < sequence:\n                break",
         "if last <= sequence:\n                break",
@@ -31,7 +31,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "filter-fast-path",
-        "the short way of the filter takes a repetition for new",
+        "the fast path of the duplicate filter accepts a repeat as new",
         "protocol/delivery.py",
         "next(reversed(seen.values())) < sequence",
         "next(reversed(seen.values())) <= sequence",
@@ -39,7 +39,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "fill-without-filter",
-        "a bucket is filled without the filter that belongs to it",
+        "a bucket is filled without its duplicate filter",
         "protocol/replication/core.py",
         "self.delivery.adopt(one, event.state)",
         "self.delivery.adopt(one, ())",
@@ -47,7 +47,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "filter-of-newest-run",
-        "only the buckets that have the sender's newest push travel with their filter",
+        "only the buckets of the sender's newest push are sent with their filter",
         "protocol/delivery.py",
         "for last, seen in self._runs(incarnation)\n            if (part",
         "for last, seen in list(self._runs(incarnation))[:1]\n            if (part",
@@ -56,7 +56,7 @@ OF_PROTOCOL: Final = (
     # The gate and the clocks.
     Defect(
         "gate-off-by-one",
-        "an iteration begins one too early",
+        "an iteration begins one iteration too early",
         "protocol/clocks.py",
         "self._vector.minimum >= clock - self._tau",
         "self._vector.minimum >= clock - self._tau - 1",
@@ -64,7 +64,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "dead-worker-counts",
-        "the gate waits for a worker that is gone",
+        "the gate waits for a dead worker",
         "protocol/clocks.py",
         "self._vector.leave(worker)\n                self._forget_requests(worker)",
         "self._forget_requests(worker)",
@@ -72,7 +72,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "late-tick-counts",
-        "a tick adds its worker to an iteration that is complete",
+        "a tick adds its worker to an iteration that is already complete",
         "protocol/clocks.py",
         "range(max(before, self._seen_minimum), clock)",
         "range(before, clock)",
@@ -90,7 +90,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "no-retransmission",
-        "what was on its way on a broken link is not sent again",
+        "messages that were lost with a connection are not resent",
         "protocol/replication/chain_progress.py",
         "return self._forward_again([push for push in self._pending if target in push.waiting])",
         "return []",
@@ -98,7 +98,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "old-view-push",
-        "a primary takes a push that was sent by an older view",
+        "a primary accepts a push of an older view",
         "protocol/replication/core.py",
         "if event.version != self.version or event.buckets & ~self.place.primary:",
         "if event.buckets & ~self.place.primary:",
@@ -106,7 +106,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "old-view-forward",
-        "a replica takes a push that was forwarded by an older view",
+        "a replica accepts a push that was forwarded in an older view",
         "protocol/replication/core.py",
         "if event.version != self.version or event.buckets & ~sound:",
         "if event.buckets & ~sound:",
@@ -114,7 +114,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "pending-lost-at-view-change",
-        "what successors have not acknowledged is not forwarded again after a view change",
+        "pushes that the successors have not acknowledged are not forwarded again after a view change",
         "protocol/replication/chain_progress.py",
         "return instructions + self._forward_again(list(self._pending))",
         "return instructions",
@@ -130,7 +130,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "confirmed-across-views",
-        "what was confirmed of a fill counts though views were missed in between",
+        "confirmations of a fill still count after the server missed views",
         "protocol/replication/fills.py",
         "confirmed = self._confirmed if follows else {}",
         "confirmed = self._confirmed",
@@ -138,7 +138,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "push-before-bucket",
-        "a server that is being filled gets pushes of buckets that it has not got yet",
+        "a server that is being filled receives pushes of buckets that it does not have yet",
         "protocol/replication/chain_progress.py",
         "place.successors.get(target, 0) & ~self._fills.unsent(target)",
         "place.successors.get(target, 0)",
@@ -146,7 +146,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "fill-not-sent-again",
-        "buckets that were lost with a link are not sent again",
+        "buckets that were lost with a connection are not resent",
         "protocol/replication/fills.py",
         "            self._sent[target] = self._confirmed[target]",
         "            pass",
@@ -162,7 +162,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "forwarded-in-order-of-arrival",
-        "what is forwarded again goes out in the order in which it came, repetitions as the last",
+        "pushes are forwarded again in the order of arrival, with repeats last",
         "protocol/replication/pending.py",
         "own.sort(key=lambda push: -push.sequence)",
         "own.reverse()",
@@ -179,7 +179,7 @@ OF_PROTOCOL: Final = (
     # Iterations and takeovers.
     Defect(
         "takeover-does-not-wait",
-        "a new primary completes iterations before the workers have sent again what they retain",
+        "a new primary completes iterations before the workers have resent their pushes",
         "protocol/iterations.py",
         "            self._pending_workers = {worker for worker in workers if self._synced.get(worker, -1) < version}",
         "            self._pending_workers = set()",
@@ -187,7 +187,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "takeover-ignores-successors",
-        "a new primary does not wait for what its successors hand up",
+        "a new primary does not wait for the pushes that its successors report",
         "protocol/iterations.py",
         "self._takeover.lead(version, buckets, {*workers, *followers})",
         "self._takeover.lead(version, buckets, {*workers})",
@@ -195,7 +195,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "reported-before-kept",
-        "a fill is reported while workers do not retain their pushes yet",
+        "a fill is reported before the workers retain their pushes",
         "protocol/iterations.py",
         "        if not buckets & self._replication.primary:\n            return True",
         "        if True:\n            return True",
@@ -203,7 +203,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "inherited-sums-count-as-safe",
-        "sums of the primary before count as safe before the successors have them",
+        "sums of the former primary count as safe before the successors have them",
         "protocol/iterations.py",
         "return durable if inherited is None else min(durable, inherited - 1)",
         "return durable",
@@ -211,7 +211,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "late-part-in-next-sum",
-        "a part that comes again for a complete iteration is summed again",
+        "a repeated part of a complete iteration is summed again",
         "protocol/iterations.py",
         "left = self._replication.delivery.missing(AGGREGATE, iteration + 1, buckets)",
         "left = buckets",
@@ -228,7 +228,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "last-copy-given-up",
-        "a silent server is given up though nobody else has its buckets",
+        "a silent server is expelled though it has the last copy of a bucket",
         "protocol/chains.py",
         "if server not in self._silent]) or living",
         "if server not in self._silent])",
@@ -237,7 +237,7 @@ OF_PROTOCOL: Final = (
     # The scheduler.
     Defect(
         "incarnation-reused",
-        "who takes the rank of one that is gone gets its incarnation too",
+        "a member that takes the rank of another one also gets its incarnation",
         "protocol/membership.py",
         "        self._next_incarnation += 1\n        self._add(member, time_s)",
         "        self._next_incarnation += role is not Role.WORKER\n        self._add(member, time_s)",
@@ -253,7 +253,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "drain-forgotten",
-        "a new scheduler does not know which servers want to leave",
+        "a new scheduler does not remember which servers want to leave",
         "protocol/scheduler/departures.py",
         "self.servers = set(leaving) & set(servers)",
         "self.servers = set()",
@@ -261,7 +261,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "released-too-early",
-        "a server may leave while buckets are on it alone",
+        "a server may leave while it has the only copy of a bucket",
         "protocol/scheduler/next_view.py",
         "return {server: reason for server, reason in reasons.items() if server not in needed}",
         "return {each: why for each, why in reasons.items() if each not in needed or each in self.drains.servers}",
@@ -277,7 +277,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "gaining-not-asked",
-        "a view is committed before the servers that gain buckets by it have it",
+        "a view is committed before the servers that gain buckets have prepared it",
         "protocol/scheduler/views.py",
         "return has_quorum and stays and self.gaining <= self.prepared",
         "return has_quorum and stays",
@@ -285,7 +285,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "filled-in-another-view",
-        "what was reported of a fill counts in whatever view",
+        "a fill that was reported in another view counts",
         "protocol/scheduler/next_view.py",
         "if version != self.publication.committed.version:",
         "if not version:",
@@ -294,7 +294,7 @@ OF_PROTOCOL: Final = (
     # Clients.
     Defect(
         "sent-again-not-retained",
-        "a push that was sent again at a view change is lost at the second one",
+        "a push that was resent at a view change is lost at the next one",
         "protocol/client/session.py",
         "if self.retains and request.kind in PUSHES and",
         "if self.retains and request.parents is None and request.kind in PUSHES and",
@@ -302,7 +302,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "two-requests-of-one-number",
-        "a tick has the number of the request before it",
+        "a tick has the number of the previous request",
         "protocol/client/session.py",
         "self._last_number = (self._last_number + 1) & 0xFFFFFFFF",
         "self._last_number = (self._last_number + (kind is not Kind.TICK)) & 0xFFFFFFFF",
@@ -310,7 +310,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "stable-across-views",
-        "what was stable at a server counts as stable for the buckets that it leads next",
+        "buckets that were stable on a server count as stable when it becomes their primary",
         "protocol/client/session.py",
         "        self.stable_clock = 0  # that applied to the buckets of the former view\n",
         "",
@@ -318,7 +318,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "second-answer-not-expected",
-        "of a request that went out twice over one connection, the second answer counts as nobody's",
+        "the second answer to a request that was sent twice over one connection has no receiver",
         "protocol/client/due_answers.py",
         "self._repeated.get(number, 1) + 1",
         "self._repeated.get(number, 1)",
@@ -327,7 +327,7 @@ OF_PROTOCOL: Final = (
     # Shards.
     Defect(
         "lease-granted-twice",
-        "a shard that a lost worker held is given out again and again",
+        "the shard of a lost worker is assigned again and again",
         "protocol/jobs/shards.py",
         "key = heapq.heappop(self._returned)",
         "key = self._returned[0]",
@@ -335,7 +335,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "lost-lease-done",
-        "a shard counts as done though its lease was taken back",
+        "a shard counts as done though its lease was revoked",
         "protocol/jobs/shards.py",
         '            self._states.move(key, "WorkerLost")\n            heapq.heappush(self._returned, key)',
         '            self._states.move(key, "Done")',

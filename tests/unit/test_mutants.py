@@ -39,7 +39,7 @@ def test_the_page_has_the_report_of_all() -> None:
     """``python -m tests.mutants --write`` puts it there."""
     page = (ROOT / "docs/explanation/protocol.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|(.*)\|$", page.partition("## Planted defects")[2], re.MULTILINE)
-    assert [(name, what) for name, what, _ in rows] == [(each.name, each.what) for each in DEFECTS]
+    assert [(name, effect) for name, effect, _ in rows] == [(defect.name, defect.effect) for defect in DEFECTS]
     assert [name for name, _, found in rows if not re.search(r"yes|[1-9]", found)] == []
 
 
