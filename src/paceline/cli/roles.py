@@ -40,18 +40,14 @@ class ClusterFlags:
 
     def parse(self) -> ClusterSettings:
         """Return the settings of the cluster. Raises UsageError."""
-        from paceline.protocol import parse_consistency, parse_stale_policy
-        from paceline.ps.messages import ClusterSettings
-
-        settings = ClusterSettings(
+        return self.pushes.make_settings(
             num_servers=self.servers,
             num_workers=self.workers,
-            consistency=str(parse_consistency(self.consistency)),
-            stale=str(parse_stale_policy(self.stale)),
+            consistency=self.consistency,
+            stale=self.stale,
             replicas=self.replicas,
             heartbeat_timeout_s=self.heartbeat_timeout,
         )
-        return self.pushes.add_to(settings)
 
 
 @expand_flags

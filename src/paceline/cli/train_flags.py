@@ -151,21 +151,16 @@ class OwnClusterFlags:
     def parse(self, *, heartbeat_timeout_s: float, default_consistency: str) -> ClusterSettings:
         """Return the settings of the cluster. Raises UsageError."""
         from paceline.environment import num_cores
-        from paceline.protocol import parse_consistency, parse_stale_policy
-        from paceline.ps.messages import ClusterSettings
 
         servers = self.servers or 1
-        settings = ClusterSettings(
+        return self.pushes.make_settings(
             num_servers=servers,
             num_workers=self.workers or max(num_cores() - servers, 1),
-            consistency=str(parse_consistency(self.consistency or default_consistency)),
-            stale=str(parse_stale_policy(self.stale or "accept")),
+            consistency=self.consistency or default_consistency,
+            stale=self.stale,
             replicas=self.replicas or 0,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        settings = self.pushes.add_to(settings)
-        settings.check()
-        return settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.command_options import option
 
@@ -28,11 +28,20 @@ class PushFlags:
         "them; default refuse."
     )
 
-    def add_to(self, settings: ClusterSettings) -> ClusterSettings:
-        """Return the settings of a cluster with these options."""
-        from msgspec.structs import replace
+    def make_settings(self, *, consistency: str, stale: str | None, **settings: Any) -> ClusterSettings:
+        """Return the settings of a cluster with these options. Raises UsageError."""
+        from paceline.protocol import parse_consistency, parse_stale_policy
+        from paceline.ps.messages import ClusterSettings
 
-        return replace(settings, min_replicas=self.min_replicas or 0, non_finite=self.non_finite or "refuse")
+        made = ClusterSettings(
+            consistency=str(parse_consistency(consistency)),
+            stale=str(parse_stale_policy(stale or "accept")),
+            min_replicas=self.min_replicas or 0,
+            non_finite=self.non_finite or "refuse",
+            **settings,
+        )
+        made.check()
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

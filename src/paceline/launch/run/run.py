@@ -79,7 +79,7 @@ def run_script(options: RunOptions) -> int:
     filters, pull_filters = _find_filters(options, choice.spec)
     settings: messages.ClusterSettings | None = None
     if choice.consistency is not None:
-        settings = messages.ClusterSettings(
+        settings = options.pushes.make_settings(
             num_servers=choice.servers,
             num_workers=setup.num_ranks,
             consistency=str(choice.consistency),
@@ -87,8 +87,6 @@ def run_script(options: RunOptions) -> int:
             replicas=choice.server_replicas,
             heartbeat_timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
         )
-        settings = options.pushes.add_to(settings)
-        settings.check()
     else:
         _check_no_servers(options, memory_limit, choice.name)
     if memory_limit is not None and memory_limit.warning is not None:
