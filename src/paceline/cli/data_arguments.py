@@ -54,7 +54,7 @@ def expand_pattern(name: str) -> Sequence[str]:
         raise DataError(f"{name}: no file matches")
     if not any(path.endswith(".npy") for path in fitting):
         return fitting
-    from paceline.data.binary.arrays import holds_labels_of
+    from paceline.data.formats.numpy_arrays import holds_labels_of
 
     return [path for path in fitting if not holds_labels_of(path, fitting)]
 

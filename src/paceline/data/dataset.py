@@ -12,8 +12,7 @@ from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
 from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.columns import Columns
-from paceline.data.files_in_use import FilesInUse
-from paceline.data.formats import FORMATS, detect_format, find_format
+from paceline.data.formats import FORMATS, Format, detect_format, find_format
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.labels import CLICKS, positive_in, read_as
 from paceline.data.reader import IdleFiles, OpenFile, OtherFormatError, ReadSettings
@@ -314,6 +313,39 @@ class Dataset(Closing):
             f"parsed shards are not stored in {self._cache_dir}: {error.strerror or error}. Every pass parses the text "
             "again"
         )
+
+
+class FilesInUse:
+    """Checks that files do not change. `sizes` are the sizes in bytes on another host, None for any."""
+
+    def __init__(self, files: Sequence[str], format: Format, sizes: Sequence[int] | None) -> None:
+        self.sizes = None if sizes is None else list(sizes)
+        self.num_shards: dict[int, int] = {}
+        """The number of shards by file, once it is known."""
+        self._files = tuple(files)
+        self._format = format
+        self._statuses: dict[int, FileStatus] = {}
+
+    def check(self, file: int) -> FileStatus:
+        """Return the status of a file. Raises DataError if it differs from the first call.
+
+        A copy on another host must have the same size.
+        """
+        path = self._files[file]
+        status = self._format.stat(path)
+        first = self._statuses.setdefault(file, status)
+        size = first.num_bytes if self.sizes is None else self.sizes[file]
+        if status.num_bytes != size:
+            raise DataError(
+                f"{path} has changed during its use, from {size:,} to {status.num_bytes:,} bytes: the rows read so far "
+                "may be of two versions. Run the command again when the file is complete"
+            )
+        if status != first:
+            raise DataError(
+                f"{path} was written to during its use: the rows read so far may be of two versions. Run the command "
+                "again when the file is complete"
+            )
+        return status
 
 
 class _Writing:

@@ -22,20 +22,8 @@ from paceline.errors import DataError, UsageError
 
 __all__ = ["CONVERTED", "FORMATS", "Format", "detect_format", "find_format", "have_same_features", "source_format"]
 
-FORMATS: Final[Mapping[str, Format]] = {
-    format.name: format
-    for format in (
-        Criteo(),
-        Libsvm(),
-        Libffm(),
-        JsonLines(),
-        VowpalWabbit(),
-        Csv(),
-        Parquet(),
-        NumpyArrays(),
-        ConvertedData(),
-    )
-}
+_CLASSES = (Criteo, Libsvm, Libffm, JsonLines, VowpalWabbit, Csv, Parquet, NumpyArrays, ConvertedData)
+FORMATS: Final[Mapping[str, Format]] = {kind.name: kind() for kind in _CLASSES}
 """The formats by name, in the order of detection."""
 
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from paceline.data.columns import Columns
 from paceline.data.feature_names import Keys, NameFinder
-from paceline.data.guessing import NO_OPTIONS, ReadOptions
+from paceline.data.guessing import ReadOptions
 from paceline.data.labels import count_labels
 from paceline.data.reader import ReadSettings, ShardReader
 from paceline.data.sample import Sample
@@ -87,13 +87,7 @@ class Format(ABC):
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
         """Return the labels of rows spread over the files, and the number of rows with each."""
 
-    def sample(
-        self,
-        files: Sequence[str],
-        columns: Columns | None,
-        options: ReadOptions = NO_OPTIONS,
-        weight: str | None = None,
-    ) -> Sample:
+    def sample(self, files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> Sample:
         """Return a sample of the files.
 
         `columns` are the columns to read; None guesses those that `options` do not name. `weight` is the name of the

@@ -20,7 +20,7 @@ from paceline.data.binary.converted import (
 from paceline.data.columns import Columns
 from paceline.data.feature_names import NameFinder
 from paceline.data.formats.base import Format
-from paceline.data.guessing import NO_OPTIONS, ReadOptions
+from paceline.data.guessing import ReadOptions
 from paceline.data.reader import ReadSettings, ShardReader
 from paceline.data.sample import Sample
 from paceline.errors import DataError, UsageError
@@ -55,13 +55,7 @@ class ConvertedData(Format):
         return columns or first.columns
 
     @override
-    def sample(
-        self,
-        files: Sequence[str],
-        columns: Columns | None,
-        options: ReadOptions = NO_OPTIONS,
-        weight: str | None = None,
-    ) -> Sample:
+    def sample(self, files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> Sample:
         """Return the stored properties of converted files."""
         converted = tuple(map(describe_converted, files))
         first = converted[0].description

@@ -50,13 +50,7 @@ class JsonLines(Format):
         return replace(columns, is_open=True)
 
     @override
-    def sample(
-        self,
-        files: Sequence[str],
-        columns: Columns | None,
-        options: ReadOptions = NO_OPTIONS,
-        weight: str | None = None,
-    ) -> Sample:
+    def sample(self, files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> Sample:
         objects = sample_objects(files)
         guessed = ReadOptions(label=columns.label) if columns else options
         found = find_json_columns(files[0], objects, guessed, weight or "")

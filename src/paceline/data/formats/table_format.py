@@ -12,7 +12,7 @@ from paceline.data.columns import Columns
 from paceline.data.dialect import is_number
 from paceline.data.feature_names import NameFinder, decoded, encoded
 from paceline.data.formats.base import Format
-from paceline.data.guessing import NO_OPTIONS, ReadOptions, describe_named, guess_columns
+from paceline.data.guessing import ReadOptions, describe_named, guess_columns
 from paceline.data.labels import count_labels, find_label_words
 from paceline.data.sample import Sample, check_numbers
 from paceline.data.sampling import TextTable
@@ -48,13 +48,7 @@ class TableFormat(Format):
         return columns
 
     @override
-    def sample(
-        self,
-        files: Sequence[str],
-        columns: Columns | None,
-        options: ReadOptions = NO_OPTIONS,
-        weight: str | None = None,
-    ) -> Sample:
+    def sample(self, files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> Sample:
         if options.header != "auto" and "--header" not in self.column_options:
             raise UsageError(
                 f"--header {options.header}: {files[0]} is {self.name}, which has no header: leave the option out"
