@@ -171,8 +171,8 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
     finished = running.wait(PROMPT_S)
     assert finished.status == 1
     said = (
-        r"paceline run: servers? [01]( and 1)? died, and with (it|them) 512 of 512 buckets of the tables that had no "
-        r"replica left; the ranks cannot continue and were ended\n"
+        r"paceline run: servers? [01]( and 1)? died: 512 of 512 buckets of the tables were lost, because they had no "
+        r"replica; the ranks cannot continue and were ended\n"
     )
     assert re.fullmatch(said, finished.err), finished.err
     assert our_processes(replicated.environment[MARK]) == []

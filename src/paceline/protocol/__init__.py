@@ -43,7 +43,7 @@ from paceline.protocol.consistency import (
 )
 from paceline.protocol.delivery import Delivery
 from paceline.protocol.membership import Member, Membership, Role
-from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
+from paceline.protocol.placement import NUM_BUCKETS, place
 from paceline.protocol.reachability import Reachability, Silence
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ __all__ = [
     "Iterations",
     "Member",
     "Membership",
-    "Move",
     "NUM_BUCKETS",
-    "Placement",
     "Planner",
     "Reachability",
     "Replication",

@@ -318,7 +318,7 @@ class Planner:
         by_rank = {rank: server for server, rank in servers.items()}
         wanted: tuple[Chain, ...] = ()
         if servers:
-            chains = place(self._num_buckets, list(servers.values()), self._replicas).chains
+            chains = place(self._num_buckets, list(servers.values()), self._replicas)
             wanted = tuple(Chain(tuple([by_rank[rank] for rank in chain])) for chain in chains)
         self._wanted_of, self._wanted = dict(servers), wanted
 

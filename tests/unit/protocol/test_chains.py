@@ -51,7 +51,7 @@ def held(planner: Planner, server: int) -> int:
 
 def placed(servers: dict[int, int], num_buckets: int, replicas: int) -> tuple[Chain, ...]:
     by_rank = {rank: server for server, rank in servers.items()}
-    chains = place(num_buckets, sorted(by_rank), replicas).chains
+    chains = place(num_buckets, sorted(by_rank), replicas)
     return tuple(Chain(tuple(by_rank[rank] for rank in chain)) for chain in chains)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,15 @@ from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.bounds import Natural
 from paceline.protocol.buckets import bucket_set
 from paceline.ps import messages
+from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.table import TableClient
 from paceline.ps.messages import TableSpec
 from paceline.storage.format import ModelManifest
 from paceline.storage.model_directory import SavedModel, read_model, save_model
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.tables.types import Floats, Keys
+
+Positions: TypeAlias = npt.NDArray[np.int64]
 
 
 def save_tables(
@@ -90,25 +93,35 @@ def _read_bucket(client: TableClient, number: int, bucket: int) -> tuple[int, me
 def write_records(client: TableClient, spec: TableSpec, keys: Keys, records: Floats) -> None:
     """Set the complete records (float32 [n, words]) of `keys` (uint64 [n]) on their servers."""
     number = client.open_table(spec).number
+
+    def write(connection: ServerConnection, chosen: Positions) -> None:
+        message = messages.WriteRecords(table=number, rows=len(chosen))
+        connection.call(message, body=(keys[chosen], records[chosen]), sequence=sequence)
+
+    with client.servers.lock:
+        sequence = client.servers.core.next_sequence()
+        call_owners(client, spec, keys, write)
+
+
+def call_owners(
+    client: TableClient, spec: TableSpec, keys: Keys, call: Callable[[ServerConnection, Positions], None]
+) -> None:
+    """Call `call` with each owner of keys and their positions, once for each key, also if the view changes."""
     remaining = np.arange(len(keys))
 
-    def write_remaining() -> None:
+    def call_remaining() -> None:
         nonlocal remaining
         while len(remaining):
             connections = client.servers.newest()
             order, starts = _by_server(client, spec, keys[remaining])
             first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
-            chosen = remaining[order[starts[first] : starts[first + 1]]]
-            message = messages.WriteRecords(table=number, rows=len(chosen))
-            connections[first].call(message, body=(keys[chosen], records[chosen]), sequence=sequence)
+            call(connections[first], remaining[order[starts[first] : starts[first + 1]]])
             remaining = remaining[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
-    with client.servers.lock:
-        sequence = client.servers.core.next_sequence()
-        client.servers.retry(write_remaining)
+    client.servers.retry(call_remaining)
 
 
-def _by_server(client: TableClient, spec: TableSpec, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _by_server(client: TableClient, spec: TableSpec, keys: Keys) -> tuple[Positions, Positions]:
     """Return the positions of keys grouped by server, and the start of each group, as :func:`split` does."""
     num_servers = len(client.servers.newest())
     if spec.kind == "sparse":

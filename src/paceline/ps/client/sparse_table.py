@@ -18,6 +18,7 @@ from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.filtered import FilteredSender, TableFilters
+from paceline.ps.client.records import Positions, call_owners
 from paceline.ps.client.table import Table
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import EXACT, PULL, PUSH, PUSH_PULL, TICK, TICKS
@@ -115,24 +116,15 @@ class SparseTable(Table):
         """
         with self._servers.lock:
             self._client.flush()
-            remaining, erased = self._check_keys(keys), 0
+            checked, erased = self._check_keys(keys), 0
             sequence = self._servers.core.next_sequence()
+            message = messages.Erase(table=self._number)
 
-            def erase_remaining() -> None:
-                nonlocal remaining, erased
-                while len(remaining):
-                    connections = self._servers.newest()
-                    self._check_not_lost(remaining)
-                    order = np.empty(len(remaining), np.int64)
-                    starts = np.empty(len(connections) + 1, np.int64)
-                    split(remaining, self._servers.routes.owners, starts, order)
-                    first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
-                    own = remaining[order[starts[first] : starts[first + 1]]]
-                    message = messages.Erase(table=self._number)
-                    erased += connections[first].call(message, Natural, (own,), sequence=sequence)[0]
-                    remaining = remaining[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
+            def erase(connection: ServerConnection, chosen: Positions) -> None:
+                nonlocal erased
+                erased += connection.call(message, Natural, (checked[chosen],), sequence=sequence)[0]
 
-            self._servers.retry(erase_remaining)
+            call_owners(self._client, self.spec, checked, erase)
             return erased
 
     def begin_pass(self, number: int, rows_of: int | None = None) -> None:
