@@ -1,6 +1,6 @@
-"""What the scheduler's core is told, and what it has its runtime do.
+"""Events and instructions of the scheduler's core.
 
-A *peer* is a connection, as the runtime knows it: the core compares peers and gives them back, and does no more.
+A *peer* is a connection of the runtime. The core only compares peers and returns them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.protocol.scheduler.messages import Drain, Filled, Heartbeat, Leave
 from paceline.protocol.scheduler.views import View
 
 PROCESS_ENDED: Final = "its process ended"
-"""Why somebody was removed whose process has ended, and that is certain."""
+"""The reason for the removal of a member whose process has certainly ended."""
 
 MemberMessage: TypeAlias = Register | Rejoin | Heartbeat | Leave | Drain | Filled | Prepared | Promised
 """A message of a process that the core handles."""
@@ -33,19 +33,19 @@ class MessageReceived(Struct, Generic[Message], frozen=True):
 
 
 class Disconnected(Struct, frozen=True):
-    """A connection broke. That is no death: the member comes again."""
+    """A connection broke. The member may live and reconnect."""
 
     peer: object
 
 
 class ProcessEnded(Struct, frozen=True):
-    """The process of this incarnation has ended, and that is certain: the kernel of its host says so."""
+    """The process of this incarnation has certainly ended: the kernel of its host reports it."""
 
     incarnation: int
 
 
 class Doubted(Struct, frozen=True):
-    """The process of this incarnation has probably ended: its host is there and nobody listens at its address."""
+    """The process of this incarnation has probably ended: its host refuses connections to its address."""
 
     incarnation: int
 
@@ -55,109 +55,109 @@ class NewsDue(Struct, frozen=True):
 
 
 class Flush(Struct, frozen=True):
-    """Publish what has waited for more to be published with it."""
+    """Publish the changes that waited to be published together."""
 
 
 class TimePassed(Struct, frozen=True):
-    """Time went on."""
+    """Time has passed."""
 
 
 # Instructions.
 
 
 class Admit(Struct, frozen=True):
-    """Tell the process that it is this member, and the committed view."""
+    """Welcome the process as this member, with the committed view."""
 
     peer: object
     member: Member
 
 
 class Reject(Struct, frozen=True):
-    """Tell the process that it is not taken in; `reason` is a sentence for its user."""
+    """Reject the registration; `reason` is a sentence for the user."""
 
     peer: object
     reason: str
 
 
 class Foreign(Struct, frozen=True):
-    """Tell the member that this scheduler has another cluster now: its own may come back, and it waits for that."""
+    """Notify the member that this scheduler has another cluster now. The member waits for its own."""
 
     peer: object
 
 
 class Expel(Struct, frozen=True):
-    """Tell the member that it is none any more: it stops. `reason` follows on "declared dead"."""
+    """Notify the process that it is not a member any more, so that it stops. `reason` follows "declared dead"."""
 
     peer: object
     reason: str
 
 
 class Removed(Struct, frozen=True):
-    """This one is no member any more; `reason` is None if that was its own wish, else it is dead."""
+    """The member is removed; `reason` is None if it has left, else it is dead."""
 
     member: Member
     reason: str | None
 
 
 class TakenOver(Struct, frozen=True):
-    """This scheduler has taken the place of another: these members are back, with what they know."""
+    """This scheduler has taken over the cluster of another one."""
 
     returned: tuple[tuple[object, Rejoin], ...]
-    """Their connections and messages."""
+    """The connections and messages of the members that are back."""
     dead: tuple[Member, ...]
-    """The members that are not."""
+    """The other members."""
 
     def without(self, member: Member) -> TakenOver:
-        """Return the same with one member more that is dead."""
+        """Return the same with one more dead member."""
         returned = tuple(each for each in self.returned if each[1].member.incarnation != member.incarnation)
         return TakenOver(returned, (*self.dead, member))
 
 
 class RequestPromise(Struct, frozen=True):
-    """Ask these servers to prepare nothing of a lower term than this one; answered by Promised."""
+    """Request these servers to prepare no view of a lower term than this one; answered by Promised."""
 
     peers: tuple[object, ...]
     term: int
 
 
 class Prepare(Struct, frozen=True):
-    """Send this view to these servers, to be kept and answered by Prepared, not to be acted on."""
+    """Send this view to these servers, which store it, do not act on it yet, and answer with Prepared."""
 
     peers: tuple[object, ...]
     view: View
 
 
 class Publish(Struct, frozen=True):
-    """Send this view to all members, to be acted on."""
+    """Send this committed view to all members."""
 
     view: View
 
 
 class FlushSoon(Struct, frozen=True):
-    """There is something to publish that need not be published at once: Flush in a moment."""
+    """Changes wait to be published together: send Flush in a moment."""
 
 
 class ReleaseServer(Struct, frozen=True):
-    """Tell the server that wants to leave that it may."""
+    """Notify the draining server that it may leave."""
 
     peer: object
 
 
 class Note(Struct, frozen=True):
-    """Tell whoever runs the cluster."""
+    """Report this text to the operator of the cluster."""
 
     text: str
 
 
 def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) -> Note:
-    """Tell that nothing goes on without these servers, and what may be done."""
+    """Return the note that the cluster cannot continue without these servers."""
     names = " and ".join(f"server {each.rank} ({each.node})" for each in servers)
     advice = advice or "If these are dead, start the scheduler again with --accept-minority"
     return Note(f"waits for {names}: too few of the servers that have buckets are heard {aim}. {advice}")
 
 
 class Superseded(Struct, frozen=True):
-    """Another scheduler has taken over the cluster, in this term: end."""
+    """Another scheduler has taken over the cluster in this term: end this one."""
 
     term: int
 
@@ -209,11 +209,11 @@ class ServeRequest(Struct, frozen=True):
 
 
 class NewsSoon(Struct, frozen=True):
-    """There are news of the job: NewsDue in a moment."""
+    """The job has news: send NewsDue in a moment."""
 
 
 class ClusterEnded(Struct, frozen=True):
-    """The cluster was told to end."""
+    """The end of the cluster was requested."""
 
 
 Event: TypeAlias = MessageReceived[MemberMessage] | Disconnected | ProcessEnded | Doubted | Flush | TimePassed

@@ -1,7 +1,7 @@
-"""What the members that come to a new scheduler know together of the cluster that they are members of.
+"""The common knowledge of the members that rejoin under a new scheduler.
 
-Each brings the newest view that it has seen, committed or prepared. The newest of all views is the one to go on from,
-once enough of its servers are back (see :mod:`paceline.protocol.scheduler.views` for why).
+Each member brings the newest view that it has received, committed or prepared. The scheduler continues from the newest
+of these views once enough of its servers are back (:mod:`paceline.protocol.scheduler.views` has the reason).
 """
 
 from __future__ import annotations
@@ -24,63 +24,62 @@ class Evidence:
         newest = _newest(each.view for each in self.returned)
         whole = _newest(each.view for each in self.returned if not each.view.is_partial)
         self.latest = newest if newest is whole else _with_workers(newest, whole)
-        """The newest view that any of them has seen, with the workers of the newest that names workers.
+        """The newest view of all members, with the workers of the newest view that contains workers.
 
-        So it is complete: a worker is removed only by a view that enough servers have prepared, and enough of the
-        servers are asked that are to know of it.
+        It is complete, because a worker is removed only by a view that a quorum of servers has prepared.
         """
-        # The voters of every view that the former scheduler may be going on from. Where only workers know the newest,
-        # which names none, those of the newest that does, too: they know whether it was followed by one that did.
+        # The voters of every view from which the former scheduler may continue. If only workers have the newest view,
+        # which contains no workers, the voters of the newest view with workers count too: they know later ones.
         self._electorates = self._voters_of(newest) + (self._voters_of(whole) if newest is not whole else [])
 
     def _voters_of(self, view: View) -> list[Collection[int]]:
-        """Return the voters of a view, and if nobody knows that it is committed, of the one before."""
+        """Return the voters of a view, and of the view before if this one is possibly not committed."""
         is_committed = any(each.has_committed and each.view.order == view.order for each in self.returned)
         return [view.voters] if is_committed else [view.voters, view.former_voters]
 
     def is_member(self, returned: Rejoin) -> bool:
-        """Whether one that is back is still a member: not if the newest view says that it is gone."""
+        """Whether a process that is back is still a member by the newest view."""
         return returned.member.role is Role.OBSERVER or not self.latest.excludes(returned.member.incarnation)
 
     def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """The members of the newest view that are neither back nor known to have ended."""
+        """Return the members of the newest view that are neither back nor known to have ended."""
         there = self._back() | set(ended)
         return tuple(member for member in self.latest.members if member.incarnation not in there)
 
     def awaited(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """Those that are missing, and the voters that are: whether they have ended is worth knowing."""
+        """Return the missing members and voters, whose processes may have ended."""
         awaited = (*self.missing(ended), *self.missing_voters(ended))
         return tuple({member.incarnation: member for member in awaited}.values())
 
     @property
     def highest_term(self) -> int:
-        """The highest of which any of them knows."""
+        """The highest term that a member knows."""
         return max((each.highest_term for each in self.returned), default=0)
 
     def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
-        """Whether servers enough are back, and have made this promise, to go on from the newest view."""
+        """Whether enough servers are back, and have promised this term, to continue from the newest view."""
         back = self._back(promised)
         return all(may_take_over(voters, ended, back, replicas) for voters in self._electorates)
 
     @property
     def has_voter(self) -> bool:
-        """Whether one of the voters is back, of each view that may be the newest."""
+        """Whether a voter is back of each view that may be the newest."""
         back = self._back()
         return all(not back.isdisjoint(voters) for voters in self._electorates if voters)
 
     def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
-        """The voters that are neither back nor known to have ended."""
+        """Return the voters that are neither back nor known to have ended."""
         return frozenset().union(*self._electorates) - self._back() - set(ended)
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """Those of them that somebody knows by name."""
+        """Return the absent voters whose names are known."""
         known = {member.incarnation: member for each in self.returned for member in (*each.former, *each.view.members)}
         return tuple(known[each] for each in sorted(self.absent_voters(ended)) if each in known)
 
     def is_complete(self, ended: Collection[int]) -> bool:
-        """Whether all members of the newest view are back, and whoever has posted the latest job.
+        """Whether all members of the newest view are back, and the process that has posted the latest job.
 
-        Where all workers have ended nobody else knows of it: its poster may be on its way.
+        If no worker is back, a job may exist that only its poster knows.
         """
         number = max((each.job_number for each in self.returned), default=0)
         has_poster = any(each.has_posted and each.job_number == number for each in self.returned)
@@ -90,17 +89,17 @@ class Evidence:
         return bool(self.returned) and has_poster and not self.missing(ended)
 
     def _back(self, promised: int = 0) -> set[int]:
-        """The incarnations that are back, and have promised that they prepare nothing below that term."""
+        """Return the incarnations that are back and have promised this term."""
         return {each.member.incarnation for each in self.returned if each.promised >= promised}
 
 
 def _newest(views: Iterable[View]) -> View:
-    """Return the newest view; of equals one that names its workers."""
+    """Return the newest view; of equal ones, a view with workers."""
     return max(views, key=lambda view: (view.order, not view.is_partial), default=View())
 
 
 def _with_workers(partial: View, whole: View) -> View:
-    """Return a view with the workers that an older one names."""
+    """Return a view with the workers of an older one."""
     workers = tuple(member for member in whole.members if member.role is Role.WORKER)
     return replace(
         partial, members=(*partial.members, *workers), last_incarnation=whole.last_incarnation, is_partial=False

@@ -1,21 +1,21 @@
-"""Views: what the scheduler publishes, and who must have taken the next one before anybody acts on it.
+"""Views of the cluster, and the quorums that prepare a view before members act on it.
 
-A :class:`View` says who is in the cluster and which servers are each bucket's chain. One that does more than add
-workers is first *prepared*: sent to the servers, which keep it and answer, and act on it when it is *committed*. So
-whatever view somebody has acted on is known to enough servers for the next scheduler to learn of it, and of two
-schedulers that each believe to lead the cluster one can neither commit a view nor take over:
+A :class:`View` has the members of the cluster and the chain of servers of each bucket. A view that does more than add
+workers is first *prepared*: the servers store it and answer. They act on it once it is *committed*. So the next
+scheduler learns of every view that a member may have acted on, and of two schedulers that both believe to lead the
+cluster, one can neither commit a view nor take over:
 
-* a view is committed once half of the voters of the one before have it, or as many as are left when `replicas` of them
-  fail, if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
-* a scheduler takes over with so many voters of the newest view that it learns of that any two such sets have one in
-  common: with a majority, or with more than `replicas` (:func:`may_take_over`). If that view may not be committed, the
-  former scheduler may still go on from the one before it: then with so many of the voters of that one too. If only
-  workers know the newest, whose views name no workers, then with so many of the newest that does name them as well:
-  else a worker that was removed could be taken for a member. All these have promised before to prepare nothing of a
-  lower term.
+* a view is committed once these servers have it: half of the voters of the view before, or all but `replicas` of them
+  if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
+* a scheduler takes over with a majority of the voters of the newest known view, or with more than `replicas` of them
+  (:func:`may_take_over`), so that any two such sets intersect. If that view is possibly not committed, the former
+  scheduler may still continue from the view before, so the same holds for the voters of that view. If only workers
+  know the newest view, whose views contain no workers, the same holds for the newest view that contains workers;
+  otherwise a removed worker could count as a member. All these voters have promised to prepare no view of a lower
+  term.
 
-Voters are the servers that have a bucket. One whose process is known to have ended is not waited for, and is no voter
-that has answered either: it may have been with another scheduler when it ended.
+Voters are the servers that have a bucket. A voter whose process has ended is not waited for, and its answer does not
+count either: it may have ended under another scheduler.
 
 Source: views and their change as in Viewstamped Replication Revisited (Liskov and Cowling 2012); the two quorums that
 need only intersect one another: Howard, Malkhi and Spiegelman 2016 "Flexible Paxos".
@@ -51,11 +51,11 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
     """The members of the cluster, and the chains of its buckets. A notice of the scheduler: this view is committed."""
 
     term: Term = 0
-    """The scheduler that published it; each that takes over has a higher one."""
+    """The term of the scheduler that published it; it rises with every take-over."""
     epoch: Number = 0
     """The number of the view; it rises with every change."""
     version: Version = 0
-    """The number of the chains; it rises when they change. 0: there are none yet."""
+    """The number of the chains; it rises when they change. 0: none yet."""
     members: tuple[Member[Address], ...] = ()
     """Servers and workers."""
     groups: tuple[ChainGroup, ...] = ()
@@ -73,7 +73,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of two views the one with the greater order is the newer one."""
+        """The sort key of views, from old to new."""
         return self.term, self.epoch
 
     @property
@@ -83,12 +83,12 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     @property
     def incarnations(self) -> frozenset[int]:
-        """Of its members."""
+        """The incarnations of the members."""
         return frozenset(member.incarnation for member in self.members)
 
     @property
     def voters(self) -> frozenset[int]:
-        """The servers that are asked before this view is followed by another: those that have some bucket."""
+        """The servers that have a bucket. The next view needs a quorum of them."""
         return frozenset(server for group in self.groups for server in group.members)
 
     @property
@@ -115,16 +115,16 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
         return self.groups == other.groups and self.servers == other.servers
 
     def only_adds_workers(self, former: View) -> bool:
-        """Whether it follows a former view by new workers, if by anything: that needs no quorum."""
+        """Whether only workers are new since a former view; this needs no quorum."""
         return self.same_servers(former) and set(former.members) <= set(self.members)
 
     def without_workers(self) -> View:
-        """What of it concerns a worker: where the buckets are."""
+        """Return the part of the view that workers need: servers and chains."""
         servers = tuple(member for member in self.members if member.role is Role.SERVER)
         return replace(self, members=servers, is_partial=True)
 
     def excludes(self, incarnation: int) -> bool:
-        """Whether it says that an incarnation is gone."""
+        """Whether the view shows that this incarnation was removed."""
         if self.is_partial or incarnation > self.last_incarnation:
             return False
         return all(member.incarnation != incarnation for member in self.members)
@@ -183,26 +183,26 @@ class ViewChange(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
 
 
 class KnownViews:
-    """The views that one member knows: what it acts on, and what it keeps for the scheduler that comes next."""
+    """The views that one member stores for itself and for the next scheduler."""
 
     def __init__(self) -> None:
         self.committed: View | None = None
-        """What it acts on; None before the first."""
+        """The view that the member acts on; None before the first."""
         self.prepared: View | None = None
-        """The newest that it was sent to be prepared."""
+        """The newest prepared view."""
         self.promised = 0
-        """It prepares nothing of a lower term than this one."""
+        """The member prepares no view of a lower term."""
 
     @property
     def newest(self) -> View | None:
-        """The newest of all: what a new scheduler has to hear of."""
+        """The newer one of the committed and the prepared view."""
         known = [view for view in (self.committed, self.prepared) if view is not None]
         return max(known, key=lambda view: view.order, default=None)
 
     def prepare(self, view: View) -> bool:
-        """Keep a view that may be committed; return whether it is to be answered by Prepared.
+        """Store a view that may be committed; return whether to answer with Prepared.
 
-        It is not if its scheduler was superseded: a later one's view is known here, or one was promised.
+        Return False if the view's scheduler was superseded.
         """
         newest = self.newest
         if view.term < self.promised or (newest is not None and view.term < newest.term):
@@ -213,21 +213,21 @@ class KnownViews:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the newest of all is known to be committed."""
+        """Whether the newest view is known to be committed."""
         return self.committed is not None and self.committed is self.newest
 
     @property
     def former(self) -> View | None:
-        """What it acts on, if the newest of all is not known to be committed."""
+        """The committed view, if the newest view is not known to be committed."""
         return None if self.is_committed else self.committed
 
     def promise(self, term: int) -> bool:
-        """Promise to prepare nothing of a lower term; return whether that is to be answered by Promised."""
+        """Promise to prepare no view of a lower term; return whether to answer with Promised."""
         self.promised = max(self.promised, term)
         return self.promised == term
 
     def commit(self, view: View) -> bool:
-        """Take a committed view; return whether it is newer than the one before."""
+        """Take a committed view; return whether it is newer than the last."""
         if self.committed is not None and view.order <= self.committed.order:
             return False
         self.committed = view
@@ -235,7 +235,7 @@ class KnownViews:
 
 
 def commit_quorum(num_voters: int, replicas: int) -> int:
-    """How many of the voters must have a view before it is committed.
+    """Return the number of voters that must have a view before it is committed.
 
     >>> [commit_quorum(voters, replicas=1) for voters in (0, 1, 2, 3, 4, 5)]
     [0, 1, 1, 2, 2, 3]
@@ -244,23 +244,23 @@ def commit_quorum(num_voters: int, replicas: int) -> int:
 
 
 def may_commit(voters: Collection[int], ended: Collection[int], prepared: Collection[int], replicas: int) -> bool:
-    """Whether a view that follows one with these `voters` may be committed, if `prepared` have it."""
+    """Whether the next view may be committed, given the `voters` of this view and the servers that have prepared it."""
     return _have(commit_quorum(len(voters), replicas), voters, ended, prepared)
 
 
 def may_take_over(voters: Collection[int], ended: Collection[int], returned: Collection[int], replicas: int) -> bool:
-    """Whether a scheduler may go on from a view with these `voters`, if `returned` have come to it."""
+    """Whether a scheduler may continue from a view with these `voters`, given the servers that are back."""
     return _have(len(voters) - commit_quorum(len(voters), replicas) + 1, voters, ended, returned)
 
 
 def _have(quorum: int, voters: Collection[int], ended: Collection[int], answered: Collection[int]) -> bool:
-    """Whether so many voters have answered, or all that have not ended."""
+    """Whether a quorum of the voters has answered, or all that have not ended."""
     living = [server for server in voters if server not in ended]
     return sum(server in answered for server in living) >= min(quorum, len(living))
 
 
 def gaining(before: Iterable[ChainGroup], after: Iterable[ChainGroup]) -> frozenset[int]:
-    """Return the servers that are members of some bucket's chain, and were not before."""
+    """Return the servers that become members of the chain of a bucket."""
     had: dict[int, int] = {}
     for group in before:
         for server in group.members:
@@ -270,33 +270,33 @@ def gaining(before: Iterable[ChainGroup], after: Iterable[ChainGroup]) -> frozen
 
 @dataclass(slots=True)
 class Proposal:
-    """A view that is being prepared, in the place of the view `committed`."""
+    """A view that is being prepared, to follow the view `committed`."""
 
     view: View
     committed: View
     replicas: int
     released: frozenset[int] = frozenset()
-    """The servers that leave by this view, by their own wish."""
+    """The servers that requested to leave, and leave by this view."""
     prepared: set[int] = field(default_factory=set)
     """The servers that have it."""
 
     @property
     def audience(self) -> frozenset[int]:
-        """The servers that it is sent to."""
+        """The servers that receive it."""
         return frozenset({*self.committed.servers, *self.view.servers})
 
     @property
     def gaining(self) -> frozenset[int]:
-        """The servers that it cannot do without: see :func:`gaining`."""
+        """The servers that must have it: see :func:`gaining`."""
         return gaining(self.committed.groups, self.view.groups)
 
     def is_accepted(self, ended: Collection[int]) -> bool:
-        """Whether it may be committed: a quorum has it, enough of them stay, and so have all that gain."""
+        """Whether the view may be committed: a quorum has it, enough of them stay, and all gaining servers have it."""
         voters = self.committed.voters
         quorum = commit_quorum(len(voters), self.replicas)
         has_quorum = _have(quorum, voters, ended, self.prepared)
-        # What those know that go is gone with them. A scheduler that takes over from the view before needs as many
-        # voters as ever; each that goes is one less without this view, so as many fewer need have it among the others.
+        # Servers that leave take their knowledge along. A scheduler that takes over from the view before needs as many
+        # voters as ever. Each server that leaves is one voter less without this view, so fewer of the others need it.
         staying = voters - self.released
         stays = _have(max(quorum - len(voters) + len(staying), 1), staying, ended, self.prepared)
         return has_quorum and stays and self.gaining <= self.prepared
