@@ -212,7 +212,7 @@ class ClusterCore:
         newcomers = self.newcomers
         if not may_form or not newcomers.nodes or newcomers.num_servers < self.membership.expected_servers:
             return []
-        out: list[Instruction] = [*self._recovery.send_all_away()]
+        out: list[Instruction] = [*self._recovery.reject_all()]
         self._recovery.reset()
         self.phase = self.phase.after("form")
         return out + self._leader.form(self._now_s)

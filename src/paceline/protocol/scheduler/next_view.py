@@ -1,4 +1,4 @@
-"""What the next view ought to be: its chains, and the servers that go by it."""
+"""The next view: its chains, and the servers that leave by it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.protocol.scheduler.views import View
 
 
 class NextView:
-    """The view that follows the committed one: with the servers that live, and the fills that have ended since.
+    """The view after the committed one, with the live servers and the fills that have ended since.
 
-    `servers` of methods are the live ones: incarnation → rank.
+    The parameter `servers` has the live servers: incarnation → rank.
     """
 
     def __init__(self, planner: Planner, publication: Publication, timeout_s: float) -> None:
@@ -27,10 +27,10 @@ class NextView:
         self.drains = Drains()
         self.ended: set[int] = set()
         """Incarnations whose processes are known to have ended."""
-        self._filled: list[tuple[int, int]] = []  # what was reported since the last commit: target, buckets
+        self._filled: list[tuple[int, int]] = []  # reports since the last commit: target, buckets
 
     def take_over(self, succession: Succession, membership: Membership) -> None:
-        """Go on from another scheduler's newest view, with these members."""
+        """Continue from another scheduler's newest view, with these members."""
         latest, absent = succession.evidence.latest, [each.incarnation for each in succession.absent()]
         self.ended = set(succession.ended)
         self.drains.take_over(succession.leaving(), latest.servers, membership.expected_servers)
@@ -42,15 +42,15 @@ class NextView:
             )
 
     def filled(self, version: int, target: int, buckets: int) -> bool:
-        """Note that a server has these buckets now; return whether that is of the committed view."""
-        # What was said of another view may not hold any more; of this one it is said again.
+        """Note that a server has these buckets now; return False if the report is of another view."""
+        # A report of another view may be obsolete; servers repeat it for the committed view.
         if version != self.publication.committed.version:
             return False
         self._filled.append((target, buckets))
         return True
 
     def plan(self, servers: dict[int, int]) -> None:
-        """Have the chains follow the servers that live, from the committed ones on."""
+        """Plan the chains of the live servers, from the committed chains."""
         committed = self.publication.committed
         if not committed.version:
             return
@@ -62,16 +62,16 @@ class NextView:
         self.planner.servers_changed(servers, self.drains.servers, doubtful)
 
     def departing(self) -> dict[int, str | None]:
-        """Return the servers that no chain needs any more, and the reason of those that do not leave as they wish.
+        """Return the servers that no chain needs; the value is the reason, None for servers that requested to leave.
 
-        One that is silent, and has what nobody else has, stays, however long: nothing would be gained without it.
+        A silent server with the only copy of a bucket stays, because its removal would lose the bucket.
         """
         reasons = {**dict.fromkeys(self.drains.servers), **self.suspects.reasons()}
         needed = {each for group in self.planner.groups for each in (*group.members, group.filling)}
         return {server: reason for server, reason in reasons.items() if server not in needed}
 
     def offer(self, membership: Membership, departing: Collection[int]) -> Step:
-        """Say what is to be done so that the view becomes what it ought to be."""
+        """Return the step that brings the view up to date."""
         servers = (each for each in membership.of(Role.SERVER) if each.incarnation not in departing)
         wanted = View(
             version=self.planner.version,
@@ -83,7 +83,7 @@ class NextView:
         return self.publication.offer(wanted, released=released, ended=self.ended)
 
     def committed(self, view: View, former: View) -> list[Publish | BucketsLost]:
-        """Go on from a view that is committed."""
+        """Continue from a newly committed view."""
         if view.version != former.version:
             self._filled = []
         self.ended &= view.servers.keys()
@@ -91,21 +91,21 @@ class NextView:
         return [Publish(view), BucketsLost(lost)] if lost else [Publish(view)]
 
     def removed(self, incarnation: int) -> None:
-        """Forget one that is no member any more."""
+        """Forget a removed member."""
         self.suspects.removed(incarnation)
         self.drains.removed(incarnation)
 
     def notes(self, waited_for: Iterable[int], membership: Membership) -> list[Note]:
-        """Tell once of each of these servers that is silent that it is waited for."""
+        """Return a note for each silent one of these servers, once."""
         notes = []
-        for server in self.suspects.tell(waited_for):
+        for server in self.suspects.report_waits(waited_for):
             member, num_buckets = membership.find(server), count(self.planner.member_of(server))
-            if member is None:  # a member with its rank, which is none of ours, has come
+            if member is None:  # a foreign member with its rank has rejoined
                 continue
             notes.append(
                 Note(
                     f"server {member.rank} is silent, and nobody else has {num_buckets} of its buckets: requests for "
-                    "those wait until it is back"
+                    "them wait until it is back"
                 )
             )
         return notes

@@ -1,9 +1,9 @@
-"""How a scheduler that was started in the place of another takes over: the members tell it what that one knew.
+"""The take-over of a cluster by a new scheduler, from the knowledge of the members.
 
-:class:`Recovery` collects those that come back. It goes on from the newest view that they know of when enough of its
-servers are back and everybody else too, or the time-out is over (:class:`Succession`). Before that it has those servers
-promise that they prepare nothing of a former scheduler any more: else one that has come here, and goes back to a
-former one that lives, could prepare a view there.
+:class:`Recovery` collects the members that rejoin. The take-over (:class:`Succession`) continues from their newest view
+once enough of its servers are back and, until the timeout, all other members too. Before that these servers promise to
+prepare no view of a former scheduler; otherwise a server could rejoin here, return to a former scheduler that lives,
+and prepare a view there.
 """
 
 from __future__ import annotations
@@ -24,55 +24,55 @@ from paceline.protocol.scheduler.publication import term_after
 
 @dataclass(frozen=True, slots=True)
 class Succession:
-    """The cluster that is to be taken over now."""
+    """The cluster that the scheduler takes over now."""
 
     evidence: Evidence
-    """What its members know that are back."""
+    """The knowledge of the members that are back."""
     term: int
-    """The new scheduler's."""
+    """The term of the new scheduler."""
     unheard: frozenset[int]
-    """Members that never heard their welcome, and register again."""
+    """Members that never received their welcome, and register again."""
     ended: frozenset[int]
     """Incarnations whose processes are known to have ended."""
 
     @property
     def cluster(self) -> str:
-        """Its name."""
+        """The name of the cluster."""
         return self.evidence.returned[0].cluster
 
     def goes_on(self, returned: Rejoin) -> bool:
-        """Whether one that is back still is a member."""
+        """Whether a process that is back stays a member."""
         return returned.member.incarnation not in self.ended and self.evidence.is_member(returned)
 
     def present(self) -> list[Member]:
-        """The members that are there."""
+        """Return the members that are back."""
         returned = [each.member for each in self.evidence.returned if self.goes_on(each)]
         return returned + [member for member in self.evidence.latest.members if member.incarnation in self.unheard]
 
     def absent(self) -> list[Member]:
-        """The servers that may be there and have not come."""
+        """Return the servers that may live and are not back."""
         there = self.ended | {member.incarnation for member in self.present()}
         servers = (member for member in self.evidence.latest.members if member.role is Role.SERVER)
         return [member for member in servers if member.incarnation not in there]
 
     def leaving(self) -> list[int]:
-        """Those that want to leave."""
+        """Return the members that wait for their release."""
         return [each.member.incarnation for each in self.evidence.returned if each.is_leaving and self.goes_on(each)]
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """There is no cluster to be taken over (any more)."""
+    """No cluster can be taken over."""
 
 
 Outcome: TypeAlias = events.RequestPromise | events.Note | events.Expel | events.Foreign | Abandoned | Succession
 
 
 class Recovery:
-    """The members that have come back so far, and what is known of the others.
+    """The members that are back so far, and the known ends of other members.
 
-    It waits for all of them until the time-out is over; with `accepts_minority` it takes over then from whoever
-    has come. With `replaces` there are some, though none has come yet. `salt` is a number that no other scheduler has.
+    It waits for all members until the timeout; with `accepts_minority` it then takes over from those that are back.
+    With `replaces` members are known to exist. `salt` is a number that no other scheduler has.
     """
 
     def __init__(
@@ -84,26 +84,26 @@ class Recovery:
         self._replaces = replaces
         self._accepts_minority = accepts_minority
         self._returned: dict[object, Rejoin] = {}  # by connection
-        self._cluster = ""  # the one that is to be taken over
+        self._cluster = ""  # to be taken over
         self._ended: set[int] = set()
         self._doubted: set[int] = set()
-        self._term = 0  # the one that is to be its own
-        self._asked: set[object] = set()  # whom it has asked to promise that
+        self._term = 0  # of this scheduler, if it takes over
+        self._requested: set[object] = set()  # the servers that received the request to promise it
         self.needed: tuple[Member, ...] = ()
-        """The servers without which it cannot take over."""
+        """The servers that a take-over needs."""
 
     def reset(self) -> None:
-        """Forget the cluster that was to be taken over: a new one gives the same incarnations to others."""
+        """Forget the cluster; a new cluster uses the same incarnations for other members."""
         self._returned, self._cluster, self._replaces = {}, "", False
         self._ended, self._doubted, self.needed = set(), set(), ()
 
     def is_hopeless(self, now_s: float) -> bool:
-        """Whether no server has come in time: one of another cluster has what nobody else may have."""
+        """Whether no server has rejoined in time. A server may have the only copy of its buckets."""
         has_servers = any(each.member.role is Role.SERVER for each in self._returned.values())
         return now_s >= self._deadline_s and not has_servers
 
     def add(self, peer: object, returned: Rejoin, now_s: float) -> None:
-        """Note a member that is back; its newest connection counts."""
+        """Add a member that is back; its newest connection counts."""
         if not self._returned:
             self._deadline_s = now_s + self._timeout_s
         name = returned.cluster, returned.member.incarnation
@@ -117,7 +117,7 @@ class Recovery:
         self._returned.pop(peer, None)
 
     def leave(self, peer: object) -> list[events.Instruction]:
-        """Note that a member goes in good order."""
+        """Note that a member leaves."""
         cluster, returned = self.cluster, self._returned.pop(peer, None)
         if returned is None:
             return []
@@ -126,12 +126,12 @@ class Recovery:
         return [events.Expel(peer, "it has left")]
 
     def drain(self, peer: object) -> None:
-        """Note that a member wants to leave."""
+        """Note that a server wants to leave."""
         if peer in self._returned:
             self._returned[peer] = replace(self._returned[peer], is_leaving=True)
 
     def promise(self, peer: object, term: int) -> None:
-        """Note what a member has promised."""
+        """Note the promise of a server."""
         if peer in self._returned:
             self._returned[peer] = replace(self._returned[peer], promised=term)
 
@@ -140,46 +140,46 @@ class Recovery:
         self._ended.add(incarnation)
 
     def doubt(self, incarnation: int) -> None:
-        """Note that the process of a member has probably ended: it is not waited for if a quorum is there without."""
+        """Note that the process of a member has probably ended. A quorum without it does not wait for it."""
         self._doubted.add(incarnation)
 
     @property
     def cluster(self) -> str:
-        """The cluster that most servers, or else most members, are of; empty if nobody is back."""
+        """The cluster of most servers, or else of most members; empty without members."""
         votes = Counter(each.cluster for each in self._returned.values())
         servers = Counter(each.cluster for each in self._returned.values() if each.member.role is Role.SERVER)
         return max(votes, key=lambda name: (servers[name], votes[name]), default="")
 
     def evidence(self) -> Evidence:
-        """What the members of that cluster know."""
+        """Return the knowledge of the members of that cluster."""
         cluster = self.cluster
         return Evidence({peer: each for peer, each in self._returned.items() if each.cluster == cluster})
 
-    def others(self) -> list[events.Foreign]:
-        """Send away the members of other clusters."""
+    def reject_foreign(self) -> list[events.Foreign]:
+        """Reject the members of other clusters."""
         cluster = self.cluster
         return [events.Foreign(peer) for peer, each in self._returned.items() if each.cluster != cluster]
 
-    def send_all_away(self) -> list[events.Foreign]:
-        """Send away all members: this scheduler begins a cluster of its own."""
+    def reject_all(self) -> list[events.Foreign]:
+        """Reject all members, because this scheduler begins a new cluster."""
         return [events.Foreign(peer) for peer in self._returned]
 
     def awaited(self) -> tuple[Member, ...]:
-        """The members that are not back: whether they have ended is worth knowing."""
+        """Return the members that are not back, whose processes may have ended."""
         return self.evidence().awaited(self._ended)
 
     def decide(self, registering: Collection[str], now_s: float) -> list[Outcome]:
-        """Take over if the members that are needed are back. `registering` are the nodes that ask to be taken in."""
+        """Take over if the necessary members are back. `registering` are the names of the nodes that register."""
         is_late = now_s >= self._deadline_s
         if not self._returned:
             return [Abandoned()] if is_late or not self._replaces else []
         if self.cluster != self._cluster:
-            if self._cluster:  # of two that come here the other has more: its incarnations are others
+            if self._cluster:  # another cluster has more members here, with other incarnations
                 self._ended, self._doubted = set(), set()
             self._cluster = self.cluster
         evidence = self.evidence()
         latest = evidence.latest
-        # Members that register again never heard their welcome: they have prepared no view and hold no bucket.
+        # Members that register again never received their welcome: they have prepared no view and hold no bucket.
         unheard = {member.incarnation for member in latest.members if member.node in registering}
         without, missing = self._ended | unheard, set[int]()
         is_complete = is_late or evidence.is_complete(without | self._doubted)
@@ -187,30 +187,30 @@ class Recovery:
         if latest.voters and latest.voters <= self._ended:
             return self._give_up(evidence) if is_complete else []
         if self._accepts_minority and is_late and not has_quorum and evidence.has_voter:
-            # Whoever runs the cluster says that those that are missing are dead; without one that is back all is lost.
+            # The operator declares the missing voters dead. At least one voter must be back, or all data is lost.
             missing = set(evidence.absent_voters(without))
             has_quorum, without = True, without | missing
         if not has_quorum:
             return [*self._need(evidence.missing_voters(without))] if is_late else []
         out: list[Outcome] = []
         if is_complete:
-            out += self._ask(evidence)
+            out += self._request_promises(evidence)
             if evidence.has_quorum(without, self._replicas, promised=self._term):
                 ended = frozenset(self._ended | missing)
-                out += [*self.others(), Succession(evidence, self._term, frozenset(unheard - ended), ended)]
+                out += [*self.reject_foreign(), Succession(evidence, self._term, frozenset(unheard - ended), ended)]
         return out
 
-    def _ask(self, evidence: Evidence) -> list[events.RequestPromise]:
-        """Ask those servers that have not been asked to prepare nothing of a former scheduler any more."""
+    def _request_promises(self, evidence: Evidence) -> list[events.RequestPromise]:
+        """Request the promise of the servers that have not received the request."""
         if evidence.highest_term > self._term:
-            self._term, self._asked = term_after(evidence.highest_term, self._salt), set()
+            self._term, self._requested = term_after(evidence.highest_term, self._salt), set()
         servers = [peer for peer, each in evidence.by_peer.items() if each.member.role is Role.SERVER]
-        peers = tuple(peer for peer in servers if peer not in self._asked)
-        self._asked.update(peers)
+        peers = tuple(peer for peer in servers if peer not in self._requested)
+        self._requested.update(peers)
         return [events.RequestPromise(peers, self._term)] if peers else []
 
     def _need(self, servers: tuple[Member, ...]) -> list[events.Note]:
-        """Wait for these servers, and say so once."""
+        """Wait for these servers, and report that once."""
         if servers == self.needed:
             return []
         self.needed = servers
@@ -220,10 +220,10 @@ class Recovery:
         return [events.waits_for(servers, "to take over from the scheduler before", advice)]
 
     def _give_up(self, evidence: Evidence) -> list[Outcome]:
-        """Send away the members of a cluster whose servers have all ended; the next one is new."""
+        """Expel the members of a cluster whose servers have all ended; the next cluster is new."""
         return [
             events.Note("all servers of the former cluster have ended: its members are sent away"),
             *(events.Expel(peer, "the servers of its cluster are gone") for peer in evidence.by_peer),
-            *self.others(),
+            *self.reject_foreign(),
             Abandoned(),
         ]
