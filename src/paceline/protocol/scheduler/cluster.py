@@ -28,17 +28,22 @@ from paceline.protocol.scheduler.recovery import Abandoned, Recovery, Succession
 from paceline.protocol.scheduler.views import View
 
 HEARTBEATS_PER_TIMEOUT: Final = 10
-"""How many signs of life a member gives within the time-out."""
+"""Heartbeats of a member within the timeout."""
 
 
 class ClusterCore:
     """One scheduler's cluster.
 
-    Arguments: `num_servers`, how many servers the cluster begins with; `replicas`, how many of them may fail without
-    loss; `heartbeat_timeout_s`, how long a member may be silent; `name`, a new cluster's name, which no other has;
-    `salt`, a number that no other scheduler has; `replaces`, whether the members of a cluster are sure to come;
-    `accepts_minority`, whether it takes over from whoever has come within the time-out, though too few have (safe only
-    if those that are missing are dead).
+    Args:
+        num_servers: The number of servers at the start of the cluster.
+        replicas: The number of servers that may fail without loss.
+        heartbeat_timeout_s: A member that is silent for longer is overdue.
+        name: The unique name of a new cluster.
+        salt: A number that no other scheduler has.
+        replaces: Whether members of a former scheduler's cluster will rejoin.
+        accepts_minority: Whether to take over after the timeout although too few members are back. This is safe only
+            if the missing ones are dead.
+        num_buckets: The number of buckets of each table.
     """
 
     def __init__(
@@ -54,10 +59,10 @@ class ClusterCore:
         num_buckets: int = NUM_BUCKETS,
     ) -> None:
         self.name = name
-        """The cluster's name; another one after a take-over."""
+        """The name of the cluster; it changes with a take-over."""
         self.phase = Phase.RECOVERING if replaces else Phase.FORMING
         self.heartbeat_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
-        """How often members give a sign of life."""
+        """The interval of members' heartbeats."""
         self._timeout_s = heartbeat_timeout_s
         self._recovery = Recovery(
             replicas=replicas,
@@ -78,7 +83,7 @@ class ClusterCore:
 
     @property
     def planner(self) -> Planner:
-        """The chains that there are to be."""
+        """The planned chains."""
         return self._leader.next.planner
 
     @property
@@ -93,7 +98,7 @@ class ClusterCore:
 
     @property
     def newest(self) -> View:
-        """The committed view with the members of now."""
+        """The committed view with the current members."""
         members = (*self.membership.of(Role.SERVER), *self.membership.of(Role.WORKER))
         return replace(
             self.committed,
@@ -104,38 +109,38 @@ class ClusterCore:
 
     @property
     def is_established(self) -> bool:
-        """Whether a view of this scheduler's was committed."""
+        """Whether this scheduler has committed a view."""
         return self._leader.publication.is_established
 
     @property
     def newcomers(self) -> Newcomers:
-        """The processes that have registered and wait until there is a cluster."""
+        """The processes that have registered and wait for a cluster."""
         return self._leader.newcomers
 
     @property
     def awaited(self) -> tuple[Member, ...]:
-        """The members that are not back, while it is recovering: whether they have ended is worth knowing."""
+        """While recovering, the members that are not back. Their processes may have ended."""
         return self._recovery.awaited() if self.phase is Phase.RECOVERING else ()
 
     @property
     def suspects(self) -> Suspects:
-        """The members that may live, though they are not heard or not reached."""
+        """The members that may live, but are silent or not reached."""
         return self._leader.next.suspects
 
     @property
     def needed(self) -> tuple[Member, ...]:
-        """The servers without which it can do nothing: too many are silent, or absent when it is to take over."""
+        """The silent or absent servers without which the scheduler cannot continue."""
         return self._recovery.needed or self.suspects.needed
 
     def incarnation_of(self, peer: object) -> int | None:
-        """The incarnation of the member that speaks on a connection."""
+        """Return the incarnation of the member of a connection."""
         return self._leader.peers.incarnation_of(peer)
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Take one event; return what to do, in order.
+        """Handle one event; return the instructions, in order.
 
-        `now_s` is any clock: between two events no more counts than two heartbeats, so a clock that jumps, or a
-        scheduler that was stopped, makes nobody overdue.
+        `now_s` is the time by any clock. At most two heartbeats count between two events, so a clock that jumps, or a
+        stopped scheduler, makes no member overdue.
         """
         self._pass_time(now_s)
         match self.phase, event:
@@ -157,13 +162,13 @@ class ClusterCore:
 
     def _pass_time(self, now_s: float) -> None:
         elapsed_s = 0.0 if self._last_s is None else max(now_s - self._last_s, 0.0)
-        if elapsed_s > self._timeout_s / 4:  # it was asleep: what servers say of one another may be of before
+        if elapsed_s > self._timeout_s / 4:  # it was stopped: the servers' reports may be old
             self.suspects.forget_reports()
         self._now_s += min(elapsed_s, 2 * self.heartbeat_s)
         self._last_s = now_s
 
     def _await(self, event: Event) -> list[Instruction]:
-        """Take an event before there is a cluster."""
+        """Handle an event before there is a cluster."""
         newcomers, recovery = self.newcomers, self._recovery
         match event:
             case MessageReceived(peer, Register() as registration):
@@ -191,23 +196,23 @@ class ClusterCore:
         return []
 
     def _recover(self) -> list[Instruction]:
-        """Take over when the members that are needed are back."""
+        """Take over when the necessary members are back."""
         out: list[Instruction] = []
-        for each in self._recovery.decide(self.newcomers.nodes, self._now_s):
-            match each:
+        for outcome in self._recovery.decide(self.newcomers.nodes, self._now_s):
+            match outcome:
                 case Succession():
-                    self.phase, self.name = self.phase.after("take over"), each.cluster
-                    out += self._leader.take_over(each, self._now_s)
+                    self.phase, self.name = self.phase.after("take over"), outcome.cluster
+                    out += self._leader.take_over(outcome, self._now_s)
                     self._recovery.reset()
                 case Abandoned():
                     self.phase = self.phase.after("give up")
                     self._recovery.reset()
                 case _:
-                    out.append(each)
+                    out.append(outcome)
         return out
 
     def _form(self) -> list[Instruction]:
-        """Begin a new cluster when the servers that it needs are there, and no other one comes back."""
+        """Start a new cluster when its servers have registered and no other cluster returns."""
         may_form = self.phase is Phase.FORMING or self._recovery.is_hopeless(self._now_s)
         newcomers = self.newcomers
         if not may_form or not newcomers.nodes or newcomers.num_servers < self.membership.expected_servers:

@@ -1,4 +1,4 @@
-"""A scheduler that leads its cluster: it takes members in and out, and publishes a view whenever something changes."""
+"""A scheduler that leads its cluster: it adds and removes members, and publishes a view after each change."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.protocol.scheduler.publication import Committed, Proposed
 from paceline.protocol.scheduler.recovery import Succession
 from paceline.protocol.scheduler.views import View
 
-_PROBABLY_ENDED: Final = "its connection broke, and nobody listens at its address any more"
+_PROBABLY_ENDED: Final = "its connection broke, and its host refuses connections to its address"
 
 
 class Leader:
-    """The cluster of one scheduler, which :meth:`form` or :meth:`take_over` begins."""
+    """The cluster of one scheduler. It starts with :meth:`form` or :meth:`take_over`."""
 
     def __init__(self, membership: Membership, following: NextView) -> None:
         self.membership = membership
@@ -29,8 +29,8 @@ class Leader:
         self.newcomers = Newcomers()
         self.peers = MemberPeers()
         self._taken_over: events.TakenOver | None = None
-        self._welcomes: list[tuple[object, Member]] = []  # who waits for a view that has it
-        self._removed: list[events.Removed] = []  # workers that wait for a view that has them not
+        self._welcomes: list[tuple[object, Member]] = []  # members that wait for a view with them
+        self._removed: list[events.Removed] = []  # workers that wait for a view without them
         self._has_changed = self._is_flushing = False
         self._now_s = 0.0
         self._out: list[Instruction] = []
@@ -38,14 +38,14 @@ class Leader:
     # Beginnings.
 
     def form(self, now_s: float) -> list[Instruction]:
-        """Begin a new cluster, of the newcomers."""
+        """Start a new cluster of the newcomers."""
         self._now_s, self._has_changed, self.publication.is_established = now_s, True, True
         for peer, registration in self.newcomers.take():
             self._register(peer, registration)
         return self._settle()
 
     def take_over(self, succession: Succession, now_s: float) -> list[Instruction]:
-        """Go on from the newest view of the scheduler before."""
+        """Continue from the newest view of the former scheduler."""
         self._now_s, self._has_changed = now_s, True
         latest, present, absent = succession.evidence.latest, succession.present(), succession.absent()
         self.publication.take_over(latest, succession.term)
@@ -67,7 +67,7 @@ class Leader:
                 member = self.membership.find(rejoin.member.incarnation)
                 member = member or self.membership.readmit(rejoin.member, now_s)
             if member is None:
-                self._out.append(_send_away(peer, rejoin))
+                self._out.append(_dismiss(peer, rejoin))
             else:
                 back.append((peer, rejoin))
                 self._connect(peer, member)
@@ -82,7 +82,7 @@ class Leader:
     # Members.
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Take one event; return what to do, in order."""
+        """Handle one event; return the instructions, in order."""
         self._now_s = now_s
         match event:
             case MessageReceived(peer, Register() as registration):
@@ -98,11 +98,13 @@ class Leader:
                 self._ended(incarnation, events.PROCESS_ENDED)
             case MessageReceived(peer, Leave()):
                 self.newcomers.forget(peer)
-                self._ended(self.peers.incarnation_of(peer), None)  # its process ends, and can be asked for nothing
+                self._ended(
+                    self.peers.incarnation_of(peer), None
+                )  # its process ends, so the cluster needs no answer of it
             case events.Doubted(incarnation):
                 if self.membership.doubt(incarnation):
                     self.next.suspects.doubt(incarnation, _PROBABLY_ENDED)
-                self._look_for_silent()
+                self._handle_silent()
             case MessageReceived(peer, Drain()):
                 self._drain(self.peers.incarnation_of(peer))
             case MessageReceived(_, Filled() as filled):
@@ -116,7 +118,7 @@ class Leader:
                 ranks, groups = self.membership.servers, self.next.planner.groups
                 if self.publication.is_established and self.next.suspects.look_at_links(ranks, groups, now_s):
                     self._plan()
-                self._look_for_silent()
+                self._handle_silent()
                 self._has_changed |= self.membership.expire_unknown(now_s)
             case _:  # a promise
                 pass
@@ -151,13 +153,13 @@ class Leader:
             self._plan()
 
     def _flush_soon(self) -> None:
-        """Publish a new worker, together with those that come in the next moment."""
+        """Publish a new worker, together with workers that register in the next moment."""
         if not self._is_flushing:
             self._is_flushing = True
             self._out.append(events.FlushSoon())
 
     def _connect(self, peer: object, member: Member) -> None:
-        """Know a member by this connection from now on, and welcome it."""
+        """Assign a connection to a member, and welcome it."""
         self.peers.connect(member.incarnation, peer)
         self.next.drains.connected(member.incarnation)
         self._welcomes.append((peer, member))
@@ -175,7 +177,7 @@ class Leader:
             if is_new or returned.member.role is Role.OBSERVER:
                 member = self.membership.readmit(returned.member, self._now_s)
             if member is None:
-                self._out.append(_send_away(peer, returned))
+                self._out.append(_dismiss(peer, returned))
                 return
             self._flush_soon()
         self._connect(peer, member)
@@ -197,10 +199,10 @@ class Leader:
 
     def _heard(self, incarnation: int) -> None:
         self.membership.record_heartbeat(incarnation, self._now_s)
-        was_told = self.next.suspects.heard(incarnation)
-        if was_told is not None:
+        is_reported = self.next.suspects.heard(incarnation)
+        if is_reported is not None:
             self._plan()
-        if was_told and (member := self.membership.find(incarnation)) is not None:
+        if is_reported and (member := self.membership.find(incarnation)) is not None:
             self._out.append(events.Note(f"server {member.rank} is back: it is heard again"))
 
     def _drain(self, incarnation: int | None) -> None:
@@ -215,7 +217,7 @@ class Leader:
             self._remove(incarnation, reason)
 
     def _remove(self, incarnation: int, reason: str | None) -> None:
-        """Remove a member: it is dead for a reason, or goes by its own wish."""
+        """Remove a member: dead for a reason, or None if it leaves."""
         member = self.membership.remove(incarnation)
         if member is None:
             return
@@ -233,8 +235,8 @@ class Leader:
         if member.role is Role.SERVER:
             self._plan()
 
-    def _look_for_silent(self) -> None:
-        """Do without members that are overdue; without servers only if the others are enough to go on."""
+    def _handle_silent(self) -> None:
+        """Remove overdue members, and suspect overdue servers if the others are enough to continue."""
         suspects = self.next.suspects
         overdue = self.membership.overdue(self._now_s)
         for each in overdue:
@@ -254,12 +256,12 @@ class Leader:
     # Views.
 
     def _plan(self) -> None:
-        """Have the chains follow the servers that live."""
+        """Plan the chains of the live servers."""
         self._has_changed = True
         self.next.plan(self.membership.servers)
 
     def _publish(self) -> None:
-        """Prepare, or commit, the view that there is to be now."""
+        """Prepare or commit the current view."""
         self._has_changed = False
         departing = self.next.departing()
         match self.next.offer(self.membership, departing):
@@ -267,7 +269,7 @@ class Leader:
                 self._commit(view, former, departing)
             case Proposed(proposal):
                 self._out.append(events.Prepare(self.peers.of(sorted(proposal.audience)), proposal.view))
-                self._has_changed = proposal.is_accepted(self.next.ended)  # where nobody has to be asked
+                self._has_changed = proposal.is_accepted(self.next.ended)  # if it needs no answers
         if self.publication.proposal is not None:
             self._out += self.next.notes(self.publication.proposal.gaining, self.membership)
         released = self.next.drains.release_all(self.membership.servers, self.peers.connected)
@@ -275,7 +277,7 @@ class Leader:
 
     def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
         self._out += self.next.committed(view, former)
-        # What a worker held is given to another only now: a scheduler that took over meanwhile may know it as a member.
+        # Leases of a worker are reassigned only now, because a scheduler that took over may have it as a member.
         self._out += [each for each in self._removed if each.member.incarnation not in view.incarnations]
         self._removed = [each for each in self._removed if each.member.incarnation in view.incarnations]
         for server, reason in departing.items():
@@ -285,10 +287,10 @@ class Leader:
         self._out += self.next.notes(self.next.suspects.silent, self.membership)
         for peer, registration in self.newcomers.take():
             self._register(peer, registration)
-        self._has_changed = True  # what has changed meanwhile has waited
+        self._has_changed = True  # changes during the preparation have waited
 
     def _settle(self) -> list[Instruction]:
-        """Publish what has changed; welcome those that are in the committed view, and so known to others."""
+        """Publish changes; welcome the members that are in the committed view."""
         while self._has_changed:
             self._publish()
         if self.publication.is_established:
@@ -318,7 +320,7 @@ class Leader:
 
 
 def _check_room(membership: Membership, planner: Planner) -> None:
-    """Raise UsageError if the servers are all there that the cluster begins with."""
+    """Raise UsageError if the cluster has all its servers."""
     if planner.version and membership.ready:
         raise UsageError(
             f"this cluster has its {membership.expected_servers} server(s): to add one while it runs, start it with "
@@ -326,8 +328,8 @@ def _check_room(membership: Membership, planner: Planner) -> None:
         )
 
 
-def _send_away(peer: object, returned: Rejoin) -> Instruction:
-    """Tell one that was removed that it was: a server that wanted to leave may."""
+def _dismiss(peer: object, returned: Rejoin) -> Instruction:
+    """Return the instruction for a removed process: a server that wanted to leave is released."""
     if returned.is_leaving and returned.member.role is Role.SERVER:
         return events.ReleaseServer(peer)
     return events.Expel(peer, "it was not heard from in time")

@@ -1,4 +1,4 @@
-"""Who asks to be taken in, and which connection is whose."""
+"""Processes that wait for admission, and the connections of members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEMBER: Final = StateTable(
         Transition(OUTSIDE, "Register", "live"),
         Transition(OUTSIDE, "form", "live", when="it has registered before"),
         Transition(OUTSIDE, "publish", "live", when="it has registered while members were awaited"),
-        Transition(OUTSIDE, "Rejoin", "live", when="no view tells of it, and it has not worked"),
+        Transition(OUTSIDE, "Rejoin", "live", when="in no view, and it has not worked"),
         Transition(OUTSIDE, "take over", "live", when="it is back"),
         Transition(OUTSIDE, "take over", "silent", when="an absent server"),
         Transition(OUTSIDE, "take over", "gone", when="absent"),
@@ -57,52 +57,52 @@ MEMBER: Final = StateTable(
         Transition("silent", "ProcessEnded", "gone", when="not connected"),
         Transition("silent", "publish", "gone", when="not connected"),
         Transition("silent", "Leave", "gone"),
-        Transition("gone", "take over", "silent", when="no view that is known tells that it is gone"),
+        Transition("gone", "take over", "silent", when="no known view shows its removal"),
         Transition("gone", "Heartbeat", "gone", "Expel"),
         Transition("gone", "Rejoin", "gone", "Expel"),
         Transition("gone", "Rejoin", "gone", "ReleaseServer", when="it was draining"),
         Transition("gone", "Rejoin", "live", when="an observer"),
     ),
 )
-"""What becomes of those that register or come back; the instructions are those to themselves.
+"""The states of processes that register or rejoin, and the instructions about them.
 
-In lower case: what any event may bring about, because it was the last that was missing. The scheduler forms a cluster,
-takes over, or gives up the cluster whose servers have all ended; it publishes a view; it welcomes those that are in it.
+Names in lower case are consequences of any event that completes a condition: the scheduler forms a cluster, takes over,
+or gives up a cluster whose servers have all ended; it publishes a view; it welcomes the members in it.
 """
 
 
 class Newcomers:
-    """The processes that have registered and wait until there is a cluster."""
+    """The processes that have registered and wait for a cluster."""
 
     def __init__(self) -> None:
         self._waiting: dict[object, Register] = {}  # by connection
 
     @property
     def nodes(self) -> set[str]:
-        """Their names."""
+        """The names of the processes."""
         return {registration.node for registration in self._waiting.values()}
 
     @property
     def num_servers(self) -> int:
-        """How many of the servers that the cluster begins with have come."""
+        """The number of servers that count towards the start of the cluster."""
         return sum(each.role is Role.SERVER and not each.is_extra for each in self._waiting.values())
 
     def add(self, peer: object, registration: Register) -> None:
-        """Note a process that registers; the newest connection of a node counts."""
+        """Add a process that registers; the newest connection of a node counts."""
         self._waiting = {peer: each for peer, each in self._waiting.items() if each.node != registration.node}
         self._waiting[peer] = registration
 
     def forget(self, peer: object) -> None:
-        """Forget one whose connection broke, or that goes."""
+        """Forget a connection."""
         self._waiting.pop(peer, None)
 
     def take(self) -> list[tuple[object, Register]]:
-        """Return all, those first that ask for a rank, last the servers that no cluster begins with; forget them."""
+        """Remove and return all: first those with a wanted rank, last the extra servers."""
         waiting, self._waiting = self._waiting, {}
         return sorted(waiting.items(), key=lambda item: (item[1].is_extra, item[1].rank is None))
 
     def take_nodes(self, nodes: Iterable[str]) -> list[tuple[object, Register]]:
-        """Return those of these names; forget them."""
+        """Remove and return the processes with these names."""
         found = [(peer, each) for peer, each in self._waiting.items() if each.node in nodes]
         for peer, _ in found:
             del self._waiting[peer]
@@ -110,14 +110,14 @@ class Newcomers:
 
 
 class MemberPeers:
-    """The connections by which members are known."""
+    """The connections of members."""
 
     def __init__(self) -> None:
-        self._peers: dict[int, object] = {}  # incarnation → its connection
-        self._incarnations: dict[object, int] = {}  # those that were removed among them
+        self._peers: dict[int, object] = {}  # incarnation → connection
+        self._incarnations: dict[object, int] = {}  # removed members included
 
     def connect(self, incarnation: int, peer: object) -> None:
-        """Know a member by this connection from now on."""
+        """Assign a connection to a member."""
         former = self._peers.get(incarnation)
         if former is not None:
             self._incarnations.pop(former, None)
@@ -131,11 +131,11 @@ class MemberPeers:
             del self._peers[incarnation]
 
     def remove(self, incarnation: int) -> object | None:
-        """Note that a member was removed; return its connection, which still is known to be its own."""
+        """Note that a member was removed; return its connection, which stays assigned to it."""
         return self._peers.pop(incarnation, None)
 
     def incarnation_of(self, peer: object) -> int | None:
-        """The incarnation that speaks on a connection; maybe of one that was removed."""
+        """Return the incarnation of a connection, of a removed member too."""
         return self._incarnations.get(peer)
 
     @property
@@ -144,7 +144,7 @@ class MemberPeers:
         return self._peers.keys()
 
     def of(self, incarnations: Iterable[int]) -> tuple[object, ...]:
-        """The connections of those of these members that are connected."""
+        """Return the connections of these members, if they are connected."""
         return tuple(self._peers[each] for each in incarnations if each in self._peers)
 
     def validate(self) -> None:

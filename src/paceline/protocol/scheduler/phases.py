@@ -1,4 +1,4 @@
-"""What a scheduler is doing: it forms a cluster or recovers one, leads it, and ends when another one has taken over."""
+"""The phases of a scheduler: it forms or recovers a cluster, leads it, and ends when another scheduler takes over."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 
 class Phase(Enum):
-    """What a scheduler is doing."""
+    """The phase of a scheduler."""
 
     FORMING = "forming"
-    """It waits for the servers that the cluster begins with."""
+    """It waits for the first servers of the cluster."""
     RECOVERING = "recovering"
     """It waits for the members of a cluster whose scheduler died."""
     LEADING = "leading"
@@ -20,7 +20,7 @@ class Phase(Enum):
     """Another scheduler has taken over from it."""
 
     def after(self, event: str) -> Phase:
-        """Return the phase that follows by an event of :data:`PHASE`."""
+        """Return the phase after an event of :data:`PHASE`."""
         return Phase(PHASE.target(self.value, event))
 
 
@@ -31,11 +31,13 @@ PHASE: Final = StateTable(
         Transition(OUTSIDE, "start", "forming"),
         Transition(OUTSIDE, "start", "recovering", when="it replaces another one"),
         Transition("forming", "Rejoin", "recovering"),
-        Transition("forming", "form", "leading", when="the servers are there that it begins with"),
-        Transition("recovering", "form", "leading", when="the same, and no server of another cluster came in time"),
-        Transition("recovering", "give up", "forming", when="nobody has come, or all servers that had buckets ended"),
+        Transition("forming", "form", "leading", when="its first servers have registered"),
+        Transition("recovering", "form", "leading", when="the same, and no server has rejoined in time"),
+        Transition(
+            "recovering", "give up", "forming", when="no member is back, or all servers with buckets have ended"
+        ),
         Transition("recovering", "take over", "leading", "TakenOver", when="a quorum is back"),
         Transition("leading", "Rejoin", "superseded", "Superseded", when="of a later term"),
     ),
 )
-"""What becomes of a scheduler. In lower case: what any event may bring about."""
+"""Names in lower case are consequences of any event that completes a condition."""

@@ -1,6 +1,6 @@
-"""Which view is next: prepared first, committed when enough servers have it.
+"""Publication of the next view: first prepared, then committed when enough servers have it.
 
-A scheduler's core holds one :class:`Publication` and offers it, after every change, what the view ought to be now.
+A scheduler has one :class:`Publication` and offers it the wanted view after every change.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from paceline.protocol.chains import VERSION_GAP
 from paceline.protocol.scheduler.views import Proposal, View, may_commit
 
-_TERM_BITS: Final = 16  # of a term that tell two schedulers from one another that took over from the same one
+_TERM_BITS: Final = 16  # of a term that differ between two schedulers that took over from the same one
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Everybody may act on the view now."""
+    """All members may act on the view now."""
 
     view: View
     former: View
@@ -27,7 +27,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The view has to be prepared first."""
+    """The view must be prepared first."""
 
     proposal: Proposal
 
@@ -36,7 +36,7 @@ Step: TypeAlias = Committed | Proposed | None
 
 
 def term_after(term: int, salt: int) -> int:
-    """Return the term of a scheduler that comes after this term: higher, and, by its salt, no other scheduler's."""
+    """Return the term of the next scheduler: higher, and unique by its salt."""
     return ((term >> _TERM_BITS) + 1 << _TERM_BITS) | salt % (1 << _TERM_BITS)
 
 
@@ -46,7 +46,7 @@ class Publication:
     def __init__(self, replicas: int, salt: int) -> None:
         self.replicas = replicas
         self.term = term_after(0, salt)
-        """The scheduler's; another one after a take-over."""
+        """The term of the scheduler; it changes with a take-over."""
         self.committed = View(term=self.term)
         """The view that members act on."""
         self.is_established = False
@@ -54,21 +54,21 @@ class Publication:
         self.proposal: Proposal | None = None
         """The view that is being prepared."""
         self.epoch = 0
-        """Of the newest view, committed or not."""
+        """The epoch of the newest view, committed or not."""
 
     def take_over(self, latest: View, term: int) -> None:
-        """Go on from the newest view of another scheduler, in this term (:func:`term_after`)."""
+        """Continue from the newest view of another scheduler, in this term (:func:`term_after`)."""
         self.term = term
         self.committed, self.epoch, self.proposal = latest, latest.epoch + VERSION_GAP, None
 
     def may_follow(self, heard: Collection[int], ended: Collection[int]) -> bool:
-        """Whether another view may be committed with these servers alone."""
+        """Whether these servers are enough to commit another view."""
         return may_commit(self.committed.voters, ended, heard, self.replicas)
 
     def offer(self, wanted: View, *, released: Collection[int], ended: Collection[int]) -> Step:
-        """Say what is to be done so that this becomes the view; its term, epoch and version are given here.
+        """Return the step that makes this the view. Its term, epoch and version are assigned here.
 
-        `released` are the servers that leave by it as they wish, `ended` those whose processes have ended.
+        `released` are the servers that leave by it on request; the processes of `ended` have ended.
         """
         same_chains = wanted.groups == self.committed.groups and self.is_established
         version = self.committed.version if same_chains else wanted.version
@@ -88,7 +88,7 @@ class Publication:
         return self._commit(self.proposal.view) if self.proposal.is_accepted(ended) else None
 
     def prepared(self, server: int, term: int, epoch: int) -> bool:
-        """Note that a server has the view of this order; return whether it is the one that is being prepared."""
+        """Note that a server has the view of this order; return whether that view is being prepared."""
         if self.proposal is None or (term, epoch) != self.proposal.view.order:
             return False
         self.proposal.prepared.add(server)

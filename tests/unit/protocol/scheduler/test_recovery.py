@@ -200,7 +200,7 @@ def test_the_cluster_with_more_servers_counts(is_first: bool) -> None:
     if not is_first:
         coming.back("s1", view(1, "s1"))
     assert coming.names(coming.evidence.returned) == ["s1"]
-    assert len(coming.recovery.others()) == 2
+    assert len(coming.recovery.reject_foreign()) == 2
     assert coming.evidence.latest.epoch == 1
     assert coming.evidence.is_complete(NOBODY)
 
@@ -211,7 +211,7 @@ def test_of_clusters_without_servers_the_one_with_more_members_counts() -> None:
     for name in ("w2", "w3"):
         coming.back(name, view(1, "w2", "w3"))
     assert coming.names(coming.evidence.returned) == ["w2", "w3"]
-    assert Coming().recovery.others() == []
+    assert Coming().recovery.reject_foreign() == []
     assert Evidence({}).latest == View()
 
 
