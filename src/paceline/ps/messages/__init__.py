@@ -1,8 +1,8 @@
-"""What the processes of a cluster say to each other: kinds of frames, and typed control messages.
+"""The messages between the processes of a cluster: kinds of frames, and typed control messages.
 
-Data frames (PUSH, PULL and their answers) have no meta: all that they need is in the header and the arrays of the body.
-Control is a CALL frame whose meta is one of the structs below (a tagged union in msgpack), answered by a RESULT frame,
-or by an ERROR frame of the transport. A NOTICE is a control message that wants no answer.
+Data frames (PUSH, PULL and their answers) have no meta; header and body have all their data. A control message is a
+CALL frame whose meta is one of the structs below (a tagged union in msgpack), answered by a RESULT frame or by an ERROR
+frame of the transport. A NOTICE is a control message without an answer.
 """
 
 from __future__ import annotations
@@ -230,4 +230,4 @@ decode_state = reader(StateInfo, "a bucket from a server")
 decode_filters = reader(FilterInfo, "filters of a worker")
 decode_check = reader(CheckInfo, "a comparison from a server")
 decode_clocks = reader(ClocksInfo, "clocks from a server")
-"""They raise ProtocolError for what cannot be read, or is beyond its bounds."""
+"""The decoders raise ProtocolError for malformed messages and values out of bounds."""

@@ -1,4 +1,4 @@
-"""What servers of a chain say to each other: the meta of FORWARD, STATE, CHECK and CLOCKS frames."""
+"""The meta of frames between the servers of a chain: FORWARD, STATE, CHECK and CLOCKS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.tables.spec import TableSpec
 
 
 class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What of one table a frame between servers holds: keys, or a range of these buckets; then float32, padded."""
+    """The part of one table in a frame between servers: keys, or a range of buckets; then float32, padded."""
 
     table: TableNumber
     num_keys: Natural
@@ -20,11 +20,11 @@ class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if self.range is not None and (self.num_keys or self.range[0] > self.range[1]):
-            raise UsageError(f"a piece is of keys, or of one range: got {self.num_keys} keys and {self.range[:2]}")
+            raise UsageError(f"a piece has keys or one range: got {self.num_keys} keys and {self.range[:2]}")
 
 
 class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A push (or a write, or an erasure) that goes down a chain. Sequence, version and number are in the header."""
+    """A push, a write or an erasure for the next server of a chain. Sequence, version and number are in the header."""
 
     incarnation: Natural
     operation: Operation
@@ -44,32 +44,32 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         tables = {piece.table for piece in self.pieces}
         if len(tables) != len(self.pieces) or any(piece.range is not None for piece in self.pieces):
-            raise UsageError("a bucket is one piece of each table, with its keys")
+            raise UsageError("a bucket has at most one piece of each table, with its keys")
 
 
 class CheckInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What a bucket is on a server, for the one behind it to compare: see :mod:`paceline.ps.server.replica_checks`."""
+    """The state of a bucket on a server, which its successor compares (:mod:`paceline.ps.server.replica_checks`)."""
 
     bucket: Bucket
     order: Word
     applied: tuple[tuple[Natural, Natural], ...]
     """The last push of each incarnation."""
     tables: tuple[tuple[TableNumber, Natural, Word], ...]
-    """How many rows each has there, and their digest."""
+    """The number of rows of each table in the bucket, and their digest."""
 
 
 class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     """The tables and the workers.
 
-    Of a table the number, the spec as declared and as of now, and the revision; of a worker the incarnation, the rank,
-    the clock, and whether it counts.
+    A table has its number, its declared and its current spec, and the revision; a worker its incarnation, its rank, its
+    clock, and whether it counts.
     """
 
     tables: tuple[tuple[TableNumber, TableSpec, TableSpec, Natural], ...]
     workers: tuple[tuple[Natural, Natural, Clock, bool], ...]
     num_missing: Natural
-    """How many of the expected workers have not joined yet."""
+    """The number of expected workers that have not joined yet."""
     minimum: Clock
-    """The iteration that all have reached."""
+    """The iteration that all workers have reached."""
     passes: tuple[tuple[TableNumber, PassNumber], ...] = ()
-    """The pass over the data that pushes to a table count as of, where that is noted."""
+    """The current pass over the data, for tables that record passes."""

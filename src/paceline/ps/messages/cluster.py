@@ -50,7 +50,7 @@ class ClusterSettings(SchedulerSettings, frozen=True, kw_only=True):
 
 
 class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A table's number, its spec as first declared, and as it is now that hyperparameters may have changed."""
+    """A table's number, its first spec, and its current spec, whose hyperparameters may have changed."""
 
     number: TableNumber
     declared: TableSpec
@@ -64,7 +64,7 @@ class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give a table its number; answered by int. Raises TableMismatchError if it is known otherwise."""
+    """Assign a number to a table; answered by int. Raises TableMismatchError if it has another spec."""
 
     spec: TableSpec
 
@@ -80,4 +80,4 @@ class NoteUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ListTables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answered by a list of TableSpec, with the hyperparameters of now."""
+    """Answered by a list of TableSpec, with the current hyperparameters."""

@@ -1,4 +1,4 @@
-"""The calls that a server answers: tables made, read and written, workers that join, what it has to tell."""
+"""Calls to a server: create, read and write tables, join as a worker, request statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.tables.spec import TableSpec
 
 
 class CreateTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Hold your part of a table. Answered by None; idempotent."""
+    """Create the server's part of a table. Answered by None; idempotent."""
 
     number: TableNumber
     spec: TableSpec
@@ -26,31 +26,31 @@ class FilterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckFilters(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Say whether there are such filters. Answered by None, or an error that says what is missing."""
+    """Check that the server has these filters. Answered by None, or an error that names the missing one."""
 
     filters: FilterInfo
 
 
 class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker takes part in the iterations, from `clock` or later; answered by its clock."""
+    """A worker joins the iterations, at `clock` or later; answered by its clock."""
 
     rank: Natural
     clock: Clock
 
 
 class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker has no more work for now: nobody waits for it until it joins again."""
+    """A worker has no work now: iterations do not wait for it until it joins again."""
 
 
 class ReadBucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read a bucket whole. Answered by the number of rows; the body is keys, then records."""
+    """Read all rows of a bucket. Answered by the number of rows; the body is keys, then records."""
 
     table: TableNumber
     bucket: Bucket
 
 
 class WriteRecords(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Set whole records: the body is `rows` keys, then their records."""
+    """Write whole records: the body is `rows` keys, then their records."""
 
     table: TableNumber
     rows: Natural
@@ -69,15 +69,15 @@ class SetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Erase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Erase rows: the body is their keys. Answered by how many there were."""
+    """Erase rows: the body is their keys. Answered by the number of erased rows."""
 
     table: TableNumber
 
 
 class BeginPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Have pushes to a sparse table from now on count as of pass `number` over the data.
+    """Record pushes to a sparse table as part of pass `number` over the data from now on.
 
-    If its passes were not noted so far, the rows there count as last pushed in pass `rows_of`.
+    If the table has no record of passes yet, its rows count as last pushed in pass `rows_of`.
     """
 
     table: TableNumber
@@ -86,9 +86,9 @@ class BeginPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EraseUnseen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Erase a bucket's rows that were pushed neither in this pass nor in the `passes` - 1 before it.
+    """Erase a bucket's rows without a push in this pass or the `passes` - 1 passes before it.
 
-    What the tables `also` have of the same keys is erased with them. Answered by how many rows of `table` there were.
+    The rows of the same keys in the tables `also` are erased too. Answered by the number of erased rows of `table`.
     """
 
     table: TableNumber
@@ -110,9 +110,9 @@ class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pulls: int
     dropped: int
     non_finite: int
-    """How many pushes, sums, writes and loads were refused for infinities or NaN, or let in with them."""
+    """The number of pushes, sums, writes and loads with infinities or NaN, rejected or accepted."""
     staleness: tuple[int, ...]
-    """How many gradients were applied (or dropped) at staleness 0, 1, …; the last also counts all above."""
+    """The number of gradients applied or dropped at staleness 0, 1, …; the last number includes all above."""
 
 
 class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -123,10 +123,10 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     bytes_out: int
     resident_bytes: int
     held: int
-    """Requests that wait now, at the gate or for a replica."""
+    """The number of requests that wait now, at the gate or for a replica."""
     num_compared: int
-    """Buckets that were compared with those of the servers before this one, as often as they were."""
+    """The number of comparisons of a bucket with the server before this one."""
     num_unordered: int
-    """Buckets of which the same pushes were applied in another order than there, with another result."""
+    """The number of buckets with another result because the same pushes were applied in another order."""
     differences: tuple[str, ...]
-    """What is not as it is there, in a line for each bucket and table; see :mod:`paceline.ps.server.replica_checks`."""
+    """A line for each bucket and table that differs (:mod:`paceline.ps.server.replica_checks`)."""

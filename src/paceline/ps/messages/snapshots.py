@@ -1,7 +1,7 @@
-"""What a coordinator of snapshots and the servers say to each other; control messages like those of `messages`.
+"""Control messages between the coordinator of snapshots and the servers.
 
-A snapshot and a loading take seconds. They are begun by one call and asked after by another, so that no connection is
-held by one that waits.
+A snapshot and a load take seconds. One call starts them and another requests their state, so that no call occupies a
+connection for long.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from paceline.tables.bounds import Clock, TableNumber
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write your buckets to `folder` of `directory`, beside serving. Answered by SnapshotBegun.
+    """Write buckets to `folder` of `directory` in the background. Answered by SnapshotBegun.
 
-    One that is not (any more) on this server is left out: its coordinator asks whoever leads it then, in another round.
-    A bucket that has not changed since snapshot n, one of `whole`, is not written again. With `boundary` (sequential
-    consistency) what is written is the state after so many iterations.
+    The server skips buckets that it does not lead; the coordinator requests them from their primary in another round.
+    A bucket that is unchanged since a snapshot in `whole` is not written again. With `boundary` (sequential
+    consistency) the server writes the state after this number of iterations.
     """
 
     number: Natural
@@ -27,29 +27,29 @@ class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     folder: FolderName
     tables: tuple[TableNumber, ...]
     buckets: BucketMask
-    """The set of buckets that are this server's to write."""
+    """The set of buckets for this server to write."""
     whole: tuple[Natural, ...] = ()
     boundary: Clock | None = None
     round: Natural = 0
-    """Which one it is of this snapshot: files of different rounds have different names."""
+    """The number of the round in this snapshot; rounds have different names of files."""
 
 
 class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether it was (not if a worker may have ended iteration `boundary`), and the highest clock of a worker."""
+    """Whether the snapshot started (not if a worker may have ended iteration `boundary`); the highest clock of a worker."""
 
     begun: bool
     clock: int
 
 
 class GetSnapshotState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask how far a snapshot is; answered by SnapshotState."""
+    """Request the state of a snapshot; answered by SnapshotState."""
 
     directory: Directory
     number: int
 
 
 class KeptBuckets(msgspec.Struct, frozen=True, kw_only=True):
-    """Buckets of a table that are as snapshot `number` has them."""
+    """Buckets of a table that are unchanged since snapshot `number`."""
 
     table: TableNumber
     number: Natural
@@ -57,7 +57,7 @@ class KeptBuckets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one server is. When it is `done`, `parts` are on the disk."""
+    """One server's progress. When it is `done`, `parts` are on the disk."""
 
     done: bool
     error: str
@@ -66,16 +66,16 @@ class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DropSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give up a snapshot, if it is still being taken, and remove what was written of it."""
+    """Cancel a snapshot that is not complete, and remove its files."""
 
     directory: Directory
     number: int
 
 
 class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read buckets of parts of a table from the disk, those that you hold, and set their rows.
+    """Start to load the server's buckets of parts of a table from the disk. GetLoadState has the progress.
 
-    It is begun; GetLoadState tells the rest. A server whose map is not of `version` raises StaleEpochError.
+    A server whose view has another version raises StaleEpochError.
     """
 
     version: Version
@@ -83,25 +83,27 @@ class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     directory: Directory
     parts: tuple[StoredPart, ...]
     buckets: tuple[BucketMask, ...]
-    """Of each part, the set of buckets to set."""
+    """For each part, the set of buckets to load."""
 
     def __post_init__(self) -> None:
         if len(self.buckets) != len(self.parts):
-            raise UsageError(f"{len(self.parts)} parts are to be read, and buckets of {len(self.buckets)}")
+            raise UsageError(
+                f"a load of {len(self.parts)} parts has sets of buckets for {len(self.buckets)}: expected one for each part"
+            )
 
 
 class GetLoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask how far a loading is; answered by LoadState."""
+    """Request the state of a load; answered by LoadState."""
 
 
 class LoadState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one server is; an `error` is a ModelError's text."""
+    """One server's progress; `error` is the text of a ModelError."""
 
     done: bool
     error: str
     rows: Natural
     is_seen: bool
-    """Whether the files are there at all, as the server sees the directory; if not, it has loaded nothing."""
+    """Whether the server finds the files; if not, it has loaded nothing."""
 
 
 ToServer = TakeSnapshot | GetSnapshotState | DropSnapshot | LoadParts | GetLoadState

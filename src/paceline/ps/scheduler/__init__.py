@@ -1,4 +1,4 @@
-"""The scheduler of a cluster of parameter servers: of its names, each is imported when it is first used."""
+"""The scheduler of a cluster of parameter servers. Names are imported when first used."""
 
 from typing import TYPE_CHECKING
 

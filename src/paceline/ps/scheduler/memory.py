@@ -1,7 +1,7 @@
-"""What a process remembers for the scheduler, should a new one come in its place.
+"""A process's record of its tables and jobs, for a scheduler that replaces the present one.
 
-:class:`Memory` looks at each message that goes out on the process's line to the scheduler and at each answer: tables it
-keeps itself, jobs are the matter of its :class:`paceline.protocol.jobs.MemberLedger`.
+:class:`Memory` sees each message to the scheduler and each answer. It stores tables itself, and jobs in a
+:class:`paceline.protocol.jobs.MemberLedger`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANSWERS: Final[dict[type, Any]] = {
     messages.JobStatus: JobState,
     messages.TakeReports: TakenReport | None,
 }
-"""What is worth noting of the answers to a job's requests."""
+"""The recorded answers to requests about jobs."""
 
 
 def _decode(meta: bytes, kind: Any) -> Any:
@@ -35,7 +35,7 @@ def _decode(meta: bytes, kind: Any) -> Any:
 
 
 class Memory:
-    """What one process would tell a new scheduler. Its methods may be called by any thread."""
+    """One process's record for a new scheduler. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,11 +43,11 @@ class Memory:
         self._ledger = MemberLedger()
 
     def joined(self, incarnation: int) -> None:
-        """Note which member this process is."""
+        """Set the incarnation of this process."""
         self._ledger.incarnation = incarnation
 
     def sent(self, message: msgspec.Struct, body: Iterable[Any] = ()) -> msgspec.Struct:
-        """Note a message before it is sent; return it as it is to be sent."""
+        """Record a message before it is sent; return the message to send."""
         match message:
             case messages.Heartbeat(progress=progress) if progress:
                 with self._lock:
@@ -60,7 +60,7 @@ class Memory:
         return message
 
     def answered(self, message: msgspec.Struct, meta: bytes) -> None:
-        """Note the answer to a message, in the thread that receives it: nothing is forgotten that has come."""
+        """Record the answer to a message, in the thread that receives it, so that no received answer is missing."""
         if isinstance(message, messages.DeclareTable):
             number = _decode(meta, TableNumber)
             with self._lock:
@@ -72,21 +72,21 @@ class Memory:
                 self._ledger.answered(message, answer, time.monotonic())
 
     def merge_news(self, news: JobRecord) -> None:
-        """Note the scheduler's news."""
+        """Record the scheduler's news."""
         with self._lock:
             self._ledger.merge_news(news)
 
     def tables(self) -> tuple[KnownTable, ...]:
-        """The tables that this process has declared."""
+        """Return the tables that this process has declared."""
         with self._lock:
             return tuple(self._tables.values())
 
     def job(self) -> JobMemory | None:
-        """What there is to tell of the latest job."""
+        """Return the record of the latest job."""
         with self._lock:
             return self._ledger.memory(time.monotonic())
 
     def again(self) -> list[tuple[msgspec.Struct, tuple[Any, ...]]]:
-        """What to say to another scheduler of this worker's job, and the bodies."""
+        """Return the messages about this worker's job to repeat to another scheduler, and their bodies."""
         with self._lock:
             return list(self._ledger.again())

@@ -1,6 +1,6 @@
-"""What a process has said to the scheduler: frames of the messages in its end of the line.
+"""Frames of a process's messages to the scheduler.
 
-The scheduler's side is :mod:`paceline.ps.scheduler.sessions`.
+The scheduler's end is :mod:`paceline.protocol.scheduler.sessions`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.transport import Channel, frame_parts
 Answer: TypeAlias = Future[tuple[bytes, memoryview]]
 
 _UNNUMBERED = (messages.Register, messages.Rejoin, messages.Leave)
-"""Messages that may come twice."""
+"""Messages that may arrive twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A message to the scheduler, and where its answer goes; None if it wants none."""
+    """A message to the scheduler, and the future of its answer; None for a notice."""
 
     struct: msgspec.Struct
     body: tuple[Any, ...]
@@ -34,10 +34,10 @@ class Content:
 def add(
     end: MemberEnd, struct: msgspec.Struct, body: tuple[Any, ...] = (), answer: Answer | None = None
 ) -> SentMessage:
-    """Number a message, and keep it if it must not be lost: a sign of life need not come unless it shows progress."""
+    """Number a message, and store it if it must not be lost. A heartbeat without progress may be lost."""
     content = Content(struct, body, answer)
     if isinstance(struct, messages.Heartbeat):
-        return end.add(content, is_numbered=bool(struct.progress), supersedes=messages.Heartbeat)  # the newest says all
+        return end.add(content, is_numbered=bool(struct.progress), supersedes=messages.Heartbeat)
     return end.add(content, is_call=answer is not None, is_numbered=not isinstance(struct, _UNNUMBERED))
 
 

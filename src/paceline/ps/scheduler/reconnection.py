@@ -1,4 +1,4 @@
-"""When a process tries again to reach a scheduler, and when it gives up: pure, the time is told."""
+"""Schedule of a process's attempts to reconnect to a scheduler. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from paceline.transport.backoff import Backoff
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 0.25
 _LASTING_S: Final = 1.0
-"""A connection that lasts so long was no refusal."""
+"""A connection that lasts this long was not rejected."""
 _ELSEWHERE_PAUSE_S: Final = 2.0
-"""Where another cluster is at the scheduler's address."""
+"""Used while another cluster is at the scheduler's address."""
 
 
 class Reconnection:
-    """The tries of one process, for `patience_s` after the first of several connections that were broken at once."""
+    """The attempts of one process, for `patience_s` after the first of several short-lived connections broke."""
 
     def __init__(self, patience_s: float, now_s: float) -> None:
         self.patience_s = patience_s
@@ -24,7 +24,7 @@ class Reconnection:
         self._backoff = Backoff(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, spread=0.5)
 
     def lost(self, now_s: float, heartbeat_s: float) -> float:
-        """Note that the connection broke; return how long to wait before the first try."""
+        """Note that the connection broke; return the pause before the first attempt."""
         # Many members lose their scheduler at the same moment.
         longest_s = min(_LONGEST_PAUSE_S, max(heartbeat_s, _SHORTEST_PAUSE_S))
         self._backoff = Backoff(_SHORTEST_PAUSE_S, longest_s, spread=0.5)
@@ -34,20 +34,20 @@ class Reconnection:
         return _SHORTEST_PAUSE_S
 
     def remaining_s(self, now_s: float) -> float:
-        """How long it is still tried."""
+        """Return the remaining time for attempts."""
         assert self._refused_since_s is not None
         return self._refused_since_s + self.patience_s - now_s
 
     def connected(self, now_s: float) -> None:
-        """Note that somebody listens at the scheduler's address."""
+        """Note that a process listens at the scheduler's address."""
         self._connected_s = now_s
 
     def resumed(self) -> None:
-        """Note that the scheduler knows this member again."""
+        """Note that the scheduler has welcomed this member again."""
         self._refused_since_s = None
 
     def pause_s(self, now_s: float, *, is_elsewhere: bool) -> float:
-        """Return how long to wait before the next try."""
+        """Return the pause before the next attempt."""
         if is_elsewhere:
             self._backoff = Backoff(_ELSEWHERE_PAUSE_S, _ELSEWHERE_PAUSE_S, spread=0.5)
         return self._backoff.next_s(self.remaining_s(now_s))

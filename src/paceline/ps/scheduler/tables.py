@@ -1,4 +1,4 @@
-"""Which tables a cluster has: their numbers, and their settings as declared and as of now."""
+"""The tables of a cluster: numbers, and declared and current settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tables:
         self._known: dict[str, KnownTable] = {}
 
     def declare(self, spec: TableSpec) -> int:
-        """Return the number of a table, a new one if it is new. Raises TableMismatchError, and UsageError."""
+        """Return the number of a table; assign one to a new table. Raises TableMismatchError, and UsageError."""
         known = self._known.get(spec.name)
         if known is None:
             number = 1 + max((table.number for table in self._known.values()), default=0)
@@ -36,10 +36,10 @@ class Tables:
         return known.number
 
     def note_update(self, name: str, update: dict[str, object]) -> int:
-        """Note other hyperparameters; return the number of this change, its revision. Raises UsageError."""
+        """Change the hyperparameters of a table; return the revision. Raises UsageError."""
         known = self._known.get(name)
         if known is None:
-            raise UsageError(f"there is no table {name!r} to change the hyperparameters of: declare it first")
+            raise UsageError(f"unknown table {name!r}: declare it before its hyperparameters change")
         from_fields(RULES, update).check_follows(from_fields(RULES, known.spec.update), f"table {name!r}")
         spec = known.spec.with_update(update)
         revision = known.revision + 1
@@ -47,9 +47,9 @@ class Tables:
         return revision
 
     def restore(self, tables: Iterable[KnownTable]) -> None:
-        """Take over the members' tables; the latest revision of a table counts.
+        """Restore the members' tables; the latest revision of a table counts.
 
-        The next revision is far above all that were reported: only dead processes may have had a later one.
+        The next revision is far above all reported ones, because dead processes may have had later ones.
         """
         numbers = {known.number for known in self._known.values()}
         for table in tables:
@@ -62,5 +62,5 @@ class Tables:
 
     @property
     def specs(self) -> list[TableSpec]:
-        """The tables as they are now, by number."""
+        """The current specs of the tables, by number."""
         return [known.spec for known in sorted(self._known.values(), key=lambda known: known.number)]
