@@ -76,7 +76,7 @@ def test_a_line_that_breaks_before_anybody_is_a_member_is_made_again(cluster: Cl
 
 @pytest.mark.parametrize(
     ("timeout_s", "reconnect_s", "words"),
-    [(PATIENCE_S, 0.3, "is gone, and no other came in its place within 0.3 s"), (0.3, PATIENCE_S, "is gone: ")],
+    [(PATIENCE_S, 0.3, r"the scheduler at .* within 0.3 s"), (0.3, PATIENCE_S, "is lost: ")],
 )
 def test_who_is_no_member_and_finds_no_scheduler_any_more_says_so(
     timeout_s: float, reconnect_s: float, words: str
@@ -103,7 +103,7 @@ def test_who_is_not_spoken_to_does_not_come_back_for_ever(cluster: Cluster, monk
     hello = Hello(role="server", name="newcomer")
     link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=PATIENCE_S, reconnect_s=0.5)
     try:
-        with pytest.raises(ConnectionLostError, match=r"no other came in its place within 0.5 s"):
+        with pytest.raises(ConnectionLostError, match=r"within 0.5 s"):
             link.call(messages.GetSettings(), messages.ClusterSettings)
         assert 2 <= len(set(connected)) <= 12
     finally:

@@ -15,8 +15,8 @@ CALL: Final = 24
 RESULT: Final = 25
 NOTICE: Final = 26
 SYNCED: Final = 27
-"""A worker has resent all its requests after a new view: epoch is the view's version, clock the worker's clock, sequence
-its rank, flags 1 if it takes part in the iterations. No answer."""
+"""A worker has resent all its requests after a new view: epoch is the view's version, clock the worker's, sequence its
+rank, flags 1 if it takes part in the iterations. No answer."""
 
 # Kinds of filtered data frames (:mod:`paceline.filters`). The first frame of a table on a connection has a
 # :class:`FilterInfo` as its meta.

@@ -35,7 +35,10 @@ class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the snapshot started (not if a worker may have ended iteration `boundary`); the highest clock of a worker."""
+    """Whether the snapshot started, and the highest clock of a worker.
+
+    It does not start if a worker may have ended iteration `boundary`.
+    """
 
     begun: bool
     clock: int
@@ -88,7 +91,7 @@ class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def __post_init__(self) -> None:
         if len(self.buckets) != len(self.parts):
             raise UsageError(
-                f"a load of {len(self.parts)} parts has sets of buckets for {len(self.buckets)}: expected one for each part"
+                f"a load of {len(self.parts)} parts has {len(self.buckets)} sets of buckets: expected one for each part"
             )
 
 

@@ -1,4 +1,4 @@
-"""The calls and notices of one process to the scheduler, on whatever connection there is, and their answers."""
+"""Calls and notices of one process to the scheduler, on its current connection, and their answers."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from paceline.transport import Channel, Frame, frame_parts
 
 
 class CallLine:
-    """What a process says to the scheduler from any thread; `memory` is told all of it."""
+    """The messages of a process to the scheduler. Thread-safe; `memory` records them."""
 
     def __init__(self, channel: Channel, memory: Memory) -> None:
         self.channel = channel
         self.is_connected = True
-        """Whether the scheduler takes messages on this channel; else they are kept until it does again."""
+        """Whether messages are sent on this channel; else they are stored until the next connection."""
         self.lost: PacelineError | None = None
-        """Why nothing can be said any more."""
+        """The reason why no message can be sent any more."""
         self._memory = memory
         self._end = MemberEnd()
         self._lock: threading.Lock | NoLock = threading.Lock()
 
     def disown(self) -> None:
-        """Leave everything to the parent of this process, which has been forked."""
+        """Leave the connection to the parent of this forked process."""
         self._lock = NoLock()
 
     def say(self, struct: msgspec.Struct, body: tuple[Any, ...] = (), answer: Answer | None = None) -> SentMessage:
-        """Send a message, or keep it until there is a scheduler again."""
+        """Send a message, or store it until the next connection."""
         with self._lock:
             if self.lost is not None:
                 raise self.lost
@@ -46,25 +46,25 @@ class CallLine:
                 try:
                     send(self._end, self.channel, message)
                 except ConnectionLostError:
-                    self.is_connected = False  # the link's thread sees it too, and does what is to be done
+                    self.is_connected = False  # the link's thread notices it too, and reconnects
                 except PacelineError:
                     self._end.take(message.number)
                     raise
             return message
 
     def say_once(self, notice: msgspec.Struct) -> None:
-        """Send what need not come: the scheduler asks again, or does not mind."""
+        """Send a notice that may be lost."""
         with self._lock:
             self.channel.send(*frame_parts(NOTICE, meta=messages.encode(notice)))
 
     def take(self, request: int) -> Content | None:
-        """Return the call of this number, which is answered or given up; None if it waits no more."""
+        """Remove and return the call of this number, which is answered or abandoned; None without one."""
         with self._lock:
             message = self._end.take(request)
         return None if message is None else message.content
 
     def received(self, frame: Frame) -> Content | None:
-        """Take note of a frame of the scheduler; return the call that it answers, if any."""
+        """Note a frame of the scheduler; return the call that it answers, if any."""
         if frame.header.sequence:
             with self._lock:
                 self._end.received(frame.header.sequence)
@@ -73,19 +73,19 @@ class CallLine:
     # Connections.
 
     def disconnected(self) -> None:
-        """Keep what is said from now on, until there is another connection."""
+        """Store messages from now on, until the next connection."""
         with self._lock:
             self.is_connected = False
         self.channel.close()
 
     def register_again(self, channel: Channel) -> None:
-        """Say everything on another connection: the scheduler does not know this process yet."""
+        """Send all messages on another connection, before this process is a member."""
         with self._lock:
             self._begin_on(channel)
             self._send_again(0)
 
     def rejoin(self, channel: Channel, make: Callable[[], messages.Rejoin]) -> SentMessage:
-        """Tell the scheduler on another connection who this is, as of now; nothing else is sent before it answers."""
+        """Send the Rejoin of this moment on another connection; other messages follow after its answer."""
         with self._lock:
             self._begin_on(channel)
             message = add(self._end, make(), (), Future())
@@ -93,12 +93,12 @@ class CallLine:
         return message
 
     def send_again(self, received: int) -> None:
-        """Send what the scheduler may not have; -1: it is another one, and has nothing."""
+        """Send the messages after number `received`; -1: another scheduler, which has no message."""
         with self._lock:
             self._send_again(received)
 
     def _begin_on(self, channel: Channel) -> None:
-        # In one step with what is sent first: a farewell comes behind that, or nothing goes out by this connection.
+        # Under one lock with the first message, so that Leave follows it or no message is sent on this connection.
         self.channel = channel
         if self.lost is not None:
             raise self.lost
@@ -114,7 +114,7 @@ class CallLine:
     # The end.
 
     def leave(self, error: PacelineError) -> None:
-        """Say farewell; nothing is said after it, for this reason."""
+        """Send Leave; later messages fail with this error."""
         with self._lock:
             try:
                 self.channel.send(*frame_parts(NOTICE, meta=messages.encode(messages.Leave())))
@@ -123,7 +123,7 @@ class CallLine:
             self.lost = self.lost or error
 
     def fail(self, error: PacelineError) -> PacelineError:
-        """Fail all that waits for an answer; return the reason, which may be a former one."""
+        """Fail all calls without an answer; return the error, which may be an earlier one."""
         with self._lock:
             lost = self.lost = self.lost or error
             calls = self._end.calls()

@@ -1,9 +1,8 @@
-"""A process's line to the scheduler: calls, news and heartbeats on one connection, kept by a thread of its own.
+"""A process's link to the scheduler: calls, notices and heartbeats on one connection, with a thread of its own.
 
-The connection may break: the line connects again and goes on where it was (:mod:`paceline.ps.scheduler.sessions`). The
-scheduler may die and another come in its place, at the same address: the line tells the new one who this process is and
-what it remembers (:mod:`~paceline.ps.scheduler.memory`), and what waits for an answer is asked again. Whoever uses the
-line notices a pause.
+After a break of the connection the link reconnects and continues (:mod:`paceline.protocol.scheduler.line`). If another
+scheduler replaces a dead one at the same address, the link rejoins with this process's record
+(:mod:`~paceline.ps.scheduler.memory`) and repeats the calls without an answer. Users of the link notice a pause.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from paceline.ps.scheduler.reconnection import Reconnection
 from paceline.transport import Address, Endpoint, Hello, Transport, read_meta
 
 _CONNECT_S = 10.0
-_FAREWELL_S = 1.0  # how long the scheduler has to take a farewell
+_FAREWELL_S = 1.0  # the scheduler's time to read Leave
 _Result = TypeVar("_Result")
 _WELCOME: Any = messages.Welcome[Endpoint, messages.ClusterSettings]
 _ANSWER: Any = _WELCOME | messages.Elsewhere
@@ -48,31 +47,28 @@ _ANSWER: Any = _WELCOME | messages.Elsewhere
 
 @dataclass(slots=True)
 class LinkHooks:
-    """What a process wants to hear of its link, and says by it; called in the link's thread."""
+    """Callbacks of a link, called in its thread."""
 
     on_notice: Callable[[msgspec.Struct], None] = lambda notice: None
     on_lost: Callable[[PacelineError], None] = lambda reason: None
-    """No scheduler came in time; called once."""
+    """Called once if no scheduler is reached in time."""
     on_view: Callable[[View], None] = lambda view: None
     """Called with every view of the cluster."""
     tables: Callable[[], Sequence[KnownTable]] | None = None
-    """What tables a server holds; without it those count that the process has declared."""
+    """Returns a server's tables; without it the declared tables count."""
     unreachable: Callable[[], tuple[int, ...]] = lambda: ()
-    """Which other servers a server cannot reach."""
+    """Returns the servers that this server cannot reach."""
     is_well: Callable[[], bool] = lambda: True
-    """Whether it may give signs of life."""
+    """Returns whether to send heartbeats."""
     on_beat: Callable[[], None] = lambda: None
     """Called at every heartbeat."""
 
 
 class SchedulerLink:
-    """Calls to the scheduler from any thread; its notices are given to `on_notice` in the link's own thread.
+    """Calls to the scheduler from any thread; its notices go to `on_notice` in the link's own thread.
 
-    A process that loses the connection without :meth:`close` tries for `reconnect_s` to reach a scheduler at the same
-    address. What a member has asked is answered once; before it registers, what it has asked is asked again. In the
-    link's thread `tables` says what tables a server holds, `unreachable` which other servers it cannot reach, and
-    `is_well` whether it may give signs of life. If no scheduler comes, `on_lost` is called there, once. `on_view` is
-    called with every view of the cluster, there or where one registers; `on_beat` at every heartbeat.
+    After a lost connection the link tries for `reconnect_s` to reach a scheduler at the same address. A member's calls
+    are executed once; the calls of other processes are repeated. :class:`LinkHooks` describes the callbacks.
     """
 
     def __init__(
@@ -104,7 +100,7 @@ class SchedulerLink:
             on_beat,
         )
         self.reconnections = 0
-        """How often a member's connection was made again."""
+        """The number of reconnections of a member."""
         self.state = MemberState()
         self._timeout_s = timeout_s
         self._memory = Memory()
@@ -124,7 +120,7 @@ class SchedulerLink:
         body: Sequence[Any] = (),
         timeout_s: float | None = None,
     ) -> Any:
-        """Send a message and return its answer, decoded as `result`; raise what the scheduler reported."""
+        """Send a message and return its answer, decoded as `result`. Raises the scheduler's error."""
         return self.call_with_body(message, result, body=body, timeout_s=timeout_s)[0]
 
     def call_with_body(
@@ -139,7 +135,7 @@ class SchedulerLink:
         return self._finish(self.line.say(message, tuple(body), Future()), result, timeout_s)
 
     def start(self, message: msgspec.Struct, result: type[_Result]) -> Callable[[], _Result]:
-        """Send a message; return a function that waits for the answer as :meth:`call` does."""
+        """Send a message; return a function that waits for the answer like :meth:`call`."""
         sent = self.line.say(message, (), Future())
 
         def finish() -> _Result:
@@ -149,7 +145,7 @@ class SchedulerLink:
         return finish
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message that wants no answer."""
+        """Send a message without an answer."""
         if isinstance(message, messages.Drain):
             self.state.is_leaving = True
         self.line.say(message)
@@ -163,7 +159,7 @@ class SchedulerLink:
         except TimeoutError:
             self.line.take(sent.number)
             if not self.line.is_connected and self.state.registration is None:
-                raise self._gone() from None
+                raise self._lost_error() from None
             raise DeadlineError(
                 f"the scheduler at {self.address} did not answer {type(content.struct).__name__} within {timeout_s:g} s"
             ) from None
@@ -172,7 +168,7 @@ class SchedulerLink:
     # Membership.
 
     def register(self, message: messages.Register, *, timeout_s: float | None = None) -> messages.Welcome:
-        """Join the cluster; wait until its servers are there. Raises DeadlineError if they do not come in time."""
+        """Join the cluster; wait for its servers. Raises DeadlineError if they do not register in time."""
         message = msgspec.structs.replace(message, process=own_process())
         self.state.registration = message
         waits_s = self._timeout_s if timeout_s is None else timeout_s
@@ -191,23 +187,23 @@ class SchedulerLink:
         return welcome
 
     def get_view(self, timeout_s: float | None = None) -> View:
-        """Return the members of now, and the committed chains."""
+        """Return the current members and the committed chains."""
         view: View = self.call(messages.GetView(), View[Endpoint], timeout_s=timeout_s)
         return view
 
     def disown(self) -> None:
-        """Leave everything to the parent of this process, which has been forked."""
+        """Leave the connection to the parent of this forked process."""
         self.line.disown()
         self.is_closing = True
 
     def close(self) -> None:
-        """Leave in good order and end the thread. Idempotent."""
+        """Leave the cluster and end the thread. Idempotent."""
         if not self.is_closing:
             self.is_closing = True
             self._closed.set()
             self.line.leave(UsageError("this client is closed: connect again"))
-            # The scheduler closes the connection when it has read that. If this end did, with anything unread, or while
-            # the scheduler writes, what was said would be lost, and the others would wait out the time-out.
+            # The scheduler closes the connection after it has read Leave. If this end closed it with unread data or
+            # during a write of the scheduler, Leave would be lost, and the others would wait for the timeout.
             try:
                 if threading.current_thread() is not self.thread:
                     self.thread.join(_FAREWELL_S)
@@ -228,9 +224,9 @@ class SchedulerLink:
             try:
                 self._listen()
             except (PacelineError, OSError, ValueError) as error:
-                lost: PacelineError | None = self._gone()
+                lost: PacelineError | None = self._lost_error()
                 if isinstance(error, PeerError) and not isinstance(error, ConnectionLostError):
-                    lost = error  # the scheduler is there and has said what is wrong
+                    lost = error  # the scheduler is alive and has sent the reason
                 elif self._reconnection.patience_s > 0 and not (self.is_closing or self.state.is_over):
                     lost = self._come_back()
                 if lost is not None:
@@ -240,7 +236,7 @@ class SchedulerLink:
                 self._fail(
                     PeerError(
                         f"the line to the scheduler at {self.address} has failed ({type(error).__name__}: {error}), "
-                        "and this process cannot go on without it; please report this"
+                        "and this process cannot continue without it; please report this"
                     )
                 )
                 raise
@@ -258,7 +254,7 @@ class SchedulerLink:
                 except UsageError:
                     if not self.is_closing:
                         raise
-                    # The farewell was faster: it is for the scheduler to close the connection.
+                    # Leave is sent already: the scheduler closes the connection.
             if self.line.channel.poll(min(self.state.heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()
 
@@ -279,7 +275,7 @@ class SchedulerLink:
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
         elif call is not None:
-            if isinstance(call.struct, messages.Register):  # changes of the view may follow at once
+            if isinstance(call.struct, messages.Register):  # changes of its view may follow at once
                 welcome = read_meta(frame.meta, _WELCOME, "a welcome")
                 self._memory.joined(welcome.incarnation)
                 self._take_view(self.state.welcomed(welcome))
@@ -306,37 +302,37 @@ class SchedulerLink:
     # When the connection is lost.
 
     def _come_back(self) -> PacelineError | None:
-        """Connect again, to the same scheduler or the one in its place; return why not."""
+        """Reconnect to the same scheduler or its replacement; return the reason of a failure."""
         retry = self._reconnection
         self.line.disconnected()
         self._closed.wait(retry.lost(time.monotonic(), self.state.heartbeat_s))
         while not self.is_closing and not self.state.is_over:
             remaining_s = retry.remaining_s(time.monotonic())
             if remaining_s <= 0:
-                return self._gone(retry.patience_s)
+                return self._lost_error(retry.patience_s)
             is_elsewhere = False
             try:
                 is_elsewhere = not self._resume(min(remaining_s, _CONNECT_S))
                 if not is_elsewhere:
                     return None
-            except (ConnectionLostError, DeadlineError, AuthenticationError, VersionError, _NobodyThere, OSError):
-                pass  # gone again, or who is there is no scheduler of ours
+            except (ConnectionLostError, DeadlineError, AuthenticationError, VersionError, _NoSchedulerError, OSError):
+                pass  # lost again, or another process listens there
             except PacelineError as refusal:
-                return refusal  # there is a scheduler, and it does not want this process
+                return refusal  # the scheduler has rejected this process
             self.line.channel.close()
             self._closed.wait(retry.pause_s(time.monotonic(), is_elsewhere=is_elsewhere))
-        return self._gone()
+        return self._lost_error()
 
     def _resume(self, timeout_s: float) -> bool:
-        """Connect, be welcomed, send again what may be lost; return whether the cluster is ours."""
+        """Connect, rejoin and repeat messages; return False if the scheduler has another cluster."""
         try:
             channel = self.transport.connect(self.address, self.hello, timeout_s=timeout_s)
         except (AuthenticationError, VersionError):
             raise
         except PacelineError:
-            raise _NobodyThere from None
+            raise _NoSchedulerError from None
         self._reconnection.connected(time.monotonic())
-        if self.state.welcome is None:  # not a member yet: the registration is among what is asked again
+        if self.state.welcome is None:  # not a member yet: the registration is repeated too
             self.line.register_again(channel)
             return True
         rejoining = self.line.rejoin(channel, self._rejoin)
@@ -348,9 +344,9 @@ class SchedulerLink:
                     continue
                 self._receive()
                 if self.state.is_released:
-                    raise self._gone()
+                    raise self._lost_error()
         finally:
-            # Not among what is asked again: should this connection break too, the scheduler is told anew.
+            # Do not repeat this Rejoin: if this connection breaks too, the next one has a new Rejoin.
             self.line.take(rejoining.number)
         welcome = read_meta(answer.result()[0], _ANSWER, "a welcome")
         if isinstance(welcome, messages.Elsewhere):
@@ -370,14 +366,14 @@ class SchedulerLink:
         if not is_closing:
             self.hooks.on_lost(lost)
 
-    def _gone(self, waited_s: float = 0.0) -> ConnectionLostError:
+    def _lost_error(self, waited_s: float = 0.0) -> ConnectionLostError:
         if self.state.is_released:
-            return ConnectionLostError(f"the scheduler at {self.address} has ended, as it was told to")
-        tried = f", and no other came in its place within {waited_s:g} s" if waited_s else ""
+            return ConnectionLostError(f"the scheduler at {self.address} has ended, as requested")
+        tried = f", and no other one replaced it within {waited_s:g} s" if waited_s else ""
         return ConnectionLostError(
-            f"the scheduler at {self.address} is gone{tried}: this process cannot go on without it"
+            f"the scheduler at {self.address} is lost{tried}: this process cannot continue without it"
         )
 
 
-class _NobodyThere(Exception):  # noqa: N818 - a state, not an error
-    """Nobody listens at the scheduler's address."""
+class _NoSchedulerError(Exception):
+    """No process listens at the scheduler's address."""

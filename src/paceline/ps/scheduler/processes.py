@@ -1,7 +1,7 @@
-"""Which of the members' processes have ended, as far as that is certain: the kernel says so.
+"""Detection of ended member processes.
 
-A broken connection is no death. But where a process runs under the scheduler's own kernel, its end is known at once;
-and of one on another host it is probable, if the host refuses connections to the address at which it listened.
+A broken connection does not mean that the process has ended. The end of a process under the scheduler's own kernel is
+certain at once. On another host it is probable if the host refuses connections to the process's address.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.transport.backoff import Backoff
 _POLL_S = 0.05
 _PROBE_S = 2.0
 _LAST_WORDS_S = 1.0
-"""How long the connection of a process that has ended may take to break."""
+"""The longest delay between the end of a process and the end of its connection."""
 
 
 @functools.cache
 def own_host() -> str:
-    """Return what tells the processes that this kernel knows by their ids from others."""
+    """Return the identity of the kernel and namespace in which process ids are unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -38,13 +38,13 @@ def own_host() -> str:
 
 
 def own_process() -> ProcessIdentity:
-    """Return which process this is."""
+    """Return the identity of this process."""
     pid = os.getpid()
     return ProcessIdentity(own_host(), pid, begin_of(pid) or 0)
 
 
 def begin_of(pid: int) -> int | None:
-    """Return when a process was started; None if there is none, or it has only to be reaped."""
+    """Return the start time of a process; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in ("Z", "X") else int(fields[19])
@@ -58,11 +58,11 @@ def begin_of(pid: int) -> int | None:
 
 
 class ProcessWatch:
-    """Watches the processes of members; in the event loop's thread.
+    """Watches the processes of members, in the event loop's thread.
 
-    `on_ended` is called with the incarnation of a member whose process has certainly ended, `on_doubted` with that of
-    one whose process has probably ended. A process that ended is told of only after its connection broke
-    (:meth:`disconnected`), so that its last words are heard first. `fail` is called with what ends a task of its own.
+    Calls `on_ended` with the incarnation of a member whose process has certainly ended, and `on_doubted` if it has
+    probably ended. The end of a process is reported after its connection broke (:meth:`disconnected`), so that its last
+    messages are handled first. `fail` receives the exceptions of background tasks.
     """
 
     def __init__(self, on_ended: Callable[[int], None], on_doubted: Callable[[int], None], fail: Fail) -> None:
@@ -76,10 +76,10 @@ class ProcessWatch:
         self._probes: dict[int, asyncio.Task[None]] = {}
 
     def watch(self, member: Member, *, connected: bool) -> None:
-        """Watch the process of a member from now on."""
+        """Start to watch the process of a member."""
         incarnation, process, endpoint = member.incarnation, member.process, member.address
         is_watched = self._watched.get(incarnation) == (process, endpoint)
-        if not is_watched:  # or it was the number of a member of another cluster
+        if not is_watched:  # the incarnation may be of another cluster's member
             self.forget(incarnation)
         if connected:
             self._connected.add(incarnation)
@@ -92,7 +92,7 @@ class ProcessWatch:
             self.disconnected(incarnation)
 
     def forget(self, incarnation: int) -> None:
-        """Watch it no longer."""
+        """Stop watching a process."""
         self._watched.pop(incarnation, None)
         self._connected.discard(incarnation)
         descriptor = self._descriptors.pop(incarnation, None)
@@ -104,12 +104,12 @@ class ProcessWatch:
                 waiting.cancel()
 
     def keep(self, incarnations: Collection[int]) -> None:
-        """Watch no others any longer."""
+        """Stop watching all other processes."""
         for incarnation in self._watched.keys() - set(incarnations):
             self.forget(incarnation)
 
     def disconnected(self, incarnation: int) -> None:
-        """Find out whether the process of a member lives, whose connection is broken."""
+        """Find out whether the process of a disconnected member lives."""
         self._connected.discard(incarnation)
         process, endpoint = self._watched.get(incarnation, (None, None))
         if process is not None and process.host == own_host():
@@ -120,7 +120,7 @@ class ProcessWatch:
             watch_task(probing, self._fail)
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching all processes."""
         for incarnation in list(self._watched):
             self.forget(incarnation)
 
@@ -129,7 +129,7 @@ class ProcessWatch:
     def _open(self, incarnation: int, process: ProcessIdentity) -> None:
         try:
             descriptor = os.pidfd_open(process.pid)
-        except OSError:  # there is none any more, or none may be had: it is looked for when its connection breaks
+        except OSError:  # it has ended or is not accessible: it is checked when its connection breaks
             return
         self._descriptors[incarnation] = descriptor
         asyncio.get_running_loop().add_reader(descriptor, self._ended, incarnation)
@@ -137,13 +137,13 @@ class ProcessWatch:
     def _ended(self, incarnation: int) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._descriptors[incarnation])
-        if incarnation in self._connected:  # what it said last is read first
+        if incarnation in self._connected:  # its last messages are read first
             self._polls[incarnation] = loop.call_later(_LAST_WORDS_S, self._poll, incarnation)
         else:
             self._poll(incarnation)
 
     def _poll(self, incarnation: int) -> None:
-        """Tell that a process has ended, or look again soon."""
+        """Report the end of a process, or check again soon."""
         self._cancel_poll(incarnation)
         process, _ = self._watched.get(incarnation, (None, None))
         if process is None:
@@ -164,7 +164,7 @@ class ProcessWatch:
     # On other hosts.
 
     async def _probe(self, incarnation: int, endpoint: Endpoint) -> None:
-        """Look whether anybody listens at a member's address, until that is clear or the member is back."""
+        """Connect to a member's address until the result is clear or the member is back."""
         address, backoff = endpoint.tcp, Backoff(_POLL_S, _PROBE_S)
         while address.scheme == "tcp" and incarnation in self._watched and incarnation not in self._connected:
             try:
@@ -185,7 +185,7 @@ class ProcessWatch:
 
 
 def _is_own_address(host: str) -> bool:
-    """Return whether this host has an address: then it is its own kernel that says that nobody listens there."""
+    """Return whether this host has an address, so that its own kernel has refused the connection."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -437,7 +437,7 @@ def test_a_server_that_probably_ended_is_done_without_at_once() -> None:
     assert set(scheduler.view.servers) == {a.incarnation}
     scheduler.tell(events.Doubted(w.incarnation))
     assert scheduler.view.excludes(w.incarnation)
-    reason = "its connection broke, and nobody listens at its address any more"
+    reason = "its connection broke, and its host refuses connections to its address"
     assert scheduler.all(events.Removed) == [
         events.Removed(b.member, reason),  # type: ignore[arg-type]
         events.Removed(w.member, reason),  # type: ignore[arg-type]
