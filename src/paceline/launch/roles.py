@@ -112,7 +112,7 @@ def run_scheduler(
             accepts_minority=accepts_minority,
             on_note=on_note,
             on_loss=on_loss,
-            tells_ends=not with_parent,
+            reports_ends=not with_parent,
         )
         transport = SocketTransport(token, tls=tls)
         listener = await transport.serve(scheduler, Hello(role="scheduler", name="scheduler"), address=address)
@@ -195,7 +195,7 @@ def run_server(
 
         def report_filled(filled: messages.Filled) -> None:
             with contextlib.suppress(PacelineError):  # `on_lost` reports a lost scheduler
-                link.tell(filled)
+                link.notify(filled)
 
         pulse = Pulse(loop, lambda text: print(f"paceline {name}: {text}", file=sys.stderr, flush=True))
         transport = joining.transport()
@@ -289,7 +289,7 @@ async def _drain(link: SchedulerLink, stop: asyncio.Event, on_leaving: Callable[
     """Wait until this server's buckets are on other servers, or a second signal arrives."""
     stop.clear()
     try:
-        await asyncio.to_thread(link.tell, messages.Drain())
+        await asyncio.to_thread(link.notify, messages.Drain())
     except PacelineError:
         return  # the other servers continue without its buckets
     try:

@@ -170,7 +170,7 @@ class JobRunner:
             self._signals.check()
         except KeyboardInterrupt:
             interrupted = messages.JobFailed(job=number, error="PacelineError", message="the training was interrupted")
-            self._client.link.tell(interrupted)
+            self._client.link.notify(interrupted)
             raise
 
     def _take_reports(self, number: int, most: int, reports: list[tuple[dict[str, Any], bytes]]) -> None:

@@ -94,7 +94,7 @@ class ServerNode:
 
     def _tell(self, filled: messages.Filled) -> None:
         with suppress(PacelineError):  # the link is closed
-            self.link.tell(filled)
+            self.link.notify(filled)
 
     def _failed(self, error: BaseException) -> None:
         """Let the process have ended: whoever is connected hears nothing more of it."""

@@ -27,12 +27,12 @@ def member(cluster: Cluster, rank: int, *, is_well: bool) -> SchedulerLink:
     return link
 
 
-@pytest.mark.parametrize("tells_ends", [True, False])
-def test_who_is_declared_dead_is_told_of_with_the_reason(tells_ends: bool) -> None:
+@pytest.mark.parametrize("reports_ends", [True, False])
+def test_who_is_declared_dead_is_told_of_with_the_reason(reports_ends: bool) -> None:
     notes: list[str] = []
     with Cluster(servers=1, workers=3, heartbeat_timeout_s=2.0) as cluster:
         scheduler = cluster.scheduler
-        scheduler.notes.note, scheduler.notes.tells_ends = notes.append, tells_ends
+        scheduler.notes.note, scheduler.notes.reports_ends = notes.append, reports_ends
         member(cluster, 0, is_well=True).close()  # it leaves in good order: nothing is said
         silent, ended = member(cluster, 1, is_well=False), member(cluster, 2, is_well=True)
         welcome = ended.state.welcome
@@ -40,7 +40,7 @@ def test_who_is_declared_dead_is_told_of_with_the_reason(tells_ends: bool) -> No
         cluster.served.call(lambda: scheduler.process_ended(welcome.incarnation))
         wait_until(lambda: any("worker 1" in note for note in notes))
         expected = [f"worker 1 ({silent.hello.name}) is declared dead: nothing was heard from it for 2 s"]
-        if tells_ends:
+        if reports_ends:
             expected.insert(0, f"worker 2 ({ended.hello.name}) is declared dead: its process ended")
         for link in (silent, ended):
             link.close()

@@ -154,7 +154,7 @@ def work_together(client: Client, stop_at: list[int]) -> list[Floats]:
 
 def drain(cluster: Cluster, node: ServerNode, client: Client) -> None:
     """Have a server give away what it holds, and end."""
-    node.link.tell(messages.Drain())
+    node.link.notify(messages.Drain())
     rank = node.server.rank
     cluster.nodes.remove(node)
     wait_until(lambda: is_whole(client, len(cluster.nodes), cluster.settings.replicas) and not leads(client, rank))

@@ -128,7 +128,7 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
     def work(worker: SchedulerLink) -> None:
         examples = 0.0
         worker.call(messages.GetJob(after=0), Job)
-        worker.tell(messages.FileEnded(job=number, file=1, num_shards=5))
+        worker.notify(messages.FileEnded(job=number, file=1, num_shards=5))
         while True:
             lease = worker.call(messages.TakeLease(job=number, wait=True), Lease)
             if lease.lease == ALL_DONE:
@@ -137,7 +137,7 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
             report = messages.Report(job=number, fields={"shard": lease.shard}, shard=lease.key)
             worker.call(report, body=(bytes([lease.shard]),))
             progress = {"job": number, "examples": examples}
-            worker.tell(messages.LeaseDone(job=number, lease=lease.lease, progress=progress))
+            worker.notify(messages.LeaseDone(job=number, lease=lease.lease, progress=progress))
             done.append((lease.epoch, lease.file, lease.shard))
 
     def cut() -> None:

@@ -207,13 +207,13 @@ def test_heartbeats_carry_progress(cluster: Cluster, poster: SchedulerLink) -> N
     workers = [cluster.link(), cluster.link()]
     number = post(poster, 1)
     for worker in workers:
-        worker.tell(messages.Heartbeat(progress={"job": number, "examples": 5.0}))
-        worker.tell(messages.Heartbeat(progress={"job": number, "examples": 7.0}))
-        worker.tell(messages.Heartbeat(progress={"job": number + 1, "examples": 1000.0}))
+        worker.notify(messages.Heartbeat(progress={"job": number, "examples": 5.0}))
+        worker.notify(messages.Heartbeat(progress={"job": number, "examples": 7.0}))
+        worker.notify(messages.Heartbeat(progress={"job": number + 1, "examples": 1000.0}))
         worker.call(messages.GetView())
     assert state(poster, number).progress == {"examples": 14.0}
     done(workers[0], number, take(workers[0], number), examples=8.0)
-    workers[0].tell(messages.Heartbeat(progress={"job": number, "examples": 9.0}))
+    workers[0].notify(messages.Heartbeat(progress={"job": number, "examples": 9.0}))
     workers[0].call(messages.GetView())
     assert state(poster, number).progress == {"examples": 16.0}
     cluster.lose(workers[0])

@@ -139,7 +139,7 @@ def take(worker: SchedulerLink, job: int, *, wait: bool = False) -> Lease:
 
 
 def finish(worker: SchedulerLink, job: int, lease: Lease, examples: float) -> None:
-    worker.tell(messages.LeaseDone(job=job, lease=lease.lease, progress={"job": job, "examples": examples}))
+    worker.notify(messages.LeaseDone(job=job, lease=lease.lease, progress={"job": job, "examples": examples}))
 
 
 def state(poster: SchedulerLink, job: int) -> JobState:
@@ -266,7 +266,7 @@ def test_who_does_not_come_back_is_dead(cluster: Restartable, poster: SchedulerL
     mine, lost = take(lives, job), take(dies, job)
     finish(dies, job, lost, 7)
     lost = take(dies, job)
-    dies.tell(messages.Heartbeat(progress={"job": job, "examples": 9.0}))
+    dies.notify(messages.Heartbeat(progress={"job": job, "examples": 9.0}))
     wait_until(lambda: state(poster, job).progress == {"examples": 9.0})
     dies.is_closing = True
     cluster.doors.shut_out.add(dies.hello.name)
@@ -358,7 +358,7 @@ def test_ends_of_files_are_remembered(cluster: Restartable, poster: SchedulerLin
     job = post(poster, None, 1)
     begin(worker)
     finish(worker, job, take(worker, job), 1)
-    worker.tell(messages.FileEnded(job=job, file=0, num_shards=1))
+    worker.notify(messages.FileEnded(job=job, file=0, num_shards=1))
     cluster.kill_scheduler()
     cluster.replace()
     cluster.wait_back()

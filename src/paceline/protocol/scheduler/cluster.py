@@ -73,7 +73,7 @@ class ClusterCore:
         )
         following = NextView(Planner(num_buckets, replicas), Publication(replicas, salt), heartbeat_timeout_s)
         self._leader = Leader(Membership(num_servers, heartbeat_timeout_s), following)
-        self._now_s = 0.0
+        self._time_s = 0.0
         self._last_s: float | None = None
 
     @property
@@ -136,13 +136,13 @@ class ClusterCore:
         """Return the incarnation of the member of a connection."""
         return self._leader.peers.incarnation_of(peer)
 
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+    def handle(self, event: Event, time_s: float) -> list[Instruction]:
         """Handle one event; return the instructions, in order.
 
-        `now_s` is the time by any clock. At most two heartbeats count between two events, so a clock that jumps, or a
+        `time_s` is the time by any clock. At most two heartbeats count between two events, so a clock that jumps, or a
         stopped scheduler, makes no member overdue.
         """
-        self._pass_time(now_s)
+        self._pass_time(time_s)
         match self.phase, event:
             case Phase.SUPERSEDED, _:
                 return []
@@ -152,7 +152,7 @@ class ClusterCore:
                 self.phase = self.phase.after("Rejoin")
                 return [events.Superseded(term)]
             case Phase.LEADING, _:
-                return self._leader.handle(event, self._now_s)
+                return self._leader.handle(event, self._time_s)
         out = self._await(event)
         if self.phase is Phase.RECOVERING:
             out += self._recover()
@@ -160,12 +160,12 @@ class ClusterCore:
             out += self._form()
         return out
 
-    def _pass_time(self, now_s: float) -> None:
-        elapsed_s = 0.0 if self._last_s is None else max(now_s - self._last_s, 0.0)
+    def _pass_time(self, time_s: float) -> None:
+        elapsed_s = 0.0 if self._last_s is None else max(time_s - self._last_s, 0.0)
         if elapsed_s > self._timeout_s / 4:  # it was stopped: the servers' reports may be old
             self.suspects.forget_reports()
-        self._now_s += min(elapsed_s, 2 * self.heartbeat_s)
-        self._last_s = now_s
+        self._time_s += min(elapsed_s, 2 * self.heartbeat_s)
+        self._last_s = time_s
 
     def _await(self, event: Event) -> list[Instruction]:
         """Handle an event before there is a cluster."""
@@ -176,7 +176,7 @@ class ClusterCore:
             case MessageReceived(peer, Rejoin() as rejoin):
                 if self.phase is Phase.FORMING:
                     self.phase = self.phase.after("Rejoin")
-                recovery.add(peer, rejoin, self._now_s)
+                recovery.add(peer, rejoin, self._time_s)
             case events.Disconnected(peer):
                 newcomers.forget(peer)
                 recovery.forget(peer)
@@ -198,11 +198,11 @@ class ClusterCore:
     def _recover(self) -> list[Instruction]:
         """Take over when the necessary members are back."""
         out: list[Instruction] = []
-        for outcome in self._recovery.decide(self.newcomers.nodes, self._now_s):
+        for outcome in self._recovery.decide(self.newcomers.nodes, self._time_s):
             match outcome:
                 case Succession():
                     self.phase, self.name = self.phase.after("take over"), outcome.cluster
-                    out += self._leader.take_over(outcome, self._now_s)
+                    out += self._leader.take_over(outcome, self._time_s)
                     self._recovery.reset()
                 case Abandoned():
                     self.phase = self.phase.after("give up")
@@ -213,14 +213,14 @@ class ClusterCore:
 
     def _form(self) -> list[Instruction]:
         """Start a new cluster when its servers have registered and no other cluster returns."""
-        may_form = self.phase is Phase.FORMING or self._recovery.is_hopeless(self._now_s)
+        may_form = self.phase is Phase.FORMING or self._recovery.is_hopeless(self._time_s)
         newcomers = self.newcomers
         if not may_form or not newcomers.nodes or newcomers.num_servers < self.membership.expected_servers:
             return []
         out: list[Instruction] = [*self._recovery.reject_all()]
         self._recovery.reset()
         self.phase = self.phase.after("form")
-        return out + self._leader.form(self._now_s)
+        return out + self._leader.form(self._time_s)
 
     def validate(self) -> None:
         """Assert the invariants."""

@@ -90,7 +90,7 @@ class SchedulerCore:
         """Begin the session of a connection."""
         self.sessions.connect(peer)
 
-    def disconnected(self, peer: object, now_s: float) -> list[Instruction]:
+    def disconnected(self, peer: object, time_s: float) -> list[Instruction]:
         """Note the end of a connection. The process may live and connect again."""
         session = self.sessions.disconnect(peer)
         self._views.forget(peer)
@@ -98,7 +98,7 @@ class SchedulerCore:
         out: list[Instruction] = []
         if session.incarnation is None:
             out += self._answer(self.jobs.forget(session))
-        out += self.handle(events.Disconnected(peer), now_s)
+        out += self.handle(events.Disconnected(peer), time_s)
         if session.incarnation is not None and session.peer is None:
             out.append(events.MemberDisconnected(session.incarnation))
         return out
@@ -115,7 +115,7 @@ class SchedulerCore:
             )
 
     def receive(
-        self, peer: object, message: Any, numbers: MessageNumbers, now_s: float, body: bytes = b""
+        self, peer: object, message: Any, numbers: MessageNumbers, time_s: float, body: bytes = b""
     ) -> list[Instruction]:
         """Handle a message that :meth:`check` accepts. A repeated message is only answered again."""
         session = self.sessions.connected[peer]
@@ -124,25 +124,25 @@ class SchedulerCore:
         match message:
             case Register():
                 self.sessions.join(peer, numbers.request)
-                return self.handle(MessageReceived(peer, message), now_s)
+                return self.handle(MessageReceived(peer, message), time_s)
             case Rejoin():
-                return self._rejoin(peer, message, numbers.request, now_s)
+                return self._rejoin(peer, message, numbers.request, time_s)
             case Heartbeat(progress=progress):
-                out = self.handle(MessageReceived(peer, message), now_s)
+                out = self.handle(MessageReceived(peer, message), time_s)
                 if progress:
                     counters = CountersReceived(counters=progress)
                     request = ReceivedRequest(None, session, session.incarnation or 0, counters)
-                    out += self._answer(self.jobs.handle(request, self.cluster.membership, now_s))
+                    out += self._answer(self.jobs.handle(request, self.cluster.membership, time_s))
                 return out
             case Leave():
-                return [*self.handle(MessageReceived(peer, message), now_s), events.Close(peer)]
+                return [*self.handle(MessageReceived(peer, message), time_s), events.Close(peer)]
             case Drain() | Filled() | Prepared() | Promised():
-                return self.handle(MessageReceived(peer, message), now_s)
+                return self.handle(MessageReceived(peer, message), time_s)
             case _ if self._is_recovering and not isinstance(message, EndCluster):
                 self._held.append((peer, message, numbers, body))
                 return []
             case _:
-                return self._serve(PendingCall(session, numbers.request), message, now_s, body)
+                return self._serve(PendingCall(session, numbers.request), message, time_s, body)
 
     @property
     def _is_recovering(self) -> bool:
@@ -150,7 +150,7 @@ class SchedulerCore:
         phase = self.cluster.phase
         return phase is Phase.RECOVERING or not (self.cluster.is_established or phase is Phase.FORMING)
 
-    def _serve(self, call: PendingCall, message: Any, now_s: float, body: bytes) -> list[Instruction]:
+    def _serve(self, call: PendingCall, message: Any, time_s: float, body: bytes) -> list[Instruction]:
         match message:
             case GetView():
                 return [*self.reply(call, self.cluster.newest)]
@@ -161,7 +161,7 @@ class SchedulerCore:
             case JobRequest():
                 request = ReceivedRequest(call, call.session, call.session.incarnation or 0, message, body)
                 try:
-                    answers = self.jobs.handle(request, self.cluster.membership, now_s)
+                    answers = self.jobs.handle(request, self.cluster.membership, time_s)
                 except PacelineError as error:
                     return [*self.reply(call, error)]
                 return self._answer(answers) + self._send_news_soon()
@@ -181,24 +181,24 @@ class SchedulerCore:
 
     # Members.
 
-    def handle(self, event: Event | events.NewsDue, now_s: float) -> list[Instruction]:
+    def handle(self, event: Event | events.NewsDue, time_s: float) -> list[Instruction]:
         """Handle an event of the cluster; return the instructions, in order."""
         if isinstance(event, events.NewsDue):
             return self._send_news()
         out: list[Instruction] = []
         was_recovering = self.cluster.phase is Phase.RECOVERING
-        instructions = self.cluster.handle(event, now_s)
+        instructions = self.cluster.handle(event, time_s)
         if was_recovering and self.cluster.phase is not Phase.RECOVERING:
             out.append(events.WatchOnly(self.cluster.newest.incarnations))
         for instruction in instructions:
-            out += self._carry_out(instruction, now_s)
+            out += self._carry_out(instruction, time_s)
         if self._held and not self._is_recovering:
             held, self._held = self._held, []
             for peer, message, numbers, body in held:
-                out += self._serve(PendingCall(self.sessions.connected[peer], numbers.request), message, now_s, body)
+                out += self._serve(PendingCall(self.sessions.connected[peer], numbers.request), message, time_s, body)
         return out
 
-    def _rejoin(self, peer: object, rejoin: Rejoin, request: int, now_s: float) -> list[Instruction]:
+    def _rejoin(self, peer: object, rejoin: Rejoin, request: int, time_s: float) -> list[Instruction]:
         out: list[Instruction]
         if self.cluster.phase is not Phase.LEADING and (name := self._differing_setting(rejoin)):
             out = [SendMessage(peer, Elsewhere(), request)]
@@ -214,7 +214,7 @@ class SchedulerCore:
             return out
         self.sessions.join(peer, request)
         self.sessions.connected[peer].end.is_foreign = True
-        out = self.handle(MessageReceived(peer, rejoin), now_s)
+        out = self.handle(MessageReceived(peer, rejoin), time_s)
         return out + [events.WatchProcess(member, is_connected=False) for member in self.cluster.awaited]
 
     def _differing_setting(self, rejoin: Rejoin) -> str | None:
@@ -224,7 +224,7 @@ class SchedulerCore:
                 return name
         return None
 
-    def _carry_out(self, instruction: Instruction, now_s: float) -> list[Instruction]:
+    def _carry_out(self, instruction: Instruction, time_s: float) -> list[Instruction]:
         """Carry out the sessions' part of an instruction of the cluster; return the runtime's part."""
         sessions = self.sessions
         match instruction:
@@ -247,10 +247,10 @@ class SchedulerCore:
                 return [instruction, *self._publish(view)]
             case events.Removed(member, reason):
                 session = sessions.members.pop(member.incarnation, None)
-                answers = self.jobs.removed(member, session, is_lost=reason is not None, time_s=now_s)
+                answers = self.jobs.removed(member, session, is_lost=reason is not None, time_s=time_s)
                 return [instruction, *self._answer(answers), *self._send_news_soon()]
             case events.TakenOver():
-                return [instruction, *self._take_over(instruction, now_s)]
+                return [instruction, *self._take_over(instruction, time_s)]
             case _:
                 return [instruction]
 
@@ -275,14 +275,14 @@ class SchedulerCore:
             out += session.notify(JobNews(record=record))
         return [*out, events.WatchProcess(member, is_connected=True)]
 
-    def _take_over(self, taken: events.TakenOver, now_s: float) -> list[Instruction]:
+    def _take_over(self, taken: events.TakenOver, time_s: float) -> list[Instruction]:
         """Continue with the members' knowledge of the former scheduler's cluster."""
         self.settings = replace(self.settings, cluster=self.cluster.name)
         remembered = [
             Remembered(self.sessions.take_over(peer, rejoin.member.incarnation), rejoin.member, rejoin.job)
             for peer, rejoin in taken.returned
         ]
-        self.jobs.restore(remembered, list(taken.dead), now_s, term=self.cluster.term)
+        self.jobs.restore(remembered, list(taken.dead), time_s, term=self.cluster.term)
         return self._send_news_soon()
 
     def _publish(self, view: View) -> list[SendMessage]:

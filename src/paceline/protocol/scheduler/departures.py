@@ -42,7 +42,7 @@ class Suspects:
 
     def reasons(self) -> dict[int, str]:
         """Return the reason of the removal of each suspected server."""
-        return {**{each: self.reason(each) for each in self._silent}, **self._cut_off}
+        return {**{server: self.reason(server) for server in self._silent}, **self._cut_off}
 
     def reason(self, incarnation: int) -> str:
         """Return the reason of the removal of a silent member."""
@@ -54,18 +54,18 @@ class Suspects:
 
     def take_over(self, absent: Iterable[int]) -> None:
         """Suspect the servers that are absent from a take-over."""
-        for each in absent:
-            self._silent[each] = False
-            self._doubts[each] = "it has not come to the scheduler that took over"
+        for server in absent:
+            self._silent[server] = False
+            self._doubts[server] = "it has not come to the scheduler that took over"
 
-    def heard(self, incarnation: int) -> bool | None:
+    def note_heartbeat(self, incarnation: int) -> bool | None:
         """Note a sign of life. Return None if the member was not silent, else whether the wait for it was reported."""
         self._doubts.pop(incarnation, None)
         return self._silent.pop(incarnation, None)
 
-    def report(self, server: int, unreachable: Collection[int], now_s: float) -> None:
+    def report(self, server: int, unreachable: Collection[int], time_s: float) -> None:
         """Note the servers that a server does not reach."""
-        self._reachability.record_heartbeat(server, unreachable, now_s)
+        self._reachability.record_heartbeat(server, unreachable, time_s)
 
     def forget_reports(self) -> None:
         """Forget the servers' reports about one another."""
@@ -76,9 +76,9 @@ class Suspects:
         for known in (self._silent, self._cut_off, self._doubts):
             known.pop(incarnation, None)
 
-    def look_at_links(self, ranks: dict[int, int], groups: Iterable[ChainGroup], now_s: float) -> bool:
+    def suspect_unreachable(self, ranks: dict[int, int], groups: Iterable[ChainGroup], time_s: float) -> bool:
         """Suspect a live server that other live servers do not reach; return whether there is one."""
-        cut_off = self._reachability.decide(ranks.keys() - self._cut_off.keys(), groups, now_s)
+        cut_off = self._reachability.decide(ranks.keys() - self._cut_off.keys(), groups, time_s)
         if cut_off is None:
             return False
         others = " and ".join(f"server {ranks[other]}" for other in cut_off.peers)
@@ -143,6 +143,6 @@ class Drains:
         Servers that are left alone because the others died are not released: they have the only copies.
         """
         self._are_all = self._are_all and set(servers) <= self.servers
-        released = [each for each in sorted(set(servers) - self._released) if each in connected and self._are_all]
+        released = [server for server in sorted(set(servers) - self._released) if server in connected and self._are_all]
         self._released.update(released)
         return released

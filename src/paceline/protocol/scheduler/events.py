@@ -109,7 +109,7 @@ class TakenOver(Struct, frozen=True):
 
     def without(self, member: Member) -> TakenOver:
         """Return the same with one more dead member."""
-        returned = tuple(each for each in self.returned if each[1].member.incarnation != member.incarnation)
+        returned = tuple(pair for pair in self.returned if pair[1].member.incarnation != member.incarnation)
         return TakenOver(returned, (*self.dead, member))
 
 
@@ -151,7 +151,7 @@ class Note(Struct, frozen=True):
 
 def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) -> Note:
     """Return the note that the cluster cannot continue without these servers."""
-    names = " and ".join(f"server {each.rank} ({each.node})" for each in servers)
+    names = " and ".join(f"server {server.rank} ({server.node})" for server in servers)
     advice = advice or "If these are dead, start the scheduler again with --accept-minority"
     return Note(f"waits for {names}: too few of the servers that have buckets are heard {aim}. {advice}")
 

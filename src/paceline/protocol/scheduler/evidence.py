@@ -21,8 +21,8 @@ class Evidence:
     def __init__(self, by_peer: Mapping[object, Rejoin]) -> None:
         self.by_peer = dict(by_peer)
         self.returned = tuple(by_peer.values())
-        newest = _newest(each.view for each in self.returned)
-        whole = _newest(each.view for each in self.returned if not each.view.is_partial)
+        newest = _newest(rejoin.view for rejoin in self.returned)
+        whole = _newest(rejoin.view for rejoin in self.returned if not rejoin.view.is_partial)
         self.latest = newest if newest is whole else _with_workers(newest, whole)
         """The newest view of all members, with the workers of the newest view that contains workers.
 
@@ -34,7 +34,7 @@ class Evidence:
 
     def _voters_of(self, view: View) -> list[Collection[int]]:
         """Return the voters of a view, and of the view before if this one is possibly not committed."""
-        is_committed = any(each.has_committed and each.view.order == view.order for each in self.returned)
+        is_committed = any(rejoin.has_committed and rejoin.view.order == view.order for rejoin in self.returned)
         return [view.voters] if is_committed else [view.voters, view.former_voters]
 
     def is_member(self, returned: Rejoin) -> bool:
@@ -54,7 +54,7 @@ class Evidence:
     @property
     def highest_term(self) -> int:
         """The highest term that a member knows."""
-        return max((each.highest_term for each in self.returned), default=0)
+        return max((rejoin.highest_term for rejoin in self.returned), default=0)
 
     def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
         """Whether enough servers are back, and have promised this term, to continue from the newest view."""
@@ -73,24 +73,26 @@ class Evidence:
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
         """Return the absent voters whose names are known."""
-        known = {member.incarnation: member for each in self.returned for member in (*each.former, *each.view.members)}
-        return tuple(known[each] for each in sorted(self.absent_voters(ended)) if each in known)
+        known = {
+            member.incarnation: member for rejoin in self.returned for member in (*rejoin.former, *rejoin.view.members)
+        }
+        return tuple(known[server] for server in sorted(self.absent_voters(ended)) if server in known)
 
     def is_complete(self, ended: Collection[int]) -> bool:
         """Whether all members of the newest view are back, and the process that has posted the latest job.
 
         If no worker is back, a job may exist that only its poster knows.
         """
-        number = max((each.job_number for each in self.returned), default=0)
-        has_poster = any(each.has_posted and each.job_number == number for each in self.returned)
+        number = max((rejoin.job_number for rejoin in self.returned), default=0)
+        has_poster = any(rejoin.has_posted and rejoin.job_number == number for rejoin in self.returned)
         if not number:
-            workers = {each.incarnation for each in self.latest.members if each.role is Role.WORKER}
+            workers = {member.incarnation for member in self.latest.members if member.role is Role.WORKER}
             has_poster = not workers or not workers.isdisjoint(self._back())
         return bool(self.returned) and has_poster and not self.missing(ended)
 
     def _back(self, promised: int = 0) -> set[int]:
         """Return the incarnations that are back and have promised this term."""
-        return {each.member.incarnation for each in self.returned if each.promised >= promised}
+        return {rejoin.member.incarnation for rejoin in self.returned if rejoin.promised >= promised}
 
 
 def _newest(views: Iterable[View]) -> View:

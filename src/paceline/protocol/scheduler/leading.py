@@ -32,40 +32,40 @@ class Leader:
         self._welcomes: list[tuple[object, Member]] = []  # members that wait for a view with them
         self._removed: list[events.Removed] = []  # workers that wait for a view without them
         self._has_changed = self._is_flushing = False
-        self._now_s = 0.0
+        self._time_s = 0.0
         self._out: list[Instruction] = []
 
     # Beginnings.
 
-    def form(self, now_s: float) -> list[Instruction]:
+    def form(self, time_s: float) -> list[Instruction]:
         """Start a new cluster of the newcomers."""
-        self._now_s, self._has_changed, self.publication.is_established = now_s, True, True
+        self._time_s, self._has_changed, self.publication.is_established = time_s, True, True
         for peer, registration in self.newcomers.take():
             self._register(peer, registration)
-        return self._settle()
+        return self._finish()
 
-    def take_over(self, succession: Succession, now_s: float) -> list[Instruction]:
+    def take_over(self, succession: Succession, time_s: float) -> list[Instruction]:
         """Continue from the newest view of the former scheduler."""
-        self._now_s, self._has_changed = now_s, True
+        self._time_s, self._has_changed = time_s, True
         latest, present, absent = succession.evidence.latest, succession.present(), succession.absent()
         self.publication.take_over(latest, succession.term)
         self.membership = Membership.rebuild(
             [*present, *absent],
             max(latest.last_incarnation + 1, self.publication.epoch * INCARNATION_RANGE),
             expected_servers=self.membership.expected_servers,
-            time_s=now_s,
+            time_s=time_s,
             heartbeat_timeout_s=self.membership.heartbeat_timeout_s,
             last_known=latest.last_incarnation,
         )
-        for each in absent:
-            self.membership.doubt(each.incarnation)
+        for server in absent:
+            self.membership.doubt(server.incarnation)
         self.next.take_over(succession, self.membership)
         back = []
         for peer, rejoin in succession.evidence.by_peer.items():
             member = None
             if succession.goes_on(rejoin):
                 member = self.membership.find(rejoin.member.incarnation)
-                member = member or self.membership.readmit(rejoin.member, now_s)
+                member = member or self.membership.readmit(rejoin.member, time_s)
             if member is None:
                 self._out.append(_dismiss(peer, rejoin))
             else:
@@ -77,13 +77,13 @@ class Leader:
             self._connect(peer, member)
         dead = tuple(member for member in latest.members if self.membership.find(member.incarnation) is None)
         self._taken_over = events.TakenOver(tuple(back), dead)
-        return self._settle()
+        return self._finish()
 
     # Members.
 
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+    def handle(self, event: Event, time_s: float) -> list[Instruction]:
         """Handle one event; return the instructions, in order."""
-        self._now_s = now_s
+        self._time_s = time_s
         match event:
             case MessageReceived(peer, Register() as registration):
                 self._register(peer, registration)
@@ -116,13 +116,13 @@ class Leader:
                 self._is_flushing, self._has_changed = False, True
             case events.TimePassed():
                 ranks, groups = self.membership.servers, self.next.planner.groups
-                if self.publication.is_established and self.next.suspects.look_at_links(ranks, groups, now_s):
+                if self.publication.is_established and self.next.suspects.suspect_unreachable(ranks, groups, time_s):
                     self._plan()
                 self._handle_silent()
-                self._has_changed |= self.membership.expire_unknown(now_s)
+                self._has_changed |= self.membership.expire_unknown(time_s)
             case _:  # a promise
                 pass
-        return self._settle()
+        return self._finish()
 
     def _register(self, peer: object, registration: Register) -> None:
         if not self.publication.is_established:
@@ -135,7 +135,7 @@ class Leader:
             member = self.membership.register(
                 registration.node,
                 registration.role,
-                self._now_s,
+                self._time_s,
                 rank=registration.rank,
                 address=registration.address,
                 process=registration.process,
@@ -144,7 +144,7 @@ class Leader:
             self._out.append(events.Reject(peer, str(error)))
             return
         self._connect(peer, member)
-        self._heard(member.incarnation)
+        self._note_heartbeat(member.incarnation)
         if member.role is Role.WORKER and not is_known:
             self._flush_soon()
         if member.role is Role.SERVER:
@@ -175,13 +175,13 @@ class Leader:
             # when others took over its job is theirs: it would be done, and counted, twice.
             is_new = self.membership.is_unknown(incarnation) and not returned.has_worked
             if is_new or returned.member.role is Role.OBSERVER:
-                member = self.membership.readmit(returned.member, self._now_s)
+                member = self.membership.readmit(returned.member, self._time_s)
             if member is None:
                 self._out.append(_dismiss(peer, returned))
                 return
             self._flush_soon()
         self._connect(peer, member)
-        self._heard(incarnation)
+        self._note_heartbeat(incarnation)
         if returned.is_leaving:
             self._drain(incarnation)
 
@@ -193,13 +193,13 @@ class Leader:
         if member is None:
             self._out.append(events.Expel(peer, "it was silent too long"))
             return
-        self._heard(incarnation)
+        self._note_heartbeat(incarnation)
         if member.role is Role.SERVER:
-            self.next.suspects.report(incarnation, unreachable, self._now_s)
+            self.next.suspects.report(incarnation, unreachable, self._time_s)
 
-    def _heard(self, incarnation: int) -> None:
-        self.membership.record_heartbeat(incarnation, self._now_s)
-        is_reported = self.next.suspects.heard(incarnation)
+    def _note_heartbeat(self, incarnation: int) -> None:
+        self.membership.record_heartbeat(incarnation, self._time_s)
+        is_reported = self.next.suspects.note_heartbeat(incarnation)
         if is_reported is not None:
             self._plan()
         if is_reported and (member := self.membership.find(incarnation)) is not None:
@@ -238,11 +238,11 @@ class Leader:
     def _handle_silent(self) -> None:
         """Remove overdue members, and suspect overdue servers if the others are enough to continue."""
         suspects = self.next.suspects
-        overdue = self.membership.overdue(self._now_s)
-        for each in overdue:
-            if each.role is not Role.SERVER:
-                self._remove(each.incarnation, suspects.reason(each.incarnation))
-        silent = {each.incarnation: each for each in overdue if each.role is Role.SERVER}
+        overdue = self.membership.overdue(self._time_s)
+        for member in overdue:
+            if member.role is not Role.SERVER:
+                self._remove(member.incarnation, suspects.reason(member.incarnation))
+        silent = {member.incarnation: member for member in overdue if member.role is Role.SERVER}
         heard = self.membership.servers.keys() - silent.keys()
         if silent.keys() <= suspects.silent:
             self._out += suspects.wait_no_more()
@@ -251,7 +251,7 @@ class Leader:
             self._plan()
         else:
             voters = self.publication.committed.voters
-            self._out += suspects.wait_for(tuple(member for each, member in silent.items() if each in voters))
+            self._out += suspects.wait_for(tuple(member for server, member in silent.items() if server in voters))
 
     # Views.
 
@@ -278,8 +278,8 @@ class Leader:
     def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
         self._out += self.next.committed(view, former)
         # Leases of a worker are reassigned only now, because a scheduler that took over may have it as a member.
-        self._out += [each for each in self._removed if each.member.incarnation not in view.incarnations]
-        self._removed = [each for each in self._removed if each.member.incarnation in view.incarnations]
+        self._out += [removed for removed in self._removed if removed.member.incarnation not in view.incarnations]
+        self._removed = [removed for removed in self._removed if removed.member.incarnation in view.incarnations]
         for server, reason in departing.items():
             if reason is None:
                 self._out += [events.ReleaseServer(peer) for peer in self.peers.of([server])]
@@ -289,7 +289,7 @@ class Leader:
             self._register(peer, registration)
         self._has_changed = True  # changes during the preparation have waited
 
-    def _settle(self) -> list[Instruction]:
+    def _finish(self) -> list[Instruction]:
         """Publish changes; welcome the members that are in the committed view."""
         while self._has_changed:
             self._publish()

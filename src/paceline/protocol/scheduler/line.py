@@ -55,16 +55,16 @@ class MemberEnd:
             self._calls[message.number] = message
         elif is_numbered:
             if supersedes is not None:
-                former = [each for each, kept in self._notices.items() if kept.supersedes == supersedes]
-                for each in former:
-                    del self._notices[each]
+                former = [number for number, kept in self._notices.items() if kept.supersedes == supersedes]
+                for number in former:
+                    del self._notices[number]
             self._notices[message.number] = message
         return message
 
     def received(self, number: int) -> None:
         """Note that the scheduler has all messages up to this number."""
-        for each in [each for each in self._notices if each <= number]:
-            del self._notices[each]
+        for known in [known for known in self._notices if known <= number]:
+            del self._notices[known]
 
     def take(self, request: int) -> SentMessage | None:
         """Remove a call, which is answered or abandoned; return it."""
@@ -77,7 +77,7 @@ class MemberEnd:
     def since(self, received: int) -> list[SentMessage]:
         """Return the messages to repeat for a scheduler that has all up to a number."""
         unsent = {**self._calls, **self._notices}
-        return [unsent[each] for each in sorted(unsent) if each > received or not unsent[each].is_numbered]
+        return [unsent[number] for number in sorted(unsent) if number > received or not unsent[number].is_numbered]
 
 
 class SchedulerEnd:
@@ -115,4 +115,4 @@ class SchedulerEnd:
 
     def answers(self) -> Iterator[tuple[int, Any]]:
         """Return the stored answers in the order of the calls."""
-        return iter(sorted(self._answers.items(), key=lambda each: each[0]))
+        return iter(sorted(self._answers.items(), key=lambda item: item[0]))

@@ -85,11 +85,15 @@ class Newcomers:
     @property
     def num_servers(self) -> int:
         """The number of servers that count towards the start of the cluster."""
-        return sum(each.role is Role.SERVER and not each.is_extra for each in self._waiting.values())
+        return sum(
+            registration.role is Role.SERVER and not registration.is_extra for registration in self._waiting.values()
+        )
 
     def add(self, peer: object, registration: Register) -> None:
         """Add a process that registers; the newest connection of a node counts."""
-        self._waiting = {peer: each for peer, each in self._waiting.items() if each.node != registration.node}
+        self._waiting = {
+            known_peer: known for known_peer, known in self._waiting.items() if known.node != registration.node
+        }
         self._waiting[peer] = registration
 
     def forget(self, peer: object) -> None:
@@ -103,7 +107,7 @@ class Newcomers:
 
     def take_nodes(self, nodes: Iterable[str]) -> list[tuple[object, Register]]:
         """Remove and return the processes with these names."""
-        found = [(peer, each) for peer, each in self._waiting.items() if each.node in nodes]
+        found = [(peer, registration) for peer, registration in self._waiting.items() if registration.node in nodes]
         for peer, _ in found:
             del self._waiting[peer]
         return found
@@ -145,8 +149,8 @@ class MemberPeers:
 
     def of(self, incarnations: Iterable[int]) -> tuple[object, ...]:
         """Return the connections of these members, if they are connected."""
-        return tuple(self._peers[each] for each in incarnations if each in self._peers)
+        return tuple(self._peers[incarnation] for incarnation in incarnations if incarnation in self._peers)
 
     def validate(self) -> None:
         """Assert the invariants."""
-        assert all(self._incarnations.get(peer) == each for each, peer in self._peers.items())
+        assert all(self._incarnations.get(peer) == incarnation for incarnation, peer in self._peers.items())

@@ -31,7 +31,7 @@ class NextView:
 
     def take_over(self, succession: Succession, membership: Membership) -> None:
         """Continue from another scheduler's newest view, with these members."""
-        latest, absent = succession.evidence.latest, [each.incarnation for each in succession.absent()]
+        latest, absent = succession.evidence.latest, [member.incarnation for member in succession.absent()]
         self.ended = set(succession.ended)
         self.drains.take_over(succession.leaving(), latest.servers, membership.expected_servers)
         self.suspects.take_over(absent)
@@ -67,12 +67,12 @@ class NextView:
         A silent server with the only copy of a bucket stays, because its removal would lose the bucket.
         """
         reasons = {**dict.fromkeys(self.drains.servers), **self.suspects.reasons()}
-        needed = {each for group in self.planner.groups for each in (*group.members, group.filling)}
+        needed = {server for group in self.planner.groups for server in (*group.members, group.filling)}
         return {server: reason for server, reason in reasons.items() if server not in needed}
 
     def offer(self, membership: Membership, departing: Collection[int]) -> Step:
         """Return the step that brings the view up to date."""
-        servers = (each for each in membership.of(Role.SERVER) if each.incarnation not in departing)
+        servers = (member for member in membership.of(Role.SERVER) if member.incarnation not in departing)
         wanted = View(
             version=self.planner.version,
             members=(*servers, *membership.of(Role.WORKER)),

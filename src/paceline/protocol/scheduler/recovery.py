@@ -30,7 +30,7 @@ class Succession:
     """The knowledge of the members that are back."""
     term: int
     """The term of the new scheduler."""
-    unheard: frozenset[int]
+    unwelcomed: frozenset[int]
     """Members that never received their welcome, and register again."""
     ended: frozenset[int]
     """Incarnations whose processes are known to have ended."""
@@ -46,8 +46,8 @@ class Succession:
 
     def present(self) -> list[Member]:
         """Return the members that are back."""
-        returned = [each.member for each in self.evidence.returned if self.goes_on(each)]
-        return returned + [member for member in self.evidence.latest.members if member.incarnation in self.unheard]
+        returned = [rejoin.member for rejoin in self.evidence.returned if self.goes_on(rejoin)]
+        return returned + [member for member in self.evidence.latest.members if member.incarnation in self.unwelcomed]
 
     def absent(self) -> list[Member]:
         """Return the servers that may live and are not back."""
@@ -57,7 +57,9 @@ class Succession:
 
     def leaving(self) -> list[int]:
         """Return the members that wait for their release."""
-        return [each.member.incarnation for each in self.evidence.returned if each.is_leaving and self.goes_on(each)]
+        return [
+            rejoin.member.incarnation for rejoin in self.evidence.returned if rejoin.is_leaving and self.goes_on(rejoin)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +99,15 @@ class Recovery:
         self._returned, self._cluster, self._replaces = {}, "", False
         self._ended, self._doubted, self.needed = set(), set(), ()
 
-    def is_hopeless(self, now_s: float) -> bool:
+    def is_hopeless(self, time_s: float) -> bool:
         """Whether no server has rejoined in time. A server may have the only copy of its buckets."""
-        has_servers = any(each.member.role is Role.SERVER for each in self._returned.values())
-        return now_s >= self._deadline_s and not has_servers
+        has_servers = any(rejoin.member.role is Role.SERVER for rejoin in self._returned.values())
+        return time_s >= self._deadline_s and not has_servers
 
-    def add(self, peer: object, returned: Rejoin, now_s: float) -> None:
+    def add(self, peer: object, returned: Rejoin, time_s: float) -> None:
         """Add a member that is back; its newest connection counts."""
         if not self._returned:
-            self._deadline_s = now_s + self._timeout_s
+            self._deadline_s = time_s + self._timeout_s
         name = returned.cluster, returned.member.incarnation
         for former, known in list(self._returned.items()):
             if (known.cluster, known.member.incarnation) == name:
@@ -146,19 +148,19 @@ class Recovery:
     @property
     def cluster(self) -> str:
         """The cluster of most servers, or else of most members; empty without members."""
-        votes = Counter(each.cluster for each in self._returned.values())
-        servers = Counter(each.cluster for each in self._returned.values() if each.member.role is Role.SERVER)
+        votes = Counter(rejoin.cluster for rejoin in self._returned.values())
+        servers = Counter(rejoin.cluster for rejoin in self._returned.values() if rejoin.member.role is Role.SERVER)
         return max(votes, key=lambda name: (servers[name], votes[name]), default="")
 
     def evidence(self) -> Evidence:
         """Return the knowledge of the members of that cluster."""
         cluster = self.cluster
-        return Evidence({peer: each for peer, each in self._returned.items() if each.cluster == cluster})
+        return Evidence({peer: rejoin for peer, rejoin in self._returned.items() if rejoin.cluster == cluster})
 
     def reject_foreign(self) -> list[events.Foreign]:
         """Reject the members of other clusters."""
         cluster = self.cluster
-        return [events.Foreign(peer) for peer, each in self._returned.items() if each.cluster != cluster]
+        return [events.Foreign(peer) for peer, rejoin in self._returned.items() if rejoin.cluster != cluster]
 
     def reject_all(self) -> list[events.Foreign]:
         """Reject all members, because this scheduler begins a new cluster."""
@@ -168,9 +170,9 @@ class Recovery:
         """Return the members that are not back, whose processes may have ended."""
         return self.evidence().awaited(self._ended)
 
-    def decide(self, registering: Collection[str], now_s: float) -> list[Outcome]:
+    def decide(self, registering: Collection[str], time_s: float) -> list[Outcome]:
         """Take over if the necessary members are back. `registering` are the names of the nodes that register."""
-        is_late = now_s >= self._deadline_s
+        is_late = time_s >= self._deadline_s
         if not self._returned:
             return [Abandoned()] if is_late or not self._replaces else []
         if self.cluster != self._cluster:
@@ -180,8 +182,8 @@ class Recovery:
         evidence = self.evidence()
         latest = evidence.latest
         # Members that register again never received their welcome: they have prepared no view and hold no bucket.
-        unheard = {member.incarnation for member in latest.members if member.node in registering}
-        without, missing = self._ended | unheard, set[int]()
+        unwelcomed = {member.incarnation for member in latest.members if member.node in registering}
+        without, missing = self._ended | unwelcomed, set[int]()
         is_complete = is_late or evidence.is_complete(without | self._doubted)
         has_quorum = evidence.has_quorum(without, self._replicas)
         if latest.voters and latest.voters <= self._ended:
@@ -197,14 +199,14 @@ class Recovery:
             out += self._request_promises(evidence)
             if evidence.has_quorum(without, self._replicas, promised=self._term):
                 ended = frozenset(self._ended | missing)
-                out += [*self.reject_foreign(), Succession(evidence, self._term, frozenset(unheard - ended), ended)]
+                out += [*self.reject_foreign(), Succession(evidence, self._term, frozenset(unwelcomed - ended), ended)]
         return out
 
     def _request_promises(self, evidence: Evidence) -> list[events.RequestPromise]:
         """Request the promise of the servers that have not received the request."""
         if evidence.highest_term > self._term:
             self._term, self._requested = term_after(evidence.highest_term, self._salt), set()
-        servers = [peer for peer, each in evidence.by_peer.items() if each.member.role is Role.SERVER]
+        servers = [peer for peer, rejoin in evidence.by_peer.items() if rejoin.member.role is Role.SERVER]
         peers = tuple(peer for peer in servers if peer not in self._requested)
         self._requested.update(peers)
         return [events.RequestPromise(peers, self._term)] if peers else []

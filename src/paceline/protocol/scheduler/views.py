@@ -108,7 +108,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     def of_role(self, role: Role) -> tuple[Member[Address], ...]:
         """Return the members of a role, by rank."""
-        return tuple(sorted((member for member in self.members if member.role is role), key=lambda each: each.rank))
+        return tuple(sorted((member for member in self.members if member.role is role), key=lambda member: member.rank))
 
     def same_servers(self, other: View) -> bool:
         """Whether the servers and their chains are the same."""

@@ -36,7 +36,7 @@ class CallLine:
         """Leave the connection to the parent of this forked process."""
         self._lock = NoLock()
 
-    def say(self, struct: msgspec.Struct, body: tuple[Any, ...] = (), answer: Answer | None = None) -> SentMessage:
+    def send(self, struct: msgspec.Struct, body: tuple[Any, ...] = (), answer: Answer | None = None) -> SentMessage:
         """Send a message, or store it until the next connection."""
         with self._lock:
             if self.lost is not None:
@@ -52,7 +52,7 @@ class CallLine:
                     raise
             return message
 
-    def say_once(self, notice: msgspec.Struct) -> None:
+    def send_once(self, notice: msgspec.Struct) -> None:
         """Send a notice that may be lost."""
         with self._lock:
             self.channel.send(*frame_parts(NOTICE, meta=messages.encode(notice)))

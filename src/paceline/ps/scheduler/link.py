@@ -132,11 +132,11 @@ class SchedulerLink:
         timeout_s: float | None = None,
     ) -> tuple[Any, memoryview]:
         """Do as :meth:`call`, and return the body of the answer too."""
-        return self._finish(self.line.say(message, tuple(body), Future()), result, timeout_s)
+        return self._finish(self.line.send(message, tuple(body), Future()), result, timeout_s)
 
     def start(self, message: msgspec.Struct, result: type[_Result]) -> Callable[[], _Result]:
         """Send a message; return a function that waits for the answer like :meth:`call`."""
-        sent = self.line.say(message, (), Future())
+        sent = self.line.send(message, (), Future())
 
         def finish() -> _Result:
             answer: _Result = self._finish(sent, result, None)[0]
@@ -144,11 +144,11 @@ class SchedulerLink:
 
         return finish
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def notify(self, message: msgspec.Struct) -> None:
         """Send a message without an answer."""
         if isinstance(message, messages.Drain):
             self.state.is_leaving = True
-        self.line.say(message)
+        self.line.send(message)
 
     def _finish(self, sent: SentMessage, result: Any, timeout_s: float | None) -> tuple[Any, memoryview]:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -250,7 +250,7 @@ class SchedulerLink:
                 self.hooks.on_beat()
                 try:
                     if self.hooks.is_well():
-                        self.tell(messages.Heartbeat(unreachable=self.hooks.unreachable()))
+                        self.notify(messages.Heartbeat(unreachable=self.hooks.unreachable()))
                 except UsageError:
                     if not self.is_closing:
                         raise
@@ -290,7 +290,7 @@ class SchedulerLink:
         view, answer = self.state.take(notice)
         self._take_view(view)
         if answer is not None:
-            self.line.say_once(answer)
+            self.line.send_once(answer)
         if isinstance(notice, messages.Ended | messages.Expelled):
             self.hooks.on_notice(notice)
 
@@ -340,7 +340,7 @@ class SchedulerLink:
         try:
             while not answer.done():
                 if not channel.poll(self.state.heartbeat_s):
-                    self.line.say_once(messages.Heartbeat())
+                    self.line.send_once(messages.Heartbeat())
                     continue
                 self._receive()
                 if self.state.is_released:

@@ -12,14 +12,14 @@ from paceline.protocol.scheduler.events import PROCESS_ENDED
 class Notes:
     """Reports to the operator; the arguments are those of :class:`~paceline.ps.scheduler.Scheduler`."""
 
-    def __init__(self, on_note: Callable[[str], None], on_loss: Callable[[str], None], *, tells_ends: bool) -> None:
+    def __init__(self, on_note: Callable[[str], None], on_loss: Callable[[str], None], *, reports_ends: bool) -> None:
         self.note = on_note
-        self.tells_ends = tells_ends
+        self.reports_ends = reports_ends
         self._on_loss = on_loss
 
     def declared_dead(self, member: Member, reason: str) -> None:
         """Report a dead member, unless its launcher reports the end of its process."""
-        if reason != PROCESS_ENDED or self.tells_ends:
+        if reason != PROCESS_ENDED or self.reports_ends:
             self.note(f"{member.role.value} {member.rank} ({member.node}) is declared dead: {reason}")
 
     def lost(self, buckets: Buckets) -> None:

@@ -38,7 +38,7 @@ class Scheduler(Handler):
     It takes over the cluster of a dead scheduler whose members connect to it. With `replaces` it knows that there are
     some, and begins no other cluster before the heartbeat timeout has passed; with `accepts_minority` it takes over
     with the members that have connected by then, however few. `on_note` is called with news for the operator, for
-    example why a member was declared dead; with the end of a process only if `tells_ends`, because its launcher may
+    example why a member was declared dead; with the end of a process only if `reports_ends`, because its launcher may
     report that. `on_loss` is called if buckets are lost, `fail` with an exception after which this scheduler must not
     continue (:mod:`paceline.ps.fail_stop`).
     """
@@ -52,7 +52,7 @@ class Scheduler(Handler):
         accepts_minority: bool = False,
         on_note: Callable[[str], None] = lambda text: None,
         on_loss: Callable[[str], None] = lambda text: None,
-        tells_ends: bool = True,
+        reports_ends: bool = True,
     ) -> None:
         self.core = SchedulerCore(
             msgspec.structs.replace(settings, cluster=secrets.token_hex(8)),
@@ -60,7 +60,7 @@ class Scheduler(Handler):
             replaces=replaces,
             accepts_minority=accepts_minority,
         )
-        self.notes = Notes(on_note, on_loss, tells_ends=tells_ends)
+        self.notes = Notes(on_note, on_loss, reports_ends=reports_ends)
         self._fail = fail
         self._tables = Tables()
         self._processes = ProcessWatch(

@@ -117,11 +117,11 @@ class WorkerLeases:
         """Report the number of a file's shards, if known. Otherwise shards after the file's end are leased forever."""
         if num_shards is not None and file not in self._ended:
             self._ended.add(file)
-            self._link.tell(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
+            self._link.notify(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
 
     def done(self, lease: Lease, progress: dict[str, float]) -> None:
         """Report a shard as done: all its pushes are acknowledged."""
-        self._link.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
+        self._link.notify(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
 
 
 @dataclass

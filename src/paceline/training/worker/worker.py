@@ -317,7 +317,7 @@ class Worker:
         time_s = time.monotonic()
         if time_s - counters.reported_s > _PROGRESS_S:
             counters.reported_s = time_s
-            self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
+            self._client.link.notify(messages.Heartbeat(progress=counters.as_progress(self._client)))
 
     def _call(self, message: msgspec.Struct, body: tuple[Any, ...] = ()) -> Any:
         return self._client.link.call(message, body=body)
@@ -342,7 +342,7 @@ class Worker:
     def _report_data(self, dataset: Dataset) -> None:
         bad, counters = dataset.bad_lines, self._counters
         counters.bad_lines += bad.count
-        self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
+        self._client.link.notify(messages.Heartbeat(progress=counters.as_progress(self._client)))
         if bad.count or dataset.cache_error:
             lines = [[str(line.file), line.offset, line.row, line.text, line.reason] for line in bad.first]
             fields = {
