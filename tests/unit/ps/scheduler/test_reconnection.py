@@ -6,7 +6,7 @@ from paceline.ps.scheduler.reconnection import Reconnection
 
 
 def test_a_connection_that_breaks_is_made_again_at_once_and_one_that_is_refused_after_a_pause() -> None:
-    retry = Reconnection(60.0, now_s=0.0)
+    retry = Reconnection(60.0, time_s=0.0)
     assert retry.lost(10.0, heartbeat_s=1.0) == 0.0
     assert retry.remaining_s(15.0) == 55.0
     retry.connected(15.0)
@@ -18,7 +18,7 @@ def test_a_connection_that_breaks_is_made_again_at_once_and_one_that_is_refused_
 
 
 def test_who_was_welcomed_has_all_its_patience_again() -> None:
-    retry = Reconnection(60.0, now_s=0.0)
+    retry = Reconnection(60.0, time_s=0.0)
     retry.lost(10.0, heartbeat_s=1.0)
     retry.connected(30.0)
     retry.resumed()
@@ -27,7 +27,7 @@ def test_who_was_welcomed_has_all_its_patience_again() -> None:
 
 
 def test_pauses_grow_up_to_the_heartbeat_and_are_longer_where_another_cluster_is() -> None:
-    retry = Reconnection(60.0, now_s=0.0)
+    retry = Reconnection(60.0, time_s=0.0)
     retry.lost(10.0, heartbeat_s=0.1)
     pauses = [retry.pause_s(10.0, is_elsewhere=False) for _ in range(10)]
     assert max(pauses) <= 0.1
