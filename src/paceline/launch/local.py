@@ -125,6 +125,7 @@ class LocalCluster(Closing):
                 settings, serving, listening, settings.num_workers if start_workers else 0, share, on_replaced
             )
         except BaseException:
+            cluster.scheduler = ""  # the scheduler ends last: a server that still starts would miss it
             cluster.close()
             raise
         return cluster
