@@ -104,6 +104,6 @@ def test_under_sequential_a_read_that_gets_no_replica_says_so() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 2])
-def test_no_more_than_there_are_replicas(wrong: int) -> None:
-    with pytest.raises(UsageError, match=f"min_replicas={wrong} with replicas=1: .* expected 0 to 1"):
+def test_min_replicas_is_at_most_replicas(wrong: int) -> None:
+    with pytest.raises(UsageError, match=f"min_replicas={wrong} with replicas=1: .*expected 0 to 1"):
         messages.ClusterSettings(num_servers=2, replicas=1, min_replicas=wrong).check()

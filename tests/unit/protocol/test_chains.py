@@ -55,7 +55,7 @@ def placed(servers: dict[int, int], num_buckets: int, replicas: int) -> tuple[Ch
     return tuple(Chain(tuple(by_rank[rank] for rank in chain)) for chain in chains)
 
 
-def test_the_start_is_what_placement_says() -> None:
+def test_the_start_follows_placement() -> None:
     planner, servers = started(3, replicas=1)
     assert planner.chains == placed(servers, 8, 1)
     assert planner.version == 1
@@ -134,7 +134,7 @@ def test_a_bucket_without_a_member_is_lost_for_good() -> None:
     assert planner.filled(101, mine) == []
 
 
-def test_who_is_being_filled_dies_with_the_last_member_and_without() -> None:
+def test_a_filling_server_leaves_with_the_last_member_or_at_its_death() -> None:
     planner, servers = started(1)
     planner.servers_changed({**servers, 101: 1})
     moving = held(planner, 101)
@@ -211,7 +211,7 @@ def test_a_silent_server_leaves_the_chains_that_have_another_member() -> None:
     assert planner.chains == placed({101: 1, 102: 2}, 8, 1)  # without it, as if it were dead
 
 
-def test_a_silent_server_stays_where_nobody_else_is_heard() -> None:
+def test_a_silent_server_stays_in_chains_of_silent_servers() -> None:
     planner, servers = started(3, 32)
     mine = planner.member_of(100)
     assert mine
@@ -268,7 +268,7 @@ def test_a_server_that_was_silent_is_filled_again_where_it_was_left_out() -> Non
     assert planner.chains == before
 
 
-def test_to_restore_chains_undoes_what_was_planned_and_no_version() -> None:
+def test_restoring_chains_undoes_plans_but_not_the_version() -> None:
     planner, servers = started(2, replicas=1)
     before, groups = planner.chains, planner.groups
     planner.servers_changed({100: 0})

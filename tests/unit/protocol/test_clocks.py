@@ -60,7 +60,7 @@ def test_eventual_never_holds() -> None:
     assert gate.lagging(10**9) == ()
 
 
-def test_nobody_moves_on_before_the_expected_workers_are_there() -> None:
+def test_no_worker_advances_before_the_expected_workers_join() -> None:
     gate = Gate(Sequential(), 2)
     assert feed(gate, Join(0), Tick(0, 1), BeginIteration(0, 1, "a")) == []
     assert gate.num_missing == 1
@@ -83,13 +83,13 @@ def test_an_expected_worker_counts_as_one_however_often_it_joins() -> None:
     assert not gate.is_open(1)
 
 
-def test_one_who_leaves_stops_counting_at_once() -> None:
+def test_a_leaving_worker_stops_counting_immediately() -> None:
     gate = gate_of(Sequential(), 3)
     feed(gate, Tick(0, 1), Tick(1, 1), BeginIteration(0, 1, "a"))
     assert feed(gate, Depart(2)) == [Complete(0, (0, 1)), Unblock("a")]
 
 
-def test_who_ticked_and_died_is_named_who_did_not_tick_is_not() -> None:
+def test_a_complete_iteration_lists_dead_workers_that_ticked_it() -> None:
     gate = gate_of(Sequential(), 3)
     feed(gate, Tick(0, 1), Depart(0), Depart(1))
     assert feed(gate, Tick(2, 1)) == [Complete(0, (0, 2))]
@@ -140,7 +140,7 @@ def test_duplicates_and_strangers_are_ignored() -> None:
     assert dict(gate.clocks) == {0: 1, 1: 0}
 
 
-def test_the_requests_of_one_who_leaves_are_forgotten() -> None:
+def test_the_requests_of_a_leaving_worker_are_dropped() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Tick(0, 1), BeginIteration(0, 1, "gone"), BeginIteration(1, 1, "kept"), BeginIteration(0, 2, "gone too"))
     assert gate.num_held == 3
@@ -168,7 +168,7 @@ def test_a_server_that_starts_in_mid_run() -> None:
     assert feed(gate, Tick(0, 41)) == [Complete(40, (0,))]
 
 
-def test_with_nobody_left_a_newcomer_goes_on_from_the_highest_clock() -> None:
+def test_a_new_worker_in_an_empty_gate_starts_at_the_highest_clock() -> None:
     gate = gate_of(BoundedDelay(tau=3), 2)
     feed(gate, Tick(0, 3), Depart(0), Depart(1))
     assert feed(gate, Join(5)) == [Joined(5, 3)]

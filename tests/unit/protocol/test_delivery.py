@@ -43,7 +43,7 @@ def test_a_bucket_that_is_ahead_stays_ahead() -> None:
     assert delivery.admit(1, 6) == 0b111
 
 
-def test_to_ask_what_is_missing_remembers_nothing() -> None:
+def test_missing_records_nothing() -> None:
     delivery = Delivery(0b11)
     delivery.admit(1, 5, 0b01)
     assert delivery.missing(1, 5, 0b11) == 0b10
@@ -64,7 +64,7 @@ def test_the_filter_moves_with_its_buckets() -> None:
     target.validate()
 
 
-def test_an_export_is_of_the_buckets_asked_for() -> None:
+def test_an_export_has_only_the_requested_buckets() -> None:
     delivery = Delivery(0b111)
     delivery.admit(2, 4)
     delivery.admit(1, 5)

@@ -99,7 +99,7 @@ def test_after_a_takeover_all_send_again_before_anything_is_completed_or_read() 
     assert iterations.lead(2, ALL, (1, 2)) == []
 
 
-def test_a_takeover_does_not_wait_for_who_leaves_or_was_earlier() -> None:
+def test_a_takeover_does_not_wait_for_departed_or_synced_workers() -> None:
     replication, iterations = server(C, A)
     change(replication, 2, chain_group((A,), None, ALL))
     iterations.synced(1, 2)
@@ -109,7 +109,7 @@ def test_a_takeover_does_not_wait_for_who_leaves_or_was_earlier() -> None:
     assert iterations.may_read(0)
 
 
-def test_one_who_sent_again_counts_though_the_gate_saw_no_tick() -> None:
+def test_a_resent_push_counts_without_a_tick_at_this_gate() -> None:
     # Found by the simulation: a new server's gate begins where the others stand, and so does not know who has ticked
     # the iterations that are not complete; what workers pushed for them was dropped.
     replication, iterations = server(C, A, first_clock=5)
@@ -152,7 +152,7 @@ def test_an_inherited_sum_is_waited_for() -> None:
     assert iterations.durable == 1
 
 
-def test_who_joins_again_begins_behind_what_any_bucket_has_complete() -> None:
+def test_a_rejoining_worker_starts_after_the_complete_iterations_of_all_buckets() -> None:
     # Found by the simulation: a worker had finished at the former primary, which went on without it; it came again at
     # this one, whose gate had not heard of the others' ticks, and what it pushed was dropped.
     replication, iterations = server(C, A)
@@ -172,7 +172,7 @@ def filled_behind(*workers: int) -> tuple[Replication, Iterations]:
     return replication, iterations
 
 
-def test_a_fill_is_reported_when_workers_keep_what_is_here_alone() -> None:
+def test_a_fill_is_reported_when_workers_retain_their_pushes() -> None:
     replication, iterations = filled_behind(1, 2)
     iterations.synced(1, 2)
     iterations.synced(2, 1)  # by an older map, by which it does not keep
@@ -233,7 +233,7 @@ def test_a_fill_is_reported_though_one_goes_whose_pushes_it_waited_for() -> None
     assert iterations.may_report(ALL)
 
 
-def test_a_fill_waits_for_what_one_ticked_who_is_gone_though_others_drop_theirs() -> None:
+def test_a_fill_waits_for_ticked_pushes_of_a_departed_worker() -> None:
     replication, iterations = filled_behind(1, 2)
     admit(iterations, 2, 0, 0, ALL)
     for worker, clock in ((1, 1), (2, 0)):
@@ -246,7 +246,7 @@ def test_a_fill_waits_for_what_one_ticked_who_is_gone_though_others_drop_theirs(
     assert iterations.may_report(ALL)
 
 
-def test_what_one_ticked_who_has_left_is_in_the_chain_before_a_fill_is_reported() -> None:
+def test_ticked_pushes_of_a_departed_worker_reach_the_chain_before_a_fill_report() -> None:
     replication, iterations = filled_behind(2)
     iterations.forget(1, 1)
     iterations.left(1)
@@ -256,7 +256,7 @@ def test_what_one_ticked_who_has_left_is_in_the_chain_before_a_fill_is_reported(
     assert iterations.may_report(ALL)
 
 
-def test_workers_say_again_that_they_keep_when_nobody_was_behind_or_a_map_was_missed() -> None:
+def test_workers_confirm_retention_again_after_a_view_without_successor_or_a_missed_view() -> None:
     replication, iterations = filled_behind()
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     assert iterations.may_report(ALL)
@@ -271,14 +271,14 @@ def test_workers_say_again_that_they_keep_when_nobody_was_behind_or_a_map_was_mi
         assert not iterations.may_report(ALL)
 
 
-def test_of_what_another_one_leads_a_fill_is_reported_at_once() -> None:
+def test_a_fill_of_another_primarys_buckets_is_reported_immediately() -> None:
     replication, iterations = server(C, A)
     change(replication, 2, chain_group((C, A), B, ALL))
     iterations.lead(2, 0, (1,))
     assert iterations.may_report(ALL)
 
 
-def test_who_finishes_without_a_tick_is_no_part_of_the_sum() -> None:
+def test_a_worker_that_retires_without_a_tick_is_not_in_the_sum() -> None:
     _, iterations = server()
     for worker in (1, 2):
         admit(iterations, worker, 0, 0, ALL)
@@ -303,7 +303,7 @@ def test_a_takeover_alone() -> None:
     assert takeover.is_over
 
 
-def test_what_a_short_chain_completes_is_safe_when_it_is_long_enough_again() -> None:
+def test_iterations_of_a_short_chain_become_durable_when_it_is_long_enough() -> None:
     replication = Replication(A, min_replicas=1)
     iterations = Iterations(replication)
     change(replication, 1, chain_group((A, B), None, ALL))
@@ -346,7 +346,7 @@ def test_of_a_short_chain_that_is_gained_nothing_is_safe_yet() -> None:
     assert iterations.may_read(1)
 
 
-def test_a_takeover_counts_only_what_is_said_by_its_own_map() -> None:
+def test_a_takeover_counts_only_resyncs_of_its_own_view() -> None:
     takeover = Takeover()
     takeover.lead(5, 0b1, {7, 8})
     takeover.synced(7, 4, 5)  # said before it had heard of this map: what it kept then went elsewhere

@@ -23,7 +23,7 @@ def overdue_at(membership: Membership, now_s: float) -> list[str]:
     return [member.node for member in membership.overdue(now_s)]
 
 
-def test_a_node_becomes_the_member_that_it_asked_to_be() -> None:
+def test_a_process_becomes_the_requested_member() -> None:
     assert not Membership(1).ready
     membership = Membership(1)
     member = membership.register("s", Role.SERVER, 0.0, address=("host", 1), process=ProcessIdentity("host", 7, 1))
@@ -54,7 +54,7 @@ def test_members_are_ordered_by_role_and_then_by_rank() -> None:
     assert nodes_of(membership) == ["s", "a", "b", "o"]
 
 
-def test_a_rank_that_was_asked_for_is_given_or_refused() -> None:
+def test_a_requested_rank_is_assigned_or_rejected() -> None:
     membership = Membership(0)
     assert membership.register("a", Role.WORKER, 0.0, rank=3).rank == 3
     for node, rank, why in (("b", 3, "node 'a'"), ("c", -1, "negative")):
@@ -65,7 +65,7 @@ def test_a_rank_that_was_asked_for_is_given_or_refused() -> None:
     assert membership.register("d", Role.SERVER, 0.0, rank=3, address="d").rank == 3  # ranks are of a role
 
 
-def test_one_that_registers_again_stays_who_it_is_and_was_heard() -> None:
+def test_a_repeated_registration_keeps_the_member_and_counts_as_a_heartbeat() -> None:
     membership = Membership(0, heartbeat_timeout_s=10.0)
     member = membership.register("a", Role.WORKER, 0.0, rank=2, address="here")
     assert membership.register("a", Role.WORKER, 8.0, rank=0, address="there") is member
@@ -74,7 +74,7 @@ def test_one_that_registers_again_stays_who_it_is_and_was_heard() -> None:
     assert overdue_at(membership, 18.1) == ["a"]
 
 
-def test_who_is_silent_for_longer_than_the_time_out_is_overdue_until_it_is_heard() -> None:
+def test_a_member_is_overdue_after_the_timeout_until_its_next_heartbeat() -> None:
     membership = Membership(0, heartbeat_timeout_s=10.0)
     a = membership.register("a", Role.WORKER, 0.0)
     membership.register("b", Role.WORKER, 0.0)
@@ -88,7 +88,7 @@ def test_who_is_silent_for_longer_than_the_time_out_is_overdue_until_it_is_heard
     assert overdue_at(membership, 18.5) == ["a"]
 
 
-def test_a_doubted_member_is_overdue_at_once_until_it_is_heard() -> None:
+def test_a_doubted_member_is_overdue_until_its_next_heartbeat() -> None:
     membership = Membership(0)
     a = membership.register("a", Role.WORKER, 0.0)
     membership.doubt(a.incarnation)
@@ -143,7 +143,7 @@ def test_of_two_that_claim_one_place_the_later_one_is_taken(
     assert membership.last_incarnation == 4  # also above what the next was to be
 
 
-def test_one_of_whom_no_view_tells_is_taken_in_again_unless_its_place_is_taken() -> None:
+def test_a_member_in_no_view_is_readmitted_unless_its_place_is_taken() -> None:
     membership = Membership.rebuild([], 100, expected_servers=0, time_s=0.0, heartbeat_timeout_s=5.0)
     late = Member("a", Role.WORKER, 0, 7, "here")
     assert membership.readmit(late, 1.0) is late

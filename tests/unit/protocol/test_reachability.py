@@ -48,7 +48,7 @@ def run(
         ({1: (1,)}, None),
     ],
 )
-def test_who_goes(complaints: dict[int, tuple[int, ...]], goes: Unreachable | None) -> None:
+def test_the_expelled_server(complaints: dict[int, tuple[int, ...]], goes: Unreachable | None) -> None:
     assert run(complaints) == goes
     assert run(complaints, beats=5) is None  # not before its time
 
@@ -66,7 +66,7 @@ def test_with_the_expelled_its_complaints_vanish_and_the_rest_is_looked_at_again
     assert rule.decide((1,), (), 5.0) is None
 
 
-def test_a_complaint_that_is_not_repeated_is_gone_and_begins_anew() -> None:
+def test_a_complaint_must_be_repeated() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(10):
         rule.record_heartbeat(1, () if beat == 4 else (2,), beat * BEAT_S)
@@ -87,7 +87,7 @@ def test_of_those_that_the_scheduler_does_not_hear_heartbeats_tell() -> None:
         assert rule.decide((1, 2, 3), (), beat * BEAT_S) is None
 
 
-def test_who_was_stopped_has_time_to_answer() -> None:
+def test_a_stopped_server_has_time_to_answer() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(30):
         rule.record_heartbeat(1, (2,) if 5 <= beat < 14 else (), beat * BEAT_S)
@@ -114,7 +114,7 @@ def test_who_was_stopped_has_time_to_answer() -> None:
         ({1: (2, 3), 4: (5,)}, [(1,), (2,), (3,), (4, 5)], 5),
     ],
 )
-def test_nobody_goes_that_is_the_last_to_have_a_bucket(
+def test_the_last_server_with_a_bucket_is_never_expelled(
     complaints: dict[int, tuple[int, ...]], chains: list[tuple[int, ...]], goes: int | None
 ) -> None:
     groups = tuple(chain_group(members, None, 1 << bucket) for bucket, members in enumerate(chains))
@@ -122,7 +122,7 @@ def test_nobody_goes_that_is_the_last_to_have_a_bucket(
     assert (None if decided is None else decided.server) == goes
 
 
-def test_who_is_silent_and_not_declared_dead_yet_has_no_bucket() -> None:
+def test_a_silent_server_does_not_count_as_a_copy() -> None:
     """1 and 2 have each its buckets with 3; 3 dies while 1 and 2 are at odds: either alone has them, and stays."""
     rule = Reachability(PATIENCE_S)
     groups = (chain_group((1, 3), None, 0b01), chain_group((3, 2), None, 0b10))
@@ -195,7 +195,7 @@ def test_silence_is_counted_in_looks() -> None:
 
 
 @given(st.lists(st.sampled_from(["look", "heard"]), max_size=40))
-def test_silent_are_those_not_heard_between_looks(events: list[str]) -> None:
+def test_a_server_is_silent_without_messages_between_polls(events: list[str]) -> None:
     silence, run_of_looks = Silence(), 0
     for event in events:
         if event == "heard":

@@ -65,7 +65,7 @@ def test_the_first_map_makes_members_of_servers_that_have_nothing() -> None:
     assert handle(replication, change(1, ((B,), None, 0b111))) == []  # no newer map
 
 
-def test_a_push_is_acknowledged_when_all_behind_have_it() -> None:
+def test_a_push_is_acknowledged_when_all_successors_have_it() -> None:
     first, last = server(A, ((A, B), None, 0b11)), server(B, ((A, B), None, 0b11))
     assert handle(first, PushReceived("push", 9, 0, 1, 0b11)) == [Forward("push", B, 1, 0b11), Apply("push", 0b11)]
     assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b11)) == [Acknowledge("copy"), Apply("copy", 0b11)]
@@ -83,7 +83,7 @@ def test_without_a_chain_nothing_waits() -> None:
     assert alone.delivery.missing(9, 1, 0b10) == 0
 
 
-def test_what_comes_again_is_applied_once_and_acknowledged_when_the_chain_has_it() -> None:
+def test_a_repeated_push_is_applied_once_and_acknowledged_by_the_chain() -> None:
     first = server(A, ((A, B), None, 0b1))
     handle(first, PushReceived("push", 9, 0, 1, 0b1))
     assert handle(first, PushReceived("again", 9, 0, 1, 0b1)) == [Forward("again", B, 2, 0b1)]
@@ -92,7 +92,7 @@ def test_what_comes_again_is_applied_once_and_acknowledged_when_the_chain_has_it
     assert handle(first, PushReceived("third", 9, 0, 1, 0b1)) == [Forward("third", B, 3, 0b1)]
 
 
-def test_what_comes_again_after_a_change_takes_the_place_of_what_was_left() -> None:
+def test_a_push_repeated_after_a_view_change_replaces_its_pending_part() -> None:
     # Found by the simulation: with every map a server had each push once more, and sent each of them on.
     first = server(A, ((A, B), None, 0b11))
     handle(first, PushReceived("push", 9, 0, 1, 0b11))
@@ -114,7 +114,7 @@ def test_messages_of_another_version_are_not_taken() -> None:
     assert handle(last, StateReceived("early state", A, 3, 0, ())) == [Forget("early state")]
 
 
-def test_a_new_connection_gets_again_what_waits_in_order() -> None:
+def test_a_new_connection_gets_pending_pushes_in_order() -> None:
     first = server(A, ((A, B), None, 0b11))
     handle(first, PushReceived("one", 9, 0, 1, 0b01))
     handle(first, PushReceived("two", 9, 1, 1, 0b11))
@@ -123,7 +123,7 @@ def test_a_new_connection_gets_again_what_waits_in_order() -> None:
     assert handle(first, Acknowledged(B, 4)) == [Acknowledge("two")]
 
 
-def test_a_repetition_does_not_get_behind_a_later_push() -> None:
+def test_a_repeated_push_stays_before_later_pushes() -> None:
     # Found by the simulation: the server behind would take the earlier push for a repetition of the later one.
     first = server(A, ((A, B), None, 0b1))
     for sequence in (0, 1):
@@ -140,7 +140,7 @@ def test_a_dead_successor_is_not_waited_for() -> None:
     assert instructions == [Links(frozenset()), Acknowledge("push"), Lead(0b1, 0)]
 
 
-def test_what_a_server_leads_no_more_it_refuses_but_sends_on_to_who_is_behind() -> None:
+def test_a_former_primary_refuses_pushes_but_forwards_them() -> None:
     first = server(A, ((A, B), None, 0b11))
     handle(first, PushReceived("one", 9, 0, 1, 0b11))
     handle(first, PushReceived("two", 9, 1, 1, 0b10))
@@ -166,7 +166,7 @@ def test_after_a_change_a_replica_promises_nothing_to_whom_a_push_came_from() ->
     assert only(Forget, instructions) == [Forget("push")]
 
 
-def test_who_becomes_primary_sends_on_what_the_one_before_had_not_brought_to_the_end() -> None:
+def test_a_new_primary_forwards_the_former_primarys_pending_pushes() -> None:
     # Found by the simulation: the sum of an iteration has no sender that repeats it when its primary is dead.
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("sum", A, AGGREGATE, 5, 1, 0b1))
@@ -179,7 +179,7 @@ def test_who_becomes_primary_sends_on_what_the_one_before_had_not_brought_to_the
     assert [middle.pushes.inherited] == [None]
 
 
-def test_lead_comes_behind_what_is_forwarded_again() -> None:
+def test_lead_comes_after_the_forwarded_pushes() -> None:
     # Found by thought: a sum that is pushed at the Lead would overtake the sum before it.
     first = server(A, ((A, B), None, 0b1))
     handle(first, PushReceived("sum", AGGREGATE, 1, 1, 0b1))
@@ -187,7 +187,7 @@ def test_lead_comes_behind_what_is_forwarded_again() -> None:
     assert kinds.index(Forward) < kinds.index(Lead)
 
 
-def test_own_sums_go_on_whoever_leads() -> None:
+def test_own_sums_continue_under_another_primary() -> None:
     first = server(A, ((A, B), None, 0b11))
     handle(first, PushReceived("sum", AGGREGATE, 1, 1, 0b11))
     instructions = handle(first, change(2, ((C, A, B), None, 0b01), ((A, B), None, 0b10)))
@@ -196,7 +196,7 @@ def test_own_sums_go_on_whoever_leads() -> None:
     assert handle(first, Acknowledged(C, 3)) == [Acknowledge("sum")]
 
 
-def test_who_is_overtaken_hands_up_what_is_pending_and_says_when_that_was_all() -> None:
+def test_an_overtaken_server_hands_up_pending_pushes_then_sends_ready() -> None:
     # Found by the simulation: a server that was filled behind the tail leads next; what the former primary had on its
     # way to it got lost for it, and later the server behind was the only one to have it.
     first, new = server(A, ((A, B), None, 0b1)), server(B, ((A, B), None, 0b1))
@@ -218,7 +218,7 @@ def test_who_is_overtaken_hands_up_what_is_pending_and_says_when_that_was_all() 
     assert handle(first, PushReceived("late", 9, 0, 2, 0b1)) == [RefusePush("late")]
 
 
-def test_a_client_is_not_answered_for_what_was_handed_up() -> None:
+def test_a_handed_up_push_is_not_acknowledged_to_its_client() -> None:
     # Found by the simulation: a map was missed, so the replica handed up one bucket of a push that its primary had
     # pending too; the primary then took the answer for the other bucket as that for the whole push.
     first = server(A, ((A, B, C), None, 0b01), ((A, C), None, 0b10))
@@ -230,7 +230,7 @@ def test_a_client_is_not_answered_for_what_was_handed_up() -> None:
     assert handle(first, Acknowledged(B, 5)) == [Acknowledge("up")]
 
 
-def test_what_is_handed_up_is_handed_up_again_until_it_is_there() -> None:
+def test_pushes_are_handed_up_until_they_are_acknowledged() -> None:
     first = server(A, ((A, B, C), None, 0b1))
     handle(first, PushReceived("push", 9, 0, 1, 0b1))
     assert only(Forward, handle(first, change(2, ((B, A), None, 0b1)))) == [Forward("push", B, 2, 0b1)]
@@ -244,7 +244,7 @@ def test_what_is_handed_up_is_handed_up_again_until_it_is_there() -> None:
     assert only(Forward, handle(first, change(5, ((C, B, A), None, 0b1)))) == []
 
 
-def test_what_is_handed_up_goes_down_by_the_primary_only() -> None:
+def test_handed_up_pushes_are_forwarded_only_by_the_primary() -> None:
     # Found by the simulation: the way to the primary was cut, so the server behind had a sum that the primary lacked,
     # and did not know that: with the server between dead, the primary would have summed the iteration anew.
     first, tail = server(A, ((A, B), None, 0b1)), server(B, ((A, B), None, 0b1))
@@ -262,7 +262,7 @@ def test_what_is_handed_up_goes_down_by_the_primary_only() -> None:
     assert first.checkable(B) == 0b1
 
 
-def test_what_is_handed_up_is_handed_up_whole() -> None:
+def test_pushes_are_handed_up_completely() -> None:
     # Found by the simulation: what another server ahead sent again was not handed up any more; of what came later some
     # was, and so got to the primary before the rest.
     tail = server(C, ((A, C), None, 0b1))
@@ -297,7 +297,7 @@ def test_with_every_map_each_push_is_left_once() -> None:
     assert middle.num_pending == 1
 
 
-def test_nobody_is_filled_with_what_the_primary_may_lack() -> None:
+def test_a_fill_has_no_pushes_that_the_primary_may_lack() -> None:
     # Found by the simulation: the newcomer leads next, and has it without knowing that others have not.
     tail = server(A, ((A, B), None, 0b11))
     handle(tail, PushReceived("push", 9, 0, 1, 0b01))
@@ -338,7 +338,7 @@ def test_a_server_is_filled_and_reported() -> None:
     assert handle(first, Confirmed(B, last[0])) == []
 
 
-def test_with_a_bucket_comes_what_was_applied_to_it() -> None:
+def test_a_bucket_comes_with_its_filter() -> None:
     first, new = server(A, ((A,), B, 0b11)), server(B, ((A,), B, 0b11))
     for sequence in (0, 2):
         handle(first, PushReceived(sequence, 9, sequence, 1, 0b11))
@@ -350,7 +350,7 @@ def test_with_a_bucket_comes_what_was_applied_to_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_reported_of_a_fill_was_confirmed(seed: int) -> None:
+def test_only_confirmed_buckets_are_reported(seed: int) -> None:
     random, buckets = Random(seed), (1 << 200) - 1
     first = server(A, ((A,), B, buckets))
     handle(first, LinkUp(B))
@@ -411,7 +411,7 @@ def test_a_fill_goes_on_after_a_cut_and_after_a_change() -> None:
     assert handle(first, Confirmed(B, left[0])) == []
 
 
-def test_after_a_missed_map_a_fill_begins_anew() -> None:
+def test_a_fill_restarts_after_a_missed_view() -> None:
     first = server(A, ((A,), B, 0b1))
     handle(first, LinkUp(B))
     number = (first.next_fill(B) or (0,))[0]
@@ -467,14 +467,14 @@ def test_a_replica_that_dies_leaves_a_push_without_an_answer_until_there_is_anot
     assert only(Acknowledge, handle(first, change(3, ((A, C), None, 0b1)))) == [Acknowledge("again")]
 
 
-def test_who_sent_a_withheld_push_asks_the_server_that_leads_its_bucket_now() -> None:
+def test_the_sender_of_a_withheld_push_retries_at_the_new_primary() -> None:
     first = Replication(A, min_replicas=1)
     handle(first, change(1, ((A,), B, 0b1)))
     handle(first, PushReceived("push", 9, 0, 1, 0b1))
     assert only(RefusePush, handle(first, change(2, ((B, A), None, 0b1)))) == [RefusePush("push")]
 
 
-def test_a_server_behind_and_a_sum_are_answered_however_short_the_chain() -> None:
+def test_forwards_and_sums_are_acknowledged_in_short_chains() -> None:
     last = Replication(B, min_replicas=2)
     handle(last, change(1, ((A, B), None, 0b01), ((B,), None, 0b10)))
     assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b01)) == [Acknowledge("copy"), Apply("copy", 0b01)]

@@ -60,7 +60,7 @@ def test_how_large_a_sum_can_be_is_known() -> None:
     assert buffer.complete(0, (11, 12)).tops == {1: 12.0, 2: 6.0}  # those that did not tick do not count
 
 
-def test_only_those_who_ticked_count_and_the_mean_is_over_all_of_them() -> None:
+def test_only_workers_that_ticked_count_also_in_the_mean() -> None:
     buffer = IterationBuffer(mean=True)
     buffer.add(0, 11, 0, 1, buffer.copy(keys(1), floats(1)), 1.0)
     buffer.add(0, 12, 1, 1, buffer.copy(keys(1), floats(2)), 1.0)
@@ -70,7 +70,7 @@ def test_only_those_who_ticked_count_and_the_mean_is_over_all_of_them() -> None:
     assert buffer.complete(1, ()) == ({}, {}, 1.0)
 
 
-def test_a_worker_that_is_gone_loses_what_it_did_not_finish() -> None:
+def test_a_departed_workers_unfinished_pushes_are_dropped() -> None:
     buffer = IterationBuffer(mean=False)
     for iteration in (3, 4, 5):
         buffer.add(iteration, 11, 0, 1, buffer.copy(keys(1), floats(1)), 1.0)
@@ -93,7 +93,7 @@ def test_of_buckets_that_are_others_now_nothing_is_kept(kind: str) -> None:
     assert [part.keys_of(selection).tolist() for selection, _ in tables[1]] == [[1]] * len(tables[1])
 
 
-def test_what_is_kept_does_not_change_with_the_receive_buffer() -> None:
+def test_buffered_pushes_do_not_change_with_the_receive_buffer() -> None:
     buffer = IterationBuffer(mean=False)
     selection, grads = keys(1, 2), floats(1, 2)
     buffer.add(0, 11, 0, 1, buffer.copy(selection, grads), 1.0)

@@ -230,7 +230,7 @@ def ones(count: int = 64) -> Any:
     return np.ones(count, np.float32)
 
 
-def test_the_next_server_gets_what_a_dead_one_has_not_answered(stack: ExitStack) -> None:
+def test_unanswered_requests_of_a_dead_server_go_to_the_next(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", dim=2, update=SGD(lr=1.0))
@@ -255,7 +255,7 @@ def test_the_next_server_gets_what_a_dead_one_has_not_answered(stack: ExitStack)
     assert len(client.servers.newest()) == 1
 
 
-def test_a_part_is_cut_anew_and_its_values_are_put_together(stack: ExitStack) -> None:
+def test_a_pull_is_split_again_and_its_values_are_joined(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -326,7 +326,7 @@ def test_values_find_their_rows_however_often_the_view_changes(stack: ExitStack,
         assert (ticket.result() == values).all()
 
 
-def test_a_client_that_waits_for_one_server_says_synced_to_another_though_the_connection_is_cut(
+def test_a_waiting_client_resyncs_with_another_server_after_a_cut(
     stack: ExitStack,
 ) -> None:
     """Found by the simulation: what it waits for may wait for a worker that waits for what the cut has lost."""
@@ -348,7 +348,7 @@ def test_a_client_that_waits_for_one_server_says_synced_to_another_though_the_co
     world.publish(client, 3, {11: LOW, 12: HIGH})
 
 
-def test_an_idle_client_says_synced_by_itself(stack: ExitStack) -> None:
+def test_an_idle_client_resyncs(stack: ExitStack) -> None:
     world = World(stack, {11: ALL})
     client = world.connect()
     client.tick()
@@ -364,7 +364,7 @@ def test_an_idle_client_says_synced_by_itself(stack: ExitStack) -> None:
     assert world.servers[13].data(3)[0][:4] == (SYNCED, 0, 3, 1)
 
 
-def test_a_worker_that_joins_says_synced(stack: ExitStack) -> None:
+def test_a_joining_worker_resyncs(stack: ExitStack) -> None:
     """A server that takes note of it before it has the map would wait for it ever after."""
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
@@ -421,7 +421,7 @@ def test_answered_pushes_are_kept_until_they_are_safe(stack: ExitStack, kind: st
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
-def test_what_was_sent_again_is_kept_as_it_was(stack: ExitStack, is_answered: bool) -> None:
+def test_resent_pushes_are_retained_unchanged(stack: ExitStack, is_answered: bool) -> None:
     """Whatever its first memory holds since: the caller's is the caller's again, a copy's may be another copy's."""
     world = World(stack, {11: ALL}, 13, consistency="sequential")
     client = world.connect()
@@ -533,7 +533,7 @@ def test_a_call_to_a_server_that_dies_meanwhile(stack: ExitStack) -> None:
     assert isinstance(world.servers[13].calls[-1], messages.CreateTable)
 
 
-def test_that_a_push_is_lost_with_its_servers_is_said_though_they_are_gone(stack: ExitStack) -> None:
+def test_a_push_lost_with_its_servers_raises_an_error(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -545,7 +545,7 @@ def test_that_a_push_is_lost_with_its_servers_is_said_though_they_are_gone(stack
         client.flush()
 
 
-def test_a_refusal_is_told_though_another_server_has_gone(stack: ExitStack) -> None:
+def test_a_rejection_is_raised_after_the_loss_of_another_server(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -560,9 +560,7 @@ def test_a_refusal_is_told_though_another_server_has_gone(stack: ExitStack) -> N
         client.flush()
 
 
-def test_what_an_interruption_leaves_of_a_view_change_is_done_later(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_view_change_continues_later(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))

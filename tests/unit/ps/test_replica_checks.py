@@ -70,7 +70,7 @@ def test_another_order_is_another_number() -> None:
     assert one.of(0) == other.of(0)
 
 
-def test_a_bucket_is_compared_where_one_server_has_what_the_other_had() -> None:
+def test_a_bucket_is_compared_after_the_same_pushes() -> None:
     first, second = Replication(1), Replication(2)
     groups = (chain_group((1, 2), None, ALL),)
     for each in (first, second):
@@ -88,7 +88,7 @@ def test_a_bucket_is_compared_where_one_server_has_what_the_other_had() -> None:
     assert second.applied_to(5) == ((9, 4),)
 
 
-def test_a_server_that_still_hands_up_what_it_has_more_is_not_compared() -> None:
+def test_a_server_that_hands_up_pushes_is_not_compared() -> None:
     first, second = Replication(1), Replication(2)
     for each in (first, second):
         each.handle(Change(1, (chain_group((2, 1), None, ALL),)))

@@ -85,7 +85,7 @@ def test_a_moment_is_read_while_the_table_changes(kind: str, dim: int) -> None:
     assert everything(part) != expected
 
 
-def test_what_changed_is_known() -> None:
+def test_changed_buckets_are_recorded() -> None:
     part = watch(table_of("sparse", 1))
     keys = np.arange(10_000, dtype=np.uint64)
     part.push(Selection(keys), np.ones(len(keys), np.float32))

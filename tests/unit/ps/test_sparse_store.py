@@ -339,7 +339,7 @@ class ScarceMemory(RowMemory):
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
 @pytest.mark.parametrize("num_old", [0, 3, 5000])
 @pytest.mark.parametrize("num_new", [0, 1, 64, 65, 4000])
-def test_what_is_reserved_is_enough(
+def test_the_reserved_memory_suffices(
     dim: int, rule: UpdateRule, num_old: int, num_new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(num_old + num_new)

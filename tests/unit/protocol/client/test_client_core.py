@@ -109,7 +109,7 @@ def joined(behind: int | None = 9, **leads: int) -> Runtime:
     return runtime
 
 
-def test_what_is_refused_goes_out_again_in_order_and_a_resync_behind_it() -> None:
+def test_rejected_requests_are_resent_in_order_before_a_resync() -> None:
     runtime = joined(None, s1=0b1)
     [first], [second] = runtime.push(1), runtime.push(1)
     [pull] = runtime.make(RequestKind.PULL, 1)
@@ -129,7 +129,7 @@ def test_what_is_refused_goes_out_again_in_order_and_a_resync_behind_it() -> Non
     assert all(each.is_done for each in (first, second, pull, late))
 
 
-def test_answers_to_what_was_replaced_count_no_more() -> None:
+def test_answers_to_replaced_requests_are_ignored() -> None:
     runtime = joined(None, s1=0b1)
     [pull] = runtime.make(RequestKind.PULL, 1)
     session = runtime.core.sessions[1]
@@ -143,7 +143,7 @@ def test_answers_to_what_was_replaced_count_no_more() -> None:
     assert session.num_bodies == 1
 
 
-def test_what_was_sent_twice_over_one_connection_is_answered_twice() -> None:
+def test_a_request_sent_twice_has_two_answers() -> None:
     runtime = joined(None, s1=0b1)
     [first], [second], [pull] = runtime.push(1), runtime.push(1), runtime.make(RequestKind.PULL, 1)
     session = runtime.core.sessions[1]
@@ -223,7 +223,7 @@ def test_calls_outlive_a_view_unless_their_server_leaves() -> None:
 
 
 @pytest.mark.parametrize("is_worker", [True, False])
-def test_only_workers_say_where_they_are(is_worker: bool) -> None:
+def test_only_workers_send_their_clocks(is_worker: bool) -> None:
     runtime = Runtime(is_worker=is_worker)
     runtime.view(1, {1: 1})  # the first too: a server that leads by it waits for all workers that it names
     assert runtime.sent[1] == [Resync(1, 1, 0, False)] * is_worker
@@ -270,7 +270,7 @@ def test_a_view_that_comes_while_a_worker_joins_has_it_ask_all_again() -> None:
     assert not runtime.core.is_joining
 
 
-def test_a_call_to_join_comes_behind_the_word_that_the_worker_takes_no_part() -> None:
+def test_a_call_to_join_comes_after_the_resync() -> None:
     """The server took it for the last word, and iterations were complete there without a worker that had joined."""
     runtime = Runtime()
     runtime.view(1, {1: 0b01, 2: 0b10})
@@ -324,7 +324,7 @@ def test_after_a_view_that_was_missed_all_that_is_retained_goes_out_again() -> N
     assert runtime.sent[1] == [(RequestKind.PUSH, 1, 0, 1), Resync(1, 4, 0, True)]
 
 
-def test_what_is_stable_at_a_server_is_learned_anew_with_every_view() -> None:
+def test_stability_is_reset_with_every_view() -> None:
     # A server that comes to lead what another one has led is not as far on with that.
     runtime = joined(s1=0b01, s2=0b10)
     runtime.core.sessions[1].stabilize(1)
@@ -336,7 +336,7 @@ def test_what_is_stable_at_a_server_is_learned_anew_with_every_view() -> None:
     assert runtime.sent[3][:-1] == [(RequestKind.PUSH, 2, 0, 0b10)]
 
 
-def test_nothing_is_retained_while_no_server_is_behind_a_primary() -> None:
+def test_nothing_is_retained_without_replicas() -> None:
     runtime = joined(None, s1=0b01, s2=0b10)
     runtime.answered_push(0b11)
     assert not runtime.core.has_unfinished
@@ -353,7 +353,7 @@ def test_nothing_is_retained_while_no_server_is_behind_a_primary() -> None:
     assert not runtime.core.has_unfinished
 
 
-def test_who_retires_retains_nothing() -> None:
+def test_a_retired_worker_retains_nothing() -> None:
     runtime = joined(s1=0b1)
     runtime.answered_push(1)
     runtime.execute(runtime.core.retire())
@@ -377,7 +377,7 @@ def test_requests_for_lost_buckets_fail() -> None:
     assert runtime.core.failures == []
 
 
-def test_a_failure_of_what_was_sent_again_is_the_requests_own() -> None:
+def test_a_failed_replacement_fails_the_request() -> None:
     runtime = joined(None, s1=0b1)
     [told], [untold] = runtime.push(1), runtime.push(1)
     runtime.core.report(told)

@@ -49,7 +49,7 @@ def test_the_next_job_waits_for_workers_that_are_at_the_one_before() -> None:
     assert cluster.ask(second, messages.GetJob(after=1)) == [(first, Job(number=2)), (second, Job(number=2))]
 
 
-def test_nobody_waits_for_a_worker_that_is_gone() -> None:
+def test_a_departed_worker_is_not_waited_for() -> None:
     cluster = Cluster(2)
     first, second = cluster.workers
     cluster.post()
@@ -76,7 +76,7 @@ def test_a_worker_that_is_through_is_given_a_job_again_when_shards_came_back() -
     assert cluster.ask(me, messages.GetJob(after=1)) == [(me, Job(number=1))]
 
 
-def test_the_next_scheduler_knows_who_is_at_work() -> None:
+def test_the_next_scheduler_restores_busy_workers() -> None:
     cluster = Cluster(2)
     busy, idle = cluster.workers
     cluster.core.restore([remembered(busy, working=True, is_busy=True), remembered(idle)], [], 1.0, term=7)
@@ -85,7 +85,7 @@ def test_the_next_scheduler_knows_who_is_at_work() -> None:
     assert len(cluster.ask(busy.incarnation, messages.GetJob(after=1))) == 2
 
 
-def test_a_number_is_not_given_again_though_nobody_has_told_of_its_job() -> None:
+def test_a_job_number_is_never_reused() -> None:
     """Its poster may come late, and counts what was done for the one as done for the other."""
     cluster = Cluster(1)
     cluster.core.restore([remembered(cluster.workers[0])], [], 1.0, term=7)
@@ -97,7 +97,7 @@ def test_a_number_is_not_given_again_though_nobody_has_told_of_its_job() -> None
     assert later.post() == [(9, (8 << 20) + 1)], "another poster's may come late"
 
 
-def test_who_is_gone_is_given_no_job_and_counts_nothing() -> None:
+def test_a_departed_worker_gets_no_job_and_counts_nothing() -> None:
     """Its connection may outlive it; the next job would wait for it, and nobody takes it for gone again."""
     cluster = Cluster(2)
     lives, gone = cluster.workers

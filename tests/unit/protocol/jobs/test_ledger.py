@@ -72,7 +72,7 @@ def taken(worker: Worker, ledger: JobLedger) -> Lease:
     return lease
 
 
-def test_strided_shards_are_dealt_when_all_workers_have_asked() -> None:
+def test_strided_shards_are_leased_when_all_workers_have_requested() -> None:
     ledger = JobLedger(1, spec((4,), assignment="strided"), 2, [0, 1])
     first, second = Worker(0), Worker(1)
     assert second.take(ledger) is None
@@ -83,7 +83,7 @@ def test_strided_shards_are_dealt_when_all_workers_have_asked() -> None:
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
-def test_one_that_goes_before_it_has_asked_is_not_waited_for(is_dead: bool) -> None:
+def test_a_worker_that_leaves_before_its_request_is_not_waited_for(is_dead: bool) -> None:
     ledger = JobLedger(1, spec((2,), assignment="strided"), 2, [0, 1])
     first = Worker(0)
     assert first.take(ledger) is None
@@ -91,7 +91,7 @@ def test_one_that_goes_before_it_has_asked_is_not_waited_for(is_dead: bool) -> N
     assert first.answer(ledger) is not None
 
 
-def test_what_a_snapshot_says_is_done_is_not_read_again() -> None:
+def test_shards_of_a_snapshot_are_not_read_again() -> None:
     done = DoneShards(epoch=0, file=0, shards=b"\5")
     ledger = JobLedger(1, spec((3,), done=(done,), progress={"examples": 8.0}), 1, [0])
     worker = Worker(0)
@@ -156,7 +156,7 @@ def test_shards_done_after_one_whose_report_is_not_taken_become_known_with_it() 
     assert news_of(ledger) == [(0, 0, 3)]
 
 
-def test_what_is_said_again_takes_nothing_back() -> None:
+def test_repeated_messages_do_not_lower_counters() -> None:
     ledger = JobLedger(1, spec((2,)), 1, [0])
     worker = Worker(0)
     leases = [taken(worker, ledger) for _ in range(2)]
@@ -166,7 +166,7 @@ def test_what_is_said_again_takes_nothing_back() -> None:
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_what_is_found_and_counted_in_a_shard_that_is_not_done_does_not_count(is_dead: bool) -> None:
+def test_reports_and_counters_of_unfinished_shards_do_not_count(is_dead: bool) -> None:
     ledger = JobLedger(1, spec((1,)), 2, [0, 1])
     first, second = Worker(0), Worker(1)
     lease = taken(first, ledger)
@@ -187,7 +187,7 @@ def test_reports_of_a_lease_that_a_worker_does_not_hold_do_not_count() -> None:
     assert (ledger.state(1, 2.0).num_reports, ledger.take_news()) == (0, None)
 
 
-def test_what_a_dead_worker_counted_since_its_last_shard_does_not_count() -> None:
+def test_a_dead_workers_counters_since_its_last_shard_do_not_count() -> None:
     ledger = JobLedger(1, spec((2,)), 1, [0])
     worker = Worker(0)
     worker.done(ledger, taken(worker, ledger), 5.0)
@@ -215,7 +215,7 @@ def test_a_job_that_has_failed_gives_nothing_to_do() -> None:
         assert answer.lease == ALL_DONE
 
 
-def test_who_is_connected_again_is_told_all_that_was_news() -> None:
+def test_a_reconnected_member_receives_all_facts() -> None:
     ledger = JobLedger(1, spec((4,)), 1, [0])
     worker = Worker(0)
     for examples in (2.0, 5.0):
@@ -236,7 +236,7 @@ def test_a_failure_is_news() -> None:
     assert news.failed == ("DataError", "bad")
 
 
-def test_what_members_know_is_the_ledger_again() -> None:
+def test_members_records_restore_the_ledger() -> None:
     ledger = JobLedger(1, spec((4,)), 2, [0, 1])
     first, second = Worker(0), Worker(1)
     done, held, lost = (taken(worker, ledger) for worker in (first, first, second))

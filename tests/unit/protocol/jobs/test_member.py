@@ -33,7 +33,7 @@ def memory_of(ledger: MemberLedger, now_s: float = 1.0) -> JobMemory:
     return memory
 
 
-def test_a_worker_remembers_what_it_holds_and_what_it_has_done() -> None:
+def test_a_worker_records_its_leases_and_finished_shards() -> None:
     ledger = MemberLedger()
     ledger.incarnation = 5
     assert ledger.memory(1.0) is None
@@ -86,7 +86,7 @@ def test_a_worker_is_at_work_until_it_asks_for_the_next_job() -> None:
     assert memory_of(ledger).is_busy
 
 
-def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:
+def test_a_poster_records_its_job_and_reports() -> None:
     ledger = MemberLedger()
     spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="strided")
     ledger.merge_news(JobRecord(number=1, num_workers=4))
@@ -107,7 +107,7 @@ def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:
     assert memory_of(ledger).posted is None
 
 
-def test_a_poster_knows_how_long_its_job_has_run() -> None:
+def test_a_poster_records_the_duration_of_its_job() -> None:
     ledger = MemberLedger()
     spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="first-come")
     ledger.answered(messages.PostJob(spec=spec), 1, 1.0)

@@ -124,7 +124,7 @@ def test_a_job_is_done_when_its_shards_are_and_its_workers_rest() -> None:
     assert cluster.jobs.take_news() is None
 
 
-def test_what_a_dead_worker_held_is_leased_again() -> None:
+def test_a_dead_workers_shards_are_leased_again() -> None:
     cluster = Cluster(2)
     first, second = cluster.workers
     number = cluster.post((1,))
@@ -165,7 +165,7 @@ def test_another_job_ends_the_one_before() -> None:
         first.take_lease(new + 1)
 
 
-def test_a_job_whose_poster_is_gone_fails() -> None:
+def test_a_job_fails_with_its_poster() -> None:
     cluster = Cluster()
     number = cluster.post()
     assert cluster.jobs.concerns(cluster.poster)

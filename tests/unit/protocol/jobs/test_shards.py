@@ -50,7 +50,7 @@ def test_first_come_in_order_with_no_barrier_between_epochs() -> None:
     assert shards.progress() == (1, 6)
 
 
-def test_who_finds_nothing_waits_and_is_told() -> None:
+def test_a_worker_without_a_shard_waits() -> None:
     shards = Shards([2])
     feed(shards, ShardWanted(0), ShardWanted(1))
     assert feed(shards, ShardWanted(2)) == [Wait(2)]
@@ -70,7 +70,7 @@ def test_a_lost_workers_leases_go_out_before_new_ones() -> None:
     assert feed(shards, ShardWanted(1)) == [Granted(1, 5, 1, 0, 0)]
 
 
-def test_a_lost_workers_lease_wakes_who_waits() -> None:
+def test_a_lost_workers_lease_wakes_a_waiting_worker() -> None:
     shards = Shards([1])
     feed(shards, ShardWanted(0), ShardWanted(1), ShardWanted(2))
     assert feed(shards, WorkerLost(0)) == [Granted(1, 1, 0, 0, 0)]
@@ -104,7 +104,7 @@ def test_the_end_of_a_stream() -> None:
     assert len(shards.report()) == 6
 
 
-def test_the_end_drops_what_was_given_back_past_it() -> None:
+def test_the_end_of_a_file_drops_returned_shards_past_it() -> None:
     shards = Shards([None])
     feed(shards, ShardWanted(0), ShardWanted(0), WorkerLost(0), ShardCountFound(0, 1))
     assert drain(shards, 1) == [(0, 0, 0)]
@@ -114,7 +114,7 @@ def test_the_end_drops_what_was_given_back_past_it() -> None:
 @pytest.mark.parametrize(
     "ended", [ShardCountFound(0, 3), ShardCountFound(1, 1), ShardCountFound(-1, 1), ShardCountFound(2, -1)]
 )
-def test_an_end_at_odds_with_what_is_known(ended: ShardCountFound) -> None:
+def test_a_contradictory_end_of_a_file(ended: ShardCountFound) -> None:
     with pytest.raises(DataError, match="was reported to end"):
         Shards([2]).handle(ended)
 

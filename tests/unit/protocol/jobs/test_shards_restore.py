@@ -39,7 +39,7 @@ def test_a_restored_pool_goes_on_where_it_was() -> None:
     assert again.shard == 4
 
 
-def test_what_is_known_may_overlap_and_go_past_the_end() -> None:
+def test_restored_records_may_overlap_and_exceed_the_end() -> None:
     held = [Granted(0, 3, 0, 0, 1), Granted(1, 5, 0, 0, 1), Granted(1, 6, 0, 0, 0), Granted(2, 8, 0, 0, 9)]
     shards = Shards.restore([2], done=[(0, 0, 0), (0, 0, 7), (1, 0, 0), (0, 1, 0)], held=held)
     shards.validate()

@@ -149,7 +149,7 @@ def test_a_request_of_another_view(kind: TimingClass, older: Timing, newer: Timi
     assert driver.core.time(kind, FIRST, 3) is newer
 
 
-def test_nobody_joins_whom_no_view_names() -> None:
+def test_a_worker_in_no_view_does_not_join() -> None:
     driver = alone(Eventual())
     assert driver.core.time(TimingClass.CALL, 12, 0) is Timing.UNNAMED
     driver.core.early.postpone(Timing.UNNAMED, 12, "join")
@@ -159,7 +159,7 @@ def test_nobody_joins_whom_no_view_names() -> None:
     assert driver.feed(WorkerJoining("late", 9, 0, 0)) == [RejectExpelled("late")]
 
 
-def test_what_a_worker_says_is_taken_in_order() -> None:
+def test_a_workers_messages_are_handled_in_order() -> None:
     """Its word that it takes no part, by a newer view, came before it joined: handled behind, nobody waited for it."""
     driver = alone(Sequential())
     assert driver.core.time(TimingClass.SYNCED, FIRST, 2) is Timing.EARLY
@@ -178,7 +178,7 @@ def test_an_older_view_is_left_aside() -> None:
 # Who takes part.
 
 
-def test_who_is_gone_is_waited_for_no_more_and_refused() -> None:
+def test_a_departed_worker_is_rejected_and_not_waited_for() -> None:
     driver = alone(BoundedDelay(tau=0))
     driver.feed(WorkerTicked(FIRST, 1), Read("read", FIRST, 1), Read("dead", SECOND, 1))
     out = driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2))
@@ -188,7 +188,7 @@ def test_who_is_gone_is_waited_for_no_more_and_refused() -> None:
     assert driver.feed(Read("again", SECOND, 0)) == [RejectExpelled("again")]
 
 
-def test_one_that_died_on_its_way_is_not_expected() -> None:
+def test_a_worker_that_died_before_joining_is_not_expected() -> None:
     driver = Driver(BoundedDelay(tau=0))
     driver.feed(view(1, (ME,)))
     driver.join(FIRST)
@@ -196,7 +196,7 @@ def test_one_that_died_on_its_way_is_not_expected() -> None:
     assert Serve("read") in driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2))
 
 
-def test_one_that_a_new_scheduler_may_not_know_yet_is_not_gone() -> None:
+def test_a_worker_that_a_new_scheduler_may_lack_is_not_excluded() -> None:
     driver = alone(Eventual())
     driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2, last=FIRST))
     assert not driver.core.workers.is_excluded(SECOND)
@@ -210,7 +210,7 @@ def test_a_worker_joins_where_the_others_are() -> None:
     assert driver.join(12) == [ConfirmJoin("join 12", 3)]
 
 
-def test_nobody_finishes_a_million_iterations_at_once() -> None:
+def test_a_leap_over_many_iterations_is_rejected() -> None:
     driver = alone(Sequential())
     with pytest.raises(ProtocolError, match="from iteration 0 to 1000000"):
         driver.join(FIRST, clock=1_000_000)
@@ -218,7 +218,7 @@ def test_nobody_finishes_a_million_iterations_at_once() -> None:
         Driver(Sequential()).feed(ClocksReceived(Clocks(((FIRST, 0, 2_000_000, True),), 0, 0)))
 
 
-def test_who_retires_is_not_waited_for_and_its_unfinished_pushes_are_dropped() -> None:
+def test_a_retired_worker_is_not_waited_for_and_its_unfinished_pushes_are_dropped() -> None:
     driver = alone(Sequential())
     driver.push("first", FIRST, 0, 0)
     driver.push("second", SECOND, 0, 0)
@@ -227,7 +227,7 @@ def test_who_retires_is_not_waited_for_and_its_unfinished_pushes_are_dropped() -
     assert driver.feed(WorkerRetired(SECOND)) == []
 
 
-def test_a_worker_that_has_never_taken_part_says_that_it_has_sent_all() -> None:
+def test_a_worker_that_never_took_part_sends_a_resync() -> None:
     driver = Driver(Eventual())
     driver.feed(view(1, (ME,)))
     driver.feed(Synced("synced", FIRST, 0, 1, 0, has_joined=False, counts=False))
@@ -245,7 +245,7 @@ def test_alone_a_push_is_applied_and_acknowledged_at_once(consistency: Consisten
     assert driver.push("again", FIRST, 0, 0, 0b11) == [Apply("again", 0), Acknowledge("again")]
 
 
-def test_what_this_server_does_not_lead_is_refused() -> None:
+def test_requests_for_other_primaries_are_rejected() -> None:
     driver = Driver(Eventual())
     driver.feed(view(1, (ME,), (OTHER,)))
     assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.STALE
@@ -262,7 +262,7 @@ def test_alone_an_iteration_is_summed_and_applied_once() -> None:
     assert driver.fresh(FIRST, 0, 0) == 0
 
 
-def test_what_a_retired_worker_has_ticked_counts_in_its_iteration() -> None:
+def test_ticked_pushes_of_a_retired_worker_count() -> None:
     driver = alone(Sequential())
     driver.feed(WorkerTicked(FIRST, 1), WorkerRetired(FIRST))
     assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.BUFFER
@@ -349,7 +349,7 @@ def test_too_few_replicas_withhold_acknowledgements_until_the_deadline() -> None
     assert driver.core.progress.num_waiting == 0
 
 
-def test_a_takeover_waits_for_what_workers_send_again() -> None:
+def test_a_takeover_waits_for_resent_pushes() -> None:
     driver = Driver(BoundedDelay(tau=1), replicas=1)
     driver.feed(view(1, (OTHER, ME)))
     driver.join(FIRST, SECOND)
@@ -360,13 +360,13 @@ def test_a_takeover_waits_for_what_workers_send_again() -> None:
     assert driver.feed(view(2, (ME,), workers=(FIRST,), epoch=3)) == [ForgetWorker(SECOND), Serve("read")]
 
 
-def test_nobody_is_waited_for_in_the_first_view() -> None:
+def test_the_first_view_needs_no_takeover() -> None:
     driver = Driver(BoundedDelay(tau=0))
     driver.feed(view(1, (ME,)))
     assert driver.core.progress.updates.pending_workers == frozenset()
 
 
-def test_a_takeover_of_iterations_waits_for_the_servers_behind_too() -> None:
+def test_a_takeover_of_iterations_also_waits_for_replicas() -> None:
     driver = Driver(Sequential(), replicas=2)
     driver.feed(view(1, (OTHER, ME, THIRD)))
     driver.join(FIRST, SECOND)
@@ -434,7 +434,7 @@ def test_a_server_in_no_chain_forgets_the_workers() -> None:
     assert driver.core.time(TimingClass.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
 
 
-def test_the_last_of_a_chain_answers_and_applies_what_is_forwarded() -> None:
+def test_the_last_server_of_a_chain_answers_and_applies_forwards() -> None:
     driver = Driver(Eventual(), replicas=1)
     driver.feed(view(1, (OTHER, ME)))
     out = driver.feed(Forwarded("push", OTHER, FIRST, 0, 1, BUCKETS))

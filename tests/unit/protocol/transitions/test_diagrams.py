@@ -53,7 +53,7 @@ def test_the_page_has_the_diagrams_of_the_tables() -> None:
     assert drawn(PAGE) == PAGE, "run: python docs/diagrams.py"
 
 
-def test_a_diagram_that_is_old_is_drawn_anew() -> None:
+def test_an_old_diagram_is_redrawn() -> None:
     assert drawn(PAGE.replace("Join / Joined", "Enter")) == PAGE != PAGE.replace("Join / Joined", "Enter")
 
 
