@@ -61,7 +61,7 @@ class Puller(threading.Thread):
 
 
 def wait_whole(client: Client, puller: Puller, servers: int, killed: int | None) -> messages.View:
-    """Return the first map without the killed process in which every bucket has its replica."""
+    """Return the first view without the killed process in which every bucket has its replica."""
     while True:
         puller.check()
         found: messages.View = client.link.get_view()

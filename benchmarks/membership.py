@@ -28,7 +28,7 @@ class Node(Handler):
     def __init__(self, role: str, rank: int) -> None:
         self.role, self.rank = role, rank
         self.welcomed = asyncio.Event()
-        self.maps = 0
+        self.views = 0
 
     async def join(self, transport: SocketTransport, scheduler: Endpoint) -> Peer:
         """Connect and register."""
@@ -39,12 +39,12 @@ class Node(Handler):
         return peer
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Count maps, and answer those that are to be prepared."""
+        """Count views, and answer those that are to be prepared."""
         if header.kind == RESULT:
             self.welcomed.set()
         elif header.kind == NOTICE:
             notice = messages.decode_notice(meta)
-            self.maps += 1
+            self.views += 1
             if isinstance(notice, messages.PrepareView):
                 prepared = messages.Prepared(notice.view.term, notice.view.epoch)
                 peer.send(*frame_parts(NOTICE, meta=messages.encode(prepared)))
@@ -71,8 +71,8 @@ async def measure(num_workers: int) -> None:
     joined_s, joined_bytes = time.perf_counter() - began, sent(peers)
     began = time.perf_counter()
     peers[-1].send(*frame_parts(NOTICE, meta=messages.encode(messages.Leave())))
-    maps = sum(node.maps for node in nodes[:SERVERS])
-    while sum(node.maps for node in nodes[:SERVERS]) < maps + 2 * SERVERS:  # prepared and committed
+    views = sum(node.views for node in nodes[:SERVERS])
+    while sum(node.views for node in nodes[:SERVERS]) < views + 2 * SERVERS:  # prepared and committed
         await asyncio.sleep(0.001)
     left_s, left_bytes = time.perf_counter() - began, sent(peers) - joined_bytes
     print(

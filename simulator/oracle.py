@@ -86,7 +86,7 @@ class Oracle:
         self._acknowledged: dict[int, dict[int, int]] = {}  # bucket → worker → index
         self._reads: dict[tuple[int, int], int] = {}
         self._refused: dict[int, str] = {}  # workers that a server rejected as departed → the server
-        self._maps: dict[int, tuple[ChainGroup, ...]] = {}
+        self._views: dict[int, tuple[ChainGroup, ...]] = {}
 
     def record_loss(self, buckets: int) -> None:
         """Record lost buckets. Raises DataLost, or Violation if enough servers lived."""
@@ -204,15 +204,15 @@ class Oracle:
                     f"a member in view {self.view.order} (live members are served)"
                 )
 
-    def mapped(self, version: int, groups: tuple[ChainGroup, ...], where: str) -> None:
+    def record_view(self, version: int, groups: tuple[ChainGroup, ...], where: str) -> None:
         """Record that a process applied a view."""
-        known = self._maps.setdefault(version, groups)
+        known = self._views.setdefault(version, groups)
         if known is not groups and known != groups:
             raise Violation(f"{where}: two views of version {version} (one primary)")
 
     def leads(self, version: int, buckets: int, server: int, where: str) -> None:
         """Record that a server acts as the primary of buckets."""
-        for group in self._maps[version]:
+        for group in self._views[version]:
             if buckets & group.buckets and (not group.members or group.members[0] != server):
                 raise Violation(f"{where}: server {server} leads buckets of another primary in {version} (one primary)")
 

@@ -191,7 +191,7 @@ class SimulatedNode(MessageProcess):
         if view is None:
             return
         if view.version:
-            self.oracle.mapped(view.version, view.groups, self.name)
+            self.oracle.record_view(view.version, view.groups, self.name)
         if self.role is not Role.OBSERVER and view.excludes(self.incarnation):
             self.kill()
         else:

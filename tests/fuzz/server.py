@@ -258,7 +258,7 @@ class ServerEpisode(Episode):
         groups = [
             ChainGroup(chain, filling, to_bytes(bucket_set(buckets))) for (chain, filling), buckets in chains.items()
         ]
-        self.server.members_changed(
+        self.server.view_changed(
             messages.View(
                 epoch=self.version,
                 term=1,

@@ -178,7 +178,7 @@ def run_server(
         def handle_notice(notice: msgspec.Struct) -> None:
             if isinstance(notice, messages.View):
                 if server is not None:
-                    loop.call_soon_threadsafe(server.members_changed, notice)
+                    loop.call_soon_threadsafe(server.view_changed, notice)
             elif isinstance(notice, messages.Ended):
                 loop.call_soon_threadsafe(end, None)
             elif isinstance(notice, messages.Expelled):
@@ -245,7 +245,7 @@ def run_server(
                 listener.set_hello(joined)
                 pulse.patience_s = _PATIENCE * welcome.heartbeat_s
                 server.joined(joined, welcome.heartbeat_s)
-                server.members_changed(welcome.view)
+                server.view_changed(welcome.view)
                 if on_ready is not None:
                     on_ready(welcome.rank, listener.endpoint)
                 await stop.wait()

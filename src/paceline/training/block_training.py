@@ -102,8 +102,8 @@ class BlockTraining:
         if not 0 < positives < examples:
             reason = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there is no example"
             self._warn(f"{reason}: no intercept is best, and it keeps its value")
-        cluster, settings = self._client.link.view, self._client.settings
-        ranks = [] if cluster is None else [member.rank for member in cluster.of_role(Role.WORKER)]
+        view, settings = self._client.link.view, self._client.settings
+        ranks = [] if view is None else [member.rank for member in view.of_role(Role.WORKER)]
         num_places = max(settings.num_workers, *(rank + 1 for rank in ranks), 1)
         task = SolveTask(
             table=table,

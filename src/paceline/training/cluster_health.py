@@ -64,11 +64,11 @@ class ClusterHealth:
             dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
             if dead:
                 return f"{dead[0][0]} {describe_status(dead[0][1])}"
-        cluster = self._client.link.view
-        if cluster is None or not cluster.num_lost:
+        view = self._client.link.view
+        if view is None or not view.num_lost:
             return None
-        missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role(Role.SERVER)})
-        return f"server {missing[0]} was lost" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets were lost"
+        missing = sorted(set(self._first_servers) - {member.rank for member in view.of_role(Role.SERVER)})
+        return f"server {missing[0]} was lost" if missing else f"{view.num_lost} of {NUM_BUCKETS} buckets were lost"
 
     def check_workers(self, state: JobState) -> None:
         """Warn if a job waits for workers. Raises PeerError if all workers of this machine have died."""

@@ -155,8 +155,8 @@ class Training:
 
     def _choose_filters(self) -> None:
         options = self._options
-        cluster: messages.View = self._client.link.get_view()
-        filters = options.filters.suited_to(cluster.members)
+        view: messages.View = self._client.link.get_view()
+        filters = options.filters.suited_to(view.members)
         if filters is not options.filters:
             self._options = dataclasses.replace(options, filters=filters)
             self._on_news(

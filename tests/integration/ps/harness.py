@@ -68,7 +68,7 @@ class ServerNode:
         name = self.registration.node
         hello = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=name)
         self.call(lambda: self.server.joined(hello, welcome.heartbeat_s))
-        self.call(lambda: self.server.members_changed(welcome.view))
+        self.call(lambda: self.server.view_changed(welcome.view))
         return self
 
     @property
@@ -109,7 +109,7 @@ class ServerNode:
 
     def _heard(self, notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.View) and self.served is not None:
-            self.served.loop.call_soon_threadsafe(self.server.members_changed, notice)
+            self.served.loop.call_soon_threadsafe(self.server.view_changed, notice)
         elif isinstance(notice, messages.Expelled):
             self.expelled = self.expelled or notice.reason
 

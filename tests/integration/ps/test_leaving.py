@@ -121,7 +121,7 @@ def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
             new = structs.replace(now, version=version, groups=groups)
             for node in cluster.nodes:
                 if node is goes or filling is not None or not is_missed:
-                    node.call(partial(node.server.members_changed, new))
+                    node.call(partial(node.server.view_changed, new))
             for client in clients:
                 client.follower.take(new)
 

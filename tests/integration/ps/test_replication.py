@@ -230,7 +230,7 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
         def change(version: int, *members: int) -> messages.View:
             groups = (msgspec.structs.replace(one, members=members), other)
             new: messages.View = msgspec.structs.replace(first, version=version, groups=groups)
-            node.call(lambda: node.server.members_changed(new))
+            node.call(lambda: node.server.view_changed(new))
             return new
 
         table = client.sparse_table("sparse", update=SGD(lr=1.0))
@@ -244,7 +244,7 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
         assert not read.done()
         last = change(4, *one.members)  # so that all comes to its end
         for each in cluster.nodes:
-            each.call(partial(each.server.members_changed, last))
+            each.call(partial(each.server.view_changed, last))
         client.follower.take(last)
 
 

@@ -613,7 +613,7 @@ def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> Non
 
         def take(members: tuple[Member, ...], last_incarnation: int) -> None:
             changes = {"members": members, "epoch": server.core.epoch + 1, "last_incarnation": last_incarnation}
-            server.members_changed(msgspec.structs.replace(known, **changes))
+            server.view_changed(msgspec.structs.replace(known, **changes))
 
         before = min(worker.incarnation, other.incarnation) - 1
         cluster.nodes[0].call(lambda: take(without, before))
@@ -646,7 +646,7 @@ def test_who_joined_and_died_between_two_maps_is_waited_for_no_longer() -> None:
             server.core.workers.named = frozenset()  # no map has ever named the worker here
             epoch = server.core.epoch + 1
             changes = {"members": members, "epoch": epoch, "last_incarnation": last_incarnation}
-            server.members_changed(msgspec.structs.replace(known, **changes))
+            server.view_changed(msgspec.structs.replace(known, **changes))
             return set(server.core.workers.counted)
 
         assert cluster.nodes[0].call(lambda: take(lost.incarnation - 1)) == {lost.incarnation, left.incarnation}

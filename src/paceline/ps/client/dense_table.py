@@ -31,7 +31,7 @@ class DenseTable(Table):
     def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         super().__init__(client, number, spec, filters)
         self._runs: list[Sequence[tuple[int, int]]] = []  # of each server
-        self._runs_of = 0  # version of the map
+        self._runs_of = 0  # version of the view
 
     @property
     def size(self) -> int:

@@ -24,9 +24,9 @@ class ViewFollower:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def take(self, cluster: View) -> None:
+    def take(self, view: View) -> None:
         """Receive a view."""
-        if not self.watch.take(cluster) or self.servers is None:
+        if not self.watch.take(view) or self.servers is None:
             return
         for connection in self.servers.connections:
             if not self.watch.has(connection.session.server):
@@ -50,7 +50,7 @@ class ViewFollower:
     def _start(self, servers: Servers) -> None:
         with self._lock:
             if self._thread is None and not servers.is_closed:
-                self._thread = threading.Thread(target=self._follow, args=(servers,), name="paceline-map", daemon=True)
+                self._thread = threading.Thread(target=self._follow, args=(servers,), name="paceline-view", daemon=True)
                 self._thread.start()
 
     def _follow(self, servers: Servers) -> None:

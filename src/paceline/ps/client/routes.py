@@ -72,16 +72,16 @@ class Routes:
         )
 
 
-def make_routes(cluster: View, before: Routes | None = None, known: Mapping[int, Member] | None = None) -> Routes:
+def make_routes(view: View, before: Routes | None = None, known: Mapping[int, Member] | None = None) -> Routes:
     """Return the routes of a view with chains.
 
     `before` and `known` (servers by incarnation) identify the servers that had the lost buckets.
     """
-    members = {**(known or {}), **{m.incarnation: m for m in cluster.members if m.role is Role.SERVER}}
-    groups = cluster.groups
+    members = {**(known or {}), **{m.incarnation: m for m in view.members if m.role is Role.SERVER}}
+    groups = view.groups
     led, lost = leads_of(groups)
     if not members.keys() >= led.keys():
-        raise ProtocolError(f"view {cluster.version} has chains with servers that are not members")
+        raise ProtocolError(f"view {view.version} has chains with servers that are not members")
     servers = sorted((members[server] for server in led), key=lambda m: (not led[m.incarnation], m.rank))
     leads = tuple(led[server.incarnation] for server in servers)
     owners = np.zeros(NUM_BUCKETS, np.int32)
@@ -89,7 +89,7 @@ def make_routes(cluster: View, before: Routes | None = None, known: Mapping[int,
         owners[to_flags(buckets)] = position
     lost_with = _lost_with(lost, before, members)
     has_ended = before is not None and before.has_ended
-    return Routes(cluster.version, groups, tuple(servers), leads, owners, lost, lost_with, has_ended)
+    return Routes(view.version, groups, tuple(servers), leads, owners, lost, lost_with, has_ended)
 
 
 def _lost_with(lost: Buckets, before: Routes | None, members: Mapping[int, Member]) -> tuple[int, ...]:
@@ -113,13 +113,13 @@ class RouteWatch:
         self._changed = threading.Condition()
         self._error: PacelineError | None = None
 
-    def take(self, cluster: View) -> bool:
+    def take(self, view: View) -> bool:
         """Receive a view; return whether its chains are newer than the known ones."""
         with self._changed:
-            self._known.update({m.incarnation: m for m in cluster.members if m.role is Role.SERVER})
-            if not cluster.groups or (self.newest is not None and cluster.version <= self.newest.version):
+            self._known.update({m.incarnation: m for m in view.members if m.role is Role.SERVER})
+            if not view.groups or (self.newest is not None and view.version <= self.newest.version):
                 return False
-            self.newest = make_routes(cluster, self.newest, self._known)
+            self.newest = make_routes(view, self.newest, self._known)
             self.must_follow = True
             self._changed.notify_all()
             return True

@@ -81,18 +81,18 @@ class SnapshotLoading:
 
     def load(self) -> bool:
         """Load all tables; return False if the view changed, so that they must be loaded again."""
-        cluster = self._client.link.get_view()
-        if any(group.filling is not None for group in cluster.groups):
+        view = self._client.link.get_view()
+        if any(group.filling is not None for group in view.groups):
             return False
         try:
             for number, table in enumerate(self._tables):
-                self._load_table(table, cluster.version)
+                self._load_table(table, view.version)
                 if number >= self._num_through:
                     self._num_through = number + 1
                     self._deadline = time.monotonic() + self._timeout_s
         except StaleEpochError:
             return False
-        return self._client.link.get_view().version == cluster.version
+        return self._client.link.get_view().version == view.version
 
     def pause(self, reason: str) -> None:
         """Wait a moment. Raises PeerError after the timeout."""

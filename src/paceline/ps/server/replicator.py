@@ -59,11 +59,11 @@ class Replicator:
         """This server's incarnation."""
         return self.hello.incarnation
 
-    def map_changed(self, cluster: messages.View) -> None:
+    def view_changed(self, view: messages.View) -> None:
         """Set the addresses of the servers."""
         self._endpoints = {
             member.incarnation: member.address
-            for member in cluster.members
+            for member in view.members
             if member.role is Role.SERVER and member.address is not None
         }
         self.rounds.targets = tuple(self._endpoints)

@@ -1,7 +1,7 @@
 """A parameter server: frames in, tables updated, answers out. One asyncio loop, one thread, no locks.
 
 Clients and other servers send frames through a transport's :class:`Handler`; the scheduler's views come by
-:meth:`Server.members_changed`. :class:`~paceline.protocol.server.ServerCore` decides. A frame is timed, then read by
+:meth:`Server.view_changed`. :class:`~paceline.protocol.server.ServerCore` decides. A frame is timed, then read by
 `Requests` (from clients), `Replicator` (from servers) or `ServerControl`. Its event goes to the `Runtime`, which
 carries out the core's instructions. The tables and their kernels do the arithmetic.
 """
@@ -220,19 +220,19 @@ class Server(Handler):
         return timing is _IMMEDIATE
 
     @must_succeed
-    def members_changed(self, cluster: messages.View) -> None:
+    def view_changed(self, view: messages.View) -> None:
         """Apply a new view of the scheduler: excluded workers have left or died, and chains may have changed."""
-        if cluster.epoch >= self.core.epoch:
-            self.replicator.map_changed(cluster)
+        if view.epoch >= self.core.epoch:
+            self.replicator.view_changed(view)
         version = self.core.version
         self.runtime.feed(
             events.ViewChanged(
-                epoch=cluster.epoch,
-                version=cluster.version,
-                groups=cluster.groups,
-                members=frozenset(member.incarnation for member in cluster.members),
-                workers=frozenset(member.incarnation for member in cluster.members if member.role is Role.WORKER),
-                last_incarnation=cluster.last_incarnation,
+                epoch=view.epoch,
+                version=view.version,
+                groups=view.groups,
+                members=frozenset(member.incarnation for member in view.members),
+                workers=frozenset(member.incarnation for member in view.members if member.role is Role.WORKER),
+                last_incarnation=view.last_incarnation,
             )
         )
         if self.core.version > version:
