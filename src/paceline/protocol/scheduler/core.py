@@ -53,7 +53,7 @@ _MAY_DIFFER: Final = ("cluster", "heartbeat_timeout_s")
 
 
 class SchedulerCore:
-    """One scheduler. `options` are those of :class:`~paceline.protocol.scheduler.cluster.ClusterCore`."""
+    """One scheduler. :class:`~paceline.protocol.scheduler.cluster.ClusterCore` takes the `options`."""
 
     def __init__(self, settings: SchedulerSettings, **options: Any) -> None:
         self.settings = settings
@@ -157,7 +157,7 @@ class SchedulerCore:
             case GetSettings():
                 return [*self.reply(call, self.settings)]
             case EndCluster():
-                return [*self.end("the cluster was told to end"), *self.reply(call, None)]
+                return [*self.end("the end of the cluster was requested"), *self.reply(call, None)]
             case JobRequest():
                 request = ReceivedRequest(call, call.session, call.session.incarnation or 0, message, body)
                 try:

@@ -53,7 +53,7 @@ class Evidence:
 
     @property
     def highest_term(self) -> int:
-        """The highest term that a member knows."""
+        """The highest term of all members."""
         return max((rejoin.highest_term for rejoin in self.returned), default=0)
 
     def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:

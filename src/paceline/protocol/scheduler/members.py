@@ -148,7 +148,7 @@ class MemberPeers:
         return self._peers.keys()
 
     def of(self, incarnations: Iterable[int]) -> tuple[object, ...]:
-        """Return the connections of these members, if they are connected."""
+        """Return the connections of the connected members."""
         return tuple(self._peers[incarnation] for incarnation in incarnations if incarnation in self._peers)
 
     def validate(self) -> None:

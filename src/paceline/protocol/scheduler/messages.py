@@ -25,11 +25,11 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """The name of the cluster, given by its scheduler. No other cluster has it."""
     num_servers: int = 1
     num_workers: int = 1
-    """The first iteration completes when so many workers have joined. More may join later."""
+    """The first iteration completes when this number of workers have joined. More may join later."""
     replicas: int = 0
-    """Copies of each row besides the primary's: so many servers may die without loss."""
+    """Copies of each row in addition to the primary's; this number of servers may die without loss."""
     heartbeat_timeout_s: float = 10.0
-    """A member that is silent for so long counts as dead."""
+    """A member that is silent for longer counts as dead."""
 
 
 SettingsType = TypeVar("SettingsType", default=Any)
@@ -66,7 +66,7 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
     promised: Term = 0
     """It has promised to prepare no view of a lower term."""
     has_committed: bool = True
-    """Whether it knows that this view is committed."""
+    """Whether the view is known to be committed."""
     former: tuple[Member[Address], ...] = ()
     """If not, the servers of the view that it acts on."""
     is_leaving: bool = False
@@ -82,7 +82,7 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
     @property
     def highest_term(self) -> int:
-        """The highest term that it knows."""
+        """The highest term of its views and promises."""
         return max(self.view.term, self.promised)
 
     @property

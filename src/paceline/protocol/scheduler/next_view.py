@@ -96,7 +96,7 @@ class NextView:
         self.drains.removed(incarnation)
 
     def notes(self, waited_for: Iterable[int], membership: Membership) -> list[Note]:
-        """Return a note for each silent one of these servers, once."""
+        """Return notes about waits for these servers, once for each silent server."""
         notes = []
         for server in self.suspects.report_waits(waited_for):
             member, num_buckets = membership.find(server), count(self.planner.member_of(server))
@@ -113,7 +113,7 @@ class NextView:
     def validate(self, servers: Collection[int]) -> None:
         """Assert the invariants."""
         self.planner.validate()
-        assert set(self.suspects.servers) <= set(servers), "a doubtful server that is no member"
-        assert self.drains.servers <= {*servers, *self.ended}, "a draining server that is no member"
+        assert set(self.suspects.servers) <= set(servers), "a doubtful server is not a member"
+        assert self.drains.servers <= {*servers, *self.ended}, "a draining server is not a member"
         proposal = self.publication.proposal
         assert proposal is None or proposal.committed is self.publication.committed

@@ -116,7 +116,7 @@ class Sessions:
     def take_over(self, peer: object, incarnation: int) -> Session:
         """Return the session of a member of a former scheduler's cluster."""
         session = self.connected.get(peer)
-        if session is None:  # its connection broke meanwhile; it will rejoin
+        if session is None:  # its connection broke again; it will rejoin
             session = Session(peer)
             session.end.is_foreign, session.peer = True, None
         session.incarnation = incarnation

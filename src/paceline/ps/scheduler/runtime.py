@@ -78,7 +78,7 @@ class Scheduler(Handler):
 
     @must_succeed
     def connected(self, peer: Peer) -> None:
-        """Take note of a connection; the clock starts with the first one."""
+        """Start the session of a connection. The first one starts the clock."""
         self.core.connected(peer)
         if self._timer is None:
             self._tick()
@@ -98,7 +98,7 @@ class Scheduler(Handler):
 
     @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Take note of the end of a connection. The process may live and connect again."""
+        """Handle the end of a connection. The process may live and reconnect."""
         self._execute(self.core.disconnected(peer, time.monotonic()))
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Scheduler(Handler):
                 timer.cancel()
 
     def process_ended(self, incarnation: int) -> None:
-        """Take note that the process of a member has certainly ended."""
+        """Handle the certain end of a member's process."""
         self._feed(events.ProcessEnded(incarnation))
 
     def end(self, reason: str) -> None:
