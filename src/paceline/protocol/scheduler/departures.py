@@ -46,7 +46,7 @@ class Suspects:
 
     def reason(self, incarnation: int) -> str:
         """Return the reason of the removal of a silent member."""
-        return self._doubts.get(incarnation, f"nothing was heard from it for {self._timeout_s:g} s")
+        return self._doubts.get(incarnation, f"it was silent for {self._timeout_s:g} s")
 
     def doubt(self, incarnation: int, reason: str) -> None:
         """Count a member as silent before it is overdue, for this reason."""
@@ -56,7 +56,7 @@ class Suspects:
         """Suspect the servers that are absent from a take-over."""
         for server in absent:
             self._silent[server] = False
-            self._doubts[server] = "it has not come to the scheduler that took over"
+            self._doubts[server] = "it did not rejoin the scheduler that took over"
 
     def note_heartbeat(self, incarnation: int) -> bool | None:
         """Note a sign of life. Return None if the member was not silent, else whether the wait for it was reported."""
@@ -93,12 +93,12 @@ class Suspects:
     def wait_for(self, servers: tuple[Member, ...]) -> list[Note]:
         """Wait for these overdue servers, which the cluster needs; report that once."""
         is_reported, self.needed = servers == self.needed, servers
-        return [] if is_reported else [waits_for(servers, "to go on without them")]
+        return [] if is_reported else [waits_for(servers, "to continue without them")]
 
     def wait_no_more(self) -> list[Note]:
         """Stop waiting for overdue servers."""
         was_needed, self.needed = self.needed, ()
-        return [Note("hears enough of the servers that have buckets again, and goes on")] if was_needed else []
+        return [Note("enough servers with buckets are connected again: the scheduler continues")] if was_needed else []
 
     def report_waits(self, servers: Iterable[int]) -> list[int]:
         """Return the silent ones of these servers for which the wait is unreported, and count it as reported."""

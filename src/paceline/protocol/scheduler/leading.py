@@ -171,8 +171,8 @@ class Leader:
         incarnation = returned.member.incarnation
         member = self.membership.find(incarnation)
         if member is None:
-            # One that is in no view joined just before the scheduler died, or is an observer. What a worker had begun
-            # when others took over its job is theirs: it would be done, and counted, twice.
+            # A process in no view registered just before the scheduler died, or is an observer. A worker that has
+            # worked is not readmitted: its shards were reassigned and would be done and counted twice.
             is_new = self.membership.is_unknown(incarnation) and not returned.has_worked
             if is_new or returned.member.role is Role.OBSERVER:
                 member = self.membership.readmit(returned.member, self._time_s)
@@ -203,7 +203,7 @@ class Leader:
         if is_reported is not None:
             self._plan()
         if is_reported and (member := self.membership.find(incarnation)) is not None:
-            self._out.append(events.Note(f"server {member.rank} is back: it is heard again"))
+            self._out.append(events.Note(f"server {member.rank} is back: it sends heartbeats again"))
 
     def _drain(self, incarnation: int | None) -> None:
         servers = self.membership.servers
@@ -332,4 +332,4 @@ def _dismiss(peer: object, returned: Rejoin) -> Instruction:
     """Return the instruction for a removed process: a server that wanted to leave is released."""
     if returned.is_leaving and returned.member.role is Role.SERVER:
         return events.ReleaseServer(peer)
-    return events.Expel(peer, "it was not heard from in time")
+    return events.Expel(peer, "it did not reconnect in time")

@@ -225,7 +225,7 @@ class Recovery:
         """Expel the members of a cluster whose servers have all ended; the next cluster is new."""
         return [
             events.Note("all servers of the former cluster have ended: its members are sent away"),
-            *(events.Expel(peer, "the servers of its cluster are gone") for peer in evidence.by_peer),
+            *(events.Expel(peer, "all servers of its cluster have ended") for peer in evidence.by_peer),
             *self.reject_foreign(),
             Abandoned(),
         ]

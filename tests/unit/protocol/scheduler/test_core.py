@@ -300,7 +300,7 @@ def test_a_worker_that_is_silent_for_too_long_is_expelled() -> None:
     scheduler.pass_time(TIMEOUT_S)
     assert scheduler.member(v) is not None
     scheduler.pass_time(HEARTBEAT_S)
-    assert scheduler.last(events.Removed) == events.Removed(v.member, "nothing was heard from it for 10 s")  # type: ignore[arg-type]
+    assert scheduler.last(events.Removed) == events.Removed(v.member, "it was silent for 10 s")  # type: ignore[arg-type]
     assert scheduler.view.excludes(v.incarnation)
     assert scheduler.member(w) is not None
     scheduler.wake(v)
@@ -353,7 +353,7 @@ def test_the_last_server_that_has_a_bucket_is_waited_for_however_long() -> None:
         assert len(scheduler.notes) == 2 * times - 1  # it is said once
         assert f"server 1 is silent, and nobody else has {mine.bit_count()} of its buckets" in scheduler.notes[-1]
         scheduler.wake(b)
-        assert scheduler.notes[2 * times - 1 :] == ["server 1 is back: it is heard again"]
+        assert scheduler.notes[2 * times - 1 :] == ["server 1 is back: it sends heartbeats again"]
         assert chains(scheduler.view) == before
     assert scheduler.all(events.Removed) == scheduler.all(events.BucketsLost) == []
     # But if its process has ended nothing is gained by waiting.
@@ -472,7 +472,7 @@ def test_nothing_is_published_while_too_few_servers_are_heard() -> None:
     scheduler.wake(b)
     scheduler.pass_time(2 * HEARTBEAT_S)
     assert scheduler.core.needed == ()
-    assert scheduler.notes[1:] == ["hears enough of the servers that have buckets again, and goes on"]
+    assert scheduler.notes[1:] == ["enough servers with buckets are connected again: the scheduler continues"]
     assert c.incarnation not in scheduler.view.servers
     assert scheduler.view.excludes(v.incarnation)
     assert scheduler.member(w) is not None

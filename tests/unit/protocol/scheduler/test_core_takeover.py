@@ -247,7 +247,7 @@ def test_where_all_servers_have_ended_their_members_are_sent_away_and_the_cluste
     scheduler.rejoin(w)
     scheduler.tell(events.ProcessEnded(a.incarnation), events.ProcessEnded(b.incarnation))
     assert isinstance(w.fate, events.Expel)
-    assert "the servers of its cluster are gone" in w.fate.reason
+    assert "all servers of its cluster have ended" in w.fate.reason
     assert scheduler.core.phase is Phase.FORMING
     new = scheduler.register(server("new"))
     assert new.cluster == "next"
