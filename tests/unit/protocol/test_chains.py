@@ -129,7 +129,7 @@ def test_a_bucket_without_a_member_is_lost_for_good() -> None:
     assert planner.lost == mine
     assert {planner.chains[bucket] for bucket in buckets_in(mine)} == {Chain(())}
     assert planner.is_stable
-    assert planner.servers_changed(servers) == []  # said once; nobody fills what nobody has
+    assert planner.servers_changed(servers) == []  # reported once; lost buckets cannot be filled
     assert held(planner, 101) == 0
     assert planner.filled(101, mine) == []
 
@@ -183,7 +183,7 @@ def test_nothing_moves_when_everybody_leaves() -> None:
     assert planner.servers_changed(servers, leaving=servers) == []
     assert planner.chains == before
     assert planner.is_stable
-    # But who is dead drops out, also of those that were being filled.
+    # But dead servers drop out, also dead filling ones.
     servers[102] = 2
     planner.servers_changed(servers)
     assert held(planner, 102)
@@ -233,7 +233,7 @@ def test_all_members_stay_where_all_are_silent() -> None:
     servers[102] = 2
     planner.servers_changed(servers, silent=[100, 101])
     assert [chain.members for chain in planner.chains] == [chain.members for chain in before]
-    # One of them is dead, which is certain; the other one is all that there is.
+    # One server is certainly dead; the other one is the last copy.
     del servers[100]
     planner.servers_changed(servers, silent=[101])
     assert {chain.members for chain in planner.chains} == {(101,)}
@@ -275,7 +275,7 @@ def test_restoring_chains_undoes_plans_but_not_the_version() -> None:
     assert planner.chains != before
     planner.restore(groups)
     assert planner.chains == before
-    assert planner.version == 2  # somebody may have seen it
+    assert planner.version == 2  # a process may have it
     assert planner.servers_changed(servers) == []
     assert planner.servers_changed({100: 0}) == [Changed(3)]
     planner.validate()
@@ -301,11 +301,11 @@ def test_a_restarted_scheduler_goes_on() -> None:
     assert again.chains == planner.chains
     fill_all(again)
     assert again.chains == placed(servers, 8, 1)
-    # Deaths meanwhile, of all that a bucket had too.
+    # Deaths in between, also of all servers of a bucket.
     lonely, instructions = Planner.rebuild(again.groups, again.version, {100: 0}, 1)
     assert instructions == [BucketsLost(lonely.lost), Changed(again.version + 1)]
     assert lonely.lost == 0xFF & ~held(again, 100)
-    # What was known as lost is not said again.
+    # A known loss is not reported again.
     _, instructions = Planner.rebuild(lonely.groups, lonely.version, {100: 0}, 1)
     assert instructions == [Changed(lonely.version + 1)]
     lonely.validate()
@@ -331,7 +331,7 @@ MACHINE_BUCKETS = 12
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """Servers come, go, leave, fall silent and are filled in any order; the model knows who really has which bucket."""
+    """Servers come, go, leave, fall silent and are filled in any order; the model has the true holders."""
 
     @initialize(num_servers=st.integers(1, 4), replicas=st.integers(0, 2))
     def start(self, num_servers: int, replicas: int) -> None:
@@ -396,7 +396,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def plan_and_take_it_back(self, data: st.DataObject) -> None:
-        """A plan of which nothing became: as if it had not been made, but for the version."""
+        """Undo a plan, except its version."""
         before, groups = self.planner.chains, self.planner.groups
         some = st.sets(st.sampled_from([*self.servers, 0]))
         living = {server: self.servers[server] for server in data.draw(some) if server}
@@ -409,7 +409,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(mask=st.integers(1, (1 << MACHINE_BUCKETS) - 1), server=st.integers(100, 210))
     def report_of_anybody(self, mask: int, server: int) -> None:
-        """A word that is late or false: nobody becomes a member who was not being filled."""
+        """A late or false report: a server that was not being filled does not become a member."""
         if not any(chain.filling == server for chain in self.planner.chains):
             before = self.planner.chains
             assert self.planner.filled(server, mask) == []
@@ -417,7 +417,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), mask=st.integers(1, (1 << MACHINE_BUCKETS) - 1))
     def fill(self, data: st.DataObject, mask: int) -> None:
-        """A server is filled with some of its buckets, and it is said so, of others too."""
+        """A server receives some of its buckets, and reports these and others."""
         fills = {chain.filling for chain in self.planner.chains if chain.filling is not None}
         if fills:
             server = data.draw(st.sampled_from(sorted(fills)))
@@ -426,7 +426,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.obey(self.planner.filled(server, mask), before)
 
     def is_waiting(self, members: tuple[int, ...]) -> bool:
-        """Whether a bucket is where nobody is heard: nobody can be filled with it."""
+        """Whether all servers of a bucket are silent, so that no fill is possible."""
         return bool(members) and self.silent.issuperset(members)
 
     @rule()

@@ -55,7 +55,7 @@ def test_the_filter_moves_with_its_buckets() -> None:
     source, target = Delivery(0b011), Delivery(0b100)
     source.admit(1, 5)
     target.admit(1, 3)
-    target.adopt(0b010, source.export(0b011))  # it says more than is moved
+    target.adopt(0b010, source.export(0b011))  # it has more than the moved buckets
     source.release(0b010)
     assert source.buckets == 0b001
     assert target.buckets == 0b110

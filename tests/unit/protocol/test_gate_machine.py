@@ -1,4 +1,4 @@
-"""The gate against a brute-force reference: nobody is let through early, nobody is held once allowed."""
+"""The gate against a brute-force reference: no request passes early, and none is held once allowed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ consistencies: st.SearchStrategy[Consistency] = st.one_of(
 
 
 class GateMachine(RuleBasedStateMachine):
-    """Keeps the plainest model there is: a dictionary of clocks, the ticks so far, what is held."""
+    """Has the simplest model: a dictionary of clocks, the ticks so far, and the held requests."""
 
     @initialize(consistency=consistencies, expected=st.integers(0, 3))
     def start(self, consistency: Consistency, expected: int) -> None:

@@ -1,4 +1,4 @@
-"""Sequential consistency on one server: what a sum consists of, when it goes out, what may be read."""
+"""Sequential consistency on one server: the parts of a sum, its push, and the reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def admit(iterations: Iterations, worker: int, sequence: int, iteration: int, bu
 
 
 def push_sums(replication: Replication, iterations: Iterations, sums: list[Sum]) -> None:
-    """Do with sums what a runtime does."""
+    """Push sums like a runtime."""
     for each in sums:
         push = PushReceived(each, AGGREGATE, each.iteration + 1, replication.version, each.buckets)
         for instruction in replication.handle(push):
@@ -111,7 +111,7 @@ def test_a_takeover_does_not_wait_for_departed_or_synced_workers() -> None:
 
 def test_a_resent_push_counts_without_a_tick_at_this_gate() -> None:
     # Found by the simulation: a new server's gate begins where the others stand, and so does not know who has ticked
-    # the iterations that are not complete; what workers pushed for them was dropped.
+    # the incomplete iterations; the workers' pushes for them were dropped.
     replication, iterations = server(C, A, first_clock=5)
     assert iterations.durable == 5
     change(replication, 2, chain_group((A,), None, ALL))
@@ -163,9 +163,9 @@ def test_a_rejoining_worker_starts_after_the_complete_iterations_of_all_buckets(
 
 
 def filled_behind(*workers: int) -> tuple[Replication, Iterations]:
-    """Return a server that was alone, has a push of worker 1 of iteration 0, and behind which B is being filled."""
+    """Return a server with a push of worker 1 in iteration 0, whose first successor B is being filled."""
     replication, iterations = server()
-    assert not iterations.may_report(ALL)  # there is nobody to report
+    assert not iterations.may_report(ALL)  # no fill to report
     admit(iterations, 1, 0, 0, ALL)
     change(replication, 2, chain_group((A,), B, ALL))
     iterations.lead(2, ALL, workers)
@@ -185,7 +185,7 @@ def test_a_fill_is_reported_when_workers_retain_their_pushes() -> None:
     assert iterations.may_report(ALL)
     admit(iterations, 1, 1, 2, ALL)
     assert iterations.may_report(ALL)
-    # It stays so while somebody is behind it; a worker that comes keeps from the beginning.
+    # It stays so while it has a successor; a new worker retains from the beginning.
     change(replication, 3, chain_group((A,), C, 0b01), chain_group((B,), None, 0b10))
     iterations.lead(3, 0b01, (1, 2, 3))
     assert iterations.may_report(0b01)
@@ -208,19 +208,19 @@ def test_a_fill_is_reported_though_some_leave_or_finish() -> None:
     _, iterations = filled_behind(1, 2)
     iterations.synced(1, 2)
     assert not iterations.may_report(ALL)
-    iterations.forget(1, 0)  # it has not ticked: what it pushed never counts
+    iterations.forget(1, 0)  # it has not ticked: its pushes never count
     iterations.left(2)
     assert iterations.may_report(ALL)
     _, iterations = filled_behind(1, 2)
     iterations.synced(1, 2)
     iterations.synced(2, 2)
     assert not iterations.may_report(ALL)
-    iterations.forget(1, 0)  # though all have said that they keep
+    iterations.forget(1, 0)  # although all workers retain
     assert iterations.may_report(ALL)
 
 
 def test_a_fill_is_reported_though_one_goes_whose_pushes_it_waited_for() -> None:
-    # Found by a reviewer: the drain or join hung until somebody completed an iteration that nobody else was in.
+    # Found by a reviewer: the drain or join hung until one worker completed an iteration alone.
     replication, iterations = filled_behind(1, 2)
     admit(iterations, 2, 0, 0, 0b01)
     admit(iterations, 2, 1, 1, ALL)
@@ -228,7 +228,7 @@ def test_a_fill_is_reported_though_one_goes_whose_pushes_it_waited_for() -> None
     iterations.synced(2, 2)
     iterations.forget(2, 1)  # it has ticked iteration 0
     iterations.left(2)
-    assert not iterations.may_report(ALL)  # of that there are pushes in nobody else's memory
+    assert not iterations.may_report(ALL)  # only this server has pushes of this iteration
     push_sums(replication, iterations, iterations.complete(0, (1, 2)))
     assert iterations.may_report(ALL)
 
@@ -294,7 +294,7 @@ def test_a_takeover_alone() -> None:
     takeover.lead(2, 0b11, (7, 8))
     assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 2, 2)
-    takeover.lead(3, 0b11, (7, 8))  # it goes on, and all have to say so by the newer map
+    takeover.lead(3, 0b11, (7, 8))  # it continues, and all workers must resync in the newer view
     assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 3, 3)
     takeover.left(8)
@@ -349,7 +349,7 @@ def test_of_a_short_chain_that_is_gained_nothing_is_safe_yet() -> None:
 def test_a_takeover_counts_only_resyncs_of_its_own_view() -> None:
     takeover = Takeover()
     takeover.lead(5, 0b1, {7, 8})
-    takeover.synced(7, 4, 5)  # said before it had heard of this map: what it kept then went elsewhere
+    takeover.synced(7, 4, 5)  # sent before it had this view: its retained pushes went to another server
     assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 5, 5)
     takeover.synced(8, 6, 5)

@@ -61,7 +61,7 @@ def test_a_requested_rank_is_assigned_or_rejected() -> None:
         with pytest.raises(UsageError, match=why):
             membership.register(node, Role.WORKER, 0.0, rank=rank)
         assert membership.named(node) is None
-    assert membership.last_incarnation == 1  # what was refused has changed nothing
+    assert membership.last_incarnation == 1  # the rejection changes nothing
     assert membership.register("d", Role.SERVER, 0.0, rank=3, address="d").rank == 3  # ranks are of a role
 
 
@@ -83,7 +83,7 @@ def test_a_member_is_overdue_after_the_timeout_until_its_next_heartbeat() -> Non
     assert overdue_at(membership, 10.0) == []
     assert overdue_at(membership, 10.5) == ["b"]
     assert overdue_at(membership, 18.5) == ["a", "b"]
-    assert nodes_of(membership) == ["a", "b"]  # to be overdue is no death
+    assert nodes_of(membership) == ["a", "b"]  # an overdue member may be alive
     assert membership.record_heartbeat(2, 18.5)
     assert overdue_at(membership, 18.5) == ["a"]
 
@@ -140,7 +140,7 @@ def test_of_two_that_claim_one_place_the_later_one_is_taken(
     membership = Membership.rebuild(members, 1, expected_servers=0, time_s=0.0)
     membership.validate()
     assert [member.incarnation for member in membership.members] == kept
-    assert membership.last_incarnation == 4  # also above what the next was to be
+    assert membership.last_incarnation == 4  # also above the next incarnation
 
 
 def test_a_member_in_no_view_is_readmitted_unless_its_place_is_taken() -> None:
@@ -172,7 +172,7 @@ nodes = st.sampled_from("abcdef")
 
 
 class MembershipMachine(RuleBasedStateMachine):
-    """The model: who is a member, and when it was heard last."""
+    """The model: the members and their last heartbeats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(by=st.integers(0, 5))
     def restart(self, by: int) -> None:
-        """Another scheduler hears of all members, and of one that is none any more."""
+        """Another scheduler receives all members, and a former one."""
         claims = [*self.members.values(), *self.gone[-1:]]
         self.members, self.gone = {}, self.gone[:-1]
         for member in sorted(claims, key=lambda each: -each.incarnation):

@@ -1,4 +1,4 @@
-"""Placement: the same everywhere, even enough, and a change moves only what it must."""
+"""Placement: the same everywhere, even enough, and with a minimum of moves."""
 
 from __future__ import annotations
 

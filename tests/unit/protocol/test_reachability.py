@@ -24,7 +24,7 @@ def run(
     groups: tuple[ChainGroup, ...] = (),
     beats: int = 6,
 ) -> Unreachable | None:
-    """What is decided when all servers have sent so many heartbeats with these complaints."""
+    """Return the decision after a number of heartbeats with these complaints."""
     rule = Reachability(PATIENCE_S)
     for beat in range(beats):
         for server in servers:
@@ -38,13 +38,13 @@ def run(
     [
         ({}, None),
         ({1: (2,)}, Unreachable(2, (1,))),  # of two the younger one
-        ({2: (1,)}, Unreachable(2, (1,))),  # whoever says it
+        ({2: (1,)}, Unreachable(2, (1,))),  # whichever server reports it
         ({1: (2,), 2: (1,)}, Unreachable(2, (1,))),  # a pair counts once
         ({1: (2, 3)}, Unreachable(1, (2, 3))),  # who is at odds with most
         ({2: (1,), 3: (1,), 4: (1,)}, Unreachable(1, (2, 3, 4))),
         ({1: (2, 3), 2: (1,), 3: (1,)}, Unreachable(1, (2, 3))),
         ({1: (2,), 3: (4,)}, Unreachable(4, (3,))),  # one at a time
-        ({1: (9,)}, None),  # the dead reach nobody
+        ({1: (9,)}, None),  # dead servers reach no server
         ({1: (1,)}, None),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_stopped_server_has_time_to_answer() -> None:
         ({1: (2, 3)}, [(1,)], 3),  # it has most against it, and may not go: so the peers do, one by one
         ({1: (2, 3)}, [(1,), (2, 3)], 3),
         ({1: (2, 3)}, [(1,), (2,), (3,)], None),
-        ({1: (2, 3), 4: (5,)}, [(1,), (4, 5)], 5),  # what these two may do does not hang on those
+        ({1: (2, 3), 4: (5,)}, [(1,), (4, 5)], 5),  # this pair does not depend on the other one
         ({1: (2, 3), 4: (5,)}, [(1,), (2,), (3,), (4, 5)], 5),
     ],
 )
@@ -142,7 +142,7 @@ def test_two_that_fall_silent_together_are_both_the_last() -> None:
             rule.record_heartbeat(server, (2,) if server == 1 else (), beat * BEAT_S)
     groups = (chain_group((1, 2), None, 1),)
     assert rule.decide((1, 2), groups, 5.0 + PATIENCE_S / 2) == Unreachable(2, (1,))
-    assert rule.decide((1, 2), groups, 5.1 + PATIENCE_S / 2) is None  # who knows which of the two is dead
+    assert rule.decide((1, 2), groups, 5.1 + PATIENCE_S / 2) is None  # it is unknown which server is dead
 
 
 def test_patience_is_positive() -> None:
@@ -190,7 +190,7 @@ def test_silence_is_counted_in_looks() -> None:
     assert [silence.poll((7, 4)) for _ in range(4)] == [(), (), (), (4, 7)]
     silence.received(4)
     assert silence.poll((7, 4)) == (7,)
-    assert silence.poll((4,)) == ()  # not linked any more: forgotten
+    assert silence.poll((4,)) == ()  # no longer linked: dropped
     assert [silence.poll((7,)) for _ in range(4)] == [(), (), (), (7,)]
 
 

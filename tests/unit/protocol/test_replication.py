@@ -1,4 +1,4 @@
-"""One server's part in its chains. Servers of one test share a map and hand one another what they bid to send."""
+"""One server's part in its chains. Servers of one test share a view and exchange their messages."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_repeated_push_is_applied_once_and_acknowledged_by_the_chain() -> None
 
 
 def test_a_push_repeated_after_a_view_change_replaces_its_pending_part() -> None:
-    # Found by the simulation: with every map a server had each push once more, and sent each of them on.
+    # Found by the simulation: with every view a server had one more copy of each push, and forwarded all copies.
     first = server(A, ((A, B), None, 0b11))
     handle(first, PushReceived("push", 9, 0, 1, 0b11))
     handle(first, change(2, ((A, B), None, 0b11)))
@@ -124,7 +124,7 @@ def test_a_new_connection_gets_pending_pushes_in_order() -> None:
 
 
 def test_a_repeated_push_stays_before_later_pushes() -> None:
-    # Found by the simulation: the server behind would take the earlier push for a repetition of the later one.
+    # Found by the simulation: the successor would take the earlier push for a repetition.
     first = server(A, ((A, B), None, 0b1))
     for sequence in (0, 1):
         handle(first, PushReceived(sequence, 9, sequence, 1, 0b1))
@@ -197,8 +197,8 @@ def test_own_sums_continue_under_another_primary() -> None:
 
 
 def test_an_overtaken_server_hands_up_pending_pushes_then_sends_ready() -> None:
-    # Found by the simulation: a server that was filled behind the tail leads next; what the former primary had on its
-    # way to it got lost for it, and later the server behind was the only one to have it.
+    # Found by the simulation: a filled server leads next; the former primary's pushes in flight to
+    # it were lost, and later only its successor had them.
     first, new = server(A, ((A, B), None, 0b1)), server(B, ((A, B), None, 0b1))
     handle(first, LinkUp(B))
     handle(first, PushReceived("sum", AGGREGATE, 1, 1, 0b1))
@@ -239,7 +239,7 @@ def test_pushes_are_handed_up_until_they_are_acknowledged() -> None:
     # Another one leads, which was ahead before: it may lack it as well.
     assert only(Forward, handle(first, change(4, ((C, B, A), None, 0b1)))) == [Forward("push", C, 5, 0b1)]
     assert handle(first, Acknowledged(C, 5)) == [RefusePush("push")]
-    # What is pending under the same primary all the time goes no way up.
+    # Pushes that are pending under the same primary are not handed up.
     handle(first, Forwarded("down", B, 9, 1, 4, 0b1))
     assert only(Forward, handle(first, change(5, ((C, B, A), None, 0b1)))) == []
 
@@ -253,7 +253,7 @@ def test_handed_up_pushes_are_forwarded_only_by_the_primary() -> None:
     assert first.checkable(B) == 0b1
     turned = change(3, ((C, A, B), None, 0b1))
     assert only(Forward, handle(first, turned)) == [Forward("sum", C, 2, 0b1)]
-    assert first.checkable(B) == 0, "the server behind has not what this one has"
+    assert first.checkable(B) == 0, "the successor lacks this server's push"
     handle(tail, turned)
     assert handle(first, Forwarded("down", C, AGGREGATE, 1, 3, 0b1)) == [Forward("down", B, 3, 0b1)]
     assert handle(tail, Forwarded("down", A, AGGREGATE, 1, 3, 0b1)) == [Acknowledge("down"), Apply("down", 0b1)]
