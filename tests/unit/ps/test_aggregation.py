@@ -1,4 +1,4 @@
-"""The pushes of an iteration: whose count, in which order, and what their sum does to a table."""
+"""The pushes of an iteration: which ones count, their order, and the effect of their sum."""
 
 from __future__ import annotations
 

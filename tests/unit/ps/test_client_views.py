@@ -1,4 +1,4 @@
-"""What a client does when servers die, come and give buckets away: against servers that do as the test says."""
+"""A client while servers die, join and move buckets, with scripted servers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
 
 
 class FakeServer(Handler):
-    """Reads as every key's number; answers at once, or, if `is_silent`, never."""
+    """Every key reads as its number; answers immediately, or, if `is_silent`, never."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -102,7 +102,7 @@ class FakeServer(Handler):
         return np.frombuffer(body, np.uint64, count).tolist(), np.frombuffer(body, np.float32, -1, 8 * count).tolist()
 
     def change(self, version: int, *, is_silent: bool = False) -> None:
-        """Have a newer map: what waits is refused."""
+        """Get a newer view, and reject waiting requests."""
 
         def refuse() -> None:
             self.version = version
@@ -118,7 +118,7 @@ class FakeServer(Handler):
         self.served.call(lambda: [peer.close() for peer in self.peers])
 
     def data(self, epoch: int) -> list[Seen]:
-        """What came by the map of a version, ticks aside."""
+        """Return the frames of a view, without ticks."""
         return [each for each in self.seen if each.epoch == epoch and each.kind != TICK]
 
 
@@ -206,7 +206,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def until_synced(server: FakeServer, version: int) -> None:
-    """Wait for what comes behind all that is sent again."""
+    """Wait for the resync after the resent requests."""
     until(lambda: any(each.kind == SYNCED for each in server.data(version)))
 
 
@@ -409,7 +409,7 @@ def test_answered_pushes_are_kept_until_they_are_safe(stack: ExitStack, kind: st
             (number - 1, (float(number),) * high) for number in (2, 3, 4)
         ]
         assert [each.sequence - again[0].sequence for each in again] == [0, 1, 2]
-    # What was sent again is kept too.
+    # Resent pushes are retained too.
     client.flush()
     world.publish(client, 3, {13: ALL})
     until_synced(world.servers[13], 3)

@@ -1,4 +1,4 @@
-"""Exceptions that nobody takes: wherever one is raised in a role's process, it ends with one line."""
+"""Uncaught exceptions anywhere in a role's process end it with one line."""
 
 from __future__ import annotations
 

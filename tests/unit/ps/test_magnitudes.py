@@ -1,4 +1,4 @@
-"""Whether a push may overflow is told from bounds alone, and they are never too low."""
+"""Bounds decide whether a push may overflow, and they are never too low."""
 
 from __future__ import annotations
 

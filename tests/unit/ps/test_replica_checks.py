@@ -1,4 +1,4 @@
-"""What servers tell one another of their buckets: the same for the same rows and pushes, another for any other."""
+"""Digests of buckets: equal for the same rows and pushes, different otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Update rules and initializers as users write them: what is refused, and how they travel."""
+"""Update rules and initializers: validation and encoding."""
 
 from __future__ import annotations
 

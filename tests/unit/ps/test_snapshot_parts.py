@@ -1,4 +1,4 @@
-"""A moment of a table is read while the table changes; what has changed since a snapshot is known."""
+"""A moment of a table is read while the table changes; changes since a snapshot are recorded."""
 
 from __future__ import annotations
 

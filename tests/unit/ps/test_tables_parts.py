@@ -1,4 +1,4 @@
-"""A server's part of a dense table: which elements lie here, and what is refused."""
+"""A server's part of a dense table: its elements and rejected requests."""
 
 from __future__ import annotations
 

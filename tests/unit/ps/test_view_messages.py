@@ -1,4 +1,4 @@
-"""Views as they travel: what comes out is what went in."""
+"""The encoding of views keeps their content."""
 
 from __future__ import annotations
 

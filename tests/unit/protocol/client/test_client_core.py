@@ -1,4 +1,4 @@
-"""What a client sends, sends again and retains, and when it takes part in iterations."""
+"""The client's core: requests, retries, retained pushes, and participation in iterations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST = ValueError("lost")
 
 
 class Runtime:
-    """A client's core, and what it has sent: by server, (kind, sequence, clock, buckets) or a Resync."""
+    """A client's core and its sent messages, by server: (kind, sequence, clock, buckets) or a Resync."""
 
     def __init__(self, *, is_worker: bool = True, is_sequential: bool = True, behind: int | None = None) -> None:
         self.core = ClientCore(is_worker=is_worker, is_sequential=is_sequential)
@@ -36,7 +36,7 @@ class Runtime:
         self.released: list[Request] = []
 
     def view(self, version: int, leads: dict[int, int], lost: int = 0) -> None:
-        """Take a view, and connect to all that are new in it; `sent` begins anew."""
+        """Apply a view, clear `sent`, and connect to the new servers."""
         self.sent = {server: [] for server in leads}
         groups = [chain_group((server,), self.behind, buckets) for server, buckets in leads.items()]
         groups += [chain_group((), None, lost)] if lost else []
@@ -147,7 +147,7 @@ def test_a_request_sent_twice_has_two_answers() -> None:
     runtime = joined(None, s1=0b1)
     [first], [second], [pull] = runtime.push(1), runtime.push(1), runtime.make(RequestKind.PULL, 1)
     session = runtime.core.sessions[1]
-    assert session.repeat_from(first) == [first, second, pull]  # the server has taken none of them, and says so of each
+    assert session.repeat_from(first) == [first, second, pull]  # the server rejects each request
     session.refused(second)  # the word on it came by a newer view, which it is refused for again
     runtime.view(2, {1: 1})
     assert [session.orphan_answered(each.number) for each in (first, second, pull, pull)] == [True] * 4
@@ -156,7 +156,7 @@ def test_a_request_sent_twice_has_two_answers() -> None:
 
     [third], [fourth] = runtime.push(1), runtime.push(1)
     session.repeat_from(third)
-    session.received(fourth)  # and the other answer to it is the one that counts
+    session.received(fourth)  # the other answer counts
     session.answered(fourth)
     session.repeat_from(third)
     session.disconnected()
@@ -301,9 +301,9 @@ def test_answered_pushes_are_retained_until_they_are_stable() -> None:
     assert runtime.core.sessions[2].stabilize(1) == []
     runtime.view(2, {1: 0b11})
     assert runtime.sent[1] == [(RequestKind.PUSH, 2, 1, 0b10), (RequestKind.PUSH, 3, 2, 0b10), Resync(1, 2, 3, True)]
-    assert len(runtime.released) == 2  # of the server that is gone
+    assert len(runtime.released) == 2  # of the lost server
     runtime.answer(1)
-    runtime.view(3, {3: 0b11})  # what was sent again is retained too
+    runtime.view(3, {3: 0b11})  # resent pushes are retained too
     assert runtime.sent[3][:-1] == [
         (RequestKind.PUSH, 1, 0, 0b01),
         (RequestKind.PUSH, 2, 1, 0b11),
@@ -325,7 +325,7 @@ def test_after_a_view_that_was_missed_all_that_is_retained_goes_out_again() -> N
 
 
 def test_stability_is_reset_with_every_view() -> None:
-    # A server that comes to lead what another one has led is not as far on with that.
+    # The new primary of a bucket may have completed fewer iterations.
     runtime = joined(s1=0b01, s2=0b10)
     runtime.core.sessions[1].stabilize(1)
     assert not runtime.core.sessions[1].answered(runtime.push(0b01)[0])
@@ -344,7 +344,7 @@ def test_nothing_is_retained_without_replicas() -> None:
     runtime.view(2, {1: 0b01, 2: 0b10})
     runtime.answered_push(0b11)
     runtime.behind = None
-    # The first view by which nothing is retained: what has moved goes out, the rest is released.
+    # In the first view without retention, moved pushes are resent and the others released.
     runtime.view(3, {1: 0b01, 3: 0b10})
     assert runtime.sent[1] == [Resync(1, 3, 0, True)]
     assert runtime.sent[3] == [(RequestKind.PUSH, 2, 0, 0b10), Resync(3, 3, 0, True)]

@@ -67,7 +67,7 @@ def remembered(member: Member, **memory: object) -> Remembered:
 
 
 def test_a_worker_that_is_through_is_given_a_job_again_when_shards_came_back() -> None:
-    """The one that did them has died with the scheduler, and with what it had found."""
+    """Their worker has died with the scheduler and with its reports."""
     cluster = Cluster(1)
     worker = cluster.workers[0]
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
@@ -86,7 +86,7 @@ def test_the_next_scheduler_restores_busy_workers() -> None:
 
 
 def test_a_job_number_is_never_reused() -> None:
-    """Its poster may come late, and counts what was done for the one as done for the other."""
+    """Its poster may reconnect late, and would count shards of one job for the other."""
     cluster = Cluster(1)
     cluster.core.restore([remembered(cluster.workers[0])], [], 1.0, term=7)
     ((_, number),) = cluster.post()
@@ -98,7 +98,7 @@ def test_a_job_number_is_never_reused() -> None:
 
 
 def test_a_departed_worker_gets_no_job_and_counts_nothing() -> None:
-    """Its connection may outlive it; the next job would wait for it, and nobody takes it for gone again."""
+    """Its connection may outlive it; the next job would wait for it forever."""
     cluster = Cluster(2)
     lives, gone = cluster.workers
     cluster.post()
@@ -115,7 +115,7 @@ def test_a_departed_worker_gets_no_job_and_counts_nothing() -> None:
 
 
 def test_many_workers_end_a_strided_job_in_no_time() -> None:
-    """Each of them asked each stride whether there was anything for each of them."""
+    """Each worker searched each stride for each other worker."""
     num_workers = 300
     cluster = Cluster(num_workers)
     cluster.ask(10**6, messages.PostJob(spec=replace(SPEC, files=(num_workers,), assignment="strided")))

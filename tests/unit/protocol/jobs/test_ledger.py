@@ -1,4 +1,4 @@
-"""One job's ledger: when its shards are dealt out, which findings count, and what a new scheduler makes of it."""
+"""One job's ledger: leases of shards, reports that count, and the restored ledger."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Worker:
         self.member = Member(f"worker {rank}", Role.WORKER, rank, 10 + rank)
 
     def take(self, ledger: JobLedger) -> Lease | None:
-        """Ask for a shard; return what is answered at once."""
+        """Request a shard; return the immediate answer."""
         ledger.take_lease(self, self.member.rank, wait=True, time_s=1.0)
         return self.answer(ledger)
 
     def answer(self, ledger: JobLedger) -> Lease | None:
-        """Return what is answered; others' answers are theirs to take."""
+        """Return the answer to this worker."""
         for each in ledger.take_answers():
             assert isinstance(each.call, Worker)
             assert each.call._answer is None
@@ -60,7 +60,7 @@ class Worker:
 
 
 def news_of(ledger: JobLedger) -> list[tuple[int, int, int]] | None:
-    """Return the shards of which members are told that they are done."""
+    """Return the finished shards in the members' news."""
     news = ledger.take_news()
     return None if news is None else list(shards_in(news.done))
 

@@ -1,4 +1,4 @@
-"""What members remember of a job for a scheduler that comes in the place of another."""
+"""The members' records of a job for a new scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The jobs of a cluster: who gets which, and what becomes of those whose poster or workers go."""
+"""The jobs of a cluster: assignment, and the loss of posters and workers."""
 
 from __future__ import annotations
 

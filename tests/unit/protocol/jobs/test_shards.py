@@ -29,7 +29,7 @@ def feed(shards: Shards, *events: Event) -> list[Instruction]:
 
 
 def drain(shards: Shards, worker: int) -> list[tuple[int, int, int]]:
-    """Let one worker lease and finish until it is told to wait or to stop."""
+    """Let one worker lease and finish shards until it must wait or stop."""
     read: list[tuple[int, int, int]] = []
     while True:
         (answer,) = feed(shards, ShardWanted(worker))

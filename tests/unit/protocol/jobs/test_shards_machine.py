@@ -64,7 +64,7 @@ class ShardsMachine(RuleBasedStateMachine):
         assert key not in [other for _, other in self.open.values()], "two open leases of one shard"
         assert key not in self.done
         if self.back:
-            assert key == min(self.back), "what was given back goes out first"
+            assert key == min(self.back), "returned shards are leased first"
             self.back.remove(key)
         elif self.strided:
             owner = (self.offsets[granted.file] + granted.shard) % NUM_WORKERS
@@ -81,7 +81,7 @@ class ShardsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def work(self, data: st.DataObject) -> None:
-        """A worker reads what it leased: it is done with it, or finds the end of the file and says so."""
+        """A worker reads its shard, and reports it as done or reports the end of the file."""
         lease = data.draw(st.sampled_from(sorted(self.open)))
         self.read(lease)
 
@@ -122,7 +122,7 @@ class ShardsMachine(RuleBasedStateMachine):
             assert all(account.num_leases <= 1 for account in self.shards.report())
 
     def teardown(self) -> None:
-        """Whatever happened: if the workers come back and work on, all gets done, and all are told."""
+        """If the workers come back and continue, all shards are finished, and all workers are notified."""
         if not hasattr(self, "shards"):
             return
         for _ in range(2 * (self.epochs + 1) * (sum(self.sizes) + len(self.sizes) + 1) * (NUM_WORKERS + 2)):

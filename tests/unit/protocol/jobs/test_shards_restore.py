@@ -1,4 +1,4 @@
-"""The pool of shards made anew from what the workers know: nothing is lost, and nothing is done twice."""
+"""The pool of shards restored from the workers' records: no shard is lost or done twice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_restored_records_may_overlap_and_exceed_the_end() -> None:
 
 
 class RestartMachine(RuleBasedStateMachine):
-    """Workers that remember the leases they hold and every Done that they said or were told, and a pool that dies."""
+    """Workers with records of leases and finished shards, and a pool that dies."""
 
     @initialize(
         sizes=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=3),
@@ -68,7 +68,7 @@ class RestartMachine(RuleBasedStateMachine):
         self.said: list[tuple[int, int]] = []
         self.last_lease = -1
         self.counted: list[Key] = []
-        """A worker has done this shard, and somebody who lives knows."""
+        """A worker has done this shard, and a live member has a record."""
 
     def apply(self, event: ShardWanted | Done | WorkerLost | ShardCountFound, *, heard: bool = True) -> None:
         for instruction in self.shards.handle(event):
@@ -87,7 +87,7 @@ class RestartMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data(), processed=st.booleans(), told=st.booleans())
     def work(self, data: st.DataObject, processed: bool, told: bool) -> None:
-        """A worker is through with a shard. The pool may die before that reaches it, or before it tells the others."""
+        """A worker finishes a shard. The pool may die before it receives or forwards the report."""
         worker = data.draw(st.sampled_from(sorted(w for w, leases in self.held.items() if leases)))
         lease = data.draw(st.sampled_from(sorted(self.held[worker])))
         self.finish(worker, lease, processed=processed, told=told)
@@ -121,7 +121,7 @@ class RestartMachine(RuleBasedStateMachine):
 
     @rule(worker=workers, unheard=st.booleans())
     def lose(self, worker: int, unheard: bool) -> None:
-        """A worker dies. What it alone knew is nobody's knowledge, but the pool's."""
+        """A worker dies. Only the pool may have its records."""
         late = list(self.held[worker])
         self.held[worker] = {}
         self.apply(WorkerLost(worker))
@@ -137,7 +137,7 @@ class RestartMachine(RuleBasedStateMachine):
         self.die(lost)
         if repeated:
             for worker, number in self.said:
-                self.apply(Done(worker, number))  # what was said before the restart is said again
+                self.apply(Done(worker, number))  # messages from before the restart are repeated
 
     def die(self, lost: set[int]) -> None:
         for worker in lost:
@@ -165,7 +165,7 @@ class RestartMachine(RuleBasedStateMachine):
             assert self.shards.progress()[0] == len(self.counted)
 
     def teardown(self) -> None:
-        """If the workers go on, every shard is done once."""
+        """If the workers continue, every shard is done once."""
         if not hasattr(self, "shards"):
             return
         for _ in range(4 * (self.epochs + 1) * (sum(self.real) + len(self.real) + 1)):

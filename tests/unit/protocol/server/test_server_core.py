@@ -1,4 +1,4 @@
-"""A server's core: what it makes of requests, views and other servers' words. Links and payloads are tokens."""
+"""A server's core: requests, views and messages of other servers. Links and payloads are tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def view(
 
 
 class Driver:
-    """A core, and what it said last."""
+    """A core and its last instructions."""
 
     def __init__(self, consistency: Consistency, *, expected: int = 2, **options: Any) -> None:
         self.core = ServerCore(consistency, expected_workers=expected, **options)
@@ -103,7 +103,7 @@ class Driver:
 
 
 def alone(consistency: Consistency) -> Driver:
-    """A server that has all buckets, and nobody behind it; two workers take part."""
+    """A server with all buckets and no successor; two workers take part."""
     driver = Driver(consistency)
     driver.feed(view(1, (ME,)))
     driver.join(FIRST, SECOND)

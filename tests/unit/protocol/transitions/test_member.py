@@ -1,4 +1,4 @@
-"""The scheduler's core does to the incarnations of nodes what its table says."""
+"""The scheduler's core follows its table of incarnations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Watched(Scheduler):
         self.feed(events.TimePassed())  # its core's time begins
 
     def sights(self) -> dict[int, Sight]:
-        """What every incarnation is, and when it will be overdue."""
+        """The state of every incarnation, and the time when it is overdue."""
         due_s: dict[int, int] = {}
         for at_s in reversed(range(self.looked_s, self.looked_s + int(TIMEOUT_S) + 3)):
             due_s.update((member.incarnation, at_s) for member in self.core.membership.overdue(at_s))
@@ -190,7 +190,7 @@ class Run:
             wire.cut()
 
     def come(self) -> None:
-        """One that is not connected comes again."""
+        """A disconnected process reconnects."""
         lost = [each for each in self.some(connected=False) if not each.is_silent]
         if lost:
             node = self.random.choice(lost)

@@ -1,4 +1,4 @@
-"""A scheduler goes through the phases that their table says."""
+"""A scheduler follows the table of phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of chains does to pushes what its table says."""
+"""A server of chains follows its table of pushes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Run:
             self.watch.saw((self.states.pop(token),), "give_up", (OUTSIDE,))
 
     def feed(self, event: Event) -> None:
-        """Note what becomes of each push that is here or comes by this event."""
+        """Record the new state of each push after an event."""
         told: dict[object, object] = {}
         for each in self.replication.handle(event):
             if isinstance(each, Forward):

@@ -1,4 +1,4 @@
-"""A client does to requests what its table says."""
+"""A client follows its table of requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Run:
         return isinstance(instruction, Discard) and instruction.request is self.request
 
     def step(self) -> None:
-        """Do something, and watch what becomes of the request."""
+        """Do something, and record the request's new state."""
         match self.random.choice(["change", "connected", "stabilize", "refused", "failed", *["answered"] * 2]):
             case "change":
                 self.do("change", lambda: self.change(self.core.version + self.random.choice([0, 1, 1, 2])))
@@ -77,7 +77,7 @@ class Run:
             self.do(name, lambda: [session.answered(request)][:0])
 
     def change(self, version: int, first: int | None = None) -> Sequence[object]:
-        """Any view; in one of three no server is behind another, so that nothing need be retained."""
+        """Any view; in one of three there are no replicas, so that nothing must be retained."""
         behind = self.random.choice([(), (8,), (9,)])
         leaders = [first or self.random.choice([*SERVERS, 1, None]) for _ in range(2)]
         chains = [() if leader is None else (leader, *behind) for leader in leaders]

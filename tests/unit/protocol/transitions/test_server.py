@@ -1,4 +1,4 @@
-"""The planner does to the servers of chains what its table says."""
+"""The planner follows its table of servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run:
         self.leaving: set[int] = set()
 
     def step(self) -> None:
-        """Do something, and watch what becomes of every server in every bucket."""
+        """Do something, and record the new state of every server in every bucket."""
         servers = range(1, self.next_server + 1)
         before = sights(self.planner, servers)
         name, instructions = self.act()

@@ -1,4 +1,4 @@
-"""The pool does to shards what its table says."""
+"""The pool follows its table of shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Run:
         return {key: found[key] if key[2] < (sizes[key[1]] or 5) else (OUTSIDE,) for key in KEYS}
 
     def step(self) -> None:
-        """Do something, and watch what becomes of every shard."""
+        """Do something, and record the new state of every shard."""
         if self.random.random() < 0.04:
             self.restart()
             return
@@ -69,7 +69,7 @@ class Run:
         return self.random.choice(events)
 
     def restart(self) -> None:
-        """A new pool hears of what is done, and of some of the leases."""
+        """A new pool receives the finished shards, and some leases."""
         accounts, sizes = self.shards.report(), self.shards.sizes
         self.granted = [each for each in self.granted if self.random.random() < 0.8]
         self.shards = Shards.restore(

@@ -1,4 +1,4 @@
-"""The gate does to workers what its table says."""
+"""The gate follows its table of workers."""
 
 from __future__ import annotations
 

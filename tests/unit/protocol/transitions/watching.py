@@ -1,15 +1,15 @@
-"""What a machine was seen to do to things of one kind, to be held against the table of its module."""
+"""The observed transitions of a machine, for the comparison with its table."""
 
 from __future__ import annotations
 
 from paceline.protocol.transitions import StateTable
 
 Sight = tuple[object, ...]
-"""What is seen of a thing: its state, and whatever else of it an event may change."""
+"""The observed state of an object, and its other data that events may change."""
 
 
 class Watch:
-    """Collects what becomes of things; at the end it must be the table, no more and no less."""
+    """Collects transitions of objects; at the end they must equal the table."""
 
     def __init__(self, table: StateTable) -> None:
         self._table = table
