@@ -63,6 +63,7 @@ class Page:
             .replace("examples/", f"{ROOT}/examples/")
         )
         text = re.sub(r"--(nproc-per-node|workers) [48]\b", r"--\1 2", text)  # two cores are enough for a test
+        text = re.sub(r"paceline scheduler (?!.*--port)", "paceline scheduler --port 7337 ", text)
         for documented, port in self.ports.items():
             text = text.replace(f":{documented}", f":{port}").replace(f"--port {documented}", f"--port {port}")
         return text
