@@ -393,7 +393,7 @@ class ServerEpisode(Episode):
         calls: list[Any] = [
             snapshot_messages.TakeSnapshot(
                 number=number, directory=str(self.folder), folder=f"snapshot-{number:06d}", tables=(3, 4, 5),
-                buckets=to_bytes(bucket_set(MINE)), whole=(1,), boundary=random.choice((None, self.clock + 1)),
+                buckets=to_bytes(bucket_set(MINE)), complete=(1,), boundary=random.choice((None, self.clock + 1)),
             ),
             snapshot_messages.GetSnapshotState(directory=str(self.folder), number=number),
             snapshot_messages.DropSnapshot(directory=str(self.folder), number=number),

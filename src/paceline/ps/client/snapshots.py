@@ -31,7 +31,7 @@ from paceline.ps.messages import TableSpec
 from paceline.ps.messages.snapshots import (
     DropSnapshot,
     GetSnapshotState,
-    SnapshotBegun,
+    SnapshotStarted,
     SnapshotState,
     TakeSnapshot,
 )
@@ -128,13 +128,13 @@ class SnapshotCoordinator:
         clock = 0
         for margin in (0, *_MARGINS):
             answers = self._request_parts(attempt, ALL, clock + margin)
-            if all(answer.begun for answer in answers):
+            if all(answer.is_started for answer in answers):
                 attempt.iteration = clock + margin
                 return
             clock = max(answer.clock for answer in answers)
         raise self._failed("iterations end faster than requests reach the servers")
 
-    def _request_parts(self, attempt: _Attempt, wanted: Buckets, boundary: int | None) -> list[SnapshotBegun]:
+    def _request_parts(self, attempt: _Attempt, wanted: Buckets, boundary: int | None) -> list[SnapshotStarted]:
         """Request the `wanted` buckets from their primaries, in a new round."""
         referable = () if attempt.full or attempt.states else tuple(self._referable)
         attempt.waits = []
@@ -152,12 +152,12 @@ class SnapshotCoordinator:
                     folder=folder_name(attempt.number),
                     tables=tuple(number for number, _ in attempt.tables),
                     buckets=to_bytes(buckets & wanted),
-                    whole=referable,
+                    complete=referable,
                     boundary=boundary,
                     round=attempt.round,
                 )
                 with contextlib.suppress(StaleEpochError, ConnectionLostError):  # its buckets are missing then
-                    answers.append(connection.call(request, SnapshotBegun)[0])
+                    answers.append(connection.call(request, SnapshotStarted)[0])
                     attempt.waits.append(connection)
         return answers
 
@@ -259,7 +259,7 @@ class SnapshotCoordinator:
         found: list[tuple[StoredPart, Buckets]] = []
         for state in attempt.states:
             found += [(part, bucket_set(part.buckets)) for part in state.parts if part.table == spec.name]
-            for kept in state.kept:
+            for kept in state.unchanged:
                 if kept.table == number and self._newest is not None:  # unchanged since then
                     found += _parts_of(self._newest, spec.name, kept.number, from_bytes(kept.buckets))
         for part, buckets in found:

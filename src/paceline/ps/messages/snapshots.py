@@ -15,10 +15,10 @@ from paceline.tables.bounds import Clock, TableNumber
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write buckets to `folder` of `directory` in the background. Answered by SnapshotBegun.
+    """Write buckets to `folder` of `directory` in the background. Answered by SnapshotStarted.
 
     The server skips buckets that it does not lead; the coordinator requests them from their primary in another round.
-    A bucket that is unchanged since a snapshot in `whole` is not written again. With `boundary` (sequential
+    A bucket that is unchanged since a snapshot in `complete` is not written again. With `boundary` (sequential
     consistency) the server writes the state after this number of iterations.
     """
 
@@ -28,19 +28,19 @@ class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tables: tuple[TableNumber, ...]
     buckets: BucketMask
     """The set of buckets for this server to write."""
-    whole: tuple[Natural, ...] = ()
+    complete: tuple[Natural, ...] = ()
     boundary: Clock | None = None
     round: Natural = 0
     """The number of the round in this snapshot; rounds have different names of files."""
 
 
-class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotStarted(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the snapshot started, and the highest clock of a worker.
 
     It does not start if a worker may have ended iteration `boundary`.
     """
 
-    begun: bool
+    is_started: bool
     clock: int
 
 
@@ -51,7 +51,7 @@ class GetSnapshotState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-class KeptBuckets(msgspec.Struct, frozen=True, kw_only=True):
+class UnchangedBuckets(msgspec.Struct, frozen=True, kw_only=True):
     """Buckets of a table that are unchanged since snapshot `number`."""
 
     table: TableNumber
@@ -65,7 +65,7 @@ class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     error: str
     parts: tuple[StoredPart, ...]
-    kept: tuple[KeptBuckets, ...]
+    unchanged: tuple[UnchangedBuckets, ...]
 
 
 class DropSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):

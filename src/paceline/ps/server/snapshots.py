@@ -25,12 +25,12 @@ from paceline.ps.messages.snapshots import (
     DropSnapshot,
     GetLoadState,
     GetSnapshotState,
-    KeptBuckets,
     LoadParts,
     LoadState,
-    SnapshotBegun,
+    SnapshotStarted,
     SnapshotState,
     TakeSnapshot,
+    UnchangedBuckets,
 )
 from paceline.storage import parts
 from paceline.storage.format import StoredPart
@@ -56,7 +56,7 @@ class _Taking:
         self.done = False
         self.error = ""
         self._parts: list[StoredPart] = []
-        self._kept: list[KeptBuckets] = []
+        self._unchanged: list[UnchangedBuckets] = []
         self._given_up = self._is_dropped = False
         self._moments: dict[int, Moment] = {}
         self._directory = Path(request.directory)
@@ -88,9 +88,9 @@ class _Taking:
         for number in self._request.tables:
             part = watch(self._tables.find(number))
             remaining = wanted & part.held
-            for earlier in self._request.whole:
+            for earlier in self._request.complete:
                 if kept := part.unchanged_since((self._request.directory, earlier)) & remaining:
-                    self._kept.append(KeptBuckets(table=number, number=earlier, buckets=to_bytes(kept)))
+                    self._unchanged.append(UnchangedBuckets(table=number, number=earlier, buckets=to_bytes(kept)))
                     remaining &= ~kept
             if self._request.boundary is not None and remaining:
                 self._moments[number] = part.moment = Moment(part.part, remaining)
@@ -208,8 +208,8 @@ class _Taking:
     def state(self) -> SnapshotState:
         """Return the progress."""
         if not self.done:
-            return SnapshotState(done=False, error=self.error, parts=(), kept=())
-        return SnapshotState(done=True, error="", parts=tuple(self._parts), kept=tuple(self._kept))
+            return SnapshotState(done=False, error=self.error, parts=(), unchanged=())
+        return SnapshotState(done=True, error="", parts=tuple(self._parts), unchanged=tuple(self._unchanged))
 
 
 class _PartsLoading:
@@ -319,7 +319,7 @@ class ServerSnapshots:
         }
         """The methods that answer messages, by type."""
 
-    def take(self, request: TakeSnapshot) -> SnapshotBegun:
+    def take(self, request: TakeSnapshot) -> SnapshotStarted:
         """Start a snapshot now or at a boundary, an iteration that no worker has begun.
 
         If the boundary has passed, return the current clock instead.
@@ -329,7 +329,7 @@ class ServerSnapshots:
         from_bytes(request.buckets)
         clock = self._core.latest_clock
         if request.boundary is not None and request.boundary <= clock:
-            return SnapshotBegun(begun=False, clock=clock)
+            return SnapshotStarted(is_started=False, clock=clock)
         if self._taking is not None and not self._taking.done:
             self._taking.give_up()
         self._taking = _Taking(self._tables, request)
@@ -337,7 +337,7 @@ class ServerSnapshots:
         self._boundary = request.boundary
         if request.boundary is None:
             self._taking.begin()
-        return SnapshotBegun(begun=True, clock=clock)
+        return SnapshotStarted(is_started=True, clock=clock)
 
     def iteration_completed(self, iteration: int) -> None:
         """Record that an iteration was applied; no later one has been."""
@@ -353,7 +353,7 @@ class ServerSnapshots:
         if self._taking.id != (request.directory, request.number):
             directory, number = self._taking.id
             reason = f"snapshot {number} in {directory} has replaced it: a server takes one snapshot at a time"
-            return SnapshotState(done=False, error=reason, parts=(), kept=())
+            return SnapshotState(done=False, error=reason, parts=(), unchanged=())
         return self._taking.state()
 
     def drop(self, request: DropSnapshot) -> None:

@@ -196,6 +196,7 @@ def test_a_member_leaves() -> None:
 def test_requests_about_tables_are_served_by_the_runtime() -> None:
     run = started()
     run.receive("w", "a request", 2, 2)
+    run.receive("w", "a request", 2, 2)  # repeated before its answer
     (serve,) = [each for each in run.instructions if isinstance(each, events.ServeRequest)]
     (send,) = run.core.reply(serve.call, "an answer")  # type: ignore[arg-type]
     assert send == SendMessage("w", "an answer", 2, 2)
