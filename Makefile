@@ -50,7 +50,7 @@ torture: .venv/.dev
 mutants: .venv/.dev
 	$(BIN)/python -m tests.mutants --jobs $(JOBS)
 
-thorough: .venv/.thorough
+thorough: .venv/.thorough docs
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --seed $$(date +%s) --jobs $(JOBS)
 	$(BIN)/python -m simulator --seeds $(STORMS) --num-faults 24 --jobs $(JOBS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough
