@@ -41,6 +41,7 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q --noconftest -p no:cacheprovider tests/unit/test_plain_words.py
 
 torture: .venv/.dev
 	$(BIN)/python -m simulator --seeds $(SEEDS)

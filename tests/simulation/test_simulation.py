@@ -117,7 +117,7 @@ def test_no_restarted_scheduler_forgets_that_somebody_is_gone() -> None:
         faults = ("crash-scheduler", "join-worker", "crash-worker")
         outcome = ProtocolCluster(seed, faults=faults, num_faults=24, trace=lines.append).run()
         assert outcome.violation is None
-        views = re.findall(r"Publish\(view=View\(term=(\d+), epoch=(\d+).* last_incarnation=(\d+)", "\n".join(lines))
+        views = re.findall(r"\bView\(term=(\d+), epoch=(\d+).*? last_incarnation=(\d+)", "\n".join(lines))
         last = [incarnation for *_, incarnation in sorted(tuple(map(int, view)) for view in views)]
         assert last == sorted(last) != []
         num_restarts += outcome.fired["crash-scheduler"]

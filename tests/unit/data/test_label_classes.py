@@ -92,5 +92,5 @@ def test_what_is_told_of_words(tmp_path: Path) -> None:
     write_rows(Path(path), "csv", [*_ROWS, ("unknown", 1.0)])
     found = describe_data([path], reading=ReadOptions(label="class"))
     assert found["positive"] is None
-    assert "labels are benign, malignant and unknown, expected two: --positive says" in found["warning"]
+    assert "labels are benign, malignant and unknown, expected two" in found["warning"]
     assert describe_data([path], reading=ReadOptions(label="class"), positive="benign")["warning"] is None
