@@ -66,7 +66,7 @@ class Tree:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"compare.py: {self.name} has failed; what it said is above")
+            sys.exit(f"compare.py: {self.name} has failed; see its output above")
         return json.loads(line)
 
     def measure(self, work: str, keys: int, dim: int, seconds: float) -> Block:
@@ -140,7 +140,7 @@ HEADING = (
 
 
 def serve(servers: int, replicas: int, dims: list[int]) -> None:
-    """Be a tree: start its cluster, and measure what is asked for, until standard input ends."""
+    """Start a source tree's cluster and run the requested measurements until standard input ends."""
     import numpy as np
     import psutil
 

@@ -357,7 +357,7 @@ def digits_above_4(rng: np.random.Generator, n: int) -> Table:
 
 
 def split(name: str) -> tuple[Table, Table]:
-    """Generate a data set: what is trained on, and what is tested on."""
+    """Generate a data set; return its training and test parts."""
     rows, test, generator = SETS[name]
     table = generator(np.random.default_rng(sum(name.encode())), rows + test)
     return table.take(np.arange(rows)), table.take(np.arange(rows, rows + test))
@@ -437,7 +437,7 @@ def vw_lines(table: Table) -> Iterator[str]:
 
 
 def train_as_it_is(train: Path, test: Path, options: list[str]) -> dict[str, Any]:
-    """Run the command; return what it says as JSON."""
+    """Run the command; return its JSON output."""
     command = [sys.executable, "-m", "paceline", "train", str(train), "--eval", str(test), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -462,7 +462,7 @@ def beside_lr(name: str, model: str, options: list[str]) -> dict[str, Any]:
 
 
 def compare_models(names: list[str], model: str, options: list[str], *, as_json: bool) -> None:
-    """Print what a model is like beside logistic regression."""
+    """Print the comparison of a model with logistic regression."""
     for name in names:
         row = beside_lr(name, model, options)
         if as_json:

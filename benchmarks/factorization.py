@@ -178,11 +178,11 @@ PEERS: dict[str, tuple[Callable[[Rows, Rows, Settings], Reals], tuple[Settings, 
         ),
     ),
 }
-"""What runs a peer, and the settings that it is given: the best of those that were tried on the Criteo sample."""
+"""Each peer's function and settings: the best settings found on the Criteo sample."""
 
 
 def train_here(train: Path, test: Path, model: str) -> dict[str, Any]:
-    """Return what ``paceline train`` says, as JSON."""
+    """Return the JSON output of ``paceline train``."""
     command = [sys.executable, "-m", "paceline", "train", str(train), "--eval", str(test), "--model", model, "--json"]
     done = subprocess.run([*command, "--workers", "1"], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -273,7 +273,7 @@ def measure(names: list[str], sizes: Sizes, device: str, num_rounds: int) -> dic
             try:
                 found[contender.name].append(run_contender(number, sizes, device))
                 print(time.strftime("%X"), contender.name, found[contender.name][-1], file=sys.stderr, flush=True)
-            except Exception:  # the others go on; the exit status tells of it
+            except Exception:  # the other contenders go on; the exit status reports the failure
                 errors[contender.name] = traceback.format_exc()
                 print(f"{contender.name} failed:\n{errors[contender.name]}", file=sys.stderr, flush=True)
     contenders = []

@@ -124,7 +124,7 @@ def measure(num_hosts: int, mbit: int, num_bytes: int) -> dict[str, Any]:
         try:
             output = processes[0].communicate(timeout=300)[0]
             if processes[0].returncode:
-                sys.exit(f"hosts.py: rank 0 of {num_hosts} failed; what it said is above")
+                sys.exit(f"hosts.py: rank 0 of {num_hosts} failed; see its output above")
         finally:
             for process in processes:
                 process.kill()

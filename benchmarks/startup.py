@@ -34,7 +34,7 @@ _SCRIPT = "print('done')\n"
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Return what is measured, by name; what one writes, later ones read."""
+    """Return the measured commands by name, in order: later commands read the files of earlier ones."""
     data, model, script = str(folder / "clicks.tsv"), str(folder / "model"), folder / "script.py"
     write_click_log(data, ClickLogSpec(rows=_ROWS))
     script.write_text(_SCRIPT)

@@ -131,7 +131,7 @@ class WideAndDeep(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What every process is told."""
+    """The settings of every process."""
 
     folder: Path
     num_trained: int
@@ -235,7 +235,7 @@ def run_rpc(rank: int, task: Task) -> None:
 
     from torch.distributed import rpc
 
-    warnings.filterwarnings("ignore", module="torch")  # what torch says of its own older parts
+    warnings.filterwarnings("ignore", module="torch")  # torch's deprecation warnings about itself
     from torch.distributed.optim import DistributedOptimizer
 
     torch.set_num_threads(1)
@@ -299,7 +299,7 @@ def start_rpc(task: Task) -> None:
     spawn(run_rpc, (task,), nprocs=NUM_WORKERS + 1)
 
 
-# All of them.
+# All contenders.
 
 
 CONTENDERS: dict[str, Callable[[Task], None]] = {

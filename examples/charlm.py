@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="of the LSTM")
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's learning rate at the start")
     parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of the gradient")
-    parser.add_argument("--limit", type=int, help="read the first so many characters only")
+    parser.add_argument("--limit", type=int, help="read only this many characters")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
     options = parser.parse_args()

@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256, help="per rank")
     parser.add_argument("--dim", type=int, default=16, help="of the deep embeddings")
     parser.add_argument("--lr", type=float, default=0.02, help="Adagrad's learning rate")
-    parser.add_argument("--limit", type=int, help="read the first so many rows only")
+    parser.add_argument("--limit", type=int, help="read only this many rows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
     options = parser.parse_args()

@@ -57,16 +57,16 @@ def main() -> None:
     strategy.barrier()
     began, examples = time.perf_counter(), 0
     for _ in range(options.epochs):
-        for some, right in loader:
+        for batch, batch_labels in loader:
             optimizer.zero_grad()
-            functional.cross_entropy(model(some), right).backward()
+            functional.cross_entropy(model(batch), batch_labels).backward()
             optimizer.step()
-            examples += len(some)
+            examples += len(batch)
     strategy.barrier()
     seconds = strategy.reduce(time.perf_counter() - began, "max")
     with torch.no_grad():
         evaluated = strategy.prepare_loader(DataLoader(test, len(test)))  # each rank its part
-        hits = sum(int((model(some).argmax(1) == right).sum()) for some, right in evaluated)
+        hits = sum(int((model(batch).argmax(1) == batch_labels).sum()) for batch, batch_labels in evaluated)
     result = {
         "accuracy": strategy.reduce(hits, "sum") / len(test),
         "seconds": seconds,

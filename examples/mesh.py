@@ -23,7 +23,7 @@ import paceline.torch  # noqa: F401  (PyTorch knows the backend then, also from 
 
 
 class Block(nn.Module):
-    """Two layers, beside the identity."""
+    """Two layers with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return vectors [batch, width] as they came, and what the layers make of them."""
+        """Return the sum of the vectors [batch, width] and the layers' output."""
         added: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
         return x + added
 
 
 def main() -> None:
-    """Train, and say what each process holds."""
+    """Train, and print the number of parameters per process."""
     parser = argparse.ArgumentParser(description="Train a network that is cut in two dimensions.")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=32)
@@ -56,7 +56,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(Block(options.width), Block(options.width))
-    num_parameters = sum(each.numel() for each in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     for block in model:
         parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["data"])
@@ -74,7 +74,7 @@ def main() -> None:
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         if rank == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1}: loss {mean:.4f}")
-    held = sum(each.to_local().numel() for each in model.parameters() if isinstance(each, DTensor))
+    held = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
     if rank == 0:
         print(f"{num_parameters:,} parameters, of which this process holds {held:,}")
     dist.destroy_process_group()

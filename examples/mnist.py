@@ -55,21 +55,21 @@ def make_model(kind: str) -> nn.Module:
 
 @torch.no_grad()
 def count_right(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> int:
-    """Return how many images are classified right."""
+    """Return the number of correctly classified images."""
     model.eval()
     pairs = zip(images.split(500), labels.split(500), strict=True)
-    return sum(int((model(some).argmax(1) == right).sum()) for some, right in pairs)
+    return sum(int((model(batch).argmax(1) == batch_labels).sum()) for batch, batch_labels in pairs)
 
 
 def main() -> None:
-    """Train, evaluate after each epoch, say how it went."""
+    """Train, evaluate after each epoch, and print the accuracy."""
     parser = argparse.ArgumentParser(description="Train a classifier of handwritten digits.")
     parser.add_argument("--data", type=Path, required=True, help="folder of the four MNIST files")
     parser.add_argument("--model", choices=("mlp", "cnn"), default="cnn")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")
     parser.add_argument("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    parser.add_argument("--limit", type=int, help="train and evaluate on the first so many images only")
+    parser.add_argument("--limit", type=int, help="train and evaluate on this many images only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="write a checkpoint to this folder at the end")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
@@ -92,11 +92,11 @@ def main() -> None:
     for epoch in range(options.epochs):
         began = time.perf_counter()
         model.train()
-        for some, right in loader:
+        for batch, batch_labels in loader:
             optimizer.zero_grad()
-            functional.cross_entropy(model(some), right).backward()
+            functional.cross_entropy(model(batch), batch_labels).backward()
             optimizer.step()
-            examples += len(some)
+            examples += len(batch)
         seconds += time.perf_counter() - began
         hits = strategy.reduce(count_right(model, test_images, test_labels), "sum")
         accuracy = hits / strategy.reduce(len(test_labels), "sum")

@@ -42,7 +42,7 @@ class BatchServer:
 
     @rpc.async_execution
     def update(self, gradients: list[torch.Tensor]) -> rpc.Future[list[torch.Tensor]]:
-        """Take one trainer's gradients; the answer is the parameters after the step of all."""
+        """Add one trainer's gradients; return a future of the parameters after the common step."""
         with self.lock:
             self.given.append(gradients)
             answer = self.answer
@@ -57,7 +57,7 @@ class BatchServer:
         return answer
 
     def num_steps(self) -> int:
-        """Return how many steps were taken."""
+        """Return the number of steps."""
         return self.steps
 
 
@@ -66,7 +66,7 @@ lock = threading.Lock()
 
 
 def batch_server(trainers: int, lr: float) -> rpc.RRef[BatchServer]:
-    """Return a reference to the server, made when the first trainer asks."""
+    """Return a reference to the server, created by the first trainer's call."""
     with lock:
         if not shared:
             shared.append(rpc.RRef(BatchServer(trainers, lr)))
@@ -74,19 +74,19 @@ def batch_server(trainers: int, lr: float) -> rpc.RRef[BatchServer]:
 
 
 def make_model() -> nn.Module:
-    """Return the model that all begin with."""
+    """Return the initial model, the same in every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 def make_data(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return some rows of a step's batch: inputs (float32 [n, 8]) and targets (float32 [n, 1])."""
+    """Return the selected rows of a step's batch: inputs (float32 [n, 8]) and targets (float32 [n, 1])."""
     inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(step))
     return inputs[rows], (inputs[rows, :1] * inputs[rows, 1:2]).sin()
 
 
 def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, float]:
-    """Be a trainer; return what is to be said of it."""
+    """Run a trainer; return its results."""
     server = rpc.rpc_sync(SERVER, batch_server, (trainers, lr))
     model = make_model()
     losses = []
@@ -119,7 +119,7 @@ def distance_from_one_process(model: nn.Module, steps: int, lr: float) -> float:
 
 
 def main() -> None:
-    """Be the server or a trainer, as the rank says."""
+    """Run the server or a trainer, depending on the rank."""
     parser = argparse.ArgumentParser(description="Synchronous training whose server answers in batches.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=0.05, help="SGD's learning rate")

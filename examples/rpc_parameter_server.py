@@ -27,7 +27,7 @@ HIDDEN = 32
 
 
 class SharedLayer:
-    """What the server holds."""
+    """The layer on the server."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class SharedLayer:
         return [rpc.RRef(parameter) for parameter in self.layer.parameters()]
 
     def calls(self) -> int:
-        """Return how often a trainer has called."""
+        """Return the number of calls by trainers."""
         return self.num_calls
 
 
@@ -55,7 +55,7 @@ lock = threading.Lock()
 
 
 def shared_layer() -> rpc.RRef[SharedLayer]:
-    """Return a reference to the server's layer, made when the first trainer asks."""
+    """Return a reference to the server's layer, created by the first trainer's call."""
     with lock:
         if not shared:
             shared.append(rpc.RRef(SharedLayer()))
@@ -72,7 +72,7 @@ def read_share(rank: int, trainers: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, Any]:
-    """Be a trainer; return what is to be said of it."""
+    """Run a trainer; return its results."""
     layer = rpc.rpc_sync(SERVER, shared_layer)
     torch.manual_seed(rank)
     last = nn.Linear(HIDDEN, 10)
@@ -81,9 +81,9 @@ def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, Any]:
     images, labels = read_share(rank, trainers)
     losses = []
     for step in range(steps):
-        some = torch.arange(step * 32, step * 32 + 32) % len(images)
+        rows = torch.arange(step * 32, step * 32 + 32) % len(images)
         with rpc.autograd.context() as context:
-            loss = functional.cross_entropy(last(layer.rpc_sync().forward(images[some])), labels[some])
+            loss = functional.cross_entropy(last(layer.rpc_sync().forward(images[rows])), labels[rows])
             rpc.autograd.backward(context, [loss])
             optimizer.step(context)
         losses.append(loss.item())
@@ -98,20 +98,20 @@ def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Be the server or a trainer, as the rank says."""
+    """Run the server or a trainer, depending on the rank."""
     parser = argparse.ArgumentParser(description="Train digits with a parameter server made of remote calls.")
     parser.add_argument("--steps", type=int, default=150, help="of each trainer")
     parser.add_argument("--lr", type=float, default=5e-3, help="Adam's learning rate")
     parser.add_argument("--json", action="store_true", help="each trainer prints one JSON object, and nothing else")
-    told = parser.parse_args()
+    options = parser.parse_args()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size < 2:
         parser.error("a server and at least one trainer are needed: --nproc-per-node 2 or more")
     torch.set_num_threads(1)
     rpc.init_rpc(SERVER if rank == 0 else f"trainer{rank}", allow=["__main__"])
     if rank > 0:
-        result = train(rank - 1, size - 1, told.steps, told.lr)
-        if told.json:
+        result = train(rank - 1, size - 1, options.steps, options.lr)
+        if options.json:
             print(json.dumps({"trainer": rank, **result}))
         else:
             print(

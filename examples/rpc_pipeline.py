@@ -1,4 +1,4 @@
-"""A network over two processes as a pipeline: microbatches go through its halves beside one another.
+"""A network over two processes as a pipeline: both halves compute at once, on different microbatches.
 
     paceline run --strategy all-reduce --nproc-per-node 3 examples/rpc_pipeline.py
 
@@ -32,7 +32,7 @@ class Stage:
         self.lock = threading.Lock()
 
     def forward(self, inputs: rpc.RRef[torch.Tensor]) -> torch.Tensor:
-        """Fetch a microbatch from where it is, and apply the layers."""
+        """Fetch a microbatch from its owner and apply the layers."""
         values = inputs.to_here()
         with self.lock:
             result: torch.Tensor = self.layers(values)
@@ -64,7 +64,7 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PipelineNetwork:
-    """The whole network, as the driver sees it."""
+    """The whole network, on the driver."""
 
     def __init__(self, workers: list[str], microbatches: int) -> None:
         self.stages = [rpc.remote(worker, Stage, (number,)) for number, worker in enumerate(workers)]
@@ -73,8 +73,8 @@ class PipelineNetwork:
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Return scores (float32 [batch, 10])."""
         ends = []
-        for some in images.chunk(self.microbatches):
-            half = self.stages[0].remote().forward(rpc.RRef(some))
+        for microbatch in images.chunk(self.microbatches):
+            half = self.stages[0].remote().forward(rpc.RRef(microbatch))
             ends.append(self.stages[1].rpc_async().forward(half))
         return torch.cat(rpc.wait_all(ends))
 
@@ -83,16 +83,16 @@ class PipelineNetwork:
         return [rref for stage in self.stages for rref in stage.rpc_sync().parameters()]
 
 
-def train(told: argparse.Namespace) -> dict[str, float]:
-    """Train; return what is to be said of it."""
-    network = PipelineNetwork(["stage0", "stage1"], told.microbatches)
-    optimizer = rpc.optimizer.DistributedOptimizer(torch.optim.SGD, network.parameter_rrefs(), lr=told.lr)
+def train(options: argparse.Namespace) -> dict[str, float]:
+    """Train; return the results."""
+    network = PipelineNetwork(["stage0", "stage1"], options.microbatches)
+    optimizer = rpc.optimizer.DistributedOptimizer(torch.optim.SGD, network.parameter_rrefs(), lr=options.lr)
     images, labels = read_digits()
     losses, began = [], time.perf_counter()
-    for step in range(told.steps):
-        some = torch.arange(step * 128, step * 128 + 128) % len(images)
+    for step in range(options.steps):
+        rows = torch.arange(step * 128, step * 128 + 128) % len(images)
         with rpc.autograd.context() as context:
-            loss = functional.cross_entropy(network(images[some]), labels[some])
+            loss = functional.cross_entropy(network(images[rows]), labels[rows])
             rpc.autograd.backward(context, [loss])
             optimizer.step(context)
         losses.append(loss.item())
@@ -101,41 +101,41 @@ def train(told: argparse.Namespace) -> dict[str, float]:
     return {
         "first_loss": losses[0],
         "last_loss": losses[-1],
-        "images_per_s": told.steps * 128 / seconds,
-        "difference": distance_from_one_process(found, told),
+        "images_per_s": options.steps * 128 / seconds,
+        "difference": distance_from_one_process(found, options),
     }
 
 
-def distance_from_one_process(found: list[torch.Tensor], told: argparse.Namespace) -> float:
+def distance_from_one_process(found: list[torch.Tensor], options: argparse.Namespace) -> float:
     """Return the greatest difference of the parameters from those of one process."""
     alone = nn.Sequential(*make_halves())
-    optimizer = torch.optim.SGD(alone.parameters(), lr=told.lr)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=options.lr)
     images, labels = read_digits()
-    for step in range(told.steps):
-        some = torch.arange(step * 128, step * 128 + 128) % len(images)
+    for step in range(options.steps):
+        rows = torch.arange(step * 128, step * 128 + 128) % len(images)
         optimizer.zero_grad()
-        functional.cross_entropy(alone(images[some]), labels[some]).backward()
+        functional.cross_entropy(alone(images[rows]), labels[rows]).backward()
         optimizer.step()
     pairs = zip(alone.parameters(), found, strict=True)
     return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 def main() -> None:
-    """Drive, or be a stage."""
+    """Run the driver or a stage."""
     parser = argparse.ArgumentParser(description="Train a network whose halves are two processes.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.5, help="SGD's learning rate")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    told = parser.parse_args()
+    options = parser.parse_args()
     if os.environ.get("WORLD_SIZE") != "3":
         parser.error("three processes are needed: --nproc-per-node 3")
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     rpc.init_rpc(("driver", "stage0", "stage1")[rank], allow=["__main__"])
     if rank == 0:
-        result = train(told)
-        if told.json:
+        result = train(options)
+        if options.json:
             print(json.dumps(result))
         else:
             print(

@@ -48,7 +48,7 @@ class Tables:
 
 
 class LanguageModel(nn.Module):
-    """The whole model, as the process with the LSTM sees it."""
+    """The whole model, on the process with the LSTM."""
 
     def __init__(self, tables: rpc.RRef[Tables], width: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
         return scores
 
     def parameter_rrefs(self) -> list[rpc.RRef[Any]]:
-        """Return references to all parameters, wherever they live."""
+        """Return references to all parameters, local and remote."""
         return [*self.tables.rpc_sync().parameters(), *map(rpc.RRef, self.lstm.parameters())]
 
 

@@ -57,7 +57,7 @@ class EchoHandler(Handler):
                 )
             )
         elif header.kind == FAIL:
-            raise StaleEpochError("epoch 3 was asked for, 4 is the current one")
+            raise StaleEpochError("the request has epoch 3, the current epoch is 4")
         elif header.kind == FAIL_INTERNALLY:
             raise KeyError("a bug")
         elif header.kind == CLOSE:
