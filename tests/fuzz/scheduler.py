@@ -225,7 +225,7 @@ class SchedulerEpisode(Episode):
                 lambda: messages.Promised(term=random.randrange(9)),
                 lambda: messages.Filled(1, OTHERS + 1, to_bytes(7)),
                 lambda: messages.JobStatus(job=number), lambda: messages.TakeReports(job=number),
-                lambda: messages.GetAccount(job=number), lambda: messages.HasOtherPoster(),
+                lambda: messages.GetAccount(job=number), lambda: messages.ClaimCluster(),
                 lambda: messages.FileEnded(job=number, file=random.randrange(2), num_shards=3),
                 lambda: messages.JobFailed(job=number, error="DataError", message="bad"),
             )

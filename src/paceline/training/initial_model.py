@@ -71,10 +71,10 @@ class InitialModel:
                 write_records(client, handle.spec, keys, records)
 
 
-def _wait_until_free(client: Client, check: Callable[[], None]) -> None:
-    """Wait briefly for the end of another training. Raises UsageError if it continues to use the cluster."""
+def _claim_cluster(client: Client, check: Callable[[], None]) -> None:
+    """Reserve the cluster; wait briefly for the end of another training. Raises UsageError if it does not end."""
     deadline = time.monotonic() + _PATIENCE_S
-    while client.link.call(messages.HasOtherPoster(), bool):
+    while not client.link.call(messages.ClaimCluster(), bool):
         check()
         if time.monotonic() > deadline:
             raise UsageError("another training uses this cluster. Wait for its end, or start another cluster")
@@ -87,7 +87,7 @@ def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: 
     `check` is called between requests, and may raise. Raises UsageError if another training uses the cluster, or if a
     table has another size or update rule.
     """
-    _wait_until_free(client, check)
+    _claim_cluster(client, check)
     known = {spec.name: spec for spec in client.tables()}
     for table in model.tables:
         spec, rule = known.get(table.name), table.update or update

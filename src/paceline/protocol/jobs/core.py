@@ -30,6 +30,7 @@ class JobCore:
         self.last_number = 0
         """The highest job number that this scheduler or an earlier one may have used."""
         self._poster: object = None
+        self._claimant: object = None
         self._idle: dict[object, tuple[ReceivedRequest, int]] = {}  # peer → its GetJob, the job that it finished
         self._busy: dict[int, int] = {}  # worker → its job, until it requests the next
         self._has_ended = False
@@ -86,8 +87,8 @@ class JobCore:
             case messages.TakeReports(job=number):
                 taken = self._current(number).take_report()
                 return [Answer(call, None) if taken is None else Answer(call, *taken)]
-            case messages.HasOtherPoster():
-                return [Answer(call, self._poster not in (None, received.peer))]
+            case messages.ClaimCluster():
+                return [Answer(call, self._claim(received.peer))]
             case messages.CountersReceived(counters=counters):
                 if self.ledger is not None and membership.find(received.incarnation) is not None:
                     self.ledger.results.note_progress(received.incarnation, counters)
@@ -112,7 +113,16 @@ class JobCore:
             case messages.JobFailed(error=error, message=message):
                 job.fail(error, message)
 
+    def _claim(self, peer: object) -> bool:
+        """Reserve the cluster for jobs of a process; return False if it belongs to another one."""
+        if any(owner is not None and owner is not peer for owner in (self._poster, self._claimant)):
+            return False
+        self._claimant = peer
+        return True
+
     def _post(self, received: ReceivedRequest, request: messages.PostJob, membership: Membership) -> list[Answer]:
+        if not self._claim(received.peer):
+            raise PeerError("another training uses this cluster. Wait for its end, or start another cluster")
         self.last_number = number = self.last_number + 1
         answers = [Answer(received.call, number)]
         if self.ledger is not None:
@@ -154,6 +164,8 @@ class JobCore:
     def forget(self, peer: object) -> list[Answer]:
         """Record that a process will not reconnect; return answers to other processes."""
         self._idle.pop(peer, None)
+        if peer is self._claimant:
+            self._claimant = None
         if self.ledger is not None and peer is not None and peer is self._poster:
             self.ledger.fail("PeerError", "the process that posted the job has ended")
             self._poster = None

@@ -83,8 +83,8 @@ class JobStatus(JobRequest, frozen=True, kw_only=True, tag=True):
     job: int
 
 
-class HasOtherPoster(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Request whether another process, which may reconnect, posted the latest job. Answered by bool."""
+class ClaimCluster(JobRequest, frozen=True, kw_only=True, tag=True):
+    """Request that only this process posts jobs until it leaves. Answered by bool: False if another process does."""
 
 
 class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from paceline.protocol.jobs.messages import (
+    ClaimCluster,
     FileEnded,
     GetAccount,
     GetJob,
-    HasOtherPoster,
     JobFailed,
     JobNews,
     JobStatus,
@@ -146,7 +146,7 @@ __all__ = [
     "GetView",
     "GetSettings",
     "GetStatistics",
-    "HasOtherPoster",
+    "ClaimCluster",
     "Heartbeat",
     "JobFailed",
     "JobNews",
@@ -211,7 +211,7 @@ __all__ = [
 ToScheduler = (
     GetView | GetSettings | Register[Endpoint] | Rejoin[Endpoint, ClusterSettings, KnownTable] | Heartbeat | Leave
     | DeclareTable | NoteUpdate | ListTables | PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed
-    | JobStatus | TakeReports | HasOtherPoster | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
+    | JobStatus | TakeReports | ClaimCluster | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
 )  # fmt: skip
 ToServer = (
     CheckFilters | CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics

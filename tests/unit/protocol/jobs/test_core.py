@@ -127,3 +127,19 @@ def test_many_workers_end_a_strided_job_in_no_time() -> None:
         cluster.ask(worker.incarnation, messages.LeaseDone(job=1, lease=lease, progress={}))
         cluster.ask(worker.incarnation, messages.GetJob(after=1))
     assert time.process_time() - began_s < 1.0  # 0.1 s
+
+
+def test_a_cluster_belongs_to_one_poster_until_it_leaves() -> None:
+    cluster = Cluster(1)
+    assert cluster.ask(9, messages.ClaimCluster()) == [(9, True)]
+    assert cluster.ask(8, messages.ClaimCluster()) == [(8, False)]
+    with pytest.raises(PeerError, match="another training uses this cluster"):
+        cluster.ask(8, messages.PostJob(spec=SPEC))
+    assert cluster.post() == [(9, 1)]
+    assert cluster.ask(9, messages.ClaimCluster()) == [(9, True)]
+    with pytest.raises(PeerError, match="another training uses this cluster"):
+        cluster.ask(8, messages.PostJob(spec=SPEC))
+    cluster.core.forget(9)
+    assert cluster.ask(8, messages.ClaimCluster()) == [(8, True)]
+    cluster.core.forget(8)
+    assert cluster.post() == [(9, 2)]
