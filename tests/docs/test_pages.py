@@ -3,7 +3,7 @@
 Blocks of ``python`` and ``sh`` must succeed. The output of a ``console`` block must match, with any digits in place of
 its digits and any lines in place of ``...``. Each page runs in a directory of its own with the files of :mod:`.files`.
 A comment ``<!-- docs test: … -->`` before a block sets another treatment: ``file NAME`` writes it, ``run on two
-ranks``, ``together`` starts all of its lines at once, and ``not run, REASON``.
+ranks``, ``together`` starts all lines at the same time, ``background`` leaves them running, ``not run, REASON``.
 """
 
 from __future__ import annotations
@@ -100,10 +100,13 @@ class Page:
             self.run("paceline run --nproc-per-node 2 block.py")
         elif kind == "together":
             self.run(" &\n".join(source.strip().splitlines()) + " &\nwait")
-        elif language == "sh":
-            self.run(f"set -e\n{source}")
+        elif kind.startswith("background"):
+            times = 2 if kind.endswith("twice") else 1
+            self.run("".join(f"{line} &\n" * times for line in source.splitlines()))
             if "paceline scheduler" in source:
                 self.wait_for_scheduler()
+        elif language == "sh":
+            self.run(f"set -e\n{source}")
         elif language == "console":
             for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", source, re.MULTILINE):
                 compare(expected, self.run(command), command)

@@ -368,7 +368,7 @@ class TrainFlags:
     solver: SolverFlags
 
     def parse_model(self) -> SparseModel:
-        """Return the model. Raises UsageError."""
+        """Return the model. Raises UsageError for an unknown model and for options that it does not have."""
         from paceline.models.deep.layers import parse_hidden
         from paceline.models.features.interactions import Interactions
         from paceline.models.registry import make_model

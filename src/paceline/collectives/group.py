@@ -274,11 +274,17 @@ class Group(Closing):
         return self._create_subgroup(tuple(sorted({*self.ranks, *_world_ranks(other)})))
 
     def intersection(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of the ranks in both, in the order of the world; None on other ranks."""
+        """Return the group of the ranks in both, in the order of the world; None on other ranks, or if it is empty.
+
+        All ranks of the new group must call this method.
+        """
         return self._create_subgroup(tuple(sorted({*self.ranks} & {*_world_ranks(other)})))
 
     def difference(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of this group's ranks that are not in `other`; None on other ranks."""
+        """Return the group of this group's ranks that are not in `other`; None on other ranks, or if it is empty.
+
+        All ranks of the new group must call this method.
+        """
         return self._create_subgroup(tuple(sorted({*self.ranks} - {*_world_ranks(other)})))
 
     def explain(self, nbytes: int, operation: str = "all_reduce") -> str:

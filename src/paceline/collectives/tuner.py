@@ -243,7 +243,7 @@ class Tuner:
         return [name for name, known in ALGORITHMS[operation].items() if known.supports(self._connections.layout.size)]
 
     def measure(self) -> Model:
-        """Measure the model. A collective call: each rank sends to the next rank and receives from the previous one."""
+        """Measure seconds per message, per byte and per reduced byte. A collective call around the ring of ranks."""
         network = self._connections.network(self._choose_schedule)
         alpha = self._time_shift(network, 8, 15)
         num_bytes, seconds = 1 << 16, 0.0

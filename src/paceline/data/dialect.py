@@ -166,7 +166,7 @@ def _is_aligned(text: str, separator: str) -> bool:
 
 
 def _are_mostly_numbers(rows: Sequence[Sequence[str]]) -> bool:
-    """Return whether at least half of the columns have numbers, unlike words of text."""
+    """Return whether at least half of the columns have only numbers and missing values below the first row."""
     columns = zip(*([row for row in rows[1:] if len(row) == len(rows[0])] or rows), strict=True)
     return 2 * sum(all(is_number(cell) or is_missing(cell) for cell in cells) for cells in columns) >= len(rows[0])
 

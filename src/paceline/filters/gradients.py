@@ -10,7 +10,7 @@ a coroutine that yields the bytes to send and receives the other ranks' bytes, s
 - :class:`~paceline.filters.RandomK` chooses the same positions on all ranks. Their values move as in an all-reduce.
   Each position belongs to a fixed rank, which can therefore keep the error of the mean.
 
-Unsent values are kept too. Every rank reads the same bytes, so replicas stay equal to the bit.
+Unsent values are kept too. Every rank reads the same bytes, so replicas stay bit-identical.
 """
 
 from __future__ import annotations

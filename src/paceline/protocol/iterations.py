@@ -163,7 +163,7 @@ class Iterations:
 
     @property
     def _in_chain(self) -> int:
-        """As :attr:`durable`, for chains of any length."""
+        """The number of iterations whose sums the whole chain has, even if the chain has too few replicas."""
         if not self._takeover.is_over:
             return 0
         durable = min(self._unsafe, default=self._next)

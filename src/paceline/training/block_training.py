@@ -161,7 +161,7 @@ def _read_pass(fields: dict[str, Any]) -> BlockPass:
 
 
 def _is_weight(keys: Keys, records: Floats) -> Any:
-    """Return which rows are the intercept or weights other than 0; other rows have no radius, or are 0."""
+    """Return a mask, bool [n]: rows with a radius whose weight is not 0, and the intercept."""
     return (records[:, 2] > 0) & ((records[:, 0] != 0) | (keys == BIAS_KEY))
 
 

@@ -97,7 +97,7 @@ class Heads:
 
 
 class Scanner:
-    """Splits the bytes of a link, read after an error: collects heads and skips bodies."""
+    """Parses the bytes received after an error: keeps the headers of frames and skips their bodies."""
 
     def __init__(self, skip: int = 0) -> None:
         self.frames: deque[Head] = deque()

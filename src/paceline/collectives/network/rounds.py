@@ -60,7 +60,7 @@ class RoundPlanner:
         self._peer = peer
 
     def begin(self, actions: Sequence[Action]) -> Round:
-        """Enqueue the messages of a round on their links, and run copies without conflicts."""
+        """Enqueue the messages of a round, and run the local copies that conflict with no message."""
         round_ = Round()
         read: _Read = []
         written: _Written = []

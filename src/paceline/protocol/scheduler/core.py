@@ -119,7 +119,7 @@ class SchedulerCore:
     ) -> list[Instruction]:
         """Handle a message that :meth:`check` accepts. A repeated message is only answered again."""
         session = self.sessions.connected[peer]
-        if not session.end.is_new(numbers.sequence, numbers.lowest):
+        if not session.end.receive(numbers.sequence, numbers.lowest):
             return [*session.repeat(numbers.request)]
         match message:
             case Register():

@@ -153,7 +153,7 @@ def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) ->
     """Return the note that the cluster cannot continue without these servers."""
     names = " and ".join(f"server {server.rank} ({server.node})" for server in servers)
     advice = advice or "If these are dead, start the scheduler again with --accept-minority"
-    return Note(f"waits for {names}: too few of the servers that have buckets are heard {aim}. {advice}")
+    return Note(f"waits for {names}: too few servers that hold buckets are connected {aim}. {advice}")
 
 
 class Superseded(Struct, frozen=True):

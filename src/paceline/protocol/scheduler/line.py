@@ -94,8 +94,8 @@ class SchedulerEnd:
         """The number in the welcome: :attr:`received`, or -1 if this scheduler has no message of a foreign member."""
         return -1 if self.is_foreign and not self.received else self.received
 
-    def is_new(self, number: int, lowest: int) -> bool:
-        """Note a message; return False if it is a repetition. `lowest` is :attr:`MemberEnd.lowest`."""
+    def receive(self, number: int, lowest: int) -> bool:
+        """Record a message, drop answers below :attr:`MemberEnd.lowest`, and return False for a repeat."""
         for known in [known for known in self._answers if known < lowest]:
             del self._answers[known]
         if number > self.received:

@@ -64,7 +64,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
     is_partial: bool = False
     """Whether the workers were left out."""
     former_voters: tuple[Number, ...] = ()
-    """The voters of the view that it was to follow when it was published or prepared."""
+    """The voters of the previous view, as known when this view was prepared."""
     num_waiting: Natural = 0
     """The number of servers that have registered, while the cluster is forming."""
 

@@ -105,7 +105,7 @@ class ServerState:
         return worker in self.workers.counted
 
     def is_excluded(self, incarnation: int) -> bool:
-        """Return whether a process has left, died or never was a member."""
+        """Return whether a process has left or died, by its incarnation."""
         return self.workers.is_excluded(incarnation)
 
     def is_ahead(self, worker: int) -> bool:

@@ -44,7 +44,7 @@ class BackPressure:
         return early + sum(push.num_bytes for push in payloads)
 
     def count_ahead(self) -> int:
-        """Return the bytes of incomplete iterations, to which only workers ahead of another one add."""
+        """Return the bytes of the buffered pushes of incomplete iterations."""
         return 0 if self._buffer is None else self._buffer.num_bytes
 
     def note(self, peer: Peer, num_bytes: int) -> None:

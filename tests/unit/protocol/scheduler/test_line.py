@@ -50,8 +50,8 @@ def test_of_notices_that_supersede_one_another_the_newest_is_kept() -> None:
 def test_a_member_of_a_former_cluster_is_told_so_until_something_has_come() -> None:
     end = SchedulerEnd(is_foreign=True)
     assert (end.welcome_number, SchedulerEnd().welcome_number) == (-1, 0)
-    assert end.is_new(0, 1)
+    assert end.receive(0, 1)
     assert end.welcome_number == -1
-    assert end.is_new(7, 1)
-    assert not end.is_new(7, 1)
+    assert end.receive(7, 1)
+    assert not end.receive(7, 1)
     assert end.welcome_number == 7

@@ -18,16 +18,16 @@ from paceline.protocol.scheduler.sessions import Session, Sessions
 
 def test_a_repeated_call_is_answered_again() -> None:
     session = Session("peer")
-    assert session.end.is_new(1, 1)
+    assert session.end.receive(1, 1)
     assert session.answer(1, "one", b"body") == [SendMessage("peer", "one", 1, 1, b"body")]
-    assert not session.end.is_new(1, 1)
+    assert not session.end.receive(1, 1)
     assert session.repeat(1) == [SendMessage("peer", "one", 1, 1, b"body")]
 
 
 def test_a_call_that_is_repeated_before_its_answer_is_answered_once() -> None:
     session = Session("peer")
-    assert session.end.is_new(1, 1)
-    assert not session.end.is_new(1, 1)
+    assert session.end.receive(1, 1)
+    assert not session.end.receive(1, 1)
     assert session.repeat(1) == []
     error = PeerError("no")
     assert session.answer(1, error) == [SendMessage("peer", error, 1, 1)]
@@ -36,27 +36,27 @@ def test_a_call_that_is_repeated_before_its_answer_is_answered_once() -> None:
 def test_an_answer_is_stored_until_it_is_known_to_be_received() -> None:
     session = Session("peer")
     for number in (1, 2):
-        session.end.is_new(number, 1)
+        session.end.receive(number, 1)
         session.answer(number, number)
     session.peer = None
-    session.end.is_new(3, 1)
+    session.end.receive(3, 1)
     assert session.answer(3, 3) == []  # it waits for the process
     session.peer = "another"
     assert [(send.peer, send.request) for send in session.repeat_all()] == [("another", number) for number in (1, 2, 3)]
-    session.end.is_new(0, 3)
+    session.end.receive(0, 3)
     assert [send.request for send in session.repeat_all()] == [3]
 
 
 def test_a_message_without_a_number_is_new_every_time() -> None:
     session = Session("peer")
-    assert [session.end.is_new(0, 0) for _ in range(2)] == [True, True]
+    assert [session.end.receive(0, 0) for _ in range(2)] == [True, True]
     assert session.end.received == 0
 
 
 def test_the_oldest_answers_are_forgotten_first() -> None:
     session = Session("peer")
     for number in range(1, 301):
-        session.end.is_new(number, 1)
+        session.end.receive(number, 1)
         session.answer(number, None)
     numbers = [send.request for send in session.repeat_all()]
     assert numbers == list(range(301 - len(numbers), 301))
@@ -65,7 +65,7 @@ def test_the_oldest_answers_are_forgotten_first() -> None:
 
 def test_a_notice_has_the_last_number_and_is_lost_without_a_connection() -> None:
     session = Session("peer")
-    session.end.is_new(7, 7)
+    session.end.receive(7, 7)
     notice = Ended(reason="done")
     assert session.notify(notice) == [SendMessage("peer", notice, 0, 7)]
     session.peer = None
@@ -114,7 +114,7 @@ def test_everything_counts_once_and_every_call_is_answered(seed: int, lossy: flo
     answers: dict[int, Any] = {}
 
     def deliver(message: SentMessage) -> None:
-        if session.end.is_new(message.number, outgoing.lowest):
+        if session.end.receive(message.number, outgoing.lowest):
             received.append(message.content)
             down.extend(session.answer(message.number if message.is_call else 0, 10 * message.content))
         elif message.is_call:
