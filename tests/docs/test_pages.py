@@ -28,7 +28,7 @@ from tests.docs.files import PRELUDES, write_files
 from tests.free_ports import free_port
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/command_line.md"})]
 LANGUAGES = ("python", "sh", "console", "json")
 COMMENT = re.compile(r"<!-- docs test: ((?:(?!-->).)*) -->\n\Z", re.DOTALL)
 STARTS_EMPTY = {"click_model", "pytorch_script"}

@@ -25,6 +25,11 @@ def main() -> None:
             _run(sys.argv[1:], fork_server)
     except KeyboardInterrupt:  # while modules are imported, or at the very end
         _fail("interrupted", 130)
+    except RuntimeError as error:
+        # Python up to 3.11 wraps an exception in __set_name__, such as Ctrl-C while a dataclass is created.
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        _fail("interrupted", 130)
 
 
 def _run(words: list[str], fork_server: ForkServer | None) -> None:

@@ -111,7 +111,9 @@ def read_label(cell: str, classes: Sequence[str] = ()) -> float | None:
     if classes:
         word = cell.strip(_BLANKS)
         return float(classes.index(word)) if word in classes else None
-    return float(cell) if is_number(cell) else LABEL_WORDS.get(cell.strip().lower())
+    if not is_number(cell):
+        return LABEL_WORDS.get(cell.strip().lower())
+    return float(cell) if abs(float(cell)) <= MAX_FLOAT32 else None
 
 
 def count_labels(cells: Iterable[str], classes: Sequence[str] = ()) -> dict[float, int]:

@@ -13,7 +13,7 @@ import typer
 from paceline.cli.app import app
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/command_line.md"})]
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 SCRIPT = re.compile(r"\S+\.py\b|\s-- ")
 """What follows a script, or stands behind `--`, is not the command's."""

@@ -22,12 +22,14 @@ from paceline.data.labels import (
     parse_positive,
     positive_in,
     read_as,
+    read_label,
     resolve_positive,
 )
 from paceline.errors import UsageError
 from paceline.kernels.text.values import LABEL_WORDS
 from paceline.models.registry import make_model, read_model_settings
 from paceline.training.files.data_files import sample_data
+from paceline.training.files.describing import describe_data
 
 
 @pytest.mark.parametrize(
@@ -201,3 +203,22 @@ def test_a_model_keeps_its_positive_label() -> None:
     assert model.read_labels_as == "clicks:2.0"
     assert read_model_settings(model.describe()) == model
     assert "positive" not in make_model("lr").describe()
+
+
+@pytest.mark.parametrize("cell", ["1e400", "-1e39", "1" + 60 * "0"])
+def test_labels_beyond_float32_are_not_counted(cell: str) -> None:
+    assert read_label(cell) is None
+    assert count_labels(["1", cell, "0", "0"]) == {1.0: 1, 0.0: 2}
+
+
+def test_labels_of_arrays_that_readers_skip_are_not_counted(tmp_path: Path) -> None:
+    labels = np.array([0, 1, np.nan, 1e39, np.inf] * 20)
+    np.savez(tmp_path / "data.npz", X=np.ones((100, 2)), y=labels)
+    assert describe_data([str(tmp_path / "data.npz")])["labels"] == {"0": 20, "1": 20}
+
+
+def test_times_after_the_year_9999_are_read(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    end = arrow.array([253_402_300_800_000_000] * 60, arrow.timestamp("us"))
+    parquet.write_table(arrow.table({"click": [0, 1] * 30, "end": end}), tmp_path / "x.parquet")
+    assert describe_data([str(tmp_path / "x.parquet")])["labels"] == {"0": 30, "1": 30}

@@ -26,6 +26,7 @@ from paceline.data.formats.libsvm import Libsvm
 from paceline.data.reader import ReadSettings, Report, ShardReader
 from paceline.data.streams import FileStatus, check_local, stat_file
 from paceline.errors import DataError, printable
+from paceline.kernels.text.values import MAX_FLOAT32
 
 NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _PARTS = ("indptr", "indices", "data")
@@ -56,7 +57,8 @@ class NumpyArrays(Format):
     @override
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
         labels = [file.y for file in map(ArrayFile, files) if file.y is not None]
-        return dict(Counter(float(label) for y in labels for label in y[:: len(y) // _SAMPLED_ROWS + 1]))
+        sampled = (float(label) for y in labels for label in y[:: len(y) // _SAMPLED_ROWS + 1])
+        return dict(Counter(label for label in sampled if abs(label) <= MAX_FLOAT32))  # readers skip others, and NaN
 
     @override
     def open_reader(self, path: str, settings: ReadSettings) -> ShardReader:

@@ -77,12 +77,20 @@ def _rows_of(record_batch: Any, names: Sequence[str]) -> list[list[str]]:
     """Return the rows of an Arrow record batch as text; cells of columns that it lacks are empty."""
     found = record_batch.schema.names
     cells = [
-        [_as_text(cell) for cell in record_batch.column(found.index(name)).to_pylist()]
+        [_as_text(cell) for cell in _cells(record_batch.column(found.index(name)))]
         if name in found
         else [""] * record_batch.num_rows
         for name in names
     ]
     return list(map(list, zip(*cells, strict=True)))
+
+
+def _cells(column: Any) -> list[Any]:
+    """Return the values of an Arrow column; times that Python cannot represent, such as the year 10000, as text."""
+    try:
+        return list(column.to_pylist())
+    except (OverflowError, ValueError):
+        return list(column.cast("string").to_pylist())
 
 
 def _as_text(cell: Any) -> str:
