@@ -1,4 +1,4 @@
-"""What kernels that share memory with other processes need: atomics, copies, calls through an address, ways to wait.
+"""Primitives of kernels that share memory with other processes: atomics, copies, calls through an address, waits.
 
 Addresses are ``uint64``. An acquire load sees everything that was written before the exchange that it reads. There is
 no plain-Python twin: with ``NUMBA_DISABLE_JIT=1`` shared memory is not used at all.
@@ -20,7 +20,7 @@ _MACHINE = platform.machine().lower()
 _FUTEX_NUMBERS = {"x86_64": 202, "amd64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 
 FUTEX = _FUTEX_NUMBERS.get(_MACHINE, 0) if sys.platform == "linux" else 0
-"""The number of the futex system call; 0 where there is none: a waiter then sleeps and looks again."""
+"""The number of the futex system call; 0 on systems without futexes, where a waiter polls with short sleeps."""
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -57,9 +57,9 @@ def _make_read_modify_write(operation: str) -> Any:
 
 
 exchange = _make_read_modify_write("xchg")
-"""Write a word and return what was there; a full fence."""
+"""Write a word and return the previous one; a full fence."""
 fetch_add = _make_read_modify_write("add")
-"""Add to a word and return what was there; a full fence."""
+"""Add to a word and return the previous one; a full fence."""
 
 
 @intrinsic

@@ -1,7 +1,7 @@
 """Examples by column: gradients of the logistic loss and bounds of its curvature, a few columns at a time.
 
 A matrix is `indptr` int64 [columns + 1], `rows` int32 [nnz], `values` float32 [nnz], or of length 0 where every value
-is 1. What is known of each example i: its margin (float64), its weight c (float32 [n], or of length 0: all 1),
+is 1. Arrays of each example i: its margin (float64), its weight c (float32 [n], or of length 0: all 1),
 its residual c·(p − y) and its curvature c·p·(1 − p) (float32).
 """
 
@@ -29,10 +29,10 @@ def count_entries(indptr, rows, columns, step, counts):  # type: ignore[no-untyp
 def column_gradients(indptr, rows, values, columns, radii, counts, weights, residuals, curvatures, out):  # type: ignore[no-untyped-def]
     """Write gradient and bound of the second derivative of each of `columns` to `out` (float32 [columns, 2]).
 
-    The bound holds while weight j moves by up to `radii[j]` (float32 [all columns]) and with it those of the other
-    moving columns: `counts` (int32 [n]) says how many entries m of an example are in moving columns. It is
-    Σ m·x²·min(c·p·(1 − p)·exp(m·|x|·radius), c/4): for m = 1 that of OSDI'14; for more, by Jensen's inequality, the
-    loss at a margin moved by Σ x·d is at most the mean of those at margins moved by m·x·d each.
+    The bound holds while weight j moves by up to `radii[j]` (float32 [all columns]) together with the other
+    moving columns: `counts` (int32 [n]) is the number m of an example's entries in moving columns. It is
+    Σ m·x²·min(c·p·(1 − p)·exp(m·|x|·radius), c/4): for m = 1 as in OSDI'14; for more, by Jensen's inequality, the
+    loss at a margin moved by Σ x·d is at most the mean of the losses at margins moved by m·x·d each.
     """
     ones = len(values) == 0
     for at in range(len(columns)):
@@ -59,7 +59,7 @@ def column_gradients(indptr, rows, values, columns, radii, counts, weights, resi
 
 @njit(cache=True, nogil=True)
 def move_columns(indptr, rows, values, columns, steps, labels, weights, margins, residuals, curvatures, touched):  # type: ignore[no-untyped-def]
-    """Add the changes `steps` (float64 [columns]) of weights to margins, and renew what follows from them.
+    """Add the changes `steps` (float64 [columns]) of weights to margins, and update the derived arrays.
 
     `touched` is uint8 [n], zeros before and after.
     """

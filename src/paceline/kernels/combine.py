@@ -29,7 +29,7 @@ SUM, PRODUCT, MIN, MAX, BITWISE_AND, BITWISE_OR, BITWISE_XOR = range(7)
 zeros the later. For bool, as in NumPy, SUM and MAX are "or", PRODUCT and MIN are "and"."""
 
 _STEP_BYTES: Final = 256
-"""What a step accumulates in registers: 4 of AVX-512's or 8 of AVX2's; 512 would not fit the latter's 16."""
+"""Values that a step accumulates in registers: 4 of AVX-512's or 8 of AVX2's; 512 would not fit the latter's 16."""
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
@@ -201,7 +201,7 @@ _FORMATS: Final[Mapping[str, _Format]] = {
     "bool": _Format(np.bool_, _I8, _I8, _BOOLS),
 }
 DTYPES: Final[tuple[str, ...]] = tuple(_FORMATS)
-"""What can be reduced. NumPy has no bfloat16: where an array of it is meant, it is one of uint16."""
+"""The dtypes that can be reduced. NumPy has no bfloat16: such an array has dtype uint16."""
 
 
 def combiner(dtype: str) -> int:

@@ -25,7 +25,7 @@ def scratch_size(num_keys: int) -> int:
 def dedup(keys, scratch, unique, inverse):  # type: ignore[no-untyped-def]
     """Write the distinct keys to `unique` in order of first appearance; return how many there are.
 
-    `keys` uint64 [n]; `scratch` int32 [scratch_size(n)], overwritten; `unique` uint64 [n], of which the place behind
+    `keys` uint64 [n]; `scratch` int32 [scratch_size(n)], overwritten; `unique` uint64 [n], whose element after
     the last key is overwritten too; `inverse` int32 [n] is such that ``unique[inverse] == keys``.
     """
     scratch[:] = 0
@@ -88,8 +88,8 @@ def split(keys, owners, starts, order):  # type: ignore[no-untyped-def]
 def select(keys, words, chosen):  # type: ignore[no-untyped-def]
     """Write the positions of the keys whose bucket is in a set, in order; return how many there are.
 
-    `words` uint64 [8], the set as :func:`paceline.kernels.index.bucket_words` writes it; `chosen` int64 [n], of which
-    the place behind the last position is overwritten too.
+    `words` uint64 [8], the set of :func:`paceline.kernels.index.bucket_words`; `chosen` int64 [n], whose element
+    after the last position is overwritten too.
     """
     count = np.int64(0)
     for i in range(len(keys)):

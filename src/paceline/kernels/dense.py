@@ -1,6 +1,6 @@
 """Kernels of a dense table: one long record of values and state planes, updated by range or by position.
 
-Those that update are given `update`, which applies a rule to elements; who calls them compiles them (see
+Kernels that update get `update`, which applies a rule to elements; the caller compiles them (see
 :mod:`paceline.tables.rules`).
 """
 

@@ -1,4 +1,4 @@
-"""What filters of messages do to arrays: digests of key lists, differences of sorted keys, few bits per value.
+"""Kernels of message filters: digests of key lists, differences of sorted keys, values of few bits.
 
 Their references are in ``tests/reference/filters.py``.
 """
@@ -11,7 +11,7 @@ from .index import mix
 from .jit import njit
 
 BLOCK = 256
-"""So many values in a row share a scale."""
+"""The number of consecutive values that share a scale."""
 
 _GOLDEN, _SALT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 _U7, _U40, _U127, _U128 = np.uint64(7), np.uint64(40), np.uint64(127), np.uint64(128)
@@ -24,7 +24,7 @@ _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 def digest(keys, out):  # type: ignore[no-untyped-def]
     """Write a digest of 128 bits of a list of keys (uint64 [n]), order included, to `out` (uint64 [2]).
 
-    Two sums of hashes of key and position: lists that differ by chance have the same one in 2**128. It is no protection
+    Two sums of hashes of key and position: different lists collide with probability 2**-128. It is not a protection
     against one who looks for such lists.
     """
     first, second, position = np.uint64(len(keys)), _SALT, np.uint64(0)
@@ -41,7 +41,7 @@ def digest(keys, out):  # type: ignore[no-untyped-def]
 def encode_deltas(keys, out):  # type: ignore[no-untyped-def]
     """Write the differences of rising keys (uint64 [n]) to `out` (uint8, 10 bytes for each); return how many bytes.
 
-    Seven bits to a byte, the low ones first; the eighth says that more follow (LEB128).
+    Seven bits to a byte, the low ones first; the eighth bit is set if more bytes follow (LEB128).
     """
     at = 0
     former = np.uint64(0)
@@ -84,7 +84,7 @@ def decode_deltas(data, out):  # type: ignore[no-untyped-def]
 def number_keys(keys, slot_keys, slot_numbers, state, out):  # type: ignore[no-untyped-def]
     """Write keys (uint64 [n]) to `out` (uint8, 9 bytes for each): those with a number as that (LEB128), others whole.
 
-    A whole key stands behind a zero and gets the next number, from 1, as long as there are such. `slot_keys` uint64 and
+    A whole key follows a zero and gets the next number, from 1, while numbers are left. `slot_keys` uint64 and
     `slot_numbers` uint32 (0: free) are a hash table, whose size is a power of two. `state` int64 [2]: how many numbers
     are given, and how many there are. Return how many bytes were written.
     """
@@ -133,8 +133,8 @@ def renumber(slot_keys, slot_numbers, new_keys, new_numbers):  # type: ignore[no
 def read_numbers(data, known, state, out):  # type: ignore[no-untyped-def]
     """Read what :func:`number_keys` wrote (uint8 [m]) into `out` (uint64 [n]).
 
-    `known` uint64 has the keys by number, from 1 on, and room for those that come; `state` is as there. Return how many
-    bytes were read, -1 if they are wrong; then `state` is as it was.
+    `known` uint64 has the keys by number, from 1 on, and room for new keys; `state` as in the encoder. Return the
+    number of bytes read, or -1 for invalid bytes; then `state` is unchanged.
     """
     count, at = state[0], 0
     for i in range(len(out)):
@@ -201,8 +201,8 @@ def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untype
 def quantize_nearest(values, bits, half, scales, codes):  # type: ignore[no-untyped-def]
     """Round as :func:`quantize` does, but to the nearest number, which is for those who keep the error for next time.
 
-    With 1 and 2 bits a block's scale is what makes its error least: the mean magnitude of the values that do not become
-    zero. With 2 bits those of at most 0.7 of the mean magnitude do (Li et al., "Ternary weight networks", 2016); with 1
+    With 1 and 2 bits a block's scale minimizes its error: it is the mean magnitude of the values that do not become
+    zero. With 2 bits, values up to 0.7 of the mean magnitude do (Li et al., "Ternary weight networks", 2016); with 1
     bit none does (Karimireddy et al., ICML 2019). No block's error is larger than the block.
     """
     codes[:] = 0

@@ -12,7 +12,7 @@ this hash, so it never changes (tests hold golden values). All arithmetic is mod
     h *= 0xD6E8FEB86659FD93;  h ^= h >> 32
 
 Every step is a bijection, so two values of up to eight bytes and of one length never collide within a
-field. The multipliers are those of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) and of rrmxmx (Evensen,
+field. The multipliers come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) and of rrmxmx (Evensen,
 2018).
 """
 

@@ -14,9 +14,9 @@ ones included, can make a bucket that no growth can hold.
 
 Keys may be crafted: the hash can be inverted, so that thousands have one home line, and each search would go through
 all of them. Every bucket begins with the salt ``FIRST_SALT``, by which bits 23..54 pick the line: so tables that are
-filled alike lie alike in memory. Where an entry would lie more than ``MAX_RUN`` lines behind its home, which no other
+filled equally have equal layouts. If an entry would be more than ``MAX_RUN`` lines after its home, which no other
 keys bring about, the bucket gets a random odd salt (multiply-shift, Dietzfelbinger et al., J. Algorithms 1997: any two
-keys share one of n lines with a chance of at most 2/n), and is filled anew.
+keys share one of n lines with a chance of at most 2/n), and is filled again.
 
 Marks. A line of three or five entries leaves its last word to spare: where the layout has a ``MARK``, 6 bits of that
 word are each entry's, which hold the mark of the pass over the data in which its row was last pushed (of key 0, a word
@@ -25,7 +25,7 @@ of its line). Marks go round from 1 to 63; rows that are older must have been er
 Growth is per bucket, to 1.25 times, at sizes that differ from bucket to bucket, so a table of any size pays
 for it in small pieces: at 10^7 rows one growth copies 20,000 rows.
 
-Speed. What counts is cache misses in flight: the home line of the key 32 places ahead is prefetched while
+Speed depends on the cache misses in flight: the home line of the key 32 places ahead is prefetched while
 this one is compared, and all entries of a line are compared without a branch. Measured at 10^7 rows of dim 1,
 per key: this 17 ns; blocks of 64 (prefetch all, then compare all) 23 ns; no prefetch 37 ns; key → slot → row
 in two arrays 36 ns.
@@ -42,7 +42,7 @@ NUM_BUCKETS = 512
 LINE_BYTES = 64
 TAIL_LINES = 12  # to begin with
 _AT_ONCE = 64  # keys whose lines are prefetched together, where speed counts less
-AHEAD = 32  # keys between prefetch and use; 24 to 48 measure alike
+AHEAD = 32  # keys between prefetch and use; 24 to 48 are equally fast
 
 # Sections of the directory, a uint64 array.
 LINES = 0  # pairs: address of the first line, number of home lines
@@ -51,7 +51,7 @@ COUNT = 3 * NUM_BUCKETS  # entries in the bucket
 LIMIT = 4 * NUM_BUCKETS  # entries at which it must grow
 USED = 5 * NUM_BUCKETS  # row slots ever used (indirect)
 FREE = 6 * NUM_BUCKETS  # 1 + first free slot, 0 for none; a free slot's first word chains on (indirect)
-TAIL = 7 * NUM_BUCKETS  # spare lines behind the home lines
+TAIL = 7 * NUM_BUCKETS  # spare lines after the home lines
 SALT = 8 * NUM_BUCKETS  # odd, or FIRST_SALT
 DIRECTORY_WORDS = 9 * NUM_BUCKETS
 
@@ -68,7 +68,7 @@ _LINE = np.uint64(LINE_BYTES)
 _KEY = np.uint64(8)
 _WORD = np.uint64(4)
 _BUCKET_SHIFT = np.uint64(55)
-_MARKS_AT, _ZERO_MARK_AT = np.uint64(60), np.uint64(56)  # in the line of an entry, and in that of key 0
+_MARKS_AT, _ZERO_MARK_AT = np.uint64(60), np.uint64(56)  # in the line of an entry, and in the line of key 0
 _MARK_BITS, _MARK_MASK = np.uint32(6), np.uint32(63)
 _EVERY_ENTRY = np.uint32(0x01041041)
 _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
@@ -128,8 +128,8 @@ def _find_in_line(line, key, entry_bytes, slots):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True, inline="always")
 def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
-    """Return the address of the entry of `key`, searching from its home line on, or 0 where there is none."""
-    if key == _U0:  # bucket 0, in the line before the first; its last word says whether it is there
+    """Return the address of the entry of `key`, searching from its home line, or 0 if the key is absent."""
+    if key == _U0:  # bucket 0, in the line before the first; its last word is 1 if the key exists
         zero = directory[0] - _LINE
         return zero if load_u32(zero + np.uint64(60)) != np.uint32(0) else _U0
     last = np.uint64(slots - 1) * entry_bytes
@@ -156,7 +156,7 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
         directory[COUNT] += _U1
         return zero
     base = directory[2 * bucket]
-    # The last tail line's last entry stays empty: it is what ends every search.
+    # The last tail line's last entry stays empty: it ends every search.
     last_line = base + (directory[2 * bucket + 1] + directory[TAIL + bucket] - _U1) * _LINE
     last = np.uint64(slots - 1) * entry_bytes
     furthest = line + np.uint64(MAX_RUN) * _LINE
@@ -200,7 +200,7 @@ def take_slot(directory, bucket, row_words):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, inline="always")
 def row_of_entry(directory, entry, key, layout):  # type: ignore[no-untyped-def]
-    """Return the address of the row behind an entry."""
+    """Return the address of the row that an entry refers to."""
     if layout[INLINE] == 1:
         return entry + _KEY
     bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
@@ -284,7 +284,7 @@ def old_keys(directory, layout, bucket, num_passes, keys_out):  # type: ignore[n
 def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[no-untyped-def]
     """Copy a bucket's entries from its `num_old` old lines, with tail, to the empty ones of `new_directory`.
 
-    Returns False when the new lines' tail overflows (try again with more), or a run of them gets too long.
+    Returns False when the new lines' tail overflows (try again with more), or a run of lines gets too long.
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
@@ -316,7 +316,7 @@ def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[n
 def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
     """Erase the rows of `keys`; return how many there were.
 
-    The hole is closed at once (no tombstones): whatever may have overflowed past a full line is put in again.
+    The hole is closed immediately (no tombstones): entries that may have overflowed a full line are inserted again.
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
@@ -349,7 +349,7 @@ def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _put_in_again(directory, bucket, first_line, layout):  # type: ignore[no-untyped-def]
-    """Take out the entries of the lines from `first_line` to the first that is not full; place them anew."""
+    """Take out the entries of the lines from `first_line` to the first that is not full; insert them again."""
     entry_words, slots = layout[ENTRY_WORDS], layout[SLOTS]
     entry_bytes = np.uint64(entry_words) * _WORD
     last = np.uint64(slots - 1) * entry_bytes
@@ -428,7 +428,7 @@ def buckets_of(keys, out):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def bucket_words(keys, out):  # type: ignore[no-untyped-def]
     """Write the set of the keys' buckets as bits (uint64 [8], bucket b is bit b % 64 of word b // 64)."""
-    # A byte for each bucket first: a bit set at once has to wait for the one before, 1.2 ns per key instead of 0.9.
+    # A byte for each bucket first: setting bits directly waits for the previous bit, 1.2 ns per key instead of 0.9.
     there = np.zeros(NUM_BUCKETS, np.uint8)
     for i in range(len(keys)):
         there[np.int64(mix(keys[i]) >> _BUCKET_SHIFT)] = 1

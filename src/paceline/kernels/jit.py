@@ -2,10 +2,10 @@
 
 Numba keeps one cache file per function and checks it against the function's own source file only. These
 kernels are inlined across files, so an upgrade that changes `index.py` alone would leave an old hash inside
-`sparse.gather`, which then looks in the wrong places. Here the check covers all of them. Numba first writes in the
+`sparse.gather`, which then looks in the wrong places. Here the check covers all files. Numba first writes in the
 index what a file will hold, and then the file: files are named by source and process, or one process could take for
 new what another one has yet to write. This reaches into private attributes of Numba (the same from 0.57 to 0.68);
-where they are missing, Numba's own check is what is left.
+where they are missing, only Numba's own check remains.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _LoadedAlone(numba.core.caching.FunctionCache):
     """A kernel's cache that loads machine code without all that Numba needs to compile.
 
     Numba imports its implementations of every function of NumPy before the first load, with SciPy and pycparser where
-    they are installed: 0.45 s. Compiled code needs Numba's runtime alone; a compilation brings in the rest by itself.
+    they are installed: 0.45 s. Compiled code needs Numba's runtime alone; a compilation imports the rest.
     """
 
     @override

@@ -96,7 +96,7 @@ else:
 
     @intrinsic
     def floats_at(typing_context: Any, address: Any, size: Any) -> Any:
-        """Return the `size` float32 from `address` on, as an array of which no references are counted.
+        """Return the `size` float32 from `address` on, as an array without reference counting.
 
         Compiled, its length is 0, so that the compiler drops the addition of the length to negative indices.
         """

@@ -1,4 +1,4 @@
-"""What a table's parameter array holds: float64, so that 1 - beta**step is exact.
+"""The layout of a table's parameter array: float64, so that 1 - beta**step is exact.
 
 A rule's hyperparameters come first, then the initializer's two numbers.
 """

@@ -89,7 +89,7 @@ def _take_from_peers(plan, state, target, at, part, num_bytes, first):  # type: 
 def all_reduce_direct(plan, state, signature, source, target, num_bytes, item_bytes, part, combiner, op, scale):  # type: ignore[no-untyped-def]
     """All-reduce that reads the others' arrays where they lie (``process_vm_readv``): one copy instead of two.
 
-    Chunks as in :func:`all_reduce`. The last step is there so that nobody goes on while another still reads its array.
+    Chunks as in :func:`all_reduce`. In the last step every rank waits until the other ranks have read its array.
     """
     signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     chunk = part * np.int64(plan[SIZE])

@@ -1,7 +1,7 @@
 """Collectives through memory that the ranks of one host share: see `steps` for the segment and its slots.
 
 Chunk sizes were measured on a 2-core AMD EPYC (1 MB L2, 32 MB L3): parts of 16 KB moved 100 MB in 20 ms, parts of
-256 KB in 12 ms: a line that has gone to L3 is cheaper to fetch than one that is dirty in the other core's L2.
+256 KB in 12 ms: a line in L3 is cheaper to fetch than a dirty line in the other core's L2.
 """
 
 # mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
@@ -49,7 +49,7 @@ _U = np.uint64
 
 @njit(**OPTIONS)
 def all_reduce_small(plan, state, signature, source, target, num_bytes, item_bytes, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """All-reduce what fits in one slot: every rank reads every slot. One step."""
+    """All-reduce an array that fits one slot: every rank reads every slot. One step."""
     signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     step = state[STEPS] + 1
     rank, size = np.int64(plan[RANK]), np.int64(plan[SIZE])
@@ -185,7 +185,7 @@ def _combine_blocks(plan, takes, own, at, block, step, item_bytes, combiner, op,
 
 @njit(**OPTIONS)
 def move(plan, state, signature, puts, takes, block, own, item_bytes, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """Every collective but all-reduce: in each step put a block of every part to give, then take what others put.
+    """Every collective except all-reduce: in a step, write a block of every part to send, then read the others' blocks.
 
     `puts` is uint64[n, 2]: (address, bytes) of this rank's part for block 0, 1, ... of its slot; `takes` is
     uint64[m, 4]: (rank, block of its slot, address, bytes). `block` is in bytes, the same on all ranks. With a

@@ -9,7 +9,7 @@ lets every rank compare every other's signature in the first step of a call, and
 
 A kernel waits by spinning, then yielding, then sleeping (futex where there is one), and returns ``ATTENTION`` from time
 to time so that its caller can look at the clock, at signals and at whether its peers live; it is called again with the
-same arguments and goes on where it was (``state``).
+same arguments and continues at ``state``.
 """
 
 # mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
@@ -35,11 +35,11 @@ SLOT_BYTES = 1 << 20
 RESULT_BYTES = SLOT_BYTES // 2
 RANK_BYTES = 2 * SLOT_BYTES + 2 * RESULT_BYTES
 
-# plan: uint64[PLAN_WORDS], what does not change between calls
+# plan: uint64[PLAN_WORDS], constant between calls
 SEGMENT, SIZE, RANK, DATA, SPINS, YIELDS, TABLE, SCRATCH, SCRATCH_BYTES = range(9)
 PLAN_WORDS = 10
 
-# state: int64[STATE_WORDS], what a kernel remembers
+# state: int64[STATE_WORDS], the kernel's position
 STEPS, AT, WAITING, UNREAD, LAST = range(5)  # UNREAD: the rank whose memory could not be read
 STATE_WORDS = 8
 
@@ -51,7 +51,7 @@ _U = np.uint64
 
 
 def segment_bytes(num_ranks: int) -> int:
-    """Return how large a segment for so many ranks is."""
+    """Return the bytes of a segment for this number of ranks."""
     return data_offset(num_ranks) + num_ranks * RANK_BYTES
 
 
@@ -74,7 +74,7 @@ def slot_of(plan, rank, step):  # type: ignore[no-untyped-def]
 
 @njit(**OPTIONS, inline="always")
 def result_of(plan, rank, step):  # type: ignore[no-untyped-def]
-    """Return where a rank leaves what it has reduced, for a step."""
+    """Return the address of a rank's reduced chunk of a step."""
     return plan[DATA] + _U(rank) * _U(RANK_BYTES) + _U(2 * SLOT_BYTES) + _U(step & 1) * _U(RESULT_BYTES)
 
 
@@ -86,7 +86,7 @@ def publish_word(address, value):  # type: ignore[no-untyped-def]
 
 @njit(**OPTIONS)
 def read_word(address):  # type: ignore[no-untyped-def]
-    """Return a word; what was written before it can then be read."""
+    """Return a word with acquire order: earlier writes of its writer are visible."""
     return load_acquire(address)
 
 
@@ -113,7 +113,7 @@ def _nap(control, seen):  # type: ignore[no-untyped-def]
 
 @njit(**OPTIONS)
 def publish(plan, step):  # type: ignore[no-untyped-def]
-    """Say that this rank is in a step, and has done all of the one before; wake those that sleep."""
+    """Publish that this rank is in a step and has finished the previous one; wake sleeping ranks."""
     control = control_of(plan, plan[RANK])
     exchange(control, _U(step))  # a full fence: the look at the sleepers must not come before it
     if FUTEX != 0 and load_acquire(control + _U(SLEEPERS)) != _U(0):
@@ -157,7 +157,7 @@ def wait_for_all(plan, step):  # type: ignore[no-untyped-def]
 
 @njit(**OPTIONS)
 def compare(plan, state, step, signature):  # type: ignore[no-untyped-def]
-    """Look at what the others said of this call in its first step; note the most steps that one of them needs."""
+    """Compare the ranks' descriptions of this call in its first step; store the most steps that a rank needs."""
     for rank in range(np.int64(plan[SIZE])):
         control = control_of(plan, rank) + _U(8) * _U(step & 1)
         if load_u64(control + _U(SIGNATURES)) != signature:

@@ -1,7 +1,7 @@
 """Compile all kernels, or load them from the cache on disk, before they are needed.
 
 The process that starts others calls this once. Servers and workers then never compile during training, nor compile the
-same kernel several times. The argument types are those of the real calls: C-contiguous, writable arrays, Python
+same kernel several times. The argument types match the real calls: C-contiguous, writable arrays, Python
 integers, and unsigned NumPy scalars for seeds and addresses.
 """
 

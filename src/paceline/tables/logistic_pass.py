@@ -1,4 +1,4 @@
-"""A pass of logistic regression by FTRL over examples in memory: what workers and servers do, in one loop."""
+"""A pass of logistic regression by FTRL over examples in memory: the work of workers and servers in one loop."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from paceline.tables.rules.growth import UNKNOWN, Bounds
 _SAFE: Final = 1e37
 """Bounds up to this leave enough room below the greatest float32, 3.4e38, for rounding."""
 _AHEAD: Final = 64
-"""The bounds account for this many pushes ahead, with gradients up to `_MARGIN` times those of the first."""
+"""The bounds account for this many pushes ahead, with gradients up to `_MARGIN` times the first ones."""
 _MARGIN: Final = 4.0
 
 

@@ -160,7 +160,7 @@ class TablePart(ABC):
 
     @abstractmethod
     def num_values(self, selection: Selection) -> int:
-        """Return the number of float32 values of a selection. Raises UsageError if this server lacks some of them."""
+        """Return the number of float32 values of a selection. Raises UsageError if this server lacks a part."""
 
     @abstractmethod
     def keys_of(self, selection: Selection) -> Keys:
@@ -175,7 +175,7 @@ class TablePart(ABC):
         """Return the part of a push (float32 [num_values]) in these buckets; the same objects if that is all.
 
         The gradients may be a view. The other buckets may have been dropped. With keys, rows may have any width, for
-        example that of records, or 0.
+        example the bytes of records, or 0.
         """
 
     def _restrict_keys(self, selection: Selection, rows: Floats, buckets: Buckets) -> tuple[Selection, Floats]:

@@ -25,7 +25,7 @@ from paceline.tables.types import Floats, Keys
 
 
 class EarlierRows:
-    """Rows of a sparse table that have changed since a snapshot's moment, as they were."""
+    """Rows of a sparse table that have changed since a snapshot's moment, with their former values."""
 
     def __init__(self, store: SparseStore, rule: UpdateRule) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class EarlierRows:
         self._seen.write_records(new, found.astype(np.float32))
 
     def restore(self, bucket: int, keys: Keys, records: Floats) -> tuple[Keys, Floats]:
-        """Return a bucket as it was, given its current rows. It may overwrite `records`. Call it once per bucket."""
+        """Return a bucket at the snapshot's moment from its current rows, once; it may overwrite `records`."""
         count = int(self._seen.counts[bucket])
         if not count:
             return keys, records
@@ -210,7 +210,7 @@ class WatchedPart:
 
 
 def watch(table: ServerTable) -> WatchedPart:
-    """Record the changes of a table's part from now on."""
+    """Begin to record the changes of a table's part."""
     if not isinstance(table.part, WatchedPart):
         table.part = cast(TablePart, WatchedPart(table.part))
     return cast(WatchedPart, table.part)

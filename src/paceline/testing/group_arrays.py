@@ -61,27 +61,29 @@ def ops_of(dtype: str) -> Iterator[str]:
         yield from ("bitwise_and", "bitwise_or", "bitwise_xor")
 
 
-def same(got: Any, expected: Array, what: object = "") -> None:
+def same(got: Any, expected: Array, context: object = "") -> None:
     """Check that an array is exactly equal to the expected one."""
-    assert isinstance(got, np.ndarray), (what, type(got))
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (what, got.dtype, got.shape, expected.shape)
+    assert isinstance(got, np.ndarray), (context, type(got))
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (context, got.dtype, got.shape, expected.shape)
     if not np.array_equal(got, expected, equal_nan=got.dtype.kind == "f"):
         wrong = np.flatnonzero((got != expected).ravel())
-        raise AssertionError(f"{what}: {len(wrong)} of {got.size} are wrong, from {wrong[0]} on: {got} != {expected}")
+        raise AssertionError(
+            f"{context}: {len(wrong)} of {got.size} are wrong, from {wrong[0]} on: {got} != {expected}"
+        )
 
 
-def near(got: Any, expected: Array, what: object = "") -> None:
+def near(got: Any, expected: Array, context: object = "") -> None:
     """Check that an array is equal to the expected one up to rounding."""
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (what, got.dtype, got.shape, expected.shape)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (context, got.dtype, got.shape, expected.shape)
     tolerance = 8 * float(np.finfo(expected.dtype).eps)
-    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance, err_msg=str(what))
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance, err_msg=str(context))
 
 
 def same_everywhere(group: Group, array: Array) -> None:
     """Check that the bytes are equal on every rank."""
     digest = np.frombuffer(hashlib.blake2b(array.tobytes(), digest_size=8).digest(), np.int64)
-    told = group.all_gather(digest)
-    assert (told == told[0]).all(), f"ranks have different bits: {told}"
+    digests = group.all_gather(digest)
+    assert (digests == digests[0]).all(), f"ranks have different bits: {digests}"
 
 
 def expect(kind: type[Exception], call: Callable[[], object]) -> None:

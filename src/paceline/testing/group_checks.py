@@ -131,23 +131,23 @@ def check_programs(group: Group) -> None:
         given = sample(group.rank, size * group.size if kind in (4, 5) else size, seed=turn)
         all_given = [sample(rank, given.size, seed=turn) for rank in range(group.size)]
         op = "max" if has_op else "sum"
-        whole = np.max(all_given, axis=0) if has_op else np.sum(all_given, axis=0)
+        total = np.max(all_given, axis=0) if has_op else np.sum(all_given, axis=0)
         own = slice(size * group.rank, size * (group.rank + 1))
         if kind == 0:
             group.barrier()
         elif kind == 1:
-            same(group.all_reduce(given, op), whole, (turn, size))
+            same(group.all_reduce(given, op), total, (turn, size))
         elif kind == 2:
             same(group.broadcast(given, root=root), all_given[root], (turn, size))
         elif kind == 3:
             same(group.all_gather(given), np.concatenate(all_given), (turn, size))
         elif kind == 4:
-            same(group.reduce_scatter(given, op), whole[own], (turn, size))
+            same(group.reduce_scatter(given, op), total[own], (turn, size))
         elif kind == 5:
-            same(group.all_to_all(given), np.concatenate([each[own] for each in all_given]), (turn, size))
+            same(group.all_to_all(given), np.concatenate([values[own] for values in all_given]), (turn, size))
         elif kind == 6:
             got = group.reduce(given, op, root=root)
-            same(whole if got is None else got, whole, (turn, size))
+            same(total if got is None else got, total, (turn, size))
         else:
             got = group.gather(given, root=root)
             same(np.concatenate(all_given) if got is None else got, np.concatenate(all_given), (turn, size))
@@ -179,10 +179,10 @@ def check_subgroups(group: Group) -> None:
     if again is not None:
         assert again.ranks == group.ranks[1:]
         same(again.all_gather(np.array(rank)), np.arange(1, size))
-    rest = group.difference([group.ranks[0]])
+    without_first = group.difference([group.ranks[0]])
     both = group.intersection(group.ranks[1:])
-    assert (rest is None) == (both is None) == (rank == 0)
-    for made in (rest, both):
+    assert (without_first is None) == (both is None) == (rank == 0)
+    for made in (without_first, both):
         if made is not None:
             assert made.ranks == group.ranks[1:]
             made.barrier()
@@ -200,8 +200,8 @@ def check_union(group: Group) -> None:
     """Two groups without a common rank form a union."""
     half = group.split(int(group.rank >= group.size // 2))
     assert half is not None
-    others = [rank for rank in group.ranks if rank not in half.ranks]
-    union = half.union(others)
+    outside = [rank for rank in group.ranks if rank not in half.ranks]
+    union = half.union(outside)
     assert union is not None
     assert sorted(union.ranks) == sorted(group.ranks)
     assert union.ranks[union.rank] == group.ranks[group.rank]
@@ -231,16 +231,16 @@ def check_threads(group: Group) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(each, number)) for number, each in enumerate(made)]
+    threads = [threading.Thread(target=work, args=(member, number)) for number, member in enumerate(made)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    for each in made:
-        assert each is not None
-        each.close()
+    for member in made:
+        assert member is not None
+        member.close()
     group.barrier()
 
 

@@ -68,13 +68,13 @@ class Inbox(Handler):
 def check_opened_echo(setting: Setting) -> None:
     """Frames of every size return in order and unchanged, in a separate loop and in the server's."""
     asyncio.run(_check_opened_echo(setting))
-    _run_beside_server(setting, _check_opened_echo(setting))
+    _run_with_server(setting, _check_opened_echo(setting))
 
 
 def check_opened_both_ways(setting: Setting) -> None:
     """Large frames that both ends send concurrently do not wait for each other."""
     asyncio.run(_check_opened_both_ways(setting))
-    _run_beside_server(setting, _check_opened_both_ways(setting))
+    _run_with_server(setting, _check_opened_both_ways(setting))
 
 
 def check_opened_errors(setting: Setting) -> None:
@@ -91,11 +91,11 @@ def check_opened_closing(setting: Setting) -> None:
 def check_opened_refusals(setting: Setting) -> None:
     """A wrong token and a closed port raise different errors; the handler is not called."""
     with serve_in_thread(EchoHandler(), setting.transport) as other:
-        gone = other.endpoint.tcp
-    asyncio.run(_check_opened_refusals(setting, gone))
+        closed_endpoint = other.endpoint.tcp
+    asyncio.run(_check_opened_refusals(setting, closed_endpoint))
 
 
-def _run_beside_server(setting: Setting, check: Coroutine[None, None, None]) -> None:
+def _run_with_server(setting: Setting, check: Coroutine[None, None, None]) -> None:
     asyncio.run_coroutine_threadsafe(check, setting.served.loop).result(3 * TIMEOUT_S)
 
 
@@ -131,7 +131,7 @@ async def _check_opened_echo(setting: Setting) -> None:
         assert frame.header[2:9] == (ANSWER, 1, 3, number, 5, 6, 2**63), frame.header
         assert frame.meta == bytes(number % 11)
         assert bytes(frame.body) == body.tobytes()
-    assert all(each is peer for each in inbox.peers)
+    assert all(known is peer for known in inbox.peers)
     assert peer.write_backlog_bytes == 0
     assert peer.statistics().frames_sent == len(sizes)
     peer.close()
@@ -141,12 +141,12 @@ async def _check_opened_echo(setting: Setting) -> None:
 async def _check_opened_both_ways(setting: Setting) -> None:
     inbox = Inbox()
     peer = await _open(setting, inbox)
-    theirs = _served_peer(setting)
+    server_peer = _served_peer(setting)
     body = np.random.default_rng(1).integers(0, 256, 48 << 20, np.uint8)
 
     def send_back() -> None:
         for number in range(2):
-            theirs.send(*frame_parts(ANSWER, request=100 + number, body=body))
+            server_peer.send(*frame_parts(ANSWER, request=100 + number, body=body))
 
     setting.served.loop.call_soon_threadsafe(send_back)
     for number in range(2):
@@ -210,20 +210,20 @@ async def _check_opened_closing(setting: Setting) -> None:
     assert handler.num_frames == 4
 
 
-async def _check_opened_refusals(setting: Setting, gone: object) -> None:
+async def _check_opened_refusals(setting: Setting, closed_endpoint: object) -> None:
     inbox = Inbox()
     peer = await _open(setting, inbox)
-    others = Inbox()
+    other_inbox = Inbox()
     intruder = setting.make("another token for tests")
-    error = await _failure(intruder.open(others, setting.served.endpoint, _HELLO, timeout_s=TIMEOUT_S))
+    error = await _failure(intruder.open(other_inbox, setting.served.endpoint, _HELLO, timeout_s=TIMEOUT_S))
     assert isinstance(error, AuthenticationError), error
     assert "refused the token" in str(error)
-    error = await _failure(setting.transport.open(others, str(gone), _HELLO, timeout_s=TIMEOUT_S))
+    error = await _failure(setting.transport.open(other_inbox, str(closed_endpoint), _HELLO, timeout_s=TIMEOUT_S))
     assert isinstance(error, AddressError), error
     peer.send(*frame_parts(ECHO, body=b"alive"))
     assert bytes((await inbox.wait_frames(1))[0].body) == b"alive"
     assert len(setting.handler.peers) == 1
-    assert not others.ends
+    assert not other_inbox.ends
     peer.close()
     await inbox.wait_end()
 

@@ -110,12 +110,12 @@ def check_layouts(group: Group) -> None:
         out = way(np.zeros((6, 5, 4), np.float32))
         assert group.all_reduce(way(cube), out=out) is out
         same(out, way(expected))
-        here = way(cube.copy())
-        assert group.all_reduce(here, out=here) is here
-        same(here, way(expected))
-        there = way(np.full((6, 5, 4), float(rank), np.float32))
-        group.broadcast(there, root=size - 1)
-        same(there, np.full_like(there, size - 1))
+        local = way(cube.copy())
+        assert group.all_reduce(local, out=local) is local
+        same(local, way(expected))
+        filled = way(np.full((6, 5, 4), float(rank), np.float32))
+        group.broadcast(filled, root=size - 1)
+        same(filled, np.full_like(filled, size - 1))
     last = np.full(3, 9.0)
     last.flags.writeable = rank != size - 1
     same(group.broadcast(last if rank == size - 1 else np.zeros(3), root=size - 1), np.full(3, 9.0))
@@ -144,9 +144,9 @@ def check_reduce(group: Group) -> None:
         )
         if mean is not None:
             near(mean, np.full(3, (group.size + 1) / 2))
-        here = np.full(9, 1.0)
-        group.reduce(here, root=root, out=here)
-        same(here, np.full(9, float(group.size) if group.rank == root else 1.0), "in place")
+        local = np.full(9, 1.0)
+        group.reduce(local, root=root, out=local)
+        same(local, np.full(9, float(group.size) if group.rank == root else 1.0), "in place")
 
 
 def check_reduce_scatter(group: Group) -> None:
@@ -155,16 +155,16 @@ def check_reduce_scatter(group: Group) -> None:
         sizes = [rows] * group.size
         for shape in ((rows * group.size,), (rows * group.size, 3)):
             given = sample(group.rank, shape, seed=rows)
-            whole = reduced(group, "sum", shape, seed=rows)
-            same(group.reduce_scatter(given), cut(whole, sizes, group.rank), shape)
+            complete = reduced(group, "sum", shape, seed=rows)
+            same(group.reduce_scatter(given), cut(complete, sizes, group.rank), shape)
             same(given, sample(group.rank, shape, seed=rows), "source")
     for seed, most in enumerate((5, 40, 40_000)):
         sizes = uneven(group, seed, most)
-        whole = reduced(group, "max", (sum(sizes), 2), "int32")
+        complete = reduced(group, "max", (sum(sizes), 2), "int32")
         out = np.zeros((sizes[group.rank], 2), np.int32)
         given = sample(group.rank, (sum(sizes), 2), "int32")
         assert group.reduce_scatter(given, "max", sizes=sizes, out=out) is out
-        same(out, cut(whole, sizes, group.rank), sizes)
+        same(out, cut(complete, sizes, group.rank), sizes)
     mean = group.reduce_scatter(np.full(2 * group.size, float(group.rank)), "mean")
     near(mean, np.full(2, (group.size - 1) / 2))
 
@@ -195,10 +195,10 @@ def check_all_gather(group: Group) -> None:
         expected = np.concatenate([sample(rank, (sizes[rank], 3)) for rank in range(group.size)])
         assert group.all_gather(own, sizes=sizes, out=out) is out
         same(out, expected, sizes)
-    whole = np.zeros((group.size, 5))
-    whole[group.rank] = group.rank
-    group.all_gather(whole[group.rank : group.rank + 1], out=whole)
-    same(whole, np.repeat(np.arange(group.size), 5).reshape(group.size, 5) * 1.0, "in place")
+    complete = np.zeros((group.size, 5))
+    complete[group.rank] = group.rank
+    group.all_gather(complete[group.rank : group.rank + 1], out=complete)
+    same(complete, np.repeat(np.arange(group.size), 5).reshape(group.size, 5) * 1.0, "in place")
 
 
 def check_gather(group: Group) -> None:
@@ -221,10 +221,10 @@ def check_scatter(group: Group) -> None:
     """Every rank gets its part of the root's array."""
     for root in range(group.size):
         for size in SIZES:
-            whole = sample(root, size * group.size)
+            complete = sample(root, size * group.size)
             out = np.full(size, 77, np.float32)
-            assert group.scatter(whole if group.rank == root else None, out, root=root) is out
-            same(out, cut(whole, [size] * group.size, group.rank), (root, size))
+            assert group.scatter(complete if group.rank == root else None, out, root=root) is out
+            same(out, cut(complete, [size] * group.size, group.rank), (root, size))
         for most in (20, 50_000):
             sizes = uneven(group, root, most)
             table = sample(root, (sum(sizes), 2), "uint16")

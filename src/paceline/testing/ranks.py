@@ -58,11 +58,11 @@ def run_ranks(
     deadline = time.monotonic() + within.total_seconds()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    told = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
+    lines = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
     late = [thread for thread in threads if thread.is_alive()]
-    told += [f"{thread.name} has not ended within {within.total_seconds():g} s:\n{_stack(thread)}" for thread in late]
-    if told:
-        raise AssertionError("\n".join(told)) from next(iter(errors.values()), None)
+    lines += [f"{thread.name} has not ended within {within.total_seconds():g} s:\n{_stack(thread)}" for thread in late]
+    if lines:
+        raise AssertionError("\n".join(lines)) from next(iter(errors.values()), None)
     return results
 
 

@@ -248,8 +248,10 @@ def check_refusals(setting: Setting) -> None:
     assert "refused the token" in str(error)
     _check_alive(bystander)
     with serve_in_thread(EchoHandler(), setting.transport) as other:
-        gone = other.endpoint
-    _expect(AddressError, lambda: setting.transport.connect(gone.tcp, Hello(role="worker"), timeout_s=TIMEOUT_S))
+        closed_endpoint = other.endpoint
+    _expect(
+        AddressError, lambda: setting.transport.connect(closed_endpoint.tcp, Hello(role="worker"), timeout_s=TIMEOUT_S)
+    )
     assert len(setting.handler.peers) == 1
 
 

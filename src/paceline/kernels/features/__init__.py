@@ -1,1 +1,1 @@
-"""Numba kernels of what is made of features before a model sees them: crosses, scaled numbers, counts."""
+"""Numba kernels that prepare features for a model: crosses, scaled numbers, counts."""

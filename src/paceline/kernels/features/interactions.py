@@ -23,14 +23,14 @@ def cross_keys(one, other):  # type: ignore[no-untyped-def]
 def cross_features(  # type: ignore[no-untyped-def]
     indptr, keys, values, num_categorical, numeric, terms, out_indptr, out_keys, out_values
 ):
-    """Write each row's pairs, and behind them those of its crosses; return how many there are in all.
+    """Write each row's pairs and then the pairs of its crosses; return the number of pairs.
 
     `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs], or [0] where all are 1. A row has a pair
     for each of `num_categorical` columns, then one for each numeric column that is not missing, whose keys are
     `numeric` (uint64 [n]). `terms` int64 [crosses, 3] are the numbers of the columns that are crossed, the last one -1
     in a cross of two. `out_indptr` int64 [rows + 1]; `out_keys` and `out_values` have room for a pair of each cross in
     each row; the values are not written where all are 1. The key of a cross is made of the columns' in their order, its
-    value is the product; where a column is missing there is none.
+    value is the product; a row without one of the columns has no such cross.
     """
     places = np.empty(num_categorical + numeric.shape[0], np.int64)
     has_values = values.shape[0] > 0
@@ -126,7 +126,7 @@ def count_crosses(starts, terms):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def cross_fields(indptr, keys, values, starts, order, terms, out_indptr, out_keys, out_values):  # type: ignore[no-untyped-def]
-    """Write each row's pairs, and behind them those of its crosses, where a field may have any number of pairs.
+    """Write each row's pairs and then the pairs of its crosses; a field may have any number of pairs.
 
     `starts` and `order` are what :func:`group_fields` has written; the other arguments are as :func:`cross_features`
     has them, columns being fields, in `terms` not falling. A cross is made of every choice of one pair of each of its

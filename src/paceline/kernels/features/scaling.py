@@ -7,7 +7,7 @@ import numpy as np
 from paceline.kernels.jit import njit
 
 MOST_DEVIATIONS = 1000.0
-"""A value farther from the mean counts as one that is so far: no sample has shown anything like it."""
+"""A value farther from the mean is clipped to this distance: no sample had such a value."""
 
 
 @njit()
@@ -20,7 +20,7 @@ def centre_number(value, centre):  # type: ignore[no-untyped-def]
 def scale_number(number, unit, mean, deviation, centre):  # type: ignore[no-untyped-def]
     """(value - mean) / deviation, float64; of the logarithm sign(x) log(1 + |x| / unit) where `unit` is not 0.
 
-    `number` is the value as :func:`centre_number` returned it, and stays as it is if `deviation` is 0.
+    `number` is the value returned by :func:`centre_number`, and does not change if `deviation` is 0.
     """
     if deviation == 0.0:
         return number
@@ -46,7 +46,7 @@ def scale_columns(indptr, keys, values, seeds, offsets, scales):  # type: ignore
     """Scale the numeric features of rows in place: the last pairs of each, in the order of `seeds`, missing ones aside.
 
     `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs]; `seeds` uint64 [n] are the keys of the
-    numeric columns, `offsets` float64 [n] what was taken from their values before, `scales` float64 [4, n] what
+    numeric columns, `offsets` float64 [n] subtracted from their values, `scales` float64 [4, n] the parameters of
     :func:`scale_number` takes.
     """
     units, means, deviations, centres = scales[0], scales[1], scales[2], scales[3]
@@ -67,7 +67,7 @@ def bin_columns(indptr, keys, values, fields, hashes, num_categorical, seeds, fi
     """Make the numbers of some columns of rows categories, in place: the bins that they fall into, with value 1.
 
     `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs] and `fields` uint32 [pairs] are of rows
-    that have a pair for each of `num_categorical` columns first, and then those of numeric columns, whose keys are
+    that have a pair for each of `num_categorical` columns, and then pairs of numeric columns, whose keys are
     `seeds` (uint64 [n]), in their order, missing ones aside. `hashes` uint32 [num_categorical + n] are what `fields`
     gets. Column c has bins if ``firsts[c] < firsts[c + 1]`` (int64 [n + 1]), from each of its `edges` (float32, rising)
     on another, the first one below all; `bins` uint64 are their keys, one more for each column than it has edges.

@@ -17,7 +17,7 @@ from paceline.kernels.jit import njit
 BLOCK: Final = 8
 DEPTH: Final = 3
 MASKS: Final = np.array([sum(1 << cell for cell in cells) for cells in combinations(range(BLOCK), DEPTH)], np.uint8)
-"""Every choice of so many cells of a block, a bit for each."""
+"""Every choice of DEPTH cells of a block, with a bit for each cell."""
 
 _SECOND_HASH = np.uint64(0x9E3779B97F4A7C15)
 _NUM_MASKS = np.uint64(len(MASKS))
@@ -27,7 +27,7 @@ _INFINITY = np.float32(np.inf)
 
 @njit(cache=True, nogil=True)
 def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # type: ignore[no-untyped-def]
-    """Write which features are to be looked up, and where each of them is counted; return how many they are.
+    """Write the features to look up and the cells that count each feature; return the number of features.
 
     `features` uint64 [n]; `num_blocks` uint64. `frequent` uint64 [a power of two] are features that need not be looked
     up, each where its hash says. Out: `chosen` int64, `blocks` uint64 and `masks` uint8, all [n].
@@ -46,7 +46,7 @@ def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # ty
 def least_counts(rows, places, masks, out):  # type: ignore[no-untyped-def]
     """Write the least of each feature's cells to `out` (float32 [n]).
 
-    `rows` float32 [blocks * BLOCK]; the cells of feature i are those of ``masks[i]`` (uint8 [n]) in the row
+    `rows` float32 [blocks * BLOCK]; the cells of feature i are the cells ``masks[i]`` (uint8 [n]) in the row
     ``places[i]`` (int32 [n]).
     """
     for i in range(len(places)):
@@ -61,9 +61,9 @@ def least_counts(rows, places, masks, out):  # type: ignore[no-untyped-def]
 def add_counts(occurrences, chosen, rows, places, masks, enough, out, is_written):  # type: ignore[no-untyped-def]
     """Add occurrences of features to the cells that count them, but for cells that have come to `enough` (float32).
 
-    `occurrences` int64 are of all features, of which `chosen` int64 [n] are looked at; `rows`, `places` and `masks` are
-    as :func:`least_counts` has them. `out` float32 [blocks * BLOCK] is what is added to `rows`; `is_written` uint8
-    [blocks] says to which rows anything is.
+    `occurrences` int64 are of all features, and `chosen` int64 [n] selects some; `rows`, `places` and `masks` are
+    as :func:`least_counts` has them. `out` float32 [blocks * BLOCK] is added to `rows`; `is_written` uint8
+    [blocks] is 1 for changed rows.
     """
     out[:] = np.float32(0)
     is_written[:] = 0
@@ -77,7 +77,7 @@ def add_counts(occurrences, chosen, rows, places, masks, enough, out, is_written
 
 @njit(cache=True, nogil=True)
 def note_frequent(features, chosen, is_frequent, frequent):  # type: ignore[no-untyped-def]
-    """Put features into the set that :func:`place_features` has, in the place of those that are where they belong.
+    """Put features into the set of :func:`place_features`, in place of features that are at their own positions.
 
     Of `features` uint64 those at the places ``chosen[is_frequent]`` (int64 [n], bool [n]).
     """

@@ -1,11 +1,11 @@
-"""What the kernels of :mod:`paceline.kernels.text` are made of: bytes and words at a position, and the hash.
+"""Building blocks of :mod:`paceline.kernels.text`: bytes and words at a position, and the hash.
 
 `byte_at` and `word_at` load one and eight bytes, and check no bounds; `low_bytes` keeps the first bytes of a word,
-`has_control` says whether one of them is below 32. `repeat_byte` makes a word of one byte; `first_match` finds it in
-another word, `first_ending` it or a byte below 32: the number of bytes before, 8 if there is none. `first_bytes` keeps
-one to eight bytes; `digits_of` reads them as a number, -1 if one is no digit. The hash of
+`has_control` is whether a byte of a word is below 32. `repeat_byte` makes a word of one byte; `first_match` finds it in
+another word, `first_ending` it or a byte below 32: the number of bytes before, 8 without a match. `first_bytes` keeps
+one to eight bytes; `digits_of` reads them as a number, -1 if a byte is not a digit. The hash of
 :mod:`paceline.kernels.hashing` is `hash_start`, `hash_step` for each word (`as_bits` of a number), and
-`hash_finish`; `hash_span` is all of it. `skip_blanks` passes over spaces, tabs and carriage returns. Words are
+`hash_finish`; `hash_span` hashes a whole span. `skip_blanks` passes over spaces, tabs and carriage returns. Words are
 little-endian, as on every platform that Numba supports.
 """
 
@@ -88,7 +88,7 @@ else:
 
     @intrinsic
     def word_at(typing_context: Any, text: Any, at: Any) -> Any:
-        """The eight bytes from ``text[at]``, loaded at once; they need no alignment."""
+        """The eight bytes from ``text[at]``, in one load; they need no alignment."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -104,7 +104,7 @@ else:
 
     @uncounted()
     def has_control(word):  # type: ignore[no-untyped-def]
-        # "Bit Twiddling Hacks": is there a byte below 32?
+        # "Bit Twiddling Hacks": whether a byte is below 32
         below = word - np.uint64(0x2020202020202020)
         return (below & ~word & np.uint64(0x8080808080808080)) != np.uint64(0)
 
@@ -123,7 +123,7 @@ else:
 
     @uncounted()
     def digits_of(word, count):  # type: ignore[no-untyped-def]
-        # Lemire, "Quickly parsing eight digits", 2018: to the right, behind zeros, three multiplications
+        # Lemire, "Quickly parsing eight digits", 2018: to the right, after zeros, three multiplications
         unwanted = np.uint64(64) - np.uint64(count) * np.uint64(8)
         digits = (word << unwanted) ^ np.uint64(_ZEROS)
         if unwanted > 0:
@@ -176,7 +176,7 @@ else:
 
 @uncounted()
 def skip_blanks(text, at):  # type: ignore[no-untyped-def]
-    """The first position from `at` that is no space, tab or carriage return; a newline stops it."""
+    """The first position from `at` that is not a space, tab or carriage return; a newline stops it."""
     byte = byte_at(text, at)
     while byte in (_SPACE, _TAB, _RETURN):
         at += 1
@@ -186,7 +186,7 @@ def skip_blanks(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
-    """The hash of ``text[start:stop]``; loads up to seven bytes behind `stop`."""
+    """The hash of ``text[start:stop]``; loads up to seven bytes after `stop`."""
     h = hash_start(seed, stop - start)
     at = start
     while at + 8 <= stop:
@@ -235,7 +235,7 @@ def trim_blanks(text, at, stop):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _letter_end(text, at, stop):  # type: ignore[no-untyped-def]
-    """The position behind the letter at `at`, or `at` where there is none."""
+    """The position after the letter at `at`, or `at` if it is missing."""
     if at == stop:
         return at
     byte = byte_at(text, at)
@@ -253,9 +253,9 @@ def _letter_end(text, at, stop):  # type: ignore[no-untyped-def]
 def hash_words(text, at, stop, seed, words, count):  # type: ignore[no-untyped-def]
     """Write the keys of the words of ``text[at:stop]`` into `words` from `count` on; return where they end."""
     while at < stop:
-        first, behind = at, _letter_end(text, at, stop)
-        while behind > at:
-            at, behind = behind, _letter_end(text, behind, stop)
+        first, after = at, _letter_end(text, at, stop)
+        while after > at:
+            at, after = after, _letter_end(text, after, stop)
         if at == first:
             at += 1
             continue

@@ -2,10 +2,10 @@
 
 Cells are split as RFC 4180 has it, and as Python's `csv` module and Arrow do: a quote counts at the beginning of a
 cell alone, a doubled one inside quotes stands for itself, what follows the closing quote belongs to the cell; a row
-ends with a newline, a carriage return, or both; empty lines are no rows. The reference is
+ends with a newline, a carriage return, or both; empty lines are not rows. The reference is
 ``csv_row`` of ``tests/reference/text.py``; :mod:`.csv_cells` defines the meaning of cells.
 
-The parsers read ``text[start:end]``, and may load (never use) eight bytes behind `end`. ``text[end]`` must be a
+The parsers read ``text[start:end]``, and may load (never use) eight bytes after `end`. ``text[end]`` must be a
 newline: a row that ends there is unfinished.
 """
 
@@ -38,7 +38,7 @@ from paceline.kernels.text.csv_cells import POINT_ZERO, hash_short, plain_catego
 from paceline.kernels.text.values import powers_of_ten
 
 ROWS, BAD, POSITION, PAIRS = range(4)
-"""What `counts` says: good rows and bad ones, where the parser stopped, pairs."""
+"""The contents of `counts`: good and bad rows, the position at which the parser stopped, pairs."""
 NUM_COUNTS = 4
 
 _NEWLINE, _RETURN, _SPACE, _QUOTE = 10, 13, 32, 34
@@ -47,7 +47,7 @@ _BYTE, _LOW = np.uint64(0xFF), np.uint64(0xFFFFFFFF)
 
 @uncounted()
 def _cell_end(text, at, separator, pattern):  # type: ignore[no-untyped-def]
-    """The position from `at` on of what ends a cell outside quotes."""
+    """The position of the character that ends a cell outside quotes, from `at` on."""
     while True:
         at += first_ending(word_at(text, at), pattern)
         byte = byte_at(text, at)
@@ -71,9 +71,9 @@ def _next_quote(text, at, end):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _quoted(text, at, end, separator, pattern, scratch):  # type: ignore[no-untyped-def]
-    """The cell whose quote is at `at`: (first, stop, what ends it, whether in `scratch`); the third is -1 for no end.
+    """The cell whose quote is at `at`: (first, stop, position of its end or -1, whether in `scratch`).
 
-    A cell that is not in one piece, for it has doubled quotes or goes on behind the closing one, is put together in
+    A cell that is not contiguous, because of doubled quotes or text after the closing quote, is assembled in
     `scratch`.
     """
     first = at + 1
@@ -108,9 +108,9 @@ def _parse_row(  # type: ignore[no-untyped-def]
     text, at, end, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
     labels, weights, row, keys, values, base, words, word_fields, num_words,
 ):  # fmt: skip
-    """Parse the row at `at`: (position behind it, columns, what ails its cells, or 0, where its words end).
+    """Parse the row at `at`: (position after it, columns, fault code of its cells, or 0, where its words end).
 
-    The position is -1 for a row with an open quote, and -2 for one that is unfinished otherwise.
+    The position is -1 for a row with an open quote, and -2 for a row that is otherwise incomplete.
     """
     first_numeric = seeds.shape[0] - scales.shape[1]
     pattern = repeat_byte(separator)
@@ -191,14 +191,14 @@ def _parse_row(  # type: ignore[no-untyped-def]
 @uncounted()
 def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[no-untyped-def]
     """Give categories value 1 and leave missing numbers out; return where the next row's pairs begin."""
-    behind = base + num_features
+    after = base + num_features
     if num_numeric == 0:
-        return behind
-    first_numeric = behind - num_numeric
+        return after
+    first_numeric = after - num_numeric
     for k in range(base, first_numeric):
         values[k] = 1.0
     kept = first_numeric
-    for k in range(first_numeric, behind):
+    for k in range(first_numeric, after):
         keys[kept], values[kept] = keys[k], values[k]
         kept += np.int64(values[k] == values[k])  # a branch would be guessed wrong
     return kept
@@ -216,14 +216,14 @@ def _parse_rows(  # type: ignore[no-untyped-def]
         if byte_at(text, at) in (_NEWLINE, _RETURN):
             at += 1
             continue
-        behind, column, why, num_words = _parse_row(
+        after, column, why, num_words = _parse_row(
             *(text, at, end, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch),
             *(labels, weights, rows, keys, values, pairs, words, word_fields, word_ends[rows]),
         )
-        if behind < 0:
+        if after < 0:
             if not last:
                 break
-            behind, why = end, BAD_QUOTE
+            after, why = end, BAD_QUOTE
         elif column != slots.shape[0]:
             why = BAD_WIDTH + DETAIL * column
         if why == 0:
@@ -236,7 +236,7 @@ def _parse_rows(  # type: ignore[no-untyped-def]
                 bad_at[bad] = at
                 bad_why[bad] = why
             bad += 1
-        at = behind
+        at = after
     counts[ROWS], counts[BAD], counts[POSITION], counts[PAIRS] = rows, bad, at, pairs
 
 
@@ -248,15 +248,15 @@ def parse_csv(  # type: ignore[no-untyped-def]
     """Parse the rows that begin before `limit`, until `end`, an unfinished row, or until `labels` is full.
 
     `last` is 1 if the text ends at `end`, so that a quote that is open there is a fault; `trims` is 1 if blanks around
-    categories do not count. `slots` int64 [columns] says where a column's feature stands in a row, or one of the other
-    slots. `seeds` is uint64 [features], of which the last are numeric, as many as `scales`, float64 [4, numeric
+    categories do not count. `slots` int64 [columns] is the position of a column's feature in a row, or one of the other
+    slots. `seeds` is uint64 [features]; the last ones are numeric, as many as `scales`, float64 [4, numeric
     features], has columns: log, mean, deviation, which is 0 for numbers as they stand, and centre. `classes` uint64 are
     hashes of the words that labels are, whose places are the labels then; none if labels are numbers. `text_seeds`
-    uint64 are those of the columns of text. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows];
+    uint64 are the seeds of text columns. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows];
     `weights` float32 [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times
     features]; `values` float32, as many, or none if no feature is numeric; `words` uint64 and `word_fields` uint32:
-    keys and fields of the words in texts, up to ``word_ends[i + 1]`` those of row i; `bad_at`, `bad_why` int64: where
-    the first bad rows begin, and what ails them; `counts` int64 [NUM_COUNTS].
+    keys and fields of the words in texts, up to ``word_ends[i + 1]`` of row i; `bad_at`, `bad_why` int64: where
+    the first bad rows begin, and their fault codes; `counts` int64 [NUM_COUNTS].
     """
     _parse_rows(
         text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,

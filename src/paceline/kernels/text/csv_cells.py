@@ -1,4 +1,4 @@
-"""What the cells of csv mean: kernels that turn one into a number, a label, a weight or a category's key.
+"""The values of csv cells: kernels that convert a cell into a number, a label, a weight or a category's key.
 
 A part of :mod:`.csv`, which finds where cells begin and end; the reference is ``csv_row`` of
 ``tests/reference/text.py``.
@@ -68,7 +68,7 @@ _FALSE, _F, _NO, _N = _word(b"false"), _word(b"f"), _word(b"no"), _word(b"n")
 
 @uncounted()
 def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The number ``text[at:stop]``, blanks around it allowed: (value, FLOAT_ code, the word that is there instead)."""
+    """The number ``text[at:stop]``, blanks around it allowed: (value, FLOAT_ code, the word in its place)."""
     if 0 < stop - at <= 8:
         digits = digits_of(word_at(text, at), stop - at)
         if digits >= 0:
@@ -79,8 +79,8 @@ def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
         stop -= 1
     if at == stop:
         return 0.0, FLOAT_MISSING, 0
-    value, behind = read_float(text, at, stop, powers)
-    if behind == stop:
+    value, after = read_float(text, at, stop, powers)
+    if after == stop:
         return value, FLOAT_OK, 0
     word = _lower_word(text, at, stop)
     if word in (_NA, _N_A, _NAN, _NULL, _NONE, _ASKED, _DOT):
@@ -90,7 +90,7 @@ def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_label(text, at, stop, powers, classes):  # type: ignore[no-untyped-def]
-    """The label ``text[at:stop]``: (value, what ails it, or 0)."""
+    """The label ``text[at:stop]``: (value, fault code, or 0)."""
     if classes.shape[0] > 0:
         found = class_of(text, at, stop, classes)
         return np.float64(found), 0 if found >= 0 else NO_LABEL if at == stop else NO_LABEL_NUMBER
@@ -106,7 +106,7 @@ def _read_label(text, at, stop, powers, classes):  # type: ignore[no-untyped-def
 
 @uncounted()
 def _read_weight(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The weight ``text[at:stop]``: (value, what ails it, or 0)."""
+    """The weight ``text[at:stop]``: (value, fault code, or 0)."""
     value, status, _ = _number(text, at, stop, powers)
     if status == FLOAT_OK and value >= 0.0:
         return value, 0
@@ -115,7 +115,7 @@ def _read_weight(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def hash_short(word, size, seed):  # type: ignore[no-untyped-def]
-    """The hash of a cell of up to eight bytes; `word` is 0 behind them."""
+    """The hash of a cell of up to eight bytes; `word` is 0 after them."""
     h = hash_start(seed, size)
     stepped = hash_step(h, word)
     return hash_finish(stepped if size > 0 else h)
@@ -137,9 +137,9 @@ def plain_category(word, size):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def short_number(word, size, powers):  # type: ignore[no-untyped-def]
-    """The number that the first `size` bytes of a word are, NaN for none of them, and whether they are one or none.
+    """The number in the first `size` bytes of a word (NaN if `size` is 0), and whether they are a number or empty.
 
-    Of those that are not taken for one :func:`_number` knows more. Both digits and power of ten are exact, so that the
+    Other spellings are left to :func:`_number`. Both digits and power of ten are exact, so that the
     quotient is the nearest float64 (Clinger, "How to read floating point numbers accurately", PLDI 1990).
     """
     if size == 0:
@@ -193,7 +193,7 @@ def take_cell(  # type: ignore[no-untyped-def]
     values,
     base,
 ):
-    """Write what the cell ``text[first:stop]`` means; return what ails it, or 0."""
+    """Write the value of the cell ``text[first:stop]``; return fault code, or 0."""
     if slot >= first_numeric:
         value, status, _ = _number(text, first, stop, powers)
         k = slot - first_numeric

@@ -1,9 +1,9 @@
 """A Numba kernel that turns JSON lines, an object each, into keys and values.
 
-What stands under a name is a feature: a number as it is, under the hash of the name; a text, `true` and `false` as a
+The value of a name is a feature: a number unchanged, under the hash of the name; a text, `true` and `false` as a
 category, hashed under that as the seed; `null` and `NaN` are missing. In lists numbers are categories too, by how
 :func:`paceline.kernels.text.values.number_text` writes them. The names of nested objects are joined by dots; an
-object in a list has the list's name. What stands in the row under one name, however deep, is one field. The reference
+object in a list has the list's name. All values under one name of the row, at any depth, are one field. The reference
 is ``json_line`` of ``tests/reference/json_lines.py``; :mod:`.lines` defines how text is read.
 """
 
@@ -93,7 +93,7 @@ def _put_utf8(code, scratch, to):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _unescape(text, at, stop, scratch, to):  # type: ignore[no-untyped-def]
-    """Copy ``text[at:stop]`` into `scratch` with escapes resolved; the position behind it, or -1 for a wrong escape."""
+    """Copy ``text[at:stop]`` into `scratch` with escapes resolved; the position after it, or -1 for a wrong escape."""
     while at < stop:
         byte = byte_at(text, at)
         at += 1
@@ -163,7 +163,7 @@ def _is_one_of(text, at, stop, words):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-untyped-def]
-    """A value that is no list and no object: (kind, number, first, stop, in scratch, position behind it, or -1, why).
+    """A value that is neither a list nor an object: (kind, number, first, stop, in scratch, end or -1, why).
 
     `first` and `stop` are where its text is: of a number too.
     """
@@ -187,8 +187,8 @@ def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-u
     stop = number_end(text, at)
     if stop < 0:
         return _IS_NUMBER, 0.0, 0, 0, False, -1, BAD_JSON
-    value, behind = read_float(text, at, stop, powers)
-    return _IS_NUMBER, value, at, stop, False, stop if behind == stop else -1, BAD_JSON_NUMBER
+    value, after = read_float(text, at, stop, powers)
+    return _IS_NUMBER, value, at, stop, False, stop if after == stop else -1, BAD_JSON_NUMBER
 
 
 @uncounted()
@@ -200,8 +200,8 @@ def _as_number(text, kind, value, first, stop, powers):  # type: ignore[no-untyp
         return 1.0, True
     if _is_one_of(text, first, stop, _FALSE_WORDS):
         return 0.0, True
-    number, behind = read_float(text, first, stop, powers)
-    return number, behind == stop
+    number, after = read_float(text, first, stop, powers)
+    return number, after == stop
 
 
 @uncounted()
@@ -222,7 +222,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
     fields,
     pair,
 ):
-    """The object whose brace is at `at`: (position behind it, behind the last pair, label, weight, what ails it, or 0).
+    """The object whose brace is at `at`: (position after it, after the last pair, label, weight, fault code, or 0).
 
     `bases` and `is_list`, int64 [MAX_DEPTH], are of the lists and objects that are open: where the name ends in
     `scratch`, and which they are.
@@ -262,10 +262,10 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 bases[depth], is_list[depth], may_close = path_end, 1 if byte == _OPEN_LIST else 0, True
                 at += 1
                 continue
-            kind, value, first, stop, moved, behind, why = _read_scalar(text, at, end, powers, scratch, path_end)
-            if behind < 0:
+            kind, value, first, stop, moved, after, why = _read_scalar(text, at, end, powers, scratch, path_end)
+            if after < 0:
                 return at, pair, label, weight, why
-            at = behind
+            at = after
             source = scratch if moved else text
             seed = name_hash if path_end == name_end else hash_span(scratch, 0, path_end, _NO_SEED)
             if kind != _IS_MISSING and is_list[depth] == 0 and seed == label_seed:
@@ -361,8 +361,8 @@ def parse_json_lines(  # type: ignore[no-untyped-def]
     """Parse whole lines, an object each, until `end`.
 
     `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight, without
-    which an object is malformed otherwise; `as_text` uint64 those of the names whose numbers are categories;
-    `classes` uint64 those of the words that labels are, whose places are the labels then, none for numbers. If
+    which an object is malformed otherwise; `as_text` uint64 the hashes of names whose numbers are categories;
+    `classes` uint64 the hashes of the labels' words, whose positions are the labels; empty for numbers. If
     `needs_label` is 1 an object without a label is malformed, else its label is NaN. `scratch` is uint8, 128 longer
     than `text`. Out: `labels`, `weights` and `values` float32, `keys` uint64 and `fields` uint32 [half as many as there
     are bytes, and 1], `indptr` int64 [one more]; the others as those of

@@ -18,7 +18,7 @@ def _digits_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def number_end(text, at):  # type: ignore[no-untyped-def]
-    """The position behind the number at `at`, as JSON writes them, or -1."""
+    """The position after the number at `at`, as JSON writes them, or -1."""
     if byte_at(text, at) == _MINUS:
         at += 1
     first = at
@@ -43,7 +43,7 @@ def number_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no-untyped-def]
-    """Copy `count` digits of ``text[at:stop]`` behind the first `skipped`, zeros where there are no more."""
+    """Copy `count` digits of ``text[at:stop]`` after the first `skipped`, zeros where there are no more."""
     while count > 0:
         byte = 48
         while at < stop:
@@ -94,7 +94,7 @@ def canonical_number(text, first, stop, scratch, to):  # type: ignore[no-untyped
             at += 1
         if is_negative:
             exponent = -exponent
-    place = (point if point >= 0 else digits) - zeros + exponent  # of the point, behind the first digit that counts
+    place = (point if point >= 0 else digits) - zeros + exponent  # of the point, after the first digit that counts
     count = shown - zeros
     begin, to_begin = start, to
     if start > first:

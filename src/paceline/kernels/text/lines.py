@@ -1,8 +1,8 @@
 """Numba kernels that turn text into keys and values: Criteo rows, LIBSVM rows, and Arrow columns.
 
 Each has its reference in ``tests/reference/text.py``. :mod:`paceline.kernels.hashing` defines the hash. The parsers
-read ``text[start:end]``, whole lines of which the last ends in a newline, and may load (never use) eight bytes
-behind ``end``: ``text`` must be that much longer.
+read ``text[start:end]``, whole lines that end in a newline, and may load (never use) eight bytes
+after ``end``: ``text`` must be that much longer.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from paceline.kernels.text.criteo import CRITEO_FEATURES, CRITEO_INTEGERS, SMALL
 from paceline.kernels.text.values import MAX_FLOAT32, powers_of_ten
 
 ROWS, BAD, POSITION, NONZEROS, ALL_ONES = range(5)
-"""What `counts` says: rows and bad lines found, where the parser stopped, pairs, were all values 1."""
+"""The contents of `counts`: rows, bad lines, the position of the parser, pairs, whether all values are 1."""
 NUM_COUNTS = 5
 
 FLOAT_OK, FLOAT_MISSING, FLOAT_BAD = range(3)
-"""What :func:`parse_floats` says about each string."""
+"""The result of :func:`parse_floats` for each string."""
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _COLON, _HASH = 9, 10, 13, 32, 58, 35
 
 
 @uncounted()
 def _line_end(text, at):  # type: ignore[no-untyped-def]
-    """The position behind the newline of the line that `at` is in."""
+    """The position after the newline of the line that `at` is in."""
     while byte_at(text, at) != _NEWLINE:
         at += 1
     return at + 1
@@ -61,7 +61,7 @@ def _line_end(text, at):  # type: ignore[no-untyped-def]
 def _count_at_most(thresholds, x):  # type: ignore[no-untyped-def]
     """How many of the ascending `thresholds` are at most `x`.
 
-    ``np.searchsorted`` is the same, but whoever loads a kernel that has it imports SciPy, by Numba: 0.2 s.
+    ``np.searchsorted`` is equivalent, but a kernel that calls it makes Numba import SciPy: 0.2 s.
     """
     low, high = 0, thresholds.shape[0]
     while low < high:
@@ -75,7 +75,7 @@ def _count_at_most(thresholds, x):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: ignore[no-untyped-def]
-    """The 13 integer fields from `at`; (position behind them, 0) or (anything, a BAD_ code)."""
+    """The 13 integer fields from `at`; (position after them, 0) or (anything, a BAD_ code)."""
     for field in range(CRITEO_INTEGERS):
         byte = byte_at(text, at)
         if byte == _TAB:
@@ -109,7 +109,7 @@ def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: i
 
 @uncounted()
 def _criteo_categories(text, at, seeds, keys, base):  # type: ignore[no-untyped-def]
-    """The 26 categories from `at`; (position behind the newline, 0) or (anything, a BAD_ code)."""
+    """The 26 categories from `at`; (position after the newline, 0) or (anything, a BAD_ code)."""
     for field in range(CRITEO_INTEGERS, CRITEO_FEATURES):
         expected = _TAB if field < CRITEO_FEATURES - 1 else _NEWLINE
         if byte_at(text, at) == expected:
@@ -145,7 +145,7 @@ def parse_criteo(  # type: ignore[no-untyped-def]
 
     `text` uint8; `seeds`, `small`, `thresholds` from ``criteo_tables()``; out: `labels` float32 [rows],
     `keys` uint64 [39 rows], `bad_at` int64 and `bad_why` int64 [a few]: where the first bad lines begin and
-    what ails them; `counts` int64 [NUM_COUNTS].
+    their fault codes; `counts` int64 [NUM_COUNTS].
     """
     at, rows, bad = start, 0, 0
     while at < end and rows < labels.shape[0]:
@@ -181,7 +181,7 @@ def parse_criteo(  # type: ignore[no-untyped-def]
 
 @uncounted()
 def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The number at ``text[at:stop]``: (value, position behind it), or (0, -1) if it is no finite float32."""
+    """The number at ``text[at:stop]``: (value, position after it), or (0, -1) if it is not a finite float32."""
     negative = False
     if at < stop and byte_at(text, at) in (43, 45):
         negative = byte_at(text, at) == 45
@@ -189,7 +189,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
     mantissa, kept, exponent, seen, fraction = 0, 0, 0, False, False
     while at < stop:
         digit = byte_at(text, at) - 48
-        if kept <= 10 and at + 8 <= stop and (mantissa > 0 or 1 <= digit <= 9):  # eight at once
+        if kept <= 10 and at + 8 <= stop and (mantissa > 0 or 1 <= digit <= 9):  # eight digits together
             eight = digits_of(word_at(text, at), 8)
             if eight >= 0:
                 mantissa = mantissa * 100_000_000 + eight
@@ -199,7 +199,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
                 continue
         if 0 <= digit <= 9:
             seen = True
-            if kept < 18:  # digits behind the 18th cannot move a float32 by an ulp
+            if kept < 18:  # digits after the 18th cannot move a float32 by an ulp
                 mantissa = mantissa * 10 + digit
                 if mantissa > 0:
                     kept += 1
@@ -239,7 +239,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_index(text, at):  # type: ignore[no-untyped-def]
-    """The uint64 at `at`: (value, position behind it), or (0, -1) where there is none or it is too large."""
+    """The uint64 at `at`: (value, position after it), or (0, -1) if it is missing or too large."""
     first = at
     low = 0
     digit = byte_at(text, at) - 48
@@ -265,7 +265,7 @@ def _ends_word(byte):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _after_qid(text, at):  # type: ignore[no-untyped-def]
-    """The position behind ``qid:<digits>`` at `at`, or `at` where there is none."""
+    """The position after ``qid:<digits>`` at `at`, or `at` if it is missing."""
     if byte_at(text, at) != 113 or byte_at(text, at + 1) != 105 or byte_at(text, at + 2) != 100:
         return at
     if byte_at(text, at + 3) != _COLON:
@@ -309,9 +309,9 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
             byte = byte_at(text, at)
             if byte in (_NEWLINE, _HASH):
                 break
-            behind = _after_qid(text, at)
-            if behind > at:
-                at = behind
+            after = _after_qid(text, at)
+            if after > at:
+                at = after
                 continue
             index, at = _read_index(text, at)
             if at < 0 or byte_at(text, at) != _COLON:
@@ -390,8 +390,8 @@ def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped
         if at == stop:
             status[i] = FLOAT_MISSING
             continue
-        value, behind = read_float(data, at, stop, powers)
-        if behind == stop:
+        value, after = read_float(data, at, stop, powers)
+        if after == stop:
             out[i] = value
             status[i] = FLOAT_OK
         else:

@@ -31,7 +31,7 @@ def category_text(text: bytes) -> bytes:
 
 
 def split_words(text: bytes) -> list[bytes]:
-    """Return the words of a text: runs of letters, with those of ASCII in lower case.
+    """Return the words of a text: runs of letters, with ASCII letters in lower case.
 
     Other characters above U+00BF are letters too, except the punctuation from U+2000 to U+203F.
     """
@@ -41,8 +41,8 @@ def split_words(text: bytes) -> list[bytes]:
 def number_text(text: str) -> str:
     """Return one text for all spellings of a JSON number, such as ``1000``, ``1000.0`` and ``1e3``.
 
-    A category's key is made of it. Whole numbers without a point and an exponent do not change. Others are written as
-    Arrow writes the numbers of a column: an exponent from 10^18 up and below 10^-6, no zeros at the end, and no point
+    A category's key is computed from this text. Integers without point and exponent do not change. Others follow
+    Arrow: an exponent from 10^18 up and below 10^-6, no zeros at the end, and no point
     after whole numbers.
     """
     found = _DECIMAL.fullmatch(text)

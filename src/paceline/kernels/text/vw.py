@@ -2,7 +2,7 @@
 
 ``[label [weight [0]]] ['tag]|namespace[:value] feature[:value] ... |namespace ...``: a feature's key is the hash of its
 name under the seed that is the hash of its namespace's name, and its value is multiplied by the namespace's. A
-namespace is a field of its features. Features without a name are called by their number among those of the namespace,
+namespace is a field of its features. Features without a name are called by their number in the namespace,
 from 0 up. libffm's ``label field:feature:value ...`` is read as ``label |field feature:value ...``. As in Vowpal
 Wabbit, a word that begins with a quote or stands at the first bar without a blank between is a tag. The reference
 is ``vw_line`` of ``tests/reference/text.py``; :mod:`.lines` defines how text is read.
@@ -28,7 +28,7 @@ from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POS
 from paceline.kernels.text.values import MAX_FLOAT32, powers_of_ten
 
 UNWEIGHTED = NUM_COUNTS
-"""The place in `counts` that says whether all weights are 1."""
+"""The index in `counts` of the flag that all weights are 1."""
 NUM_VW_COUNTS = NUM_COUNTS + 1
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE, _COLON, _BAR = 9, 10, 13, 32, 39, 58, 124
@@ -38,7 +38,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 @uncounted()
 def _name_end(text, at):  # type: ignore[no-untyped-def]
-    """The position of what ends a name: a blank, a colon, a bar or a newline."""
+    """The position of the character that ends a name: a blank, a colon, a bar or a newline."""
     byte = byte_at(text, at)
     while not (byte in (_SPACE, _TAB, _RETURN) or byte in (_COLON, _BAR, _NEWLINE)):
         at += 1
@@ -48,7 +48,7 @@ def _name_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
-    """The value behind a name that ends at `at`: (value, position behind it), or (0, -1) if it is no number."""
+    """The value after a name that ends at `at`: (value, position after it), or (0, -1) if it is not a number."""
     if byte_at(text, at) != _COLON:
         return 1.0, at
     value, at = read_float(text, at + 1, end, powers)
@@ -59,7 +59,7 @@ def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
-    """What stands before the first bar: (label or NaN, weight, what ails it, or 0)."""
+    """The part before the first bar: (label or NaN, weight, fault code, or 0)."""
     label, weight, count = np.nan, 1.0, 0
     at = skip_blanks(text, at)
     while at < bar:
@@ -68,8 +68,8 @@ def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
             stop += 1
         if byte_at(text, at) == _QUOTE or stop == bar:
             return label, weight, (0 if skip_blanks(text, stop) == bar else BAD_VW_HEAD)
-        value, behind = read_float(text, at, stop, powers)
-        if behind != stop or count > 2:
+        value, after = read_float(text, at, stop, powers)
+        if after != stop or count > 2:
             return label, weight, BAD_VW_HEAD
         if count == 0:
             label = value
@@ -86,7 +86,7 @@ def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_features(text, at, end, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
-    """The namespaces from the bar at `at`: (behind the last pair, what ails them, or 0)."""
+    """The namespaces from the bar at `at`: (after the last pair, fault code, or 0)."""
     while byte_at(text, at) == _BAR:
         first = at + 1
         at = _name_end(text, first)
@@ -129,10 +129,10 @@ def _hash_number(number, seed):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_triples(text, at, end, needs_label, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
-    """A line of libffm: (label or NaN, behind the last pair, what ails it, or 0)."""
-    label, behind = read_float(text, at, end, powers)
-    if needs_label == 1 or behind < 0 or byte_at(text, behind) != _COLON:
-        at = behind
+    """A line of libffm: (label or NaN, after the last pair, fault code, or 0)."""
+    label, after = read_float(text, at, end, powers)
+    if needs_label == 1 or after < 0 or byte_at(text, after) != _COLON:
+        at = after
     else:
         label = np.nan
     if at < 0 or byte_at(text, at) in (_COLON, _BAR):

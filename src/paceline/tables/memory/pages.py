@@ -1,4 +1,4 @@
-"""Memory in pages: blocks that grow in place, for wide rows, and arrays of which only parts are written.
+"""Memory in pages: blocks that grow in place, for wide rows, and arrays that are written only in parts.
 
 On Linux this is an anonymous mapping. `mremap` enlarges it by moving page tables, without a copy, and unwritten pages
 take no memory. On other systems, growth copies.

@@ -1,4 +1,4 @@
-"""Update rules: what a server does to a row when a gradient arrives. A file each; :mod:`.base` says what is in one."""
+"""Update rules, applied by servers to rows when gradients arrive. One file per rule; see :mod:`.base`."""
 
 from .adadelta import Adadelta
 from .adagrad import Adagrad

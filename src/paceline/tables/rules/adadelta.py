@@ -45,13 +45,13 @@ class Adadelta(UpdateRule):
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
         """Rate, weight decay, epsilon, smoothing. States: moving averages of the gradients' and the steps' squares."""
         rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
-        rho, rest = np.float32(hyper[3]), np.float32(1.0 - hyper[3])
+        rho, complement = np.float32(hyper[3]), np.float32(1.0 - hyper[3])
         for j in range(start, stop):
             gradient = sign * grads[at + j - start] + decay * record[j]
-            square = rho * record[dim + j] + rest * gradient * gradient
+            square = rho * record[dim + j] + complement * gradient * gradient
             change = np.sqrt(record[2 * dim + j] + epsilon) / np.sqrt(square + epsilon) * gradient
             record[dim + j] = square
-            record[2 * dim + j] = rho * record[2 * dim + j] + rest * change * change
+            record[2 * dim + j] = rho * record[2 * dim + j] + complement * change * change
             record[j] -= rate * change
 
     @staticmethod
@@ -59,10 +59,10 @@ class Adadelta(UpdateRule):
     def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
         (square, changes), g = states, decayed(w, g, hyper)
         rate, _, epsilon, rho = hyper[:4].astype(np.float32)
-        rest = np.float32(1 - hyper[3])
-        square[:] = rho * square + rest * g * g
+        complement = np.float32(1 - hyper[3])
+        square[:] = rho * square + complement * g * g
         change = np.sqrt(changes + epsilon) / np.sqrt(square + epsilon) * g
-        changes[:] = rho * changes + rest * change * change
+        changes[:] = rho * changes + complement * change * change
         w -= rate * change
 
     @classmethod

@@ -19,15 +19,15 @@ from paceline.tables.types import Doubles, Floats
 
 @rule_kernel
 def _update(record, dim, start, stop, grads, at, hyper, sign, step, amsgrad):  # type: ignore[no-untyped-def]
-    decay, shrink, epsilon, rest1, beta2, rest2 = moment_factors(hyper, hyper[6] != 0.0)
+    decay, shrink, epsilon, complement1, beta2, complement2 = moment_factors(hyper, hyper[6] != 0.0)
     size = np.float32(hyper[0] / (1.0 - hyper[3] ** step))
     root = np.float32(np.sqrt(1.0 - hyper[4] ** step))
     first, second, greatest = dim, dim + dim, dim + dim + dim
     for j in range(start, stop):
         value = record[j] * shrink
         gradient = sign * grads[at + j - start] + decay * value
-        moment = record[first + j] + rest1 * (gradient - record[first + j])
-        square = beta2 * record[second + j] + rest2 * gradient * gradient
+        moment = record[first + j] + complement1 * (gradient - record[first + j])
+        square = beta2 * record[second + j] + complement2 * gradient * gradient
         record[first + j] = moment
         record[second + j] = square
         if amsgrad:
@@ -65,7 +65,7 @@ class Adam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Those of the family, whether AMSGrad, whether weight decay is decoupled, L1 penalty."""
+        """The numbers of the family, whether AMSGrad, whether weight decay is decoupled, L1 penalty."""
         return (*super().numbers, float(self.amsgrad), float(self.is_decoupled), self.l1)
 
     @property

@@ -29,11 +29,11 @@ class Adamax(Moments):
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
         """State: first moment, decayed infinity norm."""
         decay, epsilon = np.float32(hyper[1]), np.float32(hyper[2])
-        rest1, beta2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4])
+        complement1, beta2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4])
         size = np.float32(hyper[0] / (1.0 - hyper[3] ** step))
         for j in range(start, stop):
             gradient = sign * grads[at + j - start] + decay * record[j]
-            moment = record[dim + j] + rest1 * (gradient - record[dim + j])
+            moment = record[dim + j] + complement1 * (gradient - record[dim + j])
             norm = max(beta2 * record[2 * dim + j], abs(gradient) + epsilon)
             record[dim + j] = moment
             record[2 * dim + j] = norm

@@ -1,4 +1,4 @@
-"""What every update rule is: a frozen dataclass that users write, its kernel, its twin in NumPy, and its cases.
+"""The base of update rules: a frozen dataclass with a kernel, a reference in NumPy, and cases for tests.
 
 A rule is one file of this package, found here by :data:`RULES` as soon as its class exists. It works on one *record*: a
 float32 array that holds the values first (element `j` at ``record[j]``), then the state planes (``record[dim + j]``,
@@ -21,7 +21,7 @@ from paceline.tables.rules.growth import UNKNOWN, Bounds
 from paceline.tables.types import Doubles, Floats
 
 RULES: Final[dict[str, type[UpdateRule]]] = {}
-"""Every update rule by the name under which it travels and is saved, which is that of its class."""
+"""Every update rule by the name of its class, which messages and saved models use."""
 
 rule_kernel: Final = inlined(error_model="numpy", pipeline_class=Unaliased)
 """Decorator of a rule's kernels. They are compiled into the loops over rows that call them, and cached there."""
@@ -38,7 +38,7 @@ class RuleCase(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """What a server does with a gradient. Abstract: use one of the final classes of this package.
+    """The update of a row by a gradient. Abstract: use one of the final classes of this package.
 
     Those with ``maximize`` ascend if it is True, as ``torch.optim`` does.
     """
@@ -46,13 +46,13 @@ class UpdateRule(ABC):
     code: ClassVar[int]
     """The number by which the kernels know the rule, which no other one has."""
     counts: ClassVar[Literal["never", "always", "by settings"]] = "never"
-    """Whether records hold a step count: ``by settings``, if :attr:`has_count` says so."""
+    """Whether records hold a step count: ``by settings`` if :attr:`has_count` decides."""
     narrow_words: ClassVar[int] = 0
     """Words of a record of one value without a step count, if a loop over such rows is compiled for this rule alone."""
     wide_loop: ClassVar[bool] = False
     """Whether a loop over wide rows is compiled for this rule alone."""
     squares: ClassVar[int] = 0
-    """The plane, counted from the values, of which a root is taken, if any."""
+    """The plane, counted from the values, whose root is taken, if any."""
     row_dim: ClassVar[int | None] = None
     """The `dim` of the tables that it is for, sparse ones all, if it updates the values of a row together."""
     logistic_rate: ClassVar[float | None] = None
@@ -75,12 +75,12 @@ class UpdateRule(ABC):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the state planes beside the values, each as long as they are; torch's where it has the rule."""
+        """The names of the state planes, each as long as the values; torch's names if it has the rule."""
         return ()
 
     @property
     def has_count(self) -> bool:
-        """Whether a step count lies behind the planes."""
+        """Whether a step count follows the planes."""
         return self.counts == "always"
 
     # The kernel, for a run of elements that have had the same number of updates, and its twin.
@@ -120,7 +120,7 @@ class UpdateRule(ABC):
     @classmethod
     @abstractmethod
     def cases(cls) -> dict[str, RuleCase]:
-        """Return the cases of tests and benchmark, by what is special about each; ``""`` is the plain one."""
+        """Return the cases of tests and benchmark, by their names; ``""`` is the plain one."""
 
     # How large records become.
 
@@ -129,9 +129,9 @@ class UpdateRule(ABC):
         return Bounds(largest)
 
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
-        """Return bounds of the records after `num` pushes, and one of what is computed on the way.
+        """Return bounds of the records after `num` pushes, and of the intermediate values.
 
-        `at` are the bounds of now, `formed` those of records that these hyperparameters have not formed, `gradient` is
+        `at` are the current bounds, `formed` the bounds of records from other hyperparameters, `gradient` is
         the greatest. A rule without bounds has every push tried on a copy of its rows first, which takes twice as long.
         """
         return UNKNOWN, np.inf
@@ -142,17 +142,17 @@ class UpdateRule(ABC):
 
     @classmethod
     def has_bounds(cls) -> bool:
-        """Return whether the rule knows how large its records become."""
+        """Return whether the rule has bounds of its records."""
         return cls.grown is not UpdateRule.grown
 
-    # What is derived.
+    # Derived values.
 
     @property
     def hyper(self) -> tuple[float, ...]:
-        """What the kernel gets: :attr:`numbers`, zeros, whether the rule ascends, the plane of its step count or 0."""
-        rest = (0.0,) * (_NUM_NUMBERS - len(self.numbers))
+        """The kernel's arguments: :attr:`numbers`, zeros, whether the rule ascends, the plane of the step count."""
+        complement = (0.0,) * (_NUM_NUMBERS - len(self.numbers))
         count = float(1 + self.num_states) if self.has_count else 0.0
-        return (*self.numbers, *rest, float(getattr(self, "maximize", False)), count)
+        return (*self.numbers, *complement, float(getattr(self, "maximize", False)), count)
 
     @property
     def num_states(self) -> int:
@@ -161,17 +161,19 @@ class UpdateRule(ABC):
 
     @property
     def state_names(self) -> str:
-        """All that its state is, for people."""
+        """The names of the state, for messages."""
         return ", ".join([*self.states, "step"] if self.has_count else self.states)
 
-    def check_follows(self, other: UpdateRule, what: str) -> None:
-        """Raise UsageError if it cannot go on from the state of `other`, which has updated `what`: it has another."""
+    def check_follows(self, other: UpdateRule, subject: str) -> None:
+        """Raise UsageError if it cannot continue from the state of `other`, the former rule of `subject`."""
         name, former = type(self).__name__, type(other).__name__
         if (name, self.state_names) == (former, other.state_names):
             return
         if name == former:
             name += f" with the state {self.state_names or 'nothing'} instead of {other.state_names or 'nothing'}"
-        raise UsageError(f"{what} is updated by {former}, and its state is of that rule: it cannot become {name}")
+        raise UsageError(
+            f"{subject} is updated by {former}, and its state belongs to that rule: it cannot become {name}"
+        )
 
 
 def decayed(w: Floats, g: Floats, hyper: Doubles) -> Floats:

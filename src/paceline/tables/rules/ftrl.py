@@ -109,9 +109,9 @@ class FTRL(UpdateRule):
         root = math.sqrt(squares)
         slope = (gradient + ROUNDING * root) * inverse  # by how much the divisor of a weight grows with one push
         # A weight that these hyperparameters have formed moves by no more than the gradient over its new divisor, which
-        # grows with the root of the gradient's square. Others are formed anew.
-        anew = formed.first + gradient + slope * formed.values
+        # grows with the root of the gradient's square. Other values are computed again.
+        updated = formed.first + gradient + slope * formed.values
         moves = num * (self.alpha + over(ROUNDING * self.l1, least))
-        values = (max(at.values, over(anew + self.l1, least)) + moves) * off
-        first = max(values * (root * inverse + least) + self.l1, anew) * off
+        values = (max(at.values, over(updated + self.l1, least)) + moves) * off
+        first = max(values * (root * inverse + least) + self.l1, updated) * off
         return Bounds(values, first, squares), max(first + gradient, root * inverse, slope * values)

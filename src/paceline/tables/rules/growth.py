@@ -1,6 +1,6 @@
-"""How large the records of a table become: what the bounds of an update rule are made of.
+"""Bounds of the records of a table, the parts of an update rule's bounds.
 
-See :mod:`paceline.tables.magnitudes` for what they are for.
+See :mod:`paceline.tables.magnitudes` for their use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ROUNDING: Final = 1e-6
 TINY_GRADIENT: Final = 1e-16
 """A gradient below this may have a square that, times a small factor, is 0 as a float32."""
 _LEAST: Final = 1e-37
-"""What is less may be 0 as a float32, and nothing may be divided by it."""
+"""A smaller number may be 0 as a float32, so it cannot be a divisor."""
 
 
 class Bounds(NamedTuple):
@@ -23,7 +23,7 @@ class Bounds(NamedTuple):
     first: float = 0.0
     second: float = 0.0
     ratio: float = 0.0
-    """Of the first moment to the root of the second, where the first is no less than a tiny number."""
+    """Bound of the first moment divided by the root of the second, if the first is at least a tiny number."""
 
     def __or__(self, other: Bounds) -> Bounds:
         """Return the greater ones; NaN of the first stays."""

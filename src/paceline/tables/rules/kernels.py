@@ -1,6 +1,6 @@
 """The loops over rows and elements that apply update rules, compiled once for all rules of this package.
 
-A table says by number which rule is its own: a kernel compares the number with every rule's, in a function made from
+A table has the number of its rule: a kernel compares it with every rule's number, in a function made from
 the registry, and calls that rule's kernel, which the compiler inlines. So there is one `push` to compile and to load
 from the cache, not one for each rule; rules that ask for it have a loop of their own within it.
 """
@@ -44,7 +44,7 @@ def _make_update(kernel: Any, counts: str) -> Any:
         count, begin = np.int64(hyper[COUNT_PLANE]) * dim, start
         while begin < stop:
             place, end = count, stop
-            if per_element:  # a run of elements with the same count shares what depends on it
+            if per_element:  # elements with the same count share the values that depend on the count
                 place, end = count + begin, begin + 1
                 while end < stop and record[count + end] == record[place]:
                     end += 1
@@ -108,7 +108,7 @@ def _make_wide_loop(rule: type[UpdateRule]) -> Any:
 def _make_choice(parameters: str, kernels: Iterable[tuple[type[UpdateRule], Any]], otherwise: Any = None) -> Any:
     """Return a function whose first parameter is a rule's number: it calls that rule's kernel with the others.
 
-    It is made from text: in a chain of functions, each of which knows one rule, the last would be compiled as often as
+    It is made from text: in a chain of functions with one rule each, the last would be compiled as often as
     the chain is long.
     """
     names: dict[str, Any] = {}
@@ -116,9 +116,9 @@ def _make_choice(parameters: str, kernels: Iterable[tuple[type[UpdateRule], Any]
     codes: dict[Any, list[int]] = {}  # of rules with the same kernel
     for rule, kernel in kernels:
         codes.setdefault(kernel, []).append(rule.code)
-    for number, (kernel, those) in enumerate(codes.items()):
+    for number, (kernel, rule_codes) in enumerate(codes.items()):
         names[f"kernel_{number}"] = kernel
-        test = " or ".join(f"rule == {code}" for code in those)
+        test = " or ".join(f"rule == {code}" for code in rule_codes)
         lines.append(f"    if {test}: return kernel_{number}({parameters})")
     exec("\n".join([*lines, f"    return {otherwise}"]), names)
     return names["choose"]
@@ -144,7 +144,7 @@ def _update_row(rule, record, dim, grads, hyper):  # type: ignore[no-untyped-def
 
 @uncounted(nogil=True, error_model="numpy")
 def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-    """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
+    """Set the state of elements ``[start, stop)``, whose values are set, to the state before the first update."""
     for plane in range(dim, words, dim):
         for j in range(start, min(stop, words - plane)):
             record[plane + j] = _F0
@@ -152,7 +152,7 @@ def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[
 
 
 # Kernels with a rule from elsewhere are compiled in every process: the cache does not know when that rule changes.
-_is_ours: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
+_is_rule: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
 _PUSH: Final = "directory, layout, parameters, keys, grads, scratch"
 _push_narrow: Final = _loop(
     _make_choice(_PUSH, [(rule, _make_narrow_loop(rule)) for rule in RULES.values() if rule.narrow_words], -1)
@@ -181,32 +181,32 @@ def _push(directory, layout, parameters, keys, grads, first, scratch):  # type: 
     return first + done
 
 
-@njit(cache=_is_ours, nogil=True)
+@njit(cache=_is_rule, nogil=True)
 def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
-    """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), making those that are absent.
+    """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), creating absent rows.
 
     Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
     """
     return _push(directory, layout, parameters, keys, grads, first, np.empty(sparse.SCRATCH, np.uint64))
 
 
-@njit(cache=_is_ours, nogil=True)
+@njit(cache=_is_rule, nogil=True)
 def dense_start(rule, record, size, start, stop, first_key, kind, seed, parameters):  # type: ignore[no-untyped-def]
     """Set elements of a dense table to initial values and state: :func:`paceline.kernels.dense.start_range`."""
     dense.start_range(rule, record, size, start, stop, first_key, kind, seed, parameters, _start_state)
 
 
-@njit(cache=_is_ours, nogil=True)
+@njit(cache=_is_rule, nogil=True)
 def dense_push(rule, record, size, start, stop, grads, at, parameters):  # type: ignore[no-untyped-def]
     """Update a range of a dense table: :func:`paceline.kernels.dense.push_range`."""
     dense.push_range(rule, record, size, start, stop, grads, at, parameters, _update_elements)
 
 
-@njit(cache=_is_ours, nogil=True)
+@njit(cache=_is_rule, nogil=True)
 def dense_push_at(rule, record, size, positions, grads, parameters):  # type: ignore[no-untyped-def]
     """Update elements of a dense table by position: :func:`paceline.kernels.dense.push_at`."""
     dense.push_at(rule, record, size, positions, grads, parameters, _update_elements)
 
 
 KERNELS: Final = (push, dense_start, dense_push, dense_push_at)
-"""Those that are called from Python."""
+"""The kernels that are called from Python."""

@@ -1,4 +1,4 @@
-"""What the rules of the Adam family share."""
+"""Shared parts of the rules of the Adam family."""
 
 from __future__ import annotations
 

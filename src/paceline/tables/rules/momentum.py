@@ -62,10 +62,10 @@ class Momentum(UpdateRule):
         """Rate, weight decay, momentum, whether Nesterov's, dampening. State: velocity."""
         rate, decay, momentum = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
         nesterov = hyper[3] != 0.0
-        rest = _F1 if step == 1.0 else np.float32(1.0 - hyper[4])
+        complement = _F1 if step == 1.0 else np.float32(1.0 - hyper[4])
         for j in range(start, stop):
             gradient = sign * grads[at + j - start] + decay * record[j]
-            velocity = momentum * record[dim + j] + rest * gradient
+            velocity = momentum * record[dim + j] + complement * gradient
             record[dim + j] = velocity
             record[j] -= rate * (gradient + momentum * velocity if nesterov else velocity)
 
@@ -88,8 +88,10 @@ class Momentum(UpdateRule):
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
         off = error(num)
-        rest = max(1.0, abs(1.0 - self.dampening))
-        gain = rest * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # of the velocity, whatever num
+        complement = max(1.0, abs(1.0 - self.dampening))
+        gain = complement * (
+            1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num
+        )  # of the velocity, whatever num
         # The gradient is more by weight decay, and the values by the gradient: solved for the values.
         factor = num * self.lr * (1.0 + gain) * off
         divisor = 1.0 - factor * self.weight_decay

@@ -34,7 +34,7 @@ class NAdam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Those of the family, the momentum's decay, whether the weights' is decoupled."""
+        """The numbers of the family, the momentum's decay, whether weight decay is decoupled."""
         return (*super().numbers, self.momentum_decay, float(self.decoupled_weight_decay))
 
     @property
@@ -46,15 +46,15 @@ class NAdam(Moments):
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
         """State: first moment, second moment, product of the momenta so far."""
-        decay, shrink, epsilon, rest1, beta2, rest2 = moment_factors(hyper, hyper[6] != 0.0)
+        decay, shrink, epsilon, complement1, beta2, complement2 = moment_factors(hyper, hyper[6] != 0.0)
         correction = np.float32(1.0 - hyper[4] ** step)
         momentum = hyper[3] * (1.0 - 0.5 * 0.96 ** (step * hyper[5]))
         following = hyper[3] * (1.0 - 0.5 * 0.96 ** ((step + 1.0) * hyper[5]))
         for j in range(start, stop):
             value = record[j] * shrink
             gradient = sign * grads[at + j - start] + decay * value
-            moment = record[dim + j] + rest1 * (gradient - record[dim + j])
-            square = beta2 * record[2 * dim + j] + rest2 * gradient * gradient
+            moment = record[dim + j] + complement1 * (gradient - record[dim + j])
+            square = beta2 * record[2 * dim + j] + complement2 * gradient * gradient
             product = (_F1 if step == 1.0 else record[3 * dim + j]) * np.float32(momentum)
             record[dim + j] = moment
             record[2 * dim + j] = square

@@ -34,7 +34,7 @@ class ProximalNewton(UpdateRule):
     push is one of three things:
 
     - (g, u) with u > 0 is a step;
-    - (s, -n) with n > 0 says of a column that it has n values with the sum of magnitudes s, and sets its weight to 0:
+    - (s, -n) with n > 0 describes a column of n values with the sum of magnitudes s, and sets its weight to 0:
       the row's values are (s, n) until its first step. If s is negative, the weight has no penalty;
     - (g, 0) sets the second value, and no more: so pushes are summed by the servers, and read.
 

@@ -31,14 +31,14 @@ class RAdam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Those of the family, whether weight decay is decoupled."""
+        """The numbers of the family, whether weight decay is decoupled."""
         return (*super().numbers, float(self.decoupled_weight_decay))
 
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
         """State: first moment, second moment."""
-        decay, shrink, epsilon, rest1, beta2, rest2 = moment_factors(hyper, hyper[5] != 0.0)
+        decay, shrink, epsilon, complement1, beta2, complement2 = moment_factors(hyper, hyper[5] != 0.0)
         correction1, correction2 = np.float32(1.0 - hyper[3] ** step), 1.0 - hyper[4] ** step
         most = 2.0 / (1.0 - hyper[4]) - 1.0
         length = most - 2.0 * step * hyper[4] ** step / correction2
@@ -50,8 +50,8 @@ class RAdam(Moments):
         for j in range(start, stop):
             value = record[j] * shrink
             gradient = sign * grads[at + j - start] + decay * value
-            moment = record[dim + j] + rest1 * (gradient - record[dim + j])
-            square = beta2 * record[2 * dim + j] + rest2 * gradient * gradient
+            moment = record[dim + j] + complement1 * (gradient - record[dim + j])
+            square = beta2 * record[2 * dim + j] + complement2 * gradient * gradient
             record[dim + j] = moment
             record[2 * dim + j] = square
             change = moment / correction1 * rate

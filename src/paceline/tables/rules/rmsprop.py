@@ -58,13 +58,13 @@ class RMSprop(UpdateRule):
     @staticmethod
     @override
     def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        g, rest = decayed(w, g, hyper), np.float32(1 - hyper[3])
+        g, complement = decayed(w, g, hyper), np.float32(1 - hyper[3])
         rate, _, epsilon, alpha, momentum, centered = hyper[:6].astype(np.float32)
         square = states[0]
-        square[:] = alpha * square + rest * g * g
+        square[:] = alpha * square + complement * g * g
         middle = states[-1] if centered else np.zeros_like(g)
         if centered:
-            middle += rest * (g - middle)
+            middle += complement * (g - middle)
         g = g / (np.sqrt(square - middle * middle) + epsilon)
         if momentum:
             states[1][:] = g = momentum * states[1] + g
@@ -83,7 +83,7 @@ class RMSprop(UpdateRule):
 
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
-        if self.centered or self.momentum >= 1.0:  # a difference, of which a root is taken
+        if self.centered or self.momentum >= 1.0:  # a difference whose root is taken
             return UNKNOWN, math.inf
         off = error(num)
         step = over(normed(self.eps), math.sqrt(max(1.0 - self.alpha, 0.0)))
@@ -97,14 +97,14 @@ class RMSprop(UpdateRule):
 def _update(record, dim, start, stop, grads, at, hyper, sign, has_momentum, is_centered):  # type: ignore[no-untyped-def]
     """State: moving average of squares, the velocity if there is momentum, the moving average if centered."""
     rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
-    alpha, rest, momentum = np.float32(hyper[3]), np.float32(1.0 - hyper[3]), np.float32(hyper[4])
+    alpha, complement, momentum = np.float32(hyper[3]), np.float32(1.0 - hyper[3]), np.float32(hyper[4])
     middle = 3 * dim if has_momentum else 2 * dim
     for j in range(start, stop):
         gradient = sign * grads[at + j - start] + decay * record[j]
-        square = alpha * record[dim + j] + rest * gradient * gradient
+        square = alpha * record[dim + j] + complement * gradient * gradient
         record[dim + j] = square
         if is_centered:
-            mean = record[middle + j] + rest * (gradient - record[middle + j])
+            mean = record[middle + j] + complement * (gradient - record[middle + j])
             record[middle + j] = mean
             square -= mean * mean
         change = gradient / (np.sqrt(square) + epsilon)
