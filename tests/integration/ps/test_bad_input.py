@@ -195,7 +195,7 @@ def test_another_rule_for_a_table() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=Adagrad(lr=1.0))
-        message = "table 'w' is updated by Adagrad, and its state is of that rule: it cannot become SGD"
+        message = "table 'w' is updated by Adagrad, and its state belongs to that rule: it cannot become SGD"
         with pytest.raises(UsageError, match=message):
             table.set_update(SGD(lr=1.0))
         assert table.push_pull([1], floats(5)) == pytest.approx(-1)

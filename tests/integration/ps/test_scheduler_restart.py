@@ -432,7 +432,7 @@ def test_a_server_that_comes_late_is_taken_back_with_what_it_holds() -> None:
         cluster.replace(heartbeat_timeout_s=1.0, on_note=notes.append)
         wait_until(lambda: bool(notes))
         # Half of the servers could be a part of the network that is cut off: it takes over when the other is back.
-        assert notes[0].startswith(f"waits for server 1 ({late.hello.name}): too few of the servers that have buckets")
+        assert notes[0].startswith(f"waits for server 1 ({late.hello.name}): too few servers that hold buckets")
         assert table.pull(np.arange(100)).tolist() == [[-1.0]] * 100
         cluster.doors.shut_out.clear()
         cluster.wait_back()

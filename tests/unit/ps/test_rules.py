@@ -139,7 +139,7 @@ def test_rules_cannot_be_changed() -> None:
 
 def test_a_rule_follows_one_with_the_same_state_only() -> None:
     Adam(lr=0.2, maximize=True).check_follows(Adam(lr=0.1), "table 'w'")
-    with pytest.raises(UsageError, match="'w' is updated by Adam, and its state is of that rule: it cannot become SGD"):
+    with pytest.raises(UsageError, match="updated by Adam, and its state belongs to that rule: it cannot become SGD"):
         SGD(lr=0.1).check_follows(Adam(lr=0.1), "table 'w'")
     message = "Adam with the state exp_avg, exp_avg_sq, max_exp_avg_sq, step instead of exp_avg, exp_avg_sq, step"
     with pytest.raises(UsageError, match=message):
