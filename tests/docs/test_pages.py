@@ -102,7 +102,7 @@ class Page:
             self.run(" &\n".join(source.strip().splitlines()) + " &\nwait")
         elif kind.startswith("background"):
             times = 2 if kind.endswith("twice") else 1
-            self.run("".join(f"{line} &\n" * times for line in source.splitlines()))
+            self.run("".join(f"{line.partition(' #')[0]} &\n" * times for line in source.splitlines()))
             if "paceline scheduler" in source:
                 self.wait_for_scheduler()
         elif language == "sh":
