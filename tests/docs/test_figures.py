@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import figures, plots
-from tests.docs.test_pages import PAGES, ROOT
+from tests.pages import PAGES, ROOT
 
 
 def test_a_block_becomes_the_output_of_its_command(tmp_path: Path) -> None:

@@ -26,9 +26,8 @@ from sybil import Document, Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
 from tests.docs.files import PRELUDES, write_files
 from tests.free_ports import free_port
+from tests.pages import PAGES, ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/command_line.md"})]
 LANGUAGES = ("python", "sh", "console", "json")
 COMMENT = re.compile(r"<!-- docs test: ((?:(?!-->).)*) -->\n\Z", re.DOTALL)
 STARTS_EMPTY = {"click_model", "pytorch_script"}

@@ -21,6 +21,7 @@ from paceline.models.clicks import for_classes
 from paceline.models.registry import read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.update import rule_of
+from paceline.protocol.jobs.messages import OCCUPIED
 from paceline.ps import FTRL, Client, SparseTable, UpdateRule, messages, read_records, write_records
 from paceline.ps.client.client import make_spec
 from paceline.tables.settings import to_fields
@@ -77,7 +78,7 @@ def _claim_cluster(client: Client, check: Callable[[], None]) -> None:
     while not client.link.call(messages.ClaimCluster(), bool):
         check()
         if time.monotonic() > deadline:
-            raise UsageError("another training uses this cluster. Wait for its end, or start another cluster")
+            raise UsageError(OCCUPIED)
         time.sleep(_PAUSE_S)
 
 

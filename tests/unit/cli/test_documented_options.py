@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from tests.pages import PAGES, ROOT
 
 from paceline.cli.app import app
 
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/command_line.md"})]
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 SCRIPT = re.compile(r"\S+\.py\b|\s-- ")
 """What follows a script, or stands behind `--`, is not the command's."""
-
-
-def commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the commands that are no groups, by what is written behind `paceline`."""
-    if not hasattr(command, "commands"):
-        yield name, command
-        return
-    for part, each in command.commands.items():
-        yield from commands(each, f"{name} {part}".strip())
 
 
 def options(command: Any) -> set[str]:
@@ -33,7 +23,9 @@ def options(command: Any) -> set[str]:
     return {"--help", *(name for each in command.params for name in each.opts if name.startswith("--"))}
 
 
-COMMANDS = dict(commands(typer.main.get_command(app)))
+find_commands = runpy.run_path(str(ROOT / "docs/command_line.py"))["find_commands"]
+COMMANDS = {name.removeprefix("paceline "): command for name, command in find_commands(typer.main.get_command(app))}
+"""Every command by its name after ``paceline``."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)

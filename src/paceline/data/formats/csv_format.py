@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
+from paceline.data.bad_lines import BadLine, shorten
 from paceline.data.batch import Batch, fields_by_place, insert_lists
 from paceline.data.columns import Columns
 from paceline.data.dialect import BLANKS, PREAMBLE, Dialect, guess_dialect, mark_blanks, parse_rows, read_dialect
@@ -25,7 +25,7 @@ from paceline.data.formats.table_format import TableFormat, trimmed
 from paceline.data.reader import BLOCK_BYTES, ReadSettings, Report, ShardReader
 from paceline.data.sampling import TextTable, places_of, text_pieces
 from paceline.data.streams import line_number, text_size
-from paceline.data.text import Parsed
+from paceline.data.text import Parsed, first_bad, result_arrays
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
 from paceline.kernels.hashing import name_seed
@@ -133,8 +133,7 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
         weights = np.empty(capacity if columns.weight else 0, np.float32)
         keys = np.empty(capacity * len(seeds), np.uint64)
         values = np.empty(len(keys) if columns.numeric else 0, np.float32)
-        bad_at, bad_why = np.empty(NUM_KEPT, np.int64), np.empty(NUM_KEPT, np.int64)
-        counts = np.empty(kernels.NUM_COUNTS, np.int64)
+        bad_at, bad_why, counts = result_arrays(kernels.NUM_COUNTS)
         words = np.empty((end - start) // 2 + 1 if columns.text else 0, np.uint64)
         word_fields, word_ends = np.empty(len(words), np.uint32), np.empty(capacity + 1, np.int64)
         kernels.parse_csv(
@@ -157,8 +156,7 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
             batch = insert_lists(batch, word_fields[used], num_words, words[used], num_numbers)
         if bins is not None:
             batch = bins.apply(batch)
-        bad = list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
-        return Parsed(batch, position, num_bad, bad)
+        return Parsed(batch, position, num_bad, first_bad(bad_at, bad_why, num_bad))
 
     return parse
 

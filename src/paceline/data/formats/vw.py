@@ -33,6 +33,7 @@ class _FieldedFormat(LineFormat):
 
     is_keyed = True
     _field: ClassVar[re.Pattern[bytes]]
+    _is_ffm: ClassVar[bool] = False
 
     @override
     def sample_fields(self, files: Sequence[str]) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ class _FieldedFormat(LineFormat):
 
     @override
     def open_reader(self, path: str, settings: ReadSettings) -> ShardReader:
-        parse = vw_parser(needs_label=settings.needs_label, is_ffm=self.name == Libffm.name)
+        parse = vw_parser(needs_label=settings.needs_label, is_ffm=self._is_ffm)
         return TextReader(path, self.name, parse, settings)
 
 
@@ -49,6 +50,7 @@ class Libffm(_FieldedFormat):
     """libffm's format: lines of a label and ``field:feature:value`` triples."""
 
     name = "libffm"
+    _is_ffm = True
     _field = re.compile(rb"(?:^|[ \t])([^\s:|]+):[^\s:|]+:", re.MULTILINE)
 
     @override

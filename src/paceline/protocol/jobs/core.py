@@ -115,14 +115,14 @@ class JobCore:
 
     def _claim(self, peer: object) -> bool:
         """Reserve the cluster for jobs of a process; return False if it belongs to another one."""
-        if any(owner is not None and owner is not peer for owner in (self._poster, self._claimant)):
+        if self._claimant is not None and self._claimant is not peer:
             return False
         self._claimant = peer
         return True
 
     def _post(self, received: ReceivedRequest, request: messages.PostJob, membership: Membership) -> list[Answer]:
         if not self._claim(received.peer):
-            raise PeerError("another training uses this cluster. Wait for its end, or start another cluster")
+            raise PeerError(messages.OCCUPIED)
         self.last_number = number = self.last_number + 1
         answers = [Answer(received.call, number)]
         if self.ledger is not None:
@@ -210,7 +210,7 @@ class JobCore:
                 self.ledger = JobLedger.restore(
                     facts, posted, workers, dead=lost, num_workers=num_workers, time_s=time_s
                 )
-                self._poster = known.peer
+                self._poster = self._claimant = known.peer
                 return
 
     def end(self) -> list[Answer]:

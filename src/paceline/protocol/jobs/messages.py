@@ -6,7 +6,7 @@ A request without a result is answered by None once it is recorded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -81,6 +81,9 @@ class JobStatus(JobRequest, frozen=True, kw_only=True, tag=True):
     """Request a job's state. Answered by JobState."""
 
     job: int
+
+
+OCCUPIED: Final = "another training uses this cluster. Wait for its end, or start another cluster"
 
 
 class ClaimCluster(JobRequest, frozen=True, kw_only=True, tag=True):

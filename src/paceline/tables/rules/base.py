@@ -150,9 +150,9 @@ class UpdateRule(ABC):
     @property
     def hyper(self) -> tuple[float, ...]:
         """The kernel's arguments: :attr:`numbers`, zeros, whether the rule ascends, the plane of the step count."""
-        complement = (0.0,) * (_NUM_NUMBERS - len(self.numbers))
+        padding = (0.0,) * (_NUM_NUMBERS - len(self.numbers))
         count = float(1 + self.num_states) if self.has_count else 0.0
-        return (*self.numbers, *complement, float(getattr(self, "maximize", False)), count)
+        return (*self.numbers, *padding, float(getattr(self, "maximize", False)), count)
 
     @property
     def num_states(self) -> int:

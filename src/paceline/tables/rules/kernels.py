@@ -152,7 +152,7 @@ def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[
 
 
 # Kernels with a rule from elsewhere are compiled in every process: the cache does not know when that rule changes.
-_is_rule: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
+_only_builtin_rules: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
 _PUSH: Final = "directory, layout, parameters, keys, grads, scratch"
 _push_narrow: Final = _loop(
     _make_choice(_PUSH, [(rule, _make_narrow_loop(rule)) for rule in RULES.values() if rule.narrow_words], -1)
@@ -181,7 +181,7 @@ def _push(directory, layout, parameters, keys, grads, first, scratch):  # type: 
     return first + done
 
 
-@njit(cache=_is_rule, nogil=True)
+@njit(cache=_only_builtin_rules, nogil=True)
 def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
     """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), creating absent rows.
 
@@ -190,19 +190,19 @@ def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-
     return _push(directory, layout, parameters, keys, grads, first, np.empty(sparse.SCRATCH, np.uint64))
 
 
-@njit(cache=_is_rule, nogil=True)
+@njit(cache=_only_builtin_rules, nogil=True)
 def dense_start(rule, record, size, start, stop, first_key, kind, seed, parameters):  # type: ignore[no-untyped-def]
     """Set elements of a dense table to initial values and state: :func:`paceline.kernels.dense.start_range`."""
     dense.start_range(rule, record, size, start, stop, first_key, kind, seed, parameters, _start_state)
 
 
-@njit(cache=_is_rule, nogil=True)
+@njit(cache=_only_builtin_rules, nogil=True)
 def dense_push(rule, record, size, start, stop, grads, at, parameters):  # type: ignore[no-untyped-def]
     """Update a range of a dense table: :func:`paceline.kernels.dense.push_range`."""
     dense.push_range(rule, record, size, start, stop, grads, at, parameters, _update_elements)
 
 
-@njit(cache=_is_rule, nogil=True)
+@njit(cache=_only_builtin_rules, nogil=True)
 def dense_push_at(rule, record, size, positions, grads, parameters):  # type: ignore[no-untyped-def]
     """Update elements of a dense table by position: :func:`paceline.kernels.dense.push_at`."""
     dense.push_at(rule, record, size, positions, grads, parameters, _update_elements)

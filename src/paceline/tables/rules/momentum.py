@@ -88,10 +88,8 @@ class Momentum(UpdateRule):
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
         off = error(num)
-        complement = max(1.0, abs(1.0 - self.dampening))
-        gain = complement * (
-            1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num
-        )  # of the velocity, whatever num
+        undamped = max(1.0, abs(1.0 - self.dampening))
+        gain = undamped * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # of the velocity, whatever num
         # The gradient is more by weight decay, and the values by the gradient: solved for the values.
         factor = num * self.lr * (1.0 + gain) * off
         divisor = 1.0 - factor * self.weight_decay

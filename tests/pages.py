@@ -1,0 +1,9 @@
+"""The pages of the documentation that are part of the repository."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/command_line.md"}),  # which make docs generates
+]
