@@ -63,7 +63,7 @@ def run(command: str, days: str) -> str:
         text=True,
         check=True,
     )
-    return done.stdout.rstrip()
+    return done.stdout.rstrip().strip("\n")
 
 
 def fill(page: Path, only: str, days: str) -> list[str]:
