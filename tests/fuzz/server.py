@@ -439,7 +439,7 @@ class ServerEpisode(Episode):
 
     def clocks(self) -> Frame:
         tables = tuple((number, spec, spec, 0) for number, spec in SPECS.items())
-        info = messages.ClocksInfo(tables, ((9, 2, 3, True), (10, 4, 2, False)), 0, 2)
+        info = messages.ClocksInfo(tables, ((9, 2, 3, True), (10, 4, 2, False)), 0, 2, ((0, 3, 1),))
         return Frame(CLOCKS, tree_of(info))
 
     def ready(self) -> Frame:

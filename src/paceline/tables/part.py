@@ -147,6 +147,9 @@ class TablePart(ABC):
         """The current pass over the data; 0 if passes are not recorded."""
         return 0
 
+    rows_of: int = 0
+    """The pass in which rows count as pushed that are older than the record of passes."""
+
     def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
         """Return a bucket's records (float32 [n, record_words]), with a column for the pass if passes are recorded.
 
@@ -154,8 +157,11 @@ class TablePart(ABC):
         """
         return records
 
-    def load_with_passes(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Load a bucket as :meth:`load_bucket`, from records that may have the column of :meth:`with_passes`."""
+    def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
+        """Load a bucket as :meth:`load_bucket`, from records that may have the column of :meth:`with_passes`.
+
+        Rows without it count as pushed in pass `rows_of` (default: the current one).
+        """
         self.load_bucket(bucket, keys, records)
 
     @abstractmethod

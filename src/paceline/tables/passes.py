@@ -29,7 +29,7 @@ def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
     assert has_room_for_marks(store)
     former, store.pass_number = store.pass_number, number
     if former == 0:
-        store.layout[index.MARK] = _mark_of(rows_of)
+        store.layout[index.MARK] = _mark_of(max(rows_of, number - index.NUM_MARKS + 1))
         index.mark_all(store.directory, store.layout)
     store.layout[index.MARK] = _mark_of(number)
     for bucket in range(index.NUM_BUCKETS if former > number else 0):

@@ -199,11 +199,11 @@ class WatchedPart:
         self._touch_all(1 << bucket)
         self.part.load_bucket(bucket, keys, records)
 
-    def load_with_passes(self, bucket: int, keys: Keys, records: Floats) -> None:
+    def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
         """See :meth:`TablePart.load_with_passes`; may move rows to another store."""
         begins = not self.part.pass_number
         self._touch_all(self.part.held if begins and records.shape[1] > self.part.record_words else 1 << bucket)
-        self.part.load_with_passes(bucket, keys, records)
+        self.part.load_with_passes(bucket, keys, records, rows_of)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.part, name)

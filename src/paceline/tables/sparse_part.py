@@ -158,6 +158,8 @@ class SparsePart(TablePart):
         """
         if not passes.has_room_for_marks(self.store):
             self.store = _copy_with_marks(self)
+        if not self.pass_number:
+            self.rows_of = rows_of
         passes.begin_pass(self.store, number, rows_of)
 
     @property
@@ -172,15 +174,17 @@ class SparsePart(TablePart):
         return np.column_stack([records, passes.last_passes(self.store, bucket, keys)])
 
     @override
-    def load_with_passes(self, bucket: int, keys: Keys, records: Floats) -> None:
+    def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
         if records.shape[1] == self.record_words:
             self.load_bucket(bucket, keys, records)
+            if self.pass_number and rows_of is not None and len(keys):
+                passes.note_passes(self.store, keys, np.full(len(keys), rows_of))
             return
         numbers = records[:, -1].astype(np.int64)
         self.load_bucket(bucket, keys, np.ascontiguousarray(records[:, :-1]))
         if len(keys):
-            if not self.pass_number:
-                newest = max(1, int(numbers.max()))
+            newest = max(1, int(numbers.max()))
+            if self.pass_number < newest:
                 self.begin_pass(newest, newest)
             passes.note_passes(self.store, keys, numbers)
 

@@ -138,3 +138,35 @@ def test_passes_go_with_the_rows_to_another_server_and_back_in_time(dim: int, ru
         assert unseen(other, passes) == {key for key, seen in last.items() if 5 - min(seen, 5) >= passes}
     records = part.read_bucket(3)[1]
     assert part_of(dim, rule).with_passes(3, every[:0], records) is records
+
+
+def test_filled_rows_keep_their_passes_in_any_order() -> None:
+    """A bucket is filled before its sender records passes, between the two starts, or after both."""
+    keys = np.arange(64, dtype=np.uint64)
+    for order in (("load", "begin"), ("begin", "load")):
+        sender, receiver = part_of(1, Adagrad(lr=0.1)), part_of(1, Adagrad(lr=0.1))
+        push(sender, keys)
+        for step in order:
+            if step == "begin":
+                receiver.begin_pass(3, 1)
+            else:
+                for bucket in range(512):
+                    found, records = sender.read_bucket(bucket)
+                    records = sender.with_passes(bucket, found, records)
+                    receiver.load_with_passes(bucket, found, records, receiver.rows_of)
+        assert unseen(receiver, 2) == set(keys.tolist())
+        assert unseen(receiver, 3) == set()
+
+
+def test_a_later_bucket_has_a_newer_pass() -> None:
+    sender, receiver = part_of(1, Adagrad(lr=0.1)), part_of(1, Adagrad(lr=0.1))
+    buckets = [sender.buckets_of(Selection(np.array([key], np.uint64))).bit_length() - 1 for key in range(2)]
+    for number, key in enumerate(sorted(range(2), key=lambda key: buckets[key]), start=4):
+        sender.begin_pass(number, 0)
+        push(sender, np.array([key], np.uint64))
+    for bucket in range(512):
+        found, records = sender.read_bucket(bucket)
+        receiver.load_with_passes(bucket, found, sender.with_passes(bucket, found, records))
+    assert receiver.pass_number == 5
+    assert unseen(receiver, 1) == unseen(sender, 1)
+    assert unseen(receiver, 2) == set()

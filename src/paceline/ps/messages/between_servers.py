@@ -71,5 +71,5 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     """The number of expected workers that have not joined yet."""
     minimum: Clock
     """The iteration that all workers have reached."""
-    passes: tuple[tuple[TableNumber, PassNumber], ...] = ()
-    """The current pass over the data, for tables that record passes."""
+    passes: tuple[tuple[TableNumber, PassNumber, PassNumber], ...] = ()
+    """The current pass over the data, and the pass of rows older than the record, for tables that record passes."""

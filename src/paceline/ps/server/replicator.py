@@ -121,14 +121,14 @@ class Replicator:
             tables = (
                 (number, table.declared, table.spec, table.revision) for number, table in self._tables.by_number.items()
             )
-            passes = ((number, table.part.pass_number) for number, table in self._tables.by_number.items())
+            parts = ((number, table.part) for number, table in self._tables.by_number.items())
             known = self._core.known_clocks()
             info = messages.ClocksInfo(
                 tuple(tables),
                 known.workers,
                 known.num_missing,
                 known.minimum,
-                tuple((number, noted) for number, noted in passes if noted),
+                tuple((number, part.pass_number, part.rows_of) for number, part in parts if part.pass_number),
             )
             peer.send(*frame_parts(CLOCKS, epoch=self._core.version, meta=messages.encode(info)))
 
@@ -180,10 +180,10 @@ class Replicator:
                 self._add_table(number, declared)
                 is_any_new = True
             self._set_update(number, spec.update, revision)
-        for number, noted in info.passes:
+        for number, current, rows_of in info.passes:
             part = self._tables.find(number).part
-            if part.spec.kind == "sparse" and part.pass_number < noted:
-                cast(SparsePart, part).begin_pass(noted, noted)
+            if part.spec.kind == "sparse" and part.pass_number < current:
+                cast(SparsePart, part).begin_pass(current, rows_of)
         if is_any_new:  # before any push to it is forwarded: the declaring client may not know the successors
             self.tables_changed()
         return events.ClocksReceived(Clocks(info.workers, info.num_missing, info.minimum))
@@ -192,7 +192,7 @@ class Replicator:
 
     @must_succeed
     def tables_changed(self) -> None:
-        """Send new tables or hyperparameters to the successors."""
+        """Send new tables, hyperparameters or passes to the successors."""
         if self._links is not None:
             for target in self._endpoints:
                 self.send_clocks(target)
