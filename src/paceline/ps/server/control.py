@@ -181,7 +181,7 @@ class ServerControl:
 
     def _begin_pass(self, request: messages.BeginPass) -> None:
         self._sparse_part(request.table).begin_pass(request.number, request.rows_of)
-        self._replicator.tables_changed()  # before a bucket with this pass, or the successors' rows count as pushed in it
+        self._replicator.tables_changed()  # before a bucket with this pass is sent
 
     def _sparse_part(self, number: int) -> SparsePart:
         part = self._tables.find(number).part
