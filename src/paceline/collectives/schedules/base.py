@@ -1,7 +1,7 @@
 """Define schedules: the actions of one rank, as data.
 
-An algorithm is a pure function ``(rank, size, ...) -> Schedule``. One executor runs schedules on channels, one checker
-proves them correct, and one evaluator predicts their times. All three are independent of the algorithms.
+An algorithm is a pure function ``(rank, size, ...) -> Schedule``. One executor runs schedules on channels, one
+evaluator predicts their times, and the checker of the tests proves them correct. All are independent of algorithms.
 
 Common rules:
 

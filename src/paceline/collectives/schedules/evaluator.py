@@ -47,7 +47,7 @@ def predict(
         hosts: host number of each rank; ranks of a host share its port. Without it, each rank has a port.
 
     Raises:
-        ScheduleError: the ranks deadlock; :func:`~paceline.collectives.schedules.check` names the cause.
+        ScheduleError: the ranks deadlock.
     """
     return _Run(schedules, block_bytes, link, gamma_s_per_byte, hosts).until_all_finished()
 

@@ -1,7 +1,7 @@
 """List all algorithms in one table with a common interface.
 
-To add an algorithm, write its module and add a line here. The checker's tests, the tuner and the benchmark use this
-table.
+To add an algorithm, write its module and add a line here. The tests (``tests/reference/schedules.py`` checks every
+algorithm), the tuner and the benchmark use this table.
 """
 
 from __future__ import annotations
@@ -22,9 +22,23 @@ from paceline.collectives.schedules import (
     recursive_doubling,
     ring,
 )
-from paceline.collectives.schedules._contents import COLLECTIVES, ROOTED
 from paceline.collectives.schedules.base import Schedule
 from paceline.errors import UsageError
+
+COLLECTIVES: Final = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)
+
+ROOTED: Final = frozenset({"broadcast", "gather", "reduce", "scatter"})
+"""Collectives with a root."""
 
 
 @dataclass(frozen=True, slots=True)

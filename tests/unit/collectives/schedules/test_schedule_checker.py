@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from tests.reference.schedules import check
 
 from paceline.collectives.schedules import (
     ALGORITHMS,
@@ -17,7 +18,6 @@ from paceline.collectives.schedules import (
     Schedule,
     ScheduleError,
     Send,
-    check,
 )
 from paceline.errors import PacelineError, UsageError
 

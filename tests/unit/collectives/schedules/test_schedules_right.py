@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.reference.schedules import check
 
-from paceline.collectives.schedules import ALGORITHMS, Algorithm, check
+from paceline.collectives.schedules import ALGORITHMS, Algorithm
 
 EVERY = [
     pytest.param(algorithm, id=f"{collective}-{name}")
