@@ -1,4 +1,4 @@
-"""Print docs/reference/idioms.md: every idiom of the conformance suite under every strategy, beside one device.
+"""Print docs/reference/idioms.md: each idiom of the conformance suite under each strategy, compared with one device.
 
 PYTHONPATH=. python docs/idioms.py > docs/reference/idioms.md
 """
@@ -11,11 +11,18 @@ from paceline.protocol import Sequential
 TEXT = """\
 # What a script may do
 
-Between `backward()` and `step()`, and between steps: each line is a training of its own, of 2 ranks (2 replicas),
-beside one device on the whole batch. *Equal*: all that it leaves is the same to 1e-5. *Refused*: it ends with the
-sentence of that number, which says what to write instead. Servers are `sequential`; under `hybrid` the dense part is
-that of `all-reduce`. The lines are `tests.conformance.IDIOMS`, and a test compares this table with what they do.
-Written by `PYTHONPATH=. python docs/idioms.py > docs/reference/idioms.md`.
+You may change gradients between `backward()` and `step()`, and parameters between steps. The table lists idioms of
+training scripts and their results under each strategy.
+
+Each idiom is a short training with 2 ranks (2 replicas), compared with one device on the whole batch:
+
+- *Equal*: parameters, buffers and optimizer state equal those of one device to 1e-5.
+- *Refused*: the training raises the error with this number in the list below the table. The error explains the
+  alternative.
+
+The servers use `sequential` consistency. Under `hybrid`, the dense part behaves as under `all-reduce`. The idioms are
+in `tests.conformance.IDIOMS`, and a test checks the table. Regenerate this page by
+`PYTHONPATH=. python docs/idioms.py > docs/reference/idioms.md`.
 """
 
 with paceline.local_cluster(workers=2, consistency=Sequential(aggregate="mean")) as cluster:
