@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from paceline.errors import DeadlineError, PacelineError, UsageError
 from paceline.meeting.store import exchange
@@ -23,9 +24,9 @@ from paceline.rpc.counting import ReferenceId
 from paceline.rpc.futures import Future, TimedFuture, Timeout, seconds_of
 from paceline.rpc.references import Holding, ObjectTable
 from paceline.rpc.rref import RRef
-from paceline.rpc.running import current_context
+from paceline.rpc.running import LocalWorker, Target, current_context
 from paceline.rpc.serving import SpareThreads, Standby
-from paceline.rpc.targets import Call, Target, creation_of, description_of
+from paceline.rpc.targets import Call, creation_of, description_of
 from paceline.rpc.wire.codec import Encoding
 from paceline.rpc.wire.messages import RpcKind
 from paceline.rpc.workers import Directory, WorkerInfo
@@ -38,7 +39,7 @@ UNSET_TIMEOUT = -1.0
 """The timeout that selects the default in programs of torch.distributed.rpc."""
 
 
-class Agent:
+class Agent(LocalWorker):
     """This process's rpc worker: calls, references and shutdown. Thread-safe."""
 
     def __init__(
@@ -69,16 +70,17 @@ class Agent:
         self.world.node.take(GROUP, "rpc", self.callee_ends)
 
     @property
+    @override
     def name(self) -> str:
-        """Return this worker's name."""
         return self.directory.workers[self.rank].name
 
+    @override
     def worker_of(self, number: int) -> WorkerInfo:
-        """Return a worker by its number."""
         return self.directory.workers[number]
 
     # calls
 
+    @override
     def call(
         self,
         to: int,
@@ -89,10 +91,6 @@ class Agent:
         *,
         is_blocking: bool = False,
     ) -> Future[Any]:
-        """Call a function on a worker and return the future of its result.
-
-        `is_blocking`: the caller waits immediately and reads the reply in its own thread.
-        """
         timeout_s = self._check(Call(target, args, kwargs), timeout)
         if to == self.rank:
             result: TimedFuture[Any] = TimedFuture(description_of(target), timeout_s)
@@ -108,6 +106,7 @@ class Agent:
             creation=creation_of(target),
         )
 
+    @override
     def remote(
         self,
         to: int,
@@ -116,7 +115,6 @@ class Agent:
         kwargs: dict[str, Any] | None,
         timeout: Timeout | None = None,
     ) -> RRef[Any]:
-        """Call a function on a worker, keep the result there and return a reference."""
         timeout_s = self._check(Call(target, args, kwargs), timeout)
         reference = self.table.new_id(to)
         if to == self.rank:
@@ -134,8 +132,8 @@ class Agent:
         holding.creation = creation
         return RRef.of_holding(holding, self)
 
+    @override
     def fetch(self, rref: RRef[Any], timeout: Timeout | None = None) -> Future[Any]:
-        """Return the future of an object's value: a copy, or the object itself at its owner."""
         timeout_s, reference = self.seconds_of(timeout), rref.reference
         if reference.owner == self.rank:
             return self.local_value(reference)
@@ -148,20 +146,20 @@ class Agent:
             creation=rref.creation,
         )
 
+    @override
     def local_value(self, reference: ReferenceId) -> Future[Any]:
-        """Return the future of a local object's value."""
         return self.table.value(reference)
 
+    @override
     def own(self, value: Any) -> Holding:
-        """Register an object of this process, so that other processes can reference it."""
         reference = self.table.new_id(self.rank)
         creation: Future[Any] = Future()
         creation.set_result(value)
         self.table.own(reference, self.rank, creation)
         return self.table.hold(reference)
 
+    @override
     def seconds_of(self, timeout: Timeout | None) -> float:
-        """Return a call's timeout in seconds; None and -1 select the default. Raises UsageError."""
         return seconds_of(self.timeout if timeout is None or timeout == UNSET_TIMEOUT else timeout)
 
     def _check(self, call: Call, timeout: Timeout | None) -> float:
@@ -219,8 +217,8 @@ class Agent:
         else:
             self.threads.run(run_local, function, args, kwargs, result, current_context())
 
+    @override
     def function_of(self, target: Any) -> Callable[..., Any]:
-        """Return the function or method that a call names. Raises UsageError if it is not allowed."""
         if type(target) is str:
             found: Callable[..., Any] = self.allowed.resolve(target)
             return found
@@ -234,12 +232,8 @@ class Agent:
 
     # references
 
+    @override
     def share(self, rrefs: Sequence[RRef[Any]], to: int, *, is_answer: bool = False) -> None:
-        """Register `to` as a holder of these references. Call this before sending them to `to`.
-
-        A call to the owner itself needs no registration: the owner registers itself when it reads the call, before it
-        reads a later message.
-        """
         by_owner: dict[int, list[ReferenceId]] = {}
         for rref in rrefs:
             by_owner.setdefault(rref.reference.owner, []).append(rref.reference)
@@ -254,8 +248,8 @@ class Agent:
                     RpcKind.SHARE, meta, (), description=description, timeout_s=self.seconds_of(None)
                 ).wait()
 
+    @override
     def watch(self, holder: int) -> None:
-        """Detect the death of a worker that holds objects of this process."""
         if holder == self.rank or self.callee_ends.has_caller(holder):
             return
         reply = self.ends.end_to(holder).watch(RpcKind.WATCH)
@@ -304,7 +298,7 @@ class Agent:
             world = self.world
             with world.in_ranks(description):
                 values = exchange(
-                    world.store, self.rank, world.size, own, deadline, what=description, look=world.look_after
+                    world.store, self.rank, world.size, own, deadline, description=description, check=world.check_alive
                 )
             counts = [read_meta(value, tuple[int, int], "a worker's counts") for value in values]
             sent, served = (sum(counts) for counts in zip(*counts, strict=True))
@@ -314,8 +308,8 @@ class Agent:
             last = counts
             time.sleep(_POLL_S)
 
+    @override
     def close(self) -> None:
-        """End this worker and close its connections. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

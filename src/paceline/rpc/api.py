@@ -19,7 +19,7 @@ from paceline.rpc.allowed import Allowed
 from paceline.rpc.futures import Future, Timeout, seconds_of
 from paceline.rpc.options import check_backend, settings_of
 from paceline.rpc.rref import RRef
-from paceline.rpc.running import current_agent, is_running, left_at, set_agent
+from paceline.rpc.running import LocalWorker, current_agent, is_running, left_at, set_agent
 from paceline.rpc.targets import Call, call_of
 from paceline.rpc.workers import Directory, Introduction, Worker, WorkerInfo, check_name, decode_introduction
 from paceline.transport import TLS
@@ -130,7 +130,12 @@ def meet_by_name(
     """Wait until all workers have joined; return this process's agent, which accepts no calls yet."""
     deadline = time.monotonic() + join_s
     introductions = exchange(
-        world.store, world.rank, world.size, msgspec.msgpack.encode(own), deadline, what="the names of the workers"
+        world.store,
+        world.rank,
+        world.size,
+        msgspec.msgpack.encode(own),
+        deadline,
+        description="the names of the workers",
     )
     directory = Directory([decode_introduction(introduction) for introduction in introductions])
     return Agent(world, token, directory, allowed, pickle=own.pickle, timeout=timeout, num_threads=num_threads)
@@ -188,11 +193,12 @@ def remote(
     """
     agent = current_agent()
     number, call = _called(agent, to, func, args, kwargs)
-    return agent.remote(number, *call, timeout)
+    rref: RRef[_Result] = agent.remote(number, *call, timeout)
+    return rref
 
 
 def _called(
-    agent: Agent,
+    agent: LocalWorker,
     to: Worker,
     func: Callable[..., Any] | str,
     args: Sequence[Any] | None,

@@ -25,7 +25,6 @@ import torch
 from paceline.errors import PacelineError, ProtocolError, UsageError
 from paceline.rpc.allowed import allow, qualified_name
 from paceline.rpc.futures import wait_all
-from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_agent, current_context, in_context
 
 _logger = logging.getLogger("paceline.rpc")
@@ -191,25 +190,14 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     _run_backward(part, list(roots), [torch.ones_like(root) for root in roots])
 
 
-def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+def backward_of_root(root: Any, context_id: int, retain_graph: bool) -> None:
     """Start a backward pass at the owner of a referenced tensor: see :meth:`RRef.backward`."""
-    if not rref.is_owner():
-        agent = current_agent()
-        name = qualified_name(_backward_at_owner)
-        agent.call(rref.reference.owner, name, (rref, context_id, retain_graph), None).wait()
-        return
-    root = rref.local_value()
     if not isinstance(root, torch.Tensor):
         raise UsageError(f"backward() was called on an RRef to {type(root).__name__}, a tensor was expected")
     if context_id == -1:
         root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     else:
         backward(context_id, [root], retain_graph)
-
-
-@allow
-def _backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    backward_from(rref, context_id, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

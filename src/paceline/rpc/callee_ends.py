@@ -15,13 +15,12 @@ import msgspec
 from typing_extensions import override
 
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, UsageError
-from paceline.meeting.node import Taker
+from paceline.meeting.node import ConnectionReceiver
 from paceline.rpc.calling import unreadable
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.functions import is_async, promise_of
 from paceline.rpc.futures import Future
-from paceline.rpc.local_worker import LocalWorker
-from paceline.rpc.running import in_context
+from paceline.rpc.running import LocalWorker, in_context
 from paceline.rpc.serving import CalleeEnd, RequestServer
 from paceline.rpc.wire.codec import Decoding, Encoding
 from paceline.rpc.wire.framed_socket import FramedSocket, Received
@@ -67,7 +66,7 @@ def _copy(result: Future[Any], done: Future[Any]) -> None:
     result.resolve(done.value() if error is None else None, error)
 
 
-class CalleeEnds(RequestServer, Taker):
+class CalleeEnds(RequestServer, ConnectionReceiver):
     """Connections from other workers, and their requests."""
 
     def __init__(self, agent: LocalWorker, token: str) -> None:

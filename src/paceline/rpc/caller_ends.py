@@ -13,7 +13,7 @@ from paceline.errors import AuthenticationError, ConnectionLostError, PacelineEr
 from paceline.meeting.world import World
 from paceline.rpc.calling import CallerEnd, PendingReply, ReplyReader
 from paceline.rpc.futures import Future
-from paceline.rpc.local_worker import LocalWorker
+from paceline.rpc.running import LocalWorker
 from paceline.rpc.wire.codec import Decoding
 from paceline.rpc.wire.framed_socket import FramedSocket, Received
 from paceline.rpc.wire.messages import RpcKind, failure_of

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec.msgpack import Ext
 
 from paceline.errors import ProtocolError, UsageError
+from paceline.rpc.allowed import allow, qualified_name
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.futures import Future, Timeout
 from paceline.rpc.references import Holding
-from paceline.rpc.running import current_agent
+from paceline.rpc.running import LocalWorker, current_agent
 from paceline.rpc.wire.codec import REFERENCE, Decoding, Encoding, add_kind, cannot_send
-
-if TYPE_CHECKING:
-    from paceline.rpc.agent import Agent
-    from paceline.rpc.workers import WorkerInfo
+from paceline.rpc.workers import WorkerInfo
 
 _Value = TypeVar("_Value")
 _Begin = Callable[[str, Sequence[Any], dict[str, Any]], Any]
@@ -38,14 +36,14 @@ class RRef(Generic[_Value]):
         self._holding = agent.own(value)
 
     @classmethod
-    def of_holding(cls, holding: Holding, agent: Agent) -> RRef[Any]:
+    def of_holding(cls, holding: Holding, agent: LocalWorker) -> RRef[Any]:
         """Return a reference to an object that this process holds."""
         rref: RRef[Any] = cls.__new__(cls)
         rref._agent, rref._holding = agent, holding
         return rref
 
     @property
-    def agent(self) -> Agent:
+    def agent(self) -> LocalWorker:
         """Return the agent that this reference belongs to."""
         return self._agent
 
@@ -111,9 +109,13 @@ class RRef(Generic[_Value]):
 
         See :func:`paceline.rpc.autograd.backward`. Without a context, the owner adds the gradients to ``.grad``.
         """
-        from paceline.rpc.autograd import backward_from
+        if self.is_owner():
+            from paceline.rpc.autograd import backward_of_root
 
-        backward_from(self, context_id, retain_graph)
+            backward_of_root(self.local_value(), context_id, retain_graph)
+        else:
+            call = qualified_name(_backward_at_owner)
+            self._agent.call(self.reference.owner, call, (self, context_id, retain_graph), None).wait()
 
     def __reduce__(self) -> Any:
         raise TypeError("an RRef cannot be pickled or copied; pass it to a call as an argument")
@@ -121,6 +123,11 @@ class RRef(Generic[_Value]):
     def __repr__(self) -> str:
         _, creator, number = self.reference
         return f"RRef(object {creator}.{number} of worker {self.owner_name()!r})"
+
+
+@allow
+def _backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    rref.backward(context_id, retain_graph)
 
 
 class Methods:
@@ -153,20 +160,20 @@ class RemoteMethod:
 
 
 def _call(
-    agent: Agent, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    agent: LocalWorker, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Future[Any]:
     return agent.call(rref.reference.owner, (rref, name), args, kwargs, timeout)
 
 
 def _call_and_wait(
-    agent: Agent, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    agent: LocalWorker, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     return agent.call(rref.reference.owner, (rref, name), args, kwargs, timeout, is_blocking=True).wait()
 
 
 def _make(
-    agent: Agent, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
-) -> RRef[Any]:
+    agent: LocalWorker, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     return agent.remote(rref.reference.owner, (rref, name), args, kwargs, timeout)
 
 
@@ -178,7 +185,7 @@ def _pack_reference(encoding: Encoding, value: RRef[Any]) -> Any:
 
 
 def _unpack_reference(decoding: Decoding, data: memoryview) -> RRef[Any]:
-    agent: Agent | None = decoding.agent
+    agent: LocalWorker | None = decoding.agent
     if agent is None:
         raise ProtocolError("got an RRef where RRefs are not supported")
     return RRef.of_holding(agent.table.receive(decoding.nested(data)), agent)

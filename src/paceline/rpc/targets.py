@@ -11,9 +11,7 @@ from paceline.errors import UsageError, printable
 from paceline.rpc.allowed import home_of, qualified_name
 from paceline.rpc.futures import Future
 from paceline.rpc.rref import RemoteMethod, RRef
-
-Target = str | tuple[Any, str]
-"""A function's qualified name, or an object and a method name. The object is an RRef, or a value that is sent."""
+from paceline.rpc.running import Target
 
 
 class Call(NamedTuple):
