@@ -20,8 +20,6 @@ from tests.pages import PAGES, ROOT
 PACKAGES = sorted(path.parent for path in (ROOT / "src/paceline").glob("*/__init__.py"))
 MOST_PHRASES = MOST_NAMES = 4.0
 """Per 1,000, in a package or page."""
-MOST_NAMES_IN = {"meeting": 24.0, "torch": 6.5}
-"""Packages with more unusual names; a limit may fall, not rise."""
 
 PHRASES = [
     r"what (?!if\b|'s\b|happens\b|to do\b|you\b)\w+",
@@ -96,7 +94,7 @@ def test_package(package: Path) -> None:
     assert rate <= MOST_PHRASES, "\n".join(found[:40])
     defined = [name for source in sources for name in names(source)]
     unusual = [name for name in defined if is_unusual(name)]
-    assert 1000 * len(unusual) <= MOST_NAMES_IN.get(package.name, MOST_NAMES) * len(defined), sorted(set(unusual))
+    assert 1000 * len(unusual) <= MOST_NAMES * len(defined), sorted(set(unusual))
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -56,7 +56,7 @@ class Connections:
             if self.shared is not None:
                 self.shared.close()
             raise
-        self._world.node.answer(self._identity, self._status)
+        self._world.node.set_status(self._identity, self._status)
 
     @property
     def _identity(self) -> str:
@@ -154,7 +154,7 @@ class Connections:
         return msgspec.msgpack.encode(Status(*self.at, waiting_for, self._abort))
 
     def _request_status(self, rank: int) -> Status | None:
-        answer = self._world.node.ask(self.layout.infos[rank], self._identity, _STATUS_TIMEOUT_S)
+        answer = self._world.node.request_status(self.layout.infos[rank], self._identity, _STATUS_TIMEOUT_S)
         if answer is None:
             return None
         return read_meta(answer, Status, f"an answer of rank {rank}") if answer else Status(-1, None, ())

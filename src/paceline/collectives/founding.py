@@ -107,7 +107,7 @@ class Founding:
         own = b"yes" if alone or shared is not None else b"no"
         return b"no" not in self._exchange(range(self._layout.size), own, deadline, "agree on layers")
 
-    def _exchange(self, members: Sequence[int], value: bytes, deadline: float, what: str) -> list[bytes]:
+    def _exchange(self, members: Sequence[int], value: bytes, deadline: float, description: str) -> list[bytes]:
         store = PrefixStore(self._store, f"from rank {members[0]}")
         own = members.index(self._layout.rank)
         try:
@@ -117,8 +117,8 @@ class Founding:
                 len(members),
                 value,
                 deadline,
-                what=what,
-                look=lambda missing: self._check_alive([members[rank] for rank in missing]),
+                description=description,
+                check=lambda missing: self._check_alive([members[rank] for rank in missing]),
             )
         except EndedError:
             raise
@@ -126,7 +126,7 @@ class Founding:
             raise self._absent([members[number] for number in error.ranks]) from None
 
     def _check_alive(self, members: Sequence[int]) -> None:
-        self._world.look_after([self._layout.ranks[rank] for rank in members])
+        self._world.check_alive([self._layout.ranks[rank] for rank in members])
 
     def _absent(self, members: Sequence[int]) -> RankLostError:
         return absent(tuple(self._layout.ranks[rank] for rank in members), self._layout.name)

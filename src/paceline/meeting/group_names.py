@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from paceline.errors import ConnectionLostError, DeadlineError, RankLostError, name_ranks
-from paceline.meeting.store import Look, PrefixStore, Store, exchange
+from paceline.meeting.store import PrefixStore, RankCheck, Store, exchange
 from paceline.transport import read_meta
 
 _NUM_AGREED: Final = 64
@@ -40,7 +40,7 @@ class _Count(msgspec.Struct, frozen=True, array_like=True):
 class GroupNames:
     """Creates the names of one rank's groups."""
 
-    def __init__(self, store: Store, rank: int, program: str, check_alive: Look) -> None:
+    def __init__(self, store: Store, rank: int, program: str, check_alive: RankCheck) -> None:
         """`rank` is the rank in the program; `check_alive` raises :class:`EndedError` for ranks that have ended."""
         self._store, self._rank, self._program, self._check_alive = store, rank, program, check_alive
         self._counts: dict[str, int] = {}
@@ -71,8 +71,8 @@ class GroupNames:
                     len(ranks),
                     own,
                     deadline,
-                    what="number",
-                    look=lambda missing: self._check_alive([ranks[other] for other in missing]),
+                    description="number",
+                    check=lambda missing: self._check_alive([ranks[other] for other in missing]),
                 )
             except EndedError:
                 raise

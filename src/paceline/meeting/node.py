@@ -45,7 +45,7 @@ from paceline.transport.security.unauthenticated import UnauthenticatedConnectio
 from paceline.transport.streams import connect_stream, welcome_stream
 from paceline.transport.unix_sockets import bind_unix, has_unix_sockets, is_other_user, remove_unix
 
-Purpose: TypeAlias = Literal["collective", "p2p", "rpc", "ask"]
+Purpose: TypeAlias = Literal["collective", "p2p", "rpc", "status"]
 
 _logger = logging.getLogger("paceline.meeting")
 _HANDSHAKE_S = 10.0
@@ -82,7 +82,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
         return info
 
 
-class Taker(Protocol):
+class ConnectionReceiver(Protocol):
     """Receiver of all connections of one group and purpose; called in the acceptor's threads."""
 
     def coming(self, rank: int) -> None:
@@ -133,8 +133,8 @@ class Node:
         self._changed = threading.Condition()
         self._is_closed = False
         self._parked: dict[tuple[str, int, str], deque[socket.socket]] = {}
-        self._takers: dict[tuple[str, str], Taker] = {}
-        self._answers: dict[str, Callable[[], bytes]] = {}
+        self._receivers: dict[tuple[str, str], ConnectionReceiver] = {}
+        self._statuses: dict[str, Callable[[], bytes]] = {}
         self._greeters: dict[threading.Thread, socket.socket | None] = {}  # with their connections
         self._strangers: UnauthenticatedConnections[socket.socket] = UnauthenticatedConnections(_MAX_STRANGERS)
         self._waker, self._wakened = socket.socketpair()
@@ -168,22 +168,22 @@ class Node:
                 del self._parked[key]
             return connected
 
-    def take(self, group: str, purpose: Purpose, taker: Taker) -> None:
-        """Pass every connection of this group and purpose to ``taker``, waiting ones included."""
+    def take(self, group: str, purpose: Purpose, receiver: ConnectionReceiver) -> None:
+        """Pass every connection of this group and purpose to ``receiver``, waiting ones included."""
         with self._changed:
-            self._takers[group, purpose] = taker
+            self._receivers[group, purpose] = receiver
             waiting = [key for key in self._parked if key[0] == group and key[2] == purpose]
             parked = [(key[1], connected) for key in waiting for connected in self._parked.pop(key)]
         for rank, connected in parked:
-            taker.coming(rank)
-            taker.arrived(rank, connected)
+            receiver.coming(rank)
+            receiver.arrived(rank, connected)
 
-    def answer(self, group: str, answer: Callable[[], bytes]) -> None:
-        """Set the answer to :meth:`ask` for this group; it runs in a thread of the node and must not wait."""
+    def set_status(self, group: str, status: Callable[[], bytes]) -> None:
+        """Set the answer to :meth:`request_status`; it runs in a thread of the node and must not wait."""
         with self._changed:
-            self._answers[group] = answer
+            self._statuses[group] = status
 
-    def ask(self, info: NodeInfo, group: str, timeout_s: float) -> bytes | None:
+    def request_status(self, info: NodeInfo, group: str, timeout_s: float) -> bytes | None:
         """Return another node's answer for a group; empty if the node has no such group.
 
         ``None``: no answer in time, so the process is stopped or its machine unreachable. Raises AddressError if the
@@ -191,7 +191,7 @@ class Node:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            connected = self._open(info, group, -1, "ask", deadline)
+            connected = self._open(info, group, -1, "status", deadline)
             with connected:
                 parts = bytearray()
                 while True:
@@ -205,7 +205,7 @@ class Node:
         except OSError as error:
             raise PeerError(f"the node at {info.endpoint} broke the connection ({error})") from None
 
-    def is_there(self, info: NodeInfo, timeout_s: float = 1.0) -> bool:
+    def is_listening(self, info: NodeInfo, timeout_s: float = 1.0) -> bool:
         """Return whether a process listens at the node's address; a stopped process does."""
         try:
             open_socket(info.endpoint.best(), timeout_s).close()
@@ -218,9 +218,9 @@ class Node:
     def forget(self, group: str) -> None:
         """Close the waiting connections of a group, and stop answering for it."""
         with self._changed:
-            self._answers.pop(group, None)
-            for taken in [key for key in self._takers if key[0] == group]:
-                del self._takers[taken]
+            self._statuses.pop(group, None)
+            for taken in [key for key in self._receivers if key[0] == group]:
+                del self._receivers[taken]
             for key in [key for key in self._parked if key[0] == group]:
                 for connected in self._parked.pop(key):
                     connected.close()
@@ -314,15 +314,15 @@ class Node:
                 dropped.shutdown(socket.SHUT_RDWR)
 
     def _greet(self, connected: socket.socket) -> None:
-        expected: list[tuple[Taker, int]] = []
+        expected: list[tuple[ConnectionReceiver, int]] = []
 
         def expect(hello: Hello) -> None:
             with self._changed:
                 self._strangers.remove(connected)
-                taker = self._takers.get((_group_of(hello), hello.role))
-            if taker is not None:
-                expected.append((taker, hello.rank))
-                taker.coming(hello.rank)
+                receiver = self._receivers.get((_group_of(hello), hello.role))
+            if receiver is not None:
+                expected.append((receiver, hello.rank))
+                receiver.coming(hello.rank)
 
         handed: socket.socket | None = None
         hello: Hello | None = None
@@ -339,7 +339,7 @@ class Node:
                 context=None if connected.family == getattr(socket, "AF_UNIX", None) else self._server_context,
                 certificate=self._certificate,
             )
-            if hello.role == "ask":
+            if hello.role == "status":
                 self._answer(stream, _group_of(hello))
                 stream.close()
             else:
@@ -359,21 +359,21 @@ class Node:
                         handed.close()
                     handed = None
                 elif not expected:
-                    taker = self._takers.get((_group_of(hello), hello.role))
-                    if taker is not None:  # registered in the meantime
-                        expected.append((taker, hello.rank))
-                        taker.coming(hello.rank)
+                    receiver = self._receivers.get((_group_of(hello), hello.role))
+                    if receiver is not None:  # registered in the meantime
+                        expected.append((receiver, hello.rank))
+                        receiver.coming(hello.rank)
                     else:
                         self._parked.setdefault((_group_of(hello), hello.rank, hello.role), deque()).append(handed)
                         self._changed.notify_all()
-            for taker, rank in expected:
-                taker.arrived(rank, handed)
+            for receiver, rank in expected:
+                receiver.arrived(rank, handed)
             with self._changed:
                 self._greeters.pop(threading.current_thread(), None)
 
     def _answer(self, connected: socket.socket, group: str) -> None:
         with self._changed:
-            answer = self._answers.get(group)
+            answer = self._statuses.get(group)
         connected.settimeout(_HANDSHAKE_S)
         if answer is not None:
             connected.sendall(answer())

@@ -18,8 +18,8 @@ from typing_extensions import override
 from paceline.errors import AuthenticationError, DeadlineError, RankLostError, UsageError, name_ranks
 
 _SEAL_BYTES: Final = 32
-_FIRST_LOOK_S: Final = 1.0
-_LOOK_S: Final = 3.0
+_FIRST_CHECK_S: Final = 1.0
+_CHECK_INTERVAL_S: Final = 3.0
 """Interval at which a waiting rank checks that the other ranks are alive."""
 
 
@@ -162,27 +162,34 @@ class SealedStore(Store):
         return hmac.digest(self._token, len(name).to_bytes(4, "big") + name + value, "sha256")
 
 
-Look: TypeAlias = Callable[[Sequence[int]], None]
+RankCheck: TypeAlias = Callable[[Sequence[int]], None]
 """Periodic check of awaited ranks; raises an error to end the wait, for instance for ended ranks."""
 
 
 def exchange(
-    store: Store, rank: int, size: int, value: bytes, deadline: float, *, what: str, look: Look | None = None
+    store: Store,
+    rank: int,
+    size: int,
+    value: bytes,
+    deadline: float,
+    *,
+    description: str,
+    check: RankCheck | None = None,
 ) -> list[bytes]:
     """Publish this rank's value, and return the values of all ranks, in rank order.
 
-    ``what`` names the exchange in error messages. It is also the key, so it must be unique among the exchanges of a
-    store. Raises RankLostError with the missing ranks.
+    ``description`` names the exchange in error messages. It is also the key: unique among the exchanges of a store.
+    Raises RankLostError with the missing ranks.
     """
     start = time.monotonic()
-    keys = {other: f"{what}/rank {other}" for other in range(size)}
+    keys = {other: f"{description}/rank {other}" for other in range(size)}
     store.set(keys.pop(rank), value)
-    found, missing = await_all(store, keys, deadline, look)
+    found, missing = await_all(store, keys, deadline, check)
     if missing:
         waited = time.monotonic() - start
         raise RankLostError(
-            f"{name_ranks(missing)} of {size} did not come to {what} within {round(waited, 2):g} s; check that every "
-            "rank was started, with the same rendezvous and world size, and that none has ended",
+            f"{name_ranks(missing)} of {size} did not come to {description} within {round(waited, 2):g} s; check that "
+            "every rank was started, with the same rendezvous and world size, and that none has ended",
             missing,
         )
     found[rank] = value
@@ -190,23 +197,23 @@ def exchange(
 
 
 def await_all(
-    store: Store, keys: Mapping[int, str], deadline: float, look: Look | None
+    store: Store, keys: Mapping[int, str], deadline: float, check: RankCheck | None
 ) -> tuple[dict[int, bytes], tuple[int, ...]]:
     """Wait for one key of each rank; return the values, and the ranks whose keys are not set in time.
 
     A rank whose key was seen and then deleted is only reported if all other ranks have come: it came and gave up.
     """
     seen: set[int] = set()
-    looks_at = math.inf if look is None else time.monotonic() + _FIRST_LOOK_S
+    next_check = math.inf if check is None else time.monotonic() + _FIRST_CHECK_S
     while keys:
-        values = dict(zip(keys, store.collect(list(keys.values()), min(deadline, looks_at)), strict=True))
+        values = dict(zip(keys, store.collect(list(keys.values()), min(deadline, next_check)), strict=True))
         found = {rank: value for rank, value in values.items() if value is not None}
         seen |= found.keys()
         missing = tuple(keys.keys() - found.keys())
-        if not missing or look is None or time.monotonic() >= deadline:
+        if not missing or check is None or time.monotonic() >= deadline:
             return found, tuple(sorted(keys.keys() - seen)) or tuple(sorted(missing))
-        look(missing)
-        looks_at = time.monotonic() + _LOOK_S
+        check(missing)
+        next_check = time.monotonic() + _CHECK_INTERVAL_S
     return {}, ()
 
 

@@ -27,8 +27,7 @@ from paceline.meeting.store import Store, exchange
 from paceline.meeting.watching import is_alive
 from paceline.transport import TLS
 
-_ASK_S = 1.0
-_MAX_LOOKED_AT = 16
+_MAX_CHECKED = 16
 
 
 class JoinedGroup(Protocol):
@@ -64,13 +63,13 @@ class World:
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} of {size}, expected one from 0 to {size - 1}")
         self.store, self.rank, self.size, self.name = store, rank, size, name
-        self.group_names = GroupNames(store, rank, name, self.look_after)
+        self.group_names = GroupNames(store, rank, name, self.check_alive)
         self._groups: set[JoinedGroup] = set()
         self.is_closed = False
         self.node = Node(token, host=host, tls=tls)
         try:
             own = msgspec.structs.replace(self.node.info, algorithm=algorithm or "").encode()
-            encoded = exchange(store, rank, size, own, time.monotonic() + timeout_s, what="the rendezvous")
+            encoded = exchange(store, rank, size, own, time.monotonic() + timeout_s, description="the rendezvous")
             self.infos: tuple[NodeInfo, ...] = tuple(NodeInfo.decode(info) for info in encoded)
             self._check_algorithms()
         except BaseException:
@@ -92,24 +91,25 @@ class World:
                 f"the ranks disagree about the algorithm: {demands}; set PACELINE_ALGORITHM to one value on all ranks"
             )
 
-    def look_after(self, ranks: Sequence[int]) -> None:
+    def check_alive(self, ranks: Sequence[int]) -> None:
         """Raise EndedError if some of these ranks have died or left: their addresses refuse connections."""
-        ended = tuple(rank for rank in ranks[:_MAX_LOOKED_AT] if not self.node.is_there(self.infos[rank]))
+        ended = tuple(rank for rank in ranks[:_MAX_CHECKED] if not self.node.is_listening(self.infos[rank]))
         if ended:
             raise EndedError(f"{name_ranks(ended)} died or left before its group was created", ended)
 
     @contextlib.contextmanager
-    def in_ranks(self, what: str) -> Iterator[None]:
+    def in_ranks(self, description: str) -> Iterator[None]:
         """Turn errors of the store into errors that name the rank of the store."""
         try:
             yield
         except (ConnectionLostError, AddressError, DeadlineError) as error:
             server = self.store.server_rank
             if server is None:
-                self.look_after(range(self.size))
-                raise CollectiveError(f"{what} could not be created: {error}") from error
+                self.check_alive(range(self.size))
+                raise CollectiveError(f"{description} could not be created: {error}") from error
             raise EndedError(
-                f"rank {server}, which serves the store, died, left or stopped before {what} was created ({error})",
+                f"rank {server}, which serves the store, died, left or stopped before {description} was created "
+                f"({error})",
                 (server,),
             ) from error
 
@@ -142,8 +142,8 @@ class World:
     def _clean_up_after_the_dead(self) -> None:
         """Remove the sockets of killed processes on this host."""
         for info in self.infos:
-            is_on_this_host = info.memory_domain == self.node.info.memory_domain and info.endpoint.unix is not None
-            if is_on_this_host and info.pid != os.getpid() and not is_alive(info.pid):
+            is_local = info.memory_domain == self.node.info.memory_domain and info.endpoint.unix is not None
+            if is_local and info.pid != os.getpid() and not is_alive(info.pid):
                 assert info.endpoint.unix is not None
                 folder = os.path.dirname(info.endpoint.unix.path)
                 if os.path.basename(folder).startswith("paceline-"):  # the folder name of bind_unix

@@ -140,7 +140,7 @@ def test_another_users_process_is_reached_by_tcp(transport: SocketTransport, mon
         assert served.endpoint.unix is not None
         with pytest.raises(AddressError, match="belongs to another user"):
             transport.connect(served.endpoint.unix, WORKER)
-        assert nodes[0].ask(nodes[1].info, "a group", 10) == b""
-        assert nodes[0].is_there(nodes[1].info)
+        assert nodes[0].request_status(nodes[1].info, "a group", 10) == b""
+        assert nodes[0].is_listening(nodes[1].info)
     for node in nodes:
         node.close()

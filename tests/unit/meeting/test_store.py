@@ -106,14 +106,16 @@ def test_a_sealed_store_believes_only_holders_of_the_token() -> None:
 
 def test_exchange_gives_everybody_all_values(store: Store) -> None:
     with ThreadPoolExecutor(4) as pool:
-        values = [pool.submit(exchange, store, rank, 4, b"%d" % rank, soon(), what="group 'all'") for rank in range(4)]
+        values = [
+            pool.submit(exchange, store, rank, 4, b"%d" % rank, soon(), description="group 'all'") for rank in range(4)
+        ]
         assert [each.result() for each in values] == [[b"0", b"1", b"2", b"3"]] * 4
 
 
 def test_exchange_names_who_did_not_come(store: Store) -> None:
     store.set("group 'all'/rank 2", b"2")
     with pytest.raises(RankLostError, match="ranks 1 and 3 of 4 did not come to group 'all'") as lost:
-        exchange(store, 0, 4, b"0", soon(0.05), what="group 'all'")
+        exchange(store, 0, 4, b"0", soon(0.05), description="group 'all'")
     assert lost.value.ranks == (1, 3)
 
 
@@ -132,18 +134,18 @@ def test_collect_waits_for_all_and_says_which_are_missing(store: Store) -> None:
 def test_an_exchange_looks_from_time_to_time_whether_the_missing_live(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.meeting.store._FIRST_LOOK_S", 0.05)
-    monkeypatch.setattr("paceline.meeting.store._LOOK_S", 0.05)
+    monkeypatch.setattr("paceline.meeting.store._FIRST_CHECK_S", 0.05)
+    monkeypatch.setattr("paceline.meeting.store._CHECK_INTERVAL_S", 0.05)
     looks: list[Sequence[int]] = []
 
-    def look(missing: Sequence[int]) -> None:
+    def check(missing: Sequence[int]) -> None:
         looks.append(missing)
         if len(looks) == 3:
             raise ZeroDivisionError
 
     store.set("here/rank 2", b"2")
     with pytest.raises(ZeroDivisionError):
-        exchange(store, 0, 3, b"0", soon(), what="here", look=look)
+        exchange(store, 0, 3, b"0", soon(), description="here", check=check)
     assert looks == [(1,)] * 3
 
 
@@ -164,7 +166,7 @@ def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: 
     monkeypatch.setattr(NetworkStore, "call", count)
     with ThreadPoolExecutor(size) as pool:
         values = [
-            pool.submit(exchange, each, rank, size, b"%d" % rank, soon(), what="it")
+            pool.submit(exchange, each, rank, size, b"%d" % rank, soon(), description="it")
             for rank, each in enumerate([owner, *others])
         ]
         assert all(each.result(PATIENCE_S) == [b"%d" % rank for rank in range(size)] for each in values)

@@ -164,7 +164,7 @@ class Mesh(LinkSet):
                     raise
             if self._is_closed:
                 raise GroupClosedError(f"group {self.group!r} was closed while it waited for rank {rank}")
-            if not self._node.is_there(self.infos[rank]):
+            if not self._node.is_listening(self.infos[rank]):
                 raise unreachable(rank, AddressError(f"no process listens at {self.infos[rank].endpoint}"))
 
 

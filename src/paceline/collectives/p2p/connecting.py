@@ -17,12 +17,12 @@ from paceline.collectives.p2p.pending import Receiving
 from paceline.collectives.p2p.progress import READ, ProgressLoop
 from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing
 from paceline.errors import PacelineError, RankLostError
-from paceline.meeting.node import Node, NodeInfo, Taker
+from paceline.meeting.node import ConnectionReceiver, Node, NodeInfo
 
 _LINGER_S = 1.0
 
 
-class Streams(Taker):
+class Streams(ConnectionReceiver):
     """One outgoing and one incoming stream for each other rank, created at first use."""
 
     def __init__(

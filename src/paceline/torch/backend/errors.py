@@ -82,6 +82,6 @@ def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()
     if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
         return ""
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))
-    told = ", ".join(f"{rank} is rank {global_ranks[rank]}" for rank in shown[:_MOST_SHOWN])
+    listed = ", ".join(f"{rank} is rank {global_ranks[rank]}" for rank in shown[:_MOST_SHOWN])
     more = ", ..." if len(shown) > _MOST_SHOWN else ""
-    return f"; ranks are numbers in this process group, where {told}{more} of the program"
+    return f"; ranks are numbers in this process group, where {listed}{more} of the program"

@@ -15,16 +15,16 @@ from typing import Any, cast
 import torch
 
 
-class _Here(threading.local):
+class _CallbackDepth(threading.local):
     depth = 0
 
 
-_here = _Here()
+_callbacks = _CallbackDepth()
 
 
 def is_in_callback() -> bool:
     """Return whether this thread runs a callback of a :class:`CallFuture`."""
-    return _here.depth > 0
+    return _callbacks.depth > 0
 
 
 _AnyTensor: Any = torch.Tensor
@@ -73,7 +73,7 @@ class CallFuture(torch.futures.Future[Any]):
         child = CallFuture()
 
         def run(done: torch.futures.Future[Any]) -> None:
-            _here.depth += 1
+            _callbacks.depth += 1
             try:
                 result = callback(done)
             except Exception as error:
@@ -81,7 +81,7 @@ class CallFuture(torch.futures.Future[Any]):
             else:
                 child.set_result(result)
             finally:
-                _here.depth -= 1
+                _callbacks.depth -= 1
 
         self.add_done_callback(run)
         return child

@@ -88,7 +88,7 @@ class Moving(BaseProcessGroup):
         value: Sequence[Tensor] = []
         out, after = None, None
         if root == self._group.rank:
-            value = self._one_each(only(outputs))
+            value = self._one_per_rank(only(outputs))
             out, after = _tensors.targets(value)
         step = Step("gather", (source,), {"root": root, "out": out})
         return self._calls.run("gather", [step], value, is_async=opts.asyncOp, shown=inputs, after=after)
@@ -100,7 +100,7 @@ class Moving(BaseProcessGroup):
         root, source = opts.rootRank, None
         shown: Sequence[Tensor] = []
         if root == self._group.rank:
-            shown = self._one_each(only(inputs))
+            shown = self._one_per_rank(only(inputs))
             source = _tensors.sources(shown)
         step = Step("scatter", (source, out), {"root": root})
         return self._calls.run("scatter", [step], outputs, is_async=opts.asyncOp, shown=shown, after=after)
@@ -134,7 +134,7 @@ class Moving(BaseProcessGroup):
     @on_cpu
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> Work:
         """Send input d to rank d."""
-        inputs, outputs = self._one_each(inputs), self._one_each(outputs)
+        inputs, outputs = self._one_per_rank(inputs), self._one_per_rank(outputs)
         out, after = _tensors.targets(outputs)
         sizes = {"send_sizes": _tensors.counts(inputs), "receive_sizes": _tensors.counts(outputs)}
         step = Step("all_to_all", (_tensors.sources(inputs),), {"out": out, **sizes})
@@ -163,20 +163,20 @@ class Moving(BaseProcessGroup):
         self,
         event: str,
         method: str,
-        look_at: Callable[[Tensor], Tensor],
+        convert: Callable[[Tensor], Tensor],
         tensors: Sequence[Tensor],
         other: int | None,
         tag: int,
     ) -> Work:
         recorded = _profiling.TracedOperation(event, tensors) if _profiling.is_enabled() else None
         try:
-            ticket = getattr(self._group, method)(look_at(only(tensors)), other, tag=tag)
+            ticket = getattr(self._group, method)(convert(only(tensors)), other, tag=tag)
         except PacelineError as error:
             raise in_torch_terms(error, self._terms) from None
         return MessageWork(ticket, tensors, self._terms, recorded)
 
     def _gather_into(self, targets: Sequence[Tensor], given: Tensor) -> tuple[Step, _tensors.After | None]:
-        out, after = _tensors.targets(self._one_each(targets))
+        out, after = _tensors.targets(self._one_per_rank(targets))
         return Step("all_gather", (_tensors.source(given),), {"sizes": _tensors.sizes(targets), "out": out}), after
 
     def _all_gather_single(self, event: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
@@ -190,17 +190,17 @@ class Moving(BaseProcessGroup):
             event, steps, outputs, is_async=opts.asyncOp, shown=inputs, after=_tensors.one_after_another(afters)
         )
 
-    def _one_each(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _one_per_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if len(tensors) != self._group.size:
             raise UsageError(f"got {len(tensors)} tensors, expected one for each of the {self._group.size} ranks")
         return tensors
 
-    def _rows(self, tensor: Tensor, splits: Sequence[int], what: str) -> list[int]:
+    def _rows(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
         """Return the rows of every rank's part. An error during the call would end the group, so check before it."""
         num_rows, size = tensor.shape[0] if tensor.dim() else 0, self._group.size
         rows = list(splits) or [num_rows // size] * size
         if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
             raise UsageError(
-                f"got {what} splits {rows} for {num_rows} rows and {size} ranks; they must add up to the rows"
+                f"got {name} splits {rows} for {num_rows} rows and {size} ranks; they must add up to the rows"
             )
         return rows

@@ -88,10 +88,10 @@ class TicketWork(CallWork):
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._future: CallFuture | None = None
-        self._settled: threading.Event | None = None
+        self._finished: threading.Event | None = None
         if after is not None or event is not None:
-            self._settled = threading.Event()
-            tickets[-1].add_done_callback(self._settle)
+            self._finished = threading.Event()
+            tickets[-1].add_done_callback(self._finish)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the call and raise its error; DeadlineError after `timeout` (0: none)."""
@@ -100,15 +100,15 @@ class TicketWork(CallWork):
                 ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
         except PacelineError as error:
             raise in_torch_terms(error, self._terms) from None
-        if self._settled is not None:
-            self._settled.wait()
+        if self._finished is not None:
+            self._finished.wait()
             if self._error is not None:
                 raise self._error
         return True
 
     def is_completed(self) -> bool:
         """Return whether the call is done or has failed."""
-        return self._tickets[-1].done() if self._settled is None else self._settled.is_set()
+        return self._tickets[-1].done() if self._finished is None else self._finished.is_set()
 
     def exception(self) -> BaseException | None:
         """Return the error of the call."""
@@ -126,8 +126,8 @@ class TicketWork(CallWork):
 
     def _complete(self, _: CollectiveTicket) -> None:
         assert self._future is not None
-        if self._settled is not None:
-            self._settled.wait()  # a ticket is done a little before `after`
+        if self._finished is not None:
+            self._finished.wait()  # a ticket is done a little before `after`
         error = self.exception()
         if error is not None:
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
@@ -135,8 +135,8 @@ class TicketWork(CallWork):
         else:
             self._future.set_result(list(self._value))
 
-    def _settle(self, _: CollectiveTicket) -> None:
-        assert self._settled is not None
+    def _finish(self, _: CollectiveTicket) -> None:
+        assert self._finished is not None
         try:
             if self._after is not None and self.exception() is None:
                 self._after()
@@ -145,7 +145,7 @@ class TicketWork(CallWork):
         self._after = None
         if self._event is not None:
             self._event.end()
-        self._settled.set()
+        self._finished.set()
 
 
 class MessageWork(CallWork):

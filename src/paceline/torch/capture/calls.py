@@ -83,8 +83,8 @@ def _text_of(name: str, value: Any) -> str:
 
 
 def _name(path: Sequence[Any]) -> str:
-    first, *others = path
-    return f"{first.key}{pytree.keystr(tuple(others))}"
+    first, *inner = path
+    return f"{first.key}{pytree.keystr(tuple(inner))}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

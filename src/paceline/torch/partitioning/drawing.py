@@ -128,10 +128,10 @@ def _draw_edge(
     if from_device == to_device:
         return [f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#999"/>']
     style = 'stroke="#4a7ebb"' if values else 'stroke="#999" stroke-dasharray="4 3"'
-    bent = f"M{x1} {y1} C{x1} {y1 + _ROW / 2} {x2} {y2 - _ROW / 2} {x2} {y2}"
+    curve = f"M{x1} {y1} C{x1} {y1 + _ROW / 2} {x2} {y2 - _ROW / 2} {x2} {y2}"
     label = _shortened(", ".join(values))
     return [
-        f'<path d="{bent}" fill="none" {style} marker-end="url(#tip)"><title>{_values(values, shapes)}</title></path>',
+        f'<path d="{curve}" fill="none" {style} marker-end="url(#tip)"><title>{_values(values, shapes)}</title></path>',
         _text((x1 + x2) / 2, (y1 + y2) / 2 - 4, label, color="#4a7ebb"),
     ]
 

@@ -116,8 +116,8 @@ def plan(
         arrivals = [0.0]
         for name in (*operation.inputs, *operation.after):
             if name in ends:
-                is_here = devices[name] == device
-                arrivals.append(ends[name] + (0.0 if is_here else times.transfer_s(costs[name])))
+                is_local = devices[name] == device
+                arrivals.append(ends[name] + (0.0 if is_local else times.transfer_s(costs[name])))
         return max(free_at[device], *arrivals)
 
     place = {operation.name: number for number, operation in enumerate(operations)}
@@ -150,8 +150,8 @@ def _seconds_to_end(
     to_end: dict[str, float] = {}
     for operation in reversed(operations):
         cost = costs[operation.name]
-        rest = after_value.get(operation.name)
-        to_end[operation.name] = cost.seconds + (0.0 if rest is None else times.transfer_s(cost) + rest)
+        remaining = after_value.get(operation.name)
+        to_end[operation.name] = cost.seconds + (0.0 if remaining is None else times.transfer_s(cost) + remaining)
         for name in (*operation.inputs, *operation.after):
             after_value[name] = max(after_value.get(name, 0.0), to_end[operation.name])
     return to_end

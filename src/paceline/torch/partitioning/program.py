@@ -84,7 +84,7 @@ class Program:
         try:
             return self._run_segments[number](*inputs)
         except Exception as error:
-            _say_where(error, self.measured, self.cut.segments[number].operations)
+            _add_location(error, self.measured, self.cut.segments[number].operations)
             raise
 
 
@@ -181,13 +181,13 @@ class _Call:
             ready.put(_Stop())
 
 
-def _say_where(error: Exception, measured: MeasuredGraph, operations: Sequence[str]) -> None:
+def _add_location(error: Exception, measured: MeasuredGraph, operations: Sequence[str]) -> None:
     """Put the failed operation and its module before an error's message."""
     name = _raising_operation(error, operations)
     path = measured.paths.get(name, "")
-    where = f"{name}, in {path}" if path and path != name else name
+    location = f"{name}, in {path}" if path and path != name else name
     if error.args and isinstance(error.args[0], str):
-        error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+        error.args = (f"{location}: {error.args[0]}", *error.args[1:])
 
 
 def _raising_operation(error: Exception, operations: Sequence[str]) -> str:

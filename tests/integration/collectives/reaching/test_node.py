@@ -69,7 +69,7 @@ def test_a_crowd_of_strangers_holds_up_nobody(kind: str) -> None:
     with nodes(2) as (first, second):
         address = getattr(second.info.endpoint, kind)
         silent = [open_socket(address, 5.0) for _ in range(200)]
-        assert first.ask(second.info, "all", 5.0) == b""
+        assert first.request_status(second.info, "all", 5.0) == b""
         threads = [thread for thread in threading.enumerate() if thread.name == "paceline-greeter"]
         assert len(threads) < 200
         silent += [open_socket(address, 5.0) for _ in range(100)]
@@ -88,7 +88,7 @@ def test_strangers_are_refused() -> None:
         with pytest.raises(AuthenticationError):
             stranger.connect(node.info, "all", 0, "collective", soon())
         with pytest.raises(AuthenticationError):
-            stranger.ask(node.info, "all", 5.0)
+            stranger.request_status(node.info, "all", 5.0)
         with open_socket(node.info.endpoint.tcp, 5.0) as rude:
             rude.sendall(b"GET / HTTP/1.1\r\nHost: a-host-with-a-long-name\r\n\r\n")
             rude.settimeout(5.0)
@@ -99,22 +99,22 @@ def test_strangers_are_refused() -> None:
 
 def test_questions_are_answered() -> None:
     with nodes(2) as (first, second):
-        second.answer("all", lambda: b"call 7" * 100_000)
-        assert first.ask(second.info, "all", 5.0) == b"call 7" * 100_000
-        assert first.ask(second.info, "other", 5.0) == b""
+        second.set_status("all", lambda: b"call 7" * 100_000)
+        assert first.request_status(second.info, "all", 5.0) == b"call 7" * 100_000
+        assert first.request_status(second.info, "other", 5.0) == b""
         second.forget("all")
-        assert first.ask(second.info, "all", 5.0) == b""
-        assert first.is_there(second.info)
+        assert first.request_status(second.info, "all", 5.0) == b""
+        assert first.is_listening(second.info)
 
 
 def test_a_node_that_has_gone() -> None:
     with nodes(2) as (first, second):
         second.close()
         with pytest.raises(AddressError):
-            first.ask(second.info, "all", 5.0)
+            first.request_status(second.info, "all", 5.0)
         with pytest.raises(AddressError):
             first.connect(second.info, "all", 0, "collective", soon())
-        assert not first.is_there(second.info)
+        assert not first.is_listening(second.info)
 
 
 def test_another_process_at_the_address_is_noticed() -> None:
@@ -144,7 +144,7 @@ def test_what_is_forgotten_is_closed() -> None:
     with nodes(2) as (first, second), first.connect(second.info, "all", 0, "collective", soon()) as there:
         taken = second.accept("all", 0, "collective", soon())
         with first.connect(second.info, "all", 0, "collective", soon()) as again:
-            second.answer("all", lambda: b"")
+            second.set_status("all", lambda: b"")
             again.setblocking(True)
             again.settimeout(5.0)
             closed = threading.Event()

@@ -32,8 +32,8 @@ from paceline.meeting.store import exchange
 
 meeting = rendezvous(timeout_s=20.0)
 node = Node(meeting.token, host=meeting.host)
-node.answer("all", lambda: b"here")
-values = exchange(meeting.store, 1, 2, node.info.encode(), time.monotonic() + 20.0, what="group 'all'")
+node.set_status("all", lambda: b"here")
+values = exchange(meeting.store, 1, 2, node.info.encode(), time.monotonic() + 20.0, description="group 'all'")
 end = PointToPoint(node, "all", 1, [NodeInfo.decode(value) for value in values])
 while True:
     buffer = memoryview(bytearray(8))
@@ -53,7 +53,7 @@ class Pair:
     def __init__(self, meeting: Meeting, node: Node, other: subprocess.Popen[bytes]) -> None:
         self.other = other
         self.node = node
-        values = exchange(meeting.store, 0, 2, self.node.info.encode(), soon(), what="group 'all'")
+        values = exchange(meeting.store, 0, 2, self.node.info.encode(), soon(), description="group 'all'")
         self.infos = [NodeInfo.decode(value) for value in values]
         self.end = PointToPoint(self.node, "all", 0, self.infos)
 
@@ -105,18 +105,18 @@ def test_a_killed_rank_is_named_at_once() -> None:
         assert lost.value.ranks == (1,)
         ranks.other.wait(PATIENCE_S)
         with pytest.raises(AddressError):
-            ranks.node.ask(ranks.infos[1], "all", 5.0)
+            ranks.node.request_status(ranks.infos[1], "all", 5.0)
 
 
 def test_a_stopped_rank_does_not_answer() -> None:
     with pair() as ranks:
-        assert ranks.node.ask(ranks.infos[1], "all", 5.0) == b"here"
+        assert ranks.node.request_status(ranks.infos[1], "all", 5.0) == b"here"
         ranks.other.send_signal(signal.SIGSTOP)
         process = psutil.Process(ranks.other.pid)
         while process.status() != psutil.STATUS_STOPPED:
             os.sched_yield()
-        assert ranks.node.ask(ranks.infos[1], "all", 0.1) is None
+        assert ranks.node.request_status(ranks.infos[1], "all", 0.1) is None
         with pytest.raises(RankLostError, match="no message with tag 2 arrived from rank 1"):
             ranks.end.receive(memoryview(bytearray(8)), 1, 2).wait(0.1)
         ranks.other.send_signal(signal.SIGCONT)
-        assert ranks.node.ask(ranks.infos[1], "all", PATIENCE_S) == b"here"
+        assert ranks.node.request_status(ranks.infos[1], "all", PATIENCE_S) == b"here"

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.torch.strategies.pipeline.loop.batches import cut_rows
 from paceline.torch.strategies.pipeline.loop.losses import PartialLoss
-from paceline.torch.strategies.pipeline.loop.output import AwaitedLoss, AwaitedOutput
+from paceline.torch.strategies.pipeline.loop.output import PendingLoss, PendingOutput
 
 ROWS, PARTS = 7, 3
 
@@ -28,7 +28,7 @@ class Recording:
         self.asked = 0
 
     @property
-    def has_gone_forward(self) -> bool:
+    def is_forward_done(self) -> bool:
         return False
 
     def values(self) -> Sequence[Tensor]:
@@ -52,7 +52,8 @@ class Recording:
 
 def awaited(output: Tensor) -> tuple[Recording, Any]:
     forward = Recording(output)
-    return forward, AwaitedOutput(forward, 0, shape=output.shape, dtype=output.dtype, device=output.device)
+    stand_in: Any = forward
+    return forward, PendingOutput(stand_in, 0, shape=output.shape, dtype=output.dtype, device=output.device)
 
 
 LOGITS = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(0))
@@ -80,7 +81,7 @@ def test_the_parts_of_a_loss_add_up_to_it(number: int) -> None:
     output, loss_of = LOSSES[number]
     forward, out = awaited(output)
     loss = loss_of(out)
-    assert isinstance(loss, AwaitedLoss)
+    assert isinstance(loss, PendingLoss)
     assert loss.requires_grad
     loss.backward()
     assert forward.asked == 0

@@ -23,7 +23,7 @@ from paceline.torch.strategies.deferred import DeferredValues, lent_memory
 from paceline.torch.strategies.pipeline.loop.batches import batch_size, cut_rows, describe_cut
 from paceline.torch.strategies.pipeline.loop.losses import ReturnedLoss
 from paceline.torch.strategies.pipeline.loop.model import ModelCall
-from paceline.torch.strategies.pipeline.loop.output import AwaitedLoss, AwaitedOutput
+from paceline.torch.strategies.pipeline.loop.output import PendingLoss, PendingOutput
 from paceline.torch.strategies.pipeline.loop.output_rows import NumberWeights, OutputRows, joined_output
 from paceline.torch.strategies.pipeline.loop.ownership import Ownership
 from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
@@ -111,7 +111,7 @@ class Runner:
         self._ranks = ranks
         self._group = stage_group
         self._data_group = data_group
-        self._failures = Failures(ranks.rank, [each for each in (stage_group, data_group, ranks.group) if each])
+        self._failures = Failures(ranks.rank, [group for group in (stage_group, data_group, ranks.group) if group])
         self.plan: PipelinePlan | None = None
         self.ownership: Ownership | None = None
         self.averages = True
@@ -169,7 +169,7 @@ class Runner:
         if not grads or kind.output is None:
             tensors: Sequence[Tensor] = call.values()
         else:
-            tensors = [_awaited(call, leaf, *found) for leaf, found in enumerate(tensors_of(call.output))]
+            tensors = [_pending_output(call, leaf, *found) for leaf, found in enumerate(tensors_of(call.output))]
         kind.output = call.output
         return put_together(call.output, tensors)
 
@@ -194,7 +194,7 @@ class Runner:
             if goes_back:
                 self.ownership.after_backward(self._group, self._norm_of)
                 if self._data_group is not None and self.averages:
-                    trained = [each for each in self.ownership.own_parameters() if each.requires_grad]
+                    trained = [own for own in self.ownership.own_parameters() if own.requires_grad]
                     average_gradients(self._data_group.group, trained)
             self._measurements.add(time.perf_counter() - began, step.busy_s, len(step.arguments), is_whole=goes_back)
             step.busy_s.clear()
@@ -237,12 +237,12 @@ class Runner:
 
     # Values and gradients on other ranks.
 
-    def check_whole(self, what: str) -> None:
+    def check_complete(self, description: str) -> None:
         """Raise UsageError if values of the model are on other processes only."""
         if self.ownership is not None and self.ownership.is_released and self._options.stages > 1:
             raise UsageError(
-                f"{what} of a model whose layers are on several processes: use strategy.save(directory), or call "
-                "strategy.gather_values() on every process first, and take it on rank 0"
+                f"{description} of a model whose layers are on several processes: use strategy.save(directory), or "
+                "call strategy.gather_values() on every process first, and take it on rank 0"
             )
 
     def hold_all(self) -> None:
@@ -279,15 +279,15 @@ class Runner:
             return [value]
         reports = self._group.group.all_gather_objects([doing, detail, value, self._measurements.own])
         first_doing, first_detail, _, _ = reports[0]
-        for rank, (its_doing, its_detail, _, _) in enumerate(reports):
-            if its_doing != first_doing:
+        for rank, (other_doing, other_detail, _, _) in enumerate(reports):
+            if other_doing != first_doing:
                 raise UsageError(
-                    f"process {rank} of the pipeline {its_doing}, and process 0 {first_doing}: have every process do "
+                    f"process {rank} of the pipeline {other_doing}, and process 0 {first_doing}: have every process do "
                     "the same (compute on all ranks what only rank 0 prints)"
                 )
-            if its_detail != first_detail:
+            if other_detail != first_detail:
                 raise UsageError(
-                    f"process {rank} of the pipeline {doing} with {its_detail}, and process 0 with {first_detail}: "
+                    f"process {rank} of the pipeline {doing} with {other_detail}, and process 0 with {first_detail}: "
                     "give every process of a pipeline the same batches, for instance from strategy.prepare(loader)"
                 )
         for rank, (_, _, _, measured) in enumerate(reports):
@@ -396,7 +396,7 @@ class Runner:
         self, called: CallArguments, arguments: Sequence[Mapping[str, Any]], graph: LayerGraph | None = None
     ) -> TracedStages:
         """Return the stages for a call with these arguments, by microbatch; trace if no earlier graph fits."""
-        modes = "".join("et"[each.training] for each in self.module.modules())
+        modes = "".join("et"[inner.training] for inner in self.module.modules())
         known = self._graphs.setdefault(f"{modes} {torch.is_grad_enabled()} {called.kind}", [])
         for traced in known:
             if all(traced.partition.graph.captured.check(list(part.values())) is None for part in arguments):
@@ -426,13 +426,13 @@ def _num_parts(orders: Orders) -> int:
     return max(action.microbatch for action in orders[0]) + 1
 
 
-def _awaited(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], needs_grad: bool) -> Tensor:
+def _pending_output(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], needs_grad: bool) -> Tensor:
     """Return one tensor of a later output. A number that needs a gradient is a loss of the model."""
     device = torch.device("cpu")
     if shape or not needs_grad:
-        return AwaitedOutput(call, leaf, shape=shape, dtype=dtype, device=device)
+        return PendingOutput(call, leaf, shape=shape, dtype=dtype, device=device)
     term = ReturnedLoss(leaf=leaf, weights=call.number_weights)
-    return AwaitedLoss(call, (term,), lambda: call.values()[leaf], shape=(), dtype=dtype, device=device)
+    return PendingLoss(call, (term,), lambda: call.values()[leaf], shape=(), dtype=dtype, device=device)
 
 
 def _key(called: CallArguments, training: bool, grads: bool) -> str:

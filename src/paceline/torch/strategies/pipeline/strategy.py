@@ -64,8 +64,8 @@ class Pipeline(Strategy):
         seed: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        told = environment()
-        known = PipelineOptions.of_environment(told)
+        settings = environment()
+        known = PipelineOptions.of_environment(settings)
         self.options = choose_pipeline(
             PipelineFlags(
                 stages=stages if stages is not None or known is None else known.stages,
@@ -75,7 +75,7 @@ class Pipeline(Strategy):
                 split=",".join(split if split is not None else () if known is None else known.split) or None,
                 stage_memory=_text(stage_memory if stage_memory is not None or known is None else known.stage_memory),
             ),
-            told.world_size or 1,
+            settings.world_size or 1,
         )
         chosen = torch.device("cpu" if device is None else device)
         if chosen.type != "cpu":
@@ -133,7 +133,7 @@ class Pipeline(Strategy):
         if op != "sum":
             return found
         if isinstance(found, dict):
-            return {key: each / self.options.stages for key, each in found.items()}
+            return {key: total / self.options.stages for key, total in found.items()}
         return (
             (found / self.options.stages).to(value.dtype)
             if isinstance(value, torch.Tensor)
@@ -183,8 +183,8 @@ class Pipeline(Strategy):
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
         assert self.optimizer is not None
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        super()._scatter_optimizer_state({k: each for k, each in state.items() if not is_stand_in(parameters[k])})
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        super()._scatter_optimizer_state({k: entries for k, entries in state.items() if not is_stand_in(parameters[k])})
         if self._runner is not None:
             self._runner.release()
 

@@ -67,7 +67,7 @@ class AbsentGrad(torch.Tensor):
                 for grad in args[0]
             )
         if name.endswith("_") and not name.endswith("__") and not name.startswith("_amp"):
-            return _change_here(func, args, kwargs)
+            return _change_local(func, args, kwargs)
         absent = _absent_in((args, kwargs))[0]
         raise UsageError(
             f"{name}() of the gradient of {absent.parameter_name!r}, which is on another process of the pipeline: only "
@@ -84,20 +84,20 @@ class AbsentGrad(torch.Tensor):
         return f"AbsentGrad({self.parameter_name!r}, on another process)"
 
 
-def _change_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _change_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a change in place to the tensors of a call that are on this process."""
     first = args[0]
     if not isinstance(first, (list, tuple)):
         return first
-    here = [number for number, grad in enumerate(first) if not isinstance(grad, AbsentGrad)]
+    local = [number for number, grad in enumerate(first) if not isinstance(grad, AbsentGrad)]
 
-    def of_here(value: Any) -> Any:
+    def local_of(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == len(first):
-            return [value[number] for number in here]
+            return [value[number] for number in local]
         return value
 
-    if here:
-        func(*map(of_here, args), **{key: of_here(value) for key, value in kwargs.items()})
+    if local:
+        func(*map(local_of, args), **{key: local_of(value) for key, value in kwargs.items()})
     return None
 
 

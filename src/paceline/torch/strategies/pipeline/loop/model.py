@@ -51,7 +51,7 @@ class StepRunner(Protocol):
         """Return the losses of the last stage on every rank."""
         ...
 
-    def check_whole(self, what: str) -> None:
+    def check_complete(self, description: str) -> None:
         """Raise UsageError if values of the model are on other processes only."""
         ...
 
@@ -122,7 +122,7 @@ class PipelinedModel(nn.Module):
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's state. Raises UsageError if some values are on other processes."""
-        self.__dict__["_runner"].check_whole("state_dict()")
+        self.__dict__["_runner"].check_complete("state_dict()")
         return self.__dict__["_module"].state_dict(*args, **kwargs)
 
     @override
@@ -169,7 +169,7 @@ class ModelCall:
         return self._output
 
     @property
-    def has_gone_forward(self) -> bool:
+    def is_forward_done(self) -> bool:
         """Whether :meth:`values` has run all forwards, and no backward has run."""
         return self._joined is not None and not self._is_done
 
@@ -185,7 +185,7 @@ class ModelCall:
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
                 # The parameters are in the graph, so that torch.autograd.grad() gets an error that explains it.
-                parameters = [each for each in self._runner.module.parameters() if not each._backward_hooks]
+                parameters = [own for own in self._runner.module.parameters() if not own._backward_hooks]
                 tensors = list(_Joined.apply(self, anchor, len(parameters), *parameters, *tensors))  # type: ignore[no-untyped-call]
             self._joined = tensors
         return self._joined

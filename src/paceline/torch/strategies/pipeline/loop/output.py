@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from paceline.torch.strategies.pipeline.loop.losses import PartialLoss, RowOperation, as_operation, as_term
+from paceline.torch.strategies.pipeline.loop.model import ModelCall
 
 _PLAIN: Final = (
     "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "is_cuda",
@@ -25,30 +26,7 @@ _PLAIN: Final = (
 """Attributes and functions that need no values of a tensor."""
 
 
-class PendingForward(Protocol):
-    """A call of the model that has not run yet."""
-
-    rows: int
-
-    @property
-    def has_gone_forward(self) -> bool:
-        """Whether all microbatches have gone forward, and none backward."""
-        ...
-
-    def values(self) -> Sequence[Tensor]:
-        """Return the output's tensors after the forwards of all microbatches; the same tensors every time."""
-        ...
-
-    def train(self, terms: Sequence[PartialLoss], factor: float | Tensor) -> None:
-        """Run the schedule on the sum of some losses, times `factor`."""
-        ...
-
-    def value_of(self, terms: Sequence[PartialLoss]) -> Tensor | None:
-        """Return the sum of losses that :meth:`train` computed; None if it did not compute all of them."""
-        ...
-
-
-class _Awaited(torch.Tensor):
+class _PendingTensor(torch.Tensor):
     """Abstract: a tensor that computes its values at first use."""
 
     @staticmethod
@@ -68,7 +46,7 @@ class _Awaited(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        owner = args[0] if args and isinstance(args[0], _Awaited) else None
+        owner = args[0] if args and isinstance(args[0], _PendingTensor) else None
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -101,12 +79,12 @@ class _Awaited(torch.Tensor):
         return repr(self.value())
 
 
-class AwaitedOutput(_Awaited):
+class PendingOutput(_PendingTensor):
     """One tensor of a model's output."""
 
     def __init__(
         self,
-        forward: PendingForward,
+        forward: ModelCall,
         leaf: int,
         operations: tuple[RowOperation, ...] = (),
         *,
@@ -129,7 +107,7 @@ class AwaitedOutput(_Awaited):
         shape, rows = list(self.shape), self.forward.rows
         term = as_term(function, self.leaf, self.operations, shape, rows, args[1:], kwargs)
         if term is not None:
-            return AwaitedLoss(
+            return PendingLoss(
                 self.forward,
                 (term,),
                 lambda: function(self.value(), *args[1:], **kwargs),
@@ -146,17 +124,17 @@ class AwaitedOutput(_Awaited):
             if getattr(function, "__name__", "") in ("to", "float", "double")
             else self.dtype
         )
-        return AwaitedOutput(
+        return PendingOutput(
             self.forward, self.leaf, (*self.operations, operation), shape=whole, dtype=dtype, device=self.device
         )
 
 
-class AwaitedLoss(_Awaited):
+class PendingLoss(_PendingTensor):
     """A loss of outputs that are not computed yet. ``backward()`` runs the schedule and computes the value."""
 
     def __init__(
         self,
-        forward: PendingForward,
+        forward: ModelCall,
         terms: tuple[PartialLoss, ...],
         compute: Callable[[], Tensor],
         *,
@@ -184,7 +162,7 @@ class AwaitedLoss(_Awaited):
             return self._backward(*args[1:], **kwargs)
         name = getattr(function, "__name__", "")
         other = args[1] if len(args) > 1 else None
-        if name in ("add", "__add__", "__radd__") and isinstance(other, AwaitedLoss) and other.forward is self.forward:
+        if name in ("add", "__add__", "__radd__") and isinstance(other, PendingLoss) and other.forward is self.forward:
             if other.known_value is None and not kwargs:
                 compute = functools.partial(_sum, self, other)
                 return self._with((*self.terms, *other.terms), compute)
@@ -206,20 +184,20 @@ class AwaitedLoss(_Awaited):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        if retain_graph or create_graph or inputs is not None or self.forward.has_gone_forward:
+        if retain_graph or create_graph or inputs is not None or self.forward.is_forward_done:
             self.value().backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
             return
         self.forward.train(self.terms, 1.0 if gradient is None else gradient)
         self.known_value = self.forward.value_of(self.terms)
 
-    def _times(self, factor: Any, value_factor: Any) -> AwaitedLoss:
+    def _times(self, factor: Any, value_factor: Any) -> PendingLoss:
         return self._with(tuple(term.times(factor) for term in self.terms), lambda: self.value() * value_factor)
 
-    def _with(self, terms: tuple[PartialLoss, ...], compute: Callable[[], Tensor]) -> AwaitedLoss:
-        return AwaitedLoss(self.forward, terms, compute, shape=(), dtype=self.dtype, device=self.device)
+    def _with(self, terms: tuple[PartialLoss, ...], compute: Callable[[], Tensor]) -> PendingLoss:
+        return PendingLoss(self.forward, terms, compute, shape=(), dtype=self.dtype, device=self.device)
 
 
-def _sum(first: AwaitedLoss, second: AwaitedLoss) -> Tensor:
+def _sum(first: PendingLoss, second: PendingLoss) -> Tensor:
     return first.value() + second.value()
 
 
@@ -230,4 +208,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _with_values(value: Any) -> Any:
-    return value.value() if isinstance(value, _Awaited) else value
+    return value.value() if isinstance(value, _PendingTensor) else value

@@ -33,7 +33,7 @@ class Ownership:
         self.known_norms: dict[float, dict[str, float]] = {}
         """By order, the norms of all gradients that were requested since the last backward."""
 
-    def is_here(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         """Return whether this rank holds a parameter or a buffer."""
         return self._rank in self._ranks[name]
 
@@ -44,16 +44,16 @@ class Ownership:
     def kept_ids(self) -> set[int]:
         """Return the ``id()`` of each parameter and buffer that this rank holds."""
         tensors = (*self._module.named_parameters(), *self._module.named_buffers())
-        return {id(tensor) for name, tensor in tensors if self.is_here(name)}
+        return {id(tensor) for name, tensor in tensors if self.is_local(name)}
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank holds."""
-        return [parameter for name, parameter in self._module.named_parameters() if self.is_here(name)]
+        return [parameter for name, parameter in self._module.named_parameters() if self.is_local(name)]
 
     def release(self) -> None:
         """Free the values of parameters that only other ranks hold: they keep their shape and read as NaN."""
         for name, parameter in self._module.named_parameters():
-            if not self.is_here(name):
+            if not self.is_local(name):
                 value = float("nan") if parameter.is_floating_point() else 0
                 parameter.data = torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
                 parameter.grad = None
@@ -64,7 +64,7 @@ class Ownership:
     def hold_all(self) -> None:
         """Allocate memory for all values on this rank again."""
         for name, parameter in self._module.named_parameters():
-            if not self.is_here(name) and self.is_released:
+            if not self.is_local(name) and self.is_released:
                 parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype)
         self.is_released = False
 
@@ -92,7 +92,7 @@ class Ownership:
         self.known_norms.clear()
         for name in self._shared:
             parameter = self._module.get_parameter(name)
-            if self.is_here(name):
+            if self.is_local(name):
                 self._kept_grads[name], parameter.grad = parameter.grad, None
 
     def after_backward(self, group: Any, norm_of: NormOf) -> None:
@@ -105,13 +105,13 @@ class Ownership:
                     earlier = self._kept_grads.pop(name, None)
                     parameter.grad = total if earlier is None else earlier.add_(total)
         for name, parameter in self._module.named_parameters():
-            if not self.is_here(name) and parameter.requires_grad:
+            if not self.is_local(name) and parameter.requires_grad:
                 parameter.grad = AbsentGrad(parameter, name, norm_of)
 
     def before_step(self) -> None:
         """Remove the stand-ins: the optimizer skips parameters without a gradient."""
         for name, parameter in self._module.named_parameters():
-            if not self.is_here(name):
+            if not self.is_local(name):
                 parameter.grad = None
 
     def norms(self, order: float) -> dict[str, float]:
@@ -126,17 +126,17 @@ class Ownership:
 def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any) -> Tensor:
     """Return the sum of a parameter's gradients over some ranks, in their order, on all of these ranks."""
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().contiguous()
-    first, *rest = ranks
+    first, *followers = ranks
     if rank != first:
         dist.send(grad, group=group, group_dst=first)
         total = torch.empty_like(grad)
         dist.recv(total, group=group, group_src=first)
         return total
     total, buffer = grad.clone(), torch.empty_like(grad)
-    for source in rest:
+    for source in followers:
         dist.recv(buffer, group=group, group_src=source)
         total += buffer
-    for destination in rest:
+    for destination in followers:
         dist.send(total, group=group, group_dst=destination)
     return total
 

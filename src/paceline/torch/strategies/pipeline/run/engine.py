@@ -129,10 +129,10 @@ class PipelineStep:
 
     def _send_value(self, route: ValueRoute, microbatch: int, value: Any) -> None:
         """Send a value to the ranks that use it, and keep it if this rank does."""
-        what = f"the value {route.value!r} of stage {route.source}"
-        description, tensors = take_apart(value, what)
+        label = f"the value {route.value!r} of stage {route.source}"
+        description, tensors = take_apart(value, label)
         for rank in self._routes.destinations(route):
-            self._messages.send_value(value, what, self._number_of(route), microbatch, rank)
+            self._messages.send_value(value, label, self._number_of(route), microbatch, rank)
         if torch.is_grad_enabled():
             self._sent_tensors[route.value, microbatch] = [tensor for tensor in tensors if tensor.requires_grad]
         if self._rank in (self._routes.places[user] for user in route.users):

@@ -38,11 +38,11 @@ class Messages:
         self._sending: list[tuple[Any, Tensor]] = []
         self._posted: dict[tuple[int, int, int, int], list[tuple[Any, Tensor]]] = {}
 
-    def send_value(self, value: Any, what: str, route: int, microbatch: int, to: int) -> None:
+    def send_value(self, value: Any, label: str, route: int, microbatch: int, to: int) -> None:
         """Begin to send a value to a rank. Raises UsageError for a value that cannot travel."""
-        description, tensors = take_apart(value, what)
+        description, tensors = take_apart(value, label)
         if len(tensors) > _MAX_TENSORS:
-            raise UsageError(f"{what} has {len(tensors)} tensors, at most {_MAX_TENSORS} can travel as one value")
+            raise UsageError(f"{label} has {len(tensors)} tensors, at most {_MAX_TENSORS} can travel as one value")
         if self._is_new:
             text = torch.tensor(list(json.dumps(description).encode()), dtype=torch.uint8)
             self._send(torch.tensor([len(text)]), to, _tag(route, microbatch, FORWARD, _LENGTH))

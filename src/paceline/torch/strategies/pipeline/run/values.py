@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.torch.capture.calls import of_class
 
 
-def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
+def take_apart(value: Any, label: str) -> tuple[Any, list[Tensor]]:
     """Return a description of a value, and its tensors in order. Raises UsageError if it cannot travel."""
     tensors: list[Tensor] = []
 
@@ -39,7 +39,7 @@ def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
         if isinstance(part, dict) and all(isinstance(key, str) for key in part):
             return {"d": {key: describe(item) for key, item in part.items()}}
         raise UsageError(
-            f"{what} is of type {type(part).__name__}, which cannot travel between stages: tensors, numbers and text "
+            f"{label} is of type {type(part).__name__}, which cannot travel between stages: tensors, numbers and text "
             "can, in tuples, lists and dictionaries; cut the model elsewhere"
         )
 
