@@ -15,7 +15,7 @@ from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.messages import Drain, Expelled, Filled
 from paceline.protocol.server import Route, ServerCore, Timing, events
-from paceline.protocol.server.waiting import POSTPONED
+from paceline.protocol.server.progress import POSTPONED
 from simulator.oracle import Data, Violation
 from simulator.protocol.connections import MessageEnd
 from simulator.protocol.messages import TIMING, Check, EventFrame, Part, Ping, Pong, Push, Reply

@@ -23,7 +23,7 @@ from paceline.protocol import (
     StalePolicy,
 )
 from paceline.protocol.buckets import bucket_set, to_bytes
-from paceline.ps import SGD, Adagrad, Adam, Server, UpdateRule, Zeros, messages
+from paceline.ps import SGD, Adagrad, Adam, Server, UpdateRule, Zeros, messages, snapshot_messages
 from paceline.ps.messages import (
     ACK,
     CALL,
@@ -45,7 +45,6 @@ from paceline.ps.messages import (
     TICKS,
     VALUES,
 )
-from paceline.ps.messages import snapshots as snapshot_messages
 from paceline.storage.format import StoredPart
 from paceline.tables.settings import to_fields
 from paceline.transport import FrameKind, Handler, Header, Hello, Listener, MemoryTransport, Peer, padded

@@ -82,7 +82,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "acknowledged-before-chain",
         "a primary acknowledges a push before its successors have it",
-        "protocol/replication/chain_progress.py",
+        "protocol/replication/in_flight.py",
         "if not push.waiting:\n            return [*instructions, *self._end(push)]\n        self._pending.add(push)",
         "if push.is_own or not push.waiting:\n            return [*instructions, *self._end(push)]\n"
         "        self._pending.add(push)",
@@ -91,7 +91,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "no-retransmission",
         "messages that were lost with a connection are not resent",
-        "protocol/replication/chain_progress.py",
+        "protocol/replication/in_flight.py",
         "return self._forward_again([push for push in self._pending if target in push.waiting])",
         "return []",
         unit=_REPLICATION,
@@ -115,7 +115,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "pending-lost-at-view-change",
         "pushes that the successors have not acknowledged are not forwarded again after a view change",
-        "protocol/replication/chain_progress.py",
+        "protocol/replication/in_flight.py",
         "return instructions + self._forward_again(list(self._pending))",
         "return instructions",
         unit=_REPLICATION,
@@ -123,7 +123,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "report-before-confirmation",
         "a bucket of a fill counts as confirmed when it was sent",
-        "protocol/replication/fills.py",
+        "protocol/replication/in_flight.py",
         "        self._sent[target] |= 1 << bucket\n",
         "        self._sent[target] |= 1 << bucket\n        self._confirmed[target] |= 1 << bucket\n",
         unit=_REPLICATION,
@@ -131,7 +131,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "confirmed-across-views",
         "confirmations of a fill still count after the server missed views",
-        "protocol/replication/fills.py",
+        "protocol/replication/in_flight.py",
         "confirmed = self._confirmed if follows else {}",
         "confirmed = self._confirmed",
         unit=_REPLICATION,
@@ -139,7 +139,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "push-before-bucket",
         "a server that is being filled receives pushes of buckets that it does not have yet",
-        "protocol/replication/chain_progress.py",
+        "protocol/replication/in_flight.py",
         "place.successors.get(target, 0) & ~self._fills.unsent(target)",
         "place.successors.get(target, 0)",
         unit=_REPLICATION,
@@ -147,7 +147,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "fill-not-sent-again",
         "buckets that were lost with a connection are not resent",
-        "protocol/replication/fills.py",
+        "protocol/replication/in_flight.py",
         "            self._sent[target] = self._confirmed[target]",
         "            pass",
         unit=_REPLICATION,
@@ -155,7 +155,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "min-replicas-ignored",
         "a chain with too few replicas acknowledges",
-        "protocol/replication/chain_progress.py",
+        "protocol/replication/in_flight.py",
         "and not push.is_sum and push.buckets & self._place.short:",
         "and not push.is_sum and False:",
         unit=_REPLICATION,
@@ -163,7 +163,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "forwarded-in-order-of-arrival",
         "pushes are forwarded again in the order of arrival, with repeats last",
-        "protocol/replication/pending.py",
+        "protocol/replication/in_flight.py",
         "own.sort(key=lambda push: -push.sequence)",
         "own.reverse()",
         unit=_REPLICATION,
@@ -254,7 +254,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "drain-forgotten",
         "a new scheduler does not remember which servers want to leave",
-        "protocol/scheduler/departures.py",
+        "protocol/scheduler/next_view.py",
         "self.servers = set(leaving) & set(servers)",
         "self.servers = set()",
         unit=_SCHEDULER,
@@ -319,7 +319,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "second-answer-not-expected",
         "the second answer to a request that was sent twice over one connection has no receiver",
-        "protocol/client/due_answers.py",
+        "protocol/client/session.py",
         "self._repeated.get(number, 1) + 1",
         "self._repeated.get(number, 1)",
         unit=_CLIENT,

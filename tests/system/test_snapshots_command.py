@@ -16,7 +16,7 @@ from paceline.models.stored import find_version
 from paceline.ps.client import snapshot_loading
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.messages import ClusterSettings
-from paceline.ps.messages.snapshots import LoadState
+from paceline.ps.snapshot_messages import LoadState
 from paceline.storage.snapshot_directory import read_newest
 from paceline.training.driver import run_training
 from paceline.training.options import SnapshotPlan, TrainOptions

@@ -9,8 +9,8 @@ from paceline.on_demand import import_on_demand
 from paceline.ps.client.client import Client, make_node_name
 from paceline.ps.client.dense_table import DenseTable
 from paceline.ps.client.records import load_tables, read_records, save_tables, write_records
+from paceline.ps.client.servers import Ticket
 from paceline.ps.client.sparse_table import SparseTable
-from paceline.ps.client.ticket import Ticket
 from paceline.ps.scheduler.link import SchedulerLink
 from paceline.storage.model_directory import SavedModel, read_model
 from paceline.tables import initializers, rules

@@ -19,7 +19,7 @@ from paceline.ps.client.records import write_records
 from paceline.ps.client.snapshot_loading import load_snapshot, load_state
 from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.ps.messages import FORWARD, PULL, PUSH, PUSH_PULL, TICK
-from paceline.ps.messages.snapshots import LoadParts
+from paceline.ps.snapshot_messages import LoadParts
 from paceline.storage.snapshot_directory import read_newest
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.settings import to_fields

@@ -18,9 +18,9 @@ from paceline.protocol.buckets import buckets_in
 from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
 from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotCoordinator
-from paceline.ps.messages.snapshots import LoadParts
 from paceline.ps.server import snapshots as server_snapshots
 from paceline.ps.server.fills import FillTransfers
+from paceline.ps.snapshot_messages import LoadParts
 from paceline.storage import parts
 from paceline.storage.snapshot_directory import Snapshot, read_buckets, read_newest
 

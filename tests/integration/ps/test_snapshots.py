@@ -21,8 +21,8 @@ from paceline.ps.client import snapshots
 from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.ps.messages import View
-from paceline.ps.messages.snapshots import DropSnapshot
 from paceline.ps.server import snapshots as server_snapshots
+from paceline.ps.snapshot_messages import DropSnapshot
 from paceline.storage import parts
 from paceline.storage.format import SnapshotManifest
 from paceline.storage.snapshot_directory import SnapshotWriteError, folder_name, numbers_in, read_newest

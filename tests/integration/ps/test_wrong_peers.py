@@ -13,7 +13,7 @@ from paceline.protocol import BoundedDelay, Sequential
 from paceline.ps import SGD, messages
 from paceline.ps.messages import CALL, CLOCKS, PULL, PUSH, SYNCED, TICK, TICKS
 from paceline.ps.scheduler.processes import own_host
-from paceline.ps.scheduler.tables import Tables
+from paceline.ps.scheduler.runtime import Tables
 from paceline.transport import Hello, frame_parts
 
 from .harness import Cluster, floats, keys_of, random_keys

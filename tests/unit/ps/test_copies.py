@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.ps.client.buffer_pool import Copies
+from paceline.ps.client.exchange import Copies
 
 
 def test_copies_do_not_change_with_what_they_are_of() -> None:

@@ -1,7 +1,7 @@
 """The client's protocol as one pure state machine, :class:`ClientCore`."""
 
-from paceline.protocol.client.core import ClientCore
-from paceline.protocol.client.instructions import (
+from paceline.protocol.client.core import (
+    ClientCore,
     Connect,
     Discard,
     Disconnect,
@@ -10,8 +10,7 @@ from paceline.protocol.client.instructions import (
     Resync,
     Transmit,
 )
-from paceline.protocol.client.requests import REQUEST, Payload, Request, RequestKind
-from paceline.protocol.client.session import ServerSession
+from paceline.protocol.client.session import REQUEST, Payload, Request, RequestKind, ServerSession
 
 __all__ = [
     "RequestJoin",

@@ -4,6 +4,7 @@ from paceline.protocol.replication.core import Replication
 from paceline.protocol.replication.events import (
     AGGREGATE,
     CALLS,
+    PUSH,
     Acknowledge,
     Acknowledged,
     Apply,
@@ -29,7 +30,6 @@ from paceline.protocol.replication.events import (
     StateReceived,
     Withhold,
 )
-from paceline.protocol.replication.pending import PUSH
 
 __all__ = [
     "AGGREGATE",

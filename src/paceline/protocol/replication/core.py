@@ -22,7 +22,6 @@ from itertools import count
 
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.delivery import Delivery
-from paceline.protocol.replication.chain_progress import ChainProgress
 from paceline.protocol.replication.events import (
     AGGREGATE,
     Acknowledged,
@@ -45,8 +44,7 @@ from paceline.protocol.replication.events import (
     RefusePush,
     StateReceived,
 )
-from paceline.protocol.replication.fills import Fills
-from paceline.protocol.replication.pending import PendingPush
+from paceline.protocol.replication.in_flight import ChainProgress, Fills, PendingPush
 from paceline.protocol.replication.place import Place
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from msgspec import Struct
 
 from paceline.protocol.chains import ChainGroup
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 FilterState: TypeAlias = tuple[tuple[int, int, int], ...]
 """The result of :meth:`Delivery.export`: (incarnation, sequence, buckets)."""
@@ -198,4 +199,43 @@ Instruction: TypeAlias = (
     | Links
     | ReportFilled
     | Ready
+)
+
+_ENDS: Final = {"acknowledged": "Acknowledge", "refused": "RefusePush", "forgotten": "Forget"}
+_WITHHOLDING: Final = {
+    "pending": ("Acknowledged", "LinkUp", "Change"),
+    "left": ("Acknowledged", "Change", "LinkUp", "PushReceived"),
+}
+PUSH: Final = StateTable(
+    "a push at one server",
+    ("pending", "left", "withheld", *_ENDS),
+    (
+        Transition(OUTSIDE, "PushReceived", "refused", "RefusePush", when="another view or not its primary"),
+        Transition(OUTSIDE, "Forwarded", "forgotten", "Forget", when="another view or not from its chain"),
+        Transition(OUTSIDE, "PushReceived", "acknowledged", "Acknowledge", when="no successor"),
+        Transition(OUTSIDE, "Forwarded", "acknowledged", "Acknowledge", when="no successor"),
+        Transition(OUTSIDE, "PushReceived", "pending", "Forward"),
+        Transition(OUTSIDE, "Forwarded", "pending", "Forward"),
+        Transition(OUTSIDE, "PushReceived", "withheld", "Withhold", when="no successor, too few replicas"),
+        Transition("pending", "LinkUp", "pending", "Forward"),
+        Transition("pending", "Change", "left", "Forward"),
+        Transition("left", "Change", "left", "Forward"),
+        Transition("left", "LinkUp", "left", "Forward"),
+        Transition("pending", "Acknowledged", "acknowledged", "Acknowledge", when="the last successor"),
+        Transition("pending", "LinkUp", "acknowledged", "Acknowledge", when="its bucket is filled again"),
+        *(Transition("pending", "Change", end, _ENDS[end], when="no successor remains") for end in _ENDS),
+        *(
+            Transition("left", event, end, _ENDS[end])
+            for end in _ENDS
+            for event in ("Acknowledged", "Change", "LinkUp", "PushReceived", "Forwarded")
+        ),
+        *(
+            Transition(state, event, "withheld", "Withhold", when="too few replicas")
+            for state, events in _WITHHOLDING.items()
+            for event in events
+        ),
+        Transition("withheld", "Change", "acknowledged", "Acknowledge", when="enough replicas"),
+        Transition("withheld", "Change", "refused", "RefusePush", when="another server leads"),
+        Transition("withheld", "give_up", OUTSIDE),
+    ),
 )

@@ -6,12 +6,10 @@ from paceline.on_demand import import_on_demand
 
 if TYPE_CHECKING:
     from paceline.protocol.scheduler import events, messages
-    from paceline.protocol.scheduler.cluster import HEARTBEATS_PER_TIMEOUT, ClusterCore
+    from paceline.protocol.scheduler.cluster import HEARTBEATS_PER_TIMEOUT, PHASE, ClusterCore, Phase
     from paceline.protocol.scheduler.core import SchedulerCore
-    from paceline.protocol.scheduler.evidence import Evidence
     from paceline.protocol.scheduler.members import MEMBER
-    from paceline.protocol.scheduler.phases import PHASE, Phase
-    from paceline.protocol.scheduler.recovery import Recovery
+    from paceline.protocol.scheduler.recovery import Evidence, Recovery
     from paceline.protocol.scheduler.views import (
         KnownViews,
         Proposal,
@@ -47,23 +45,10 @@ __getattr__ = import_on_demand(
     {
         ".events": (),
         ".messages": (),
-        ".cluster": ("HEARTBEATS_PER_TIMEOUT", "ClusterCore"),
+        ".cluster": ("HEARTBEATS_PER_TIMEOUT", "PHASE", "ClusterCore", "Phase"),
         ".core": ("SchedulerCore",),
-        ".evidence": ("Evidence",),
         ".members": ("MEMBER",),
-        ".phases": (
-            "PHASE",
-            "Phase",
-        ),
-        ".recovery": ("Recovery",),
-        ".views": (
-            "KnownViews",
-            "Proposal",
-            "View",
-            "ViewChange",
-            "gaining",
-            "may_commit",
-            "may_take_over",
-        ),
+        ".recovery": ("Evidence", "Recovery"),
+        ".views": ("KnownViews", "Proposal", "View", "ViewChange", "gaining", "may_commit", "may_take_over"),
     },
 )

@@ -8,6 +8,7 @@ something changes. It ends when another scheduler has taken over.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Final
 
 from msgspec.structs import replace
@@ -16,16 +17,51 @@ from paceline.protocol.chains import Planner
 from paceline.protocol.membership import Member, Membership, Role
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.protocol.scheduler import events
-from paceline.protocol.scheduler.departures import Suspects
 from paceline.protocol.scheduler.events import Event, Instruction, MessageReceived
 from paceline.protocol.scheduler.leading import Leader
 from paceline.protocol.scheduler.members import Newcomers
 from paceline.protocol.scheduler.messages import Drain, Leave, Promised, Register, Rejoin
-from paceline.protocol.scheduler.next_view import NextView
-from paceline.protocol.scheduler.phases import Phase
+from paceline.protocol.scheduler.next_view import NextView, Suspects
 from paceline.protocol.scheduler.publication import Publication
 from paceline.protocol.scheduler.recovery import Abandoned, Recovery, Succession
 from paceline.protocol.scheduler.views import View
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
+
+
+class Phase(Enum):
+    """The phase of a scheduler."""
+
+    FORMING = "forming"
+    """It waits for the first servers of the cluster."""
+    RECOVERING = "recovering"
+    """It waits for the members of a cluster whose scheduler died."""
+    LEADING = "leading"
+    SUPERSEDED = "superseded"
+    """Another scheduler has taken over from it."""
+
+    def after(self, event: str) -> Phase:
+        """Return the phase after an event of :data:`PHASE`."""
+        return Phase(PHASE.target(self.value, event))
+
+
+PHASE: Final = StateTable(
+    "a scheduler",
+    tuple(phase.value for phase in Phase),
+    (
+        Transition(OUTSIDE, "start", "forming"),
+        Transition(OUTSIDE, "start", "recovering", when="it replaces another one"),
+        Transition("forming", "Rejoin", "recovering"),
+        Transition("forming", "form", "leading", when="its first servers have registered"),
+        Transition("recovering", "form", "leading", when="the same, and no server has rejoined in time"),
+        Transition(
+            "recovering", "give up", "forming", when="no member is back, or all servers with buckets have ended"
+        ),
+        Transition("recovering", "take over", "leading", "TakenOver", when="a quorum is back"),
+        Transition("leading", "Rejoin", "superseded", "Superseded", when="of a later term"),
+    ),
+)
+"""Names in lower case are consequences of any event that completes a condition."""
+
 
 HEARTBEATS_PER_TIMEOUT: Final = 10
 """Heartbeats of a member within the timeout."""

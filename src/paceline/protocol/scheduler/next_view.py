@@ -2,16 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, KeysView
 
 from paceline.protocol.buckets import count
-from paceline.protocol.chains import VERSION_GAP, Planner, lost_buckets
-from paceline.protocol.membership import Membership, Role
-from paceline.protocol.scheduler.departures import Drains, Suspects
-from paceline.protocol.scheduler.events import BucketsLost, Note, Publish
+from paceline.protocol.chains import VERSION_GAP, ChainGroup, Planner, lost_buckets
+from paceline.protocol.membership import Member, Membership, Role
+from paceline.protocol.reachability import Reachability
+from paceline.protocol.scheduler.events import BucketsLost, Note, Publish, waits_for
 from paceline.protocol.scheduler.publication import Publication, Step
 from paceline.protocol.scheduler.recovery import Succession
 from paceline.protocol.scheduler.views import View
+
+
+class Suspects:
+    """Members that may live, but are silent or not reached by other servers.
+
+    A member may be silent for `timeout_s`.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._reachability = Reachability(timeout_s / 2)
+        self._doubts: dict[int, str] = {}  # members that count as silent before they are overdue → reason
+        self._silent: dict[int, bool] = {}  # overdue servers → whether the wait for them was reported
+        self._cut_off: dict[int, str] = {}  # servers that others do not reach → reason of their removal
+        self.needed: tuple[Member, ...] = ()
+        """The silent servers that the cluster needs to continue."""
+
+    @property
+    def servers(self) -> Collection[int]:
+        """The suspected servers."""
+        return self._silent.keys() | self._cut_off.keys()
+
+    @property
+    def silent(self) -> KeysView[int]:
+        """The silent servers, in the order in which they fell silent."""
+        return self._silent.keys()
+
+    @property
+    def at_odds(self) -> frozenset[int]:
+        """The servers that complain of others, or that others complain of: any of them may be suspected next."""
+        return self._reachability.in_doubt
+
+    def reasons(self) -> dict[int, str]:
+        """Return the reason of the removal of each suspected server."""
+        return {**{server: self.reason(server) for server in self._silent}, **self._cut_off}
+
+    def reason(self, incarnation: int) -> str:
+        """Return the reason of the removal of a silent member."""
+        return self._doubts.get(incarnation, f"it was silent for {self._timeout_s:g} s")
+
+    def doubt(self, incarnation: int, reason: str) -> None:
+        """Count a member as silent before it is overdue, for this reason."""
+        self._doubts[incarnation] = reason
+
+    def take_over(self, absent: Iterable[int]) -> None:
+        """Suspect the servers that are absent from a take-over."""
+        for server in absent:
+            self._silent[server] = False
+            self._doubts[server] = "it did not rejoin the scheduler that took over"
+
+    def note_heartbeat(self, incarnation: int) -> bool | None:
+        """Note a sign of life. Return None if the member was not silent, else whether the wait for it was reported."""
+        self._doubts.pop(incarnation, None)
+        return self._silent.pop(incarnation, None)
+
+    def report(self, server: int, unreachable: Collection[int], time_s: float) -> None:
+        """Note the servers that a server does not reach."""
+        self._reachability.record_heartbeat(server, unreachable, time_s)
+
+    def forget_reports(self) -> None:
+        """Forget the servers' reports about one another."""
+        self._reachability = Reachability(self._timeout_s / 2)
+
+    def removed(self, incarnation: int) -> None:
+        """Forget a removed member."""
+        for known in (self._silent, self._cut_off, self._doubts):
+            known.pop(incarnation, None)
+
+    def suspect_unreachable(self, ranks: dict[int, int], groups: Iterable[ChainGroup], time_s: float) -> bool:
+        """Suspect a live server that other live servers do not reach; return whether there is one."""
+        cut_off = self._reachability.decide(ranks.keys() - self._cut_off.keys(), groups, time_s)
+        if cut_off is None:
+            return False
+        others = " and ".join(f"server {ranks[other]}" for other in cut_off.peers)
+        reason = f"it and {others} could not reach each other for {self._timeout_s:g} s, though all of them live"
+        self._cut_off[cut_off.server] = reason
+        return True
+
+    def fall_silent(self, servers: Collection[int]) -> None:
+        """Suspect these overdue servers: the cluster continues without them."""
+        self._silent = {**dict.fromkeys(servers, False), **self._silent}
+
+    def wait_for(self, servers: tuple[Member, ...]) -> list[Note]:
+        """Wait for these overdue servers, which the cluster needs; report that once."""
+        is_reported, self.needed = servers == self.needed, servers
+        return [] if is_reported else [waits_for(servers, "to continue without them")]
+
+    def wait_no_more(self) -> list[Note]:
+        """Stop waiting for overdue servers."""
+        was_needed, self.needed = self.needed, ()
+        return [Note("enough servers with buckets are connected again: the scheduler continues")] if was_needed else []
+
+    def report_waits(self, servers: Iterable[int]) -> list[int]:
+        """Return the silent ones of these servers for which the wait is unreported, and count it as reported."""
+        unreported = [server for server in servers if not self._silent.get(server, True)]
+        self._silent.update(dict.fromkeys(unreported, True))
+        return unreported
+
+
+class Drains:
+    """The servers that want to leave once other servers have their buckets."""
+
+    def __init__(self) -> None:
+        self.servers: set[int] = set()
+        self._are_all = False  # no server has died since the last one requested to leave
+        self._released: set[int] = set()  # while all servers are draining
+
+    def take_over(self, leaving: Iterable[int], servers: Collection[int], num_expected: int) -> None:
+        """Continue with the `leaving` ones of these servers.
+
+        If fewer servers than expected are left, the missing ones may have died, and their data must not be given up.
+        """
+        self.servers = set(leaving) & set(servers)
+        self._are_all = set(servers) <= self.servers and len(servers) >= num_expected
+
+    def add(self, server: int, servers: Collection[int]) -> None:
+        """Add a server that wants to leave; `servers` are all."""
+        self.servers.add(server)
+        self._are_all = set(servers) <= self.servers
+
+    def connected(self, incarnation: int) -> None:
+        """Note that a member has reconnected. It may not have received its release."""
+        self._released.discard(incarnation)
+
+    def removed(self, incarnation: int) -> None:
+        """Forget a removed member."""
+        self.servers.discard(incarnation)
+        self._released.discard(incarnation)
+
+    def release_all(self, servers: Collection[int], connected: Collection[int]) -> list[int]:
+        """Return the servers to release although no server takes their buckets, because all want to leave.
+
+        Servers that are left alone because the others died are not released: they have the only copies.
+        """
+        self._are_all = self._are_all and set(servers) <= self.servers
+        released = [server for server in sorted(set(servers) - self._released) if server in connected and self._are_all]
+        self._released.update(released)
+        return released
 
 
 class NextView:

@@ -18,8 +18,7 @@ from paceline.errors import AddressError, ConnectionLostError, PacelineError, Pe
 from paceline.protocol import Member
 from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, Transmit
 from paceline.ps import messages
-from paceline.ps.client.buffer_pool import Copies
-from paceline.ps.client.exchange import KINDS, Exchange, exchange_of, pack
+from paceline.ps.client.exchange import KINDS, Copies, Exchange, exchange_of, pack
 from paceline.ps.client.no_channel import NoChannel
 from paceline.ps.client.routes import RouteWatch
 from paceline.ps.messages import RESULT, SYNCED, TICKS, UNKNOWN_KEYS

@@ -14,8 +14,8 @@ from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.filtered import FilteredSender, TableFilters
+from paceline.ps.client.servers import Ticket
 from paceline.ps.client.table import Table, TableClient
-from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, TableSpec
 from paceline.tables.bucket_arrays import dense_buckets
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in

@@ -15,7 +15,7 @@ from paceline.ps.client.client import Client
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.records import write_records
 from paceline.ps.client.snapshots import shares_of
-from paceline.ps.messages.snapshots import GetLoadState, LoadParts, LoadState
+from paceline.ps.snapshot_messages import GetLoadState, LoadParts, LoadState
 from paceline.storage.format import StoredTable
 from paceline.storage.snapshot_directory import Snapshot, read_buckets
 from paceline.tables.rules import RULES

@@ -28,7 +28,7 @@ from paceline.protocol.jobs import JobAccount
 from paceline.ps.client.client import Client
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.messages import TableSpec
-from paceline.ps.messages.snapshots import (
+from paceline.ps.snapshot_messages import (
     DropSnapshot,
     GetSnapshotState,
     SnapshotStarted,

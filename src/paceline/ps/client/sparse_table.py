@@ -19,8 +19,8 @@ from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.records import Positions, call_owners
+from paceline.ps.client.servers import Ticket
 from paceline.ps.client.table import Table
-from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import EXACT, PULL, PUSH, PUSH_PULL, TICK, TICKS
 from paceline.tables.bounds import MAX_PASS, MAX_PASSES
 from paceline.tables.bucket_arrays import buckets_of_keys

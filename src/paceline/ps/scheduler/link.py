@@ -31,9 +31,8 @@ from paceline.protocol.scheduler.member_state import MemberState
 from paceline.ps import messages
 from paceline.ps.forked import own
 from paceline.ps.messages import NOTICE, KnownTable, View
-from paceline.ps.scheduler.calls import CallLine
+from paceline.ps.scheduler.calls import Answer, CallLine, Content
 from paceline.ps.scheduler.memory import Memory
-from paceline.ps.scheduler.outgoing import Answer, Content
 from paceline.ps.scheduler.processes import own_process
 from paceline.ps.scheduler.reconnection import Reconnection
 from paceline.transport import Address, Endpoint, Hello, Transport, read_meta

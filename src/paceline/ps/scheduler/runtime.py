@@ -11,22 +11,97 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from paceline.errors import PacelineError, PeerError, ProtocolError
-from paceline.protocol import Role
+from paceline.errors import PacelineError, PeerError, ProtocolError, TableMismatchError, UsageError
+from paceline.protocol import Member, Role
+from paceline.protocol.buckets import Buckets, count
+from paceline.protocol.chains import VERSION_GAP
 from paceline.protocol.scheduler import SchedulerCore, events
+from paceline.protocol.scheduler.events import PROCESS_ENDED
 from paceline.protocol.scheduler.sessions import MessageNumbers, PendingCall
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
-from paceline.ps.messages import CALL, NOTICE, RESULT
-from paceline.ps.scheduler.notes import Notes
+from paceline.ps.messages import CALL, NOTICE, RESULT, KnownTable, TableSpec
 from paceline.ps.scheduler.processes import ProcessWatch
-from paceline.ps.scheduler.tables import Tables
+from paceline.tables.bounds import MAX_TABLES
+from paceline.tables.rules import RULES
+from paceline.tables.settings import from_fields
 from paceline.transport import Handler, Header, Peer, frame_parts
+
+
+class Notes:
+    """Reports to the operator; the arguments are those of :class:`~paceline.ps.scheduler.Scheduler`."""
+
+    def __init__(self, on_note: Callable[[str], None], on_loss: Callable[[str], None], *, reports_ends: bool) -> None:
+        self.note = on_note
+        self.reports_ends = reports_ends
+        self._on_loss = on_loss
+
+    def declared_dead(self, member: Member, reason: str) -> None:
+        """Report a dead member, unless its launcher reports the end of its process."""
+        if reason != PROCESS_ENDED or self.reports_ends:
+            self.note(f"{member.role.value} {member.rank} ({member.node}) is declared dead: {reason}")
+
+    def lost(self, buckets: Buckets) -> None:
+        """Report the loss of buckets."""
+        self._on_loss(f"{count(buckets)} buckets of the tables are lost: no live server has them")
+
+
+class Tables:
+    """The tables of a cluster by name."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, KnownTable] = {}
+
+    def declare(self, spec: TableSpec) -> int:
+        """Return the number of a table; assign one to a new table. Raises TableMismatchError, and UsageError."""
+        known = self._known.get(spec.name)
+        if known is None:
+            number = 1 + max((table.number for table in self._known.values()), default=0)
+            if number > MAX_TABLES:
+                raise UsageError(f"a cluster has at most {MAX_TABLES} tables")
+            known = self._known[spec.name] = KnownTable(number=number, declared=spec, spec=spec)
+        if spec not in (known.declared, known.spec):
+            raise TableMismatchError(
+                f"table {spec.name!r} was declared as {spec}, and is known as {known.spec}: use the same settings in "
+                "every process, or another name"
+            )
+        return known.number
+
+    def note_update(self, name: str, update: dict[str, object]) -> int:
+        """Change the hyperparameters of a table; return the revision. Raises UsageError."""
+        known = self._known.get(name)
+        if known is None:
+            raise UsageError(f"unknown table {name!r}: declare it before its hyperparameters change")
+        from_fields(RULES, update).check_follows(from_fields(RULES, known.spec.update), f"table {name!r}")
+        spec = known.spec.with_update(update)
+        revision = known.revision + 1
+        self._known[name] = KnownTable(number=known.number, declared=known.declared, spec=spec, revision=revision)
+        return revision
+
+    def restore(self, tables: Iterable[KnownTable]) -> None:
+        """Restore the members' tables; the latest revision of a table counts.
+
+        The next revision is far above all reported ones, because dead processes may have had later ones.
+        """
+        numbers = {known.number for known in self._known.values()}
+        for table in tables:
+            known = self._known.get(table.spec.name)
+            restored = msgspec.structs.replace(table, revision=table.revision + VERSION_GAP)
+            is_new = known is None and table.number not in numbers
+            if is_new or (known and known.number == table.number and known.revision < restored.revision):
+                numbers.add(table.number)
+                self._known[table.spec.name] = restored
+
+    @property
+    def specs(self) -> list[TableSpec]:
+        """The current specs of the tables, by number."""
+        return [known.spec for known in sorted(self._known.values(), key=lambda known: known.number)]
+
 
 _FLUSH_S = 0.02
 """The longest wait of a new worker's publication, so that workers that register together are published together."""

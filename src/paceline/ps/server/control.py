@@ -14,9 +14,8 @@ import psutil
 from paceline.errors import ProtocolError, StaleEpochError, TableMismatchError, UsageError
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.replication import CALLS
-from paceline.ps import messages
+from paceline.ps import messages, snapshot_messages
 from paceline.ps.messages import RESULT, TableStatistics
-from paceline.ps.messages import snapshots as snapshot_messages
 from paceline.ps.server.answers import name_of
 from paceline.ps.server.filtered import check
 from paceline.ps.server.pushes import ERASE, WRITE, ChainPush, Piece

@@ -19,10 +19,9 @@ from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CHECK, CLOCKS, FORWARD, PING, PONG, READY
 from paceline.ps.server.chain_links import ChainLinks
-from paceline.ps.server.check_rounds import CheckRounds
 from paceline.ps.server.fills import ReceivedBucket
 from paceline.ps.server.pushes import ChainPush, check_bucket, check_push, pack, unpack
-from paceline.ps.server.replica_checks import ReplicaChecks
+from paceline.ps.server.replica_checks import CheckRounds, ReplicaChecks
 from paceline.tables.server_tables import ServerTable, ServerTables
 from paceline.tables.sparse_part import SparsePart, make_part
 from paceline.transport import Endpoint, Header, Hello, Peer, frame_parts

@@ -15,7 +15,7 @@ from typing_extensions import override
 from paceline.errors import NonFiniteError, PacelineError, ProtocolError
 from paceline.protocol import Role, ServerCore, parse_consistency, parse_stale_policy
 from paceline.protocol.server import Timing, TimingClass, events
-from paceline.protocol.server.waiting import POSTPONED
+from paceline.protocol.server.progress import POSTPONED
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import (

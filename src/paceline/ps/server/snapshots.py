@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from paceline.errors import ModelError, PacelineError, StaleEpochError, UsageError
 from paceline.protocol import ServerCore
 from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
-from paceline.ps.messages.snapshots import (
+from paceline.ps.snapshot_messages import (
     DropSnapshot,
     GetLoadState,
     GetSnapshotState,

@@ -9,7 +9,7 @@ import pytest
 from paceline.protocol.scheduler.line import MemberEnd
 from paceline.ps import messages
 from paceline.ps.messages import CALL, NOTICE
-from paceline.ps.scheduler.outgoing import add, send
+from paceline.ps.scheduler.calls import add, send
 
 from .lines import End
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import TableMismatchError, UsageError
 from paceline.ps.messages import KnownTable, TableSpec
-from paceline.ps.scheduler.tables import Tables
+from paceline.ps.scheduler.runtime import Tables
 from paceline.tables.bounds import MAX_TABLES
 from paceline.tables.initializers import Zeros
 from paceline.tables.rules import SGD, Adam

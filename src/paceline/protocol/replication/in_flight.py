@@ -1,13 +1,16 @@
-"""The pushes in flight in one server's chains: forwarded, withheld, and forwarded again after a view change.
+"""The pushes and buckets that one server has sent to its successors: in flight, withheld, and sent again.
 
 A part of :class:`~paceline.protocol.replication.core.Replication`, which has the other numbered rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
-from paceline.protocol.buckets import Buckets
+from msgspec import Struct
+
+from paceline.protocol.buckets import Buckets, count
 from paceline.protocol.replication.events import (
     AGGREGATE,
     Acknowledge,
@@ -16,11 +19,217 @@ from paceline.protocol.replication.events import (
     Forward,
     Instruction,
     RefusePush,
+    ReportFilled,
     Withhold,
 )
-from paceline.protocol.replication.fills import Fills
-from paceline.protocol.replication.pending import PendingPush, PendingPushes, in_order
 from paceline.protocol.replication.place import Place
+
+_REPORT_BUCKETS: Final = 64
+
+
+class Fills:
+    """The fills of one server in one view. `numbers` yields numbers that identify buckets in confirmations."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
+        self._wanted: dict[int, Buckets] = {}  # target → the buckets that it needs
+        self._sent: dict[int, Buckets] = {}
+        self._confirmed: dict[int, Buckets] = {}
+        self._reported: dict[int, Buckets] = {}
+        self._states: dict[int, tuple[int, int]] = {}  # number → target, bucket in flight
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The servers that are being filled."""
+        return tuple(self._wanted)
+
+    def wanted(self, target: int) -> Buckets:
+        """Return the buckets that a server is being filled with."""
+        return self._wanted.get(target, 0)
+
+    def unsent(self, target: int) -> Buckets:
+        """Return the buckets not yet sent to a server: it receives no pushes to them."""
+        return self._wanted.get(target, 0) & ~self._sent.get(target, 0)
+
+    def change(self, wanted: Mapping[int, Buckets], *, follows: bool) -> None:
+        """Set the fills of a new view. Confirmations stay valid if it `follows`, so that no view was missed."""
+        confirmed = self._confirmed if follows else {}
+        self._wanted = dict(wanted)
+        self._confirmed = {target: confirmed.get(target, 0) & buckets for target, buckets in wanted.items()}
+        self._sent = dict(self._confirmed)
+        self._reported, self._states = {}, {}  # targets reject buckets of older views
+
+    def is_sending(self, target: int) -> bool:
+        """Whether a bucket is in flight to a server."""
+        return any(state[0] == target for state in self._states.values())
+
+    def send(self, target: int, left: Buckets) -> tuple[int, int]:
+        """Record the first bucket of `left` as sent; return its number and the bucket."""
+        bucket = (left & -left).bit_length() - 1
+        self._sent[target] |= 1 << bucket
+        number = next(self._numbers)
+        self._states[number] = (target, bucket)
+        return number, bucket
+
+    def forget_unconfirmed(self, target: int) -> None:
+        """Mark the buckets that a server has not confirmed as unsent."""
+        self._states = {number: state for number, state in self._states.items() if state[0] != target}
+        if target in self._wanted:
+            self._sent[target] = self._confirmed[target]
+
+    def confirm(self, target: int, number: int) -> bool:
+        """Record a server's confirmation of a bucket by number; return whether it is new."""
+        state = self._states.pop(number, None)
+        if state is None or state[0] != target:
+            return False
+        self._confirmed[target] |= 1 << state[1]
+        return True
+
+    def to_report(self, target: int) -> Buckets:
+        """Return the confirmed buckets if a report is due: all are confirmed, or many since the last one; else 0."""
+        confirmed = self._confirmed[target]
+        news = confirmed & ~self._reported.get(target, 0)
+        if not news or (confirmed != self._wanted[target] and count(news) < _REPORT_BUCKETS):
+            return 0
+        self._reported[target] = confirmed
+        return confirmed
+
+    def reports(self, target: int, version: int) -> list[Instruction]:
+        """Return the report of a server's confirmed buckets if one is due."""
+        filled = self.to_report(target)
+        return [ReportFilled(version, target, filled)] if filled else []
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        for target, wanted in self._wanted.items():
+            assert not self._sent[target] & ~wanted
+            assert not self._confirmed[target] & ~self._sent[target]
+
+
+class PendingPush(Struct, eq=False):
+    """A push that this server's successors have not all acknowledged."""
+
+    token: object
+    incarnation: int
+    sequence: int
+    buckets: int
+    is_own: bool
+    """Whether this server accepted it as the primary, from a client or as its own sum."""
+    is_left: bool = False
+    """Whether it came in an older view."""
+    end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
+    """The final instruction for the token, when all successors have the push."""
+    waiting: dict[int, tuple[int, int]] = {}  # target → number, buckets
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether this server has computed it as the sum of an iteration."""
+        return self.is_own and self.incarnation == AGGREGATE
+
+
+def in_order(pushes: Iterable[PendingPush]) -> list[PendingPush]:
+    """Return the pushes in order of arrival, but each sender's pushes in order of their numbers.
+
+    A repeated push may have arrived after later pushes of its sender.
+    """
+    by_sender: dict[int, list[PendingPush]] = {}
+    senders = []
+    for push in pushes:
+        senders.append(push.incarnation)
+        by_sender.setdefault(push.incarnation, []).append(push)
+    for own in by_sender.values():
+        own.sort(key=lambda push: -push.sequence)
+    return [by_sender[sender].pop() for sender in senders]
+
+
+class PendingPushes:
+    """The pushes of one server that wait for acknowledgements of the servers to which they were forwarded.
+
+    `numbers` yields numbers that identify forwards in acknowledgements.
+    """
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
+        self._pushes: dict[PendingPush, None] = {}
+        self._by_push: dict[tuple[int, int], list[PendingPush]] = {}  # incarnation, sequence → in parts
+        self._by_number: dict[int, PendingPush] = {}
+
+    def __iter__(self) -> Iterator[PendingPush]:
+        return iter(self._pushes)
+
+    def __len__(self) -> int:
+        return len(self._pushes)
+
+    def of(self, incarnation: int, sequence: int) -> tuple[PendingPush, ...]:
+        """Return the pending parts of one push, in order of arrival."""
+        return tuple(self._by_push.get((incarnation, sequence), ()))
+
+    def in_parts(self) -> list[tuple[PendingPush, ...]]:
+        """Return the pending parts of each push with more than one part."""
+        return [tuple(parts) for parts in self._by_push.values() if len(parts) > 1]
+
+    def left(self) -> Buckets:
+        """Return the buckets of pushes from older views."""
+        buckets = 0
+        for push in self._pushes:
+            if push.is_left:
+                buckets |= push.buckets
+        return buckets
+
+    def add(self, push: PendingPush) -> None:
+        """Add a pending push."""
+        self._pushes[push] = None
+        self._by_push.setdefault((push.incarnation, push.sequence), []).append(push)
+
+    def remove(self, push: PendingPush) -> None:
+        """Remove a push if it is pending."""
+        self.forget_forwards(push)
+        if push in self._pushes:
+            del self._pushes[push]
+            key = push.incarnation, push.sequence
+            self._by_push[key].remove(push)
+            if not self._by_push[key]:
+                del self._by_push[key]
+
+    def forward(self, push: PendingPush, target: int, buckets: Buckets) -> Forward:
+        """Forward a push to a server, and wait for its acknowledgement."""
+        number = next(self._numbers)
+        push.waiting[target] = number, buckets
+        self._by_number[number] = push
+        return Forward(push.token, target, number, buckets)
+
+    def acknowledged(self, target: int, number: int) -> PendingPush | None:
+        """Record an acknowledgement; return the push if it was the last one."""
+        push = self._by_number.get(number)
+        if push is None or push.waiting.get(target, (0, 0))[0] != number:
+            return None
+        del self._by_number[number], push.waiting[target]
+        return None if push.waiting else push
+
+    def give_away(self, push: PendingPush, taken: Buckets) -> None:
+        """Remove these buckets from a push, because they were forwarded again under another number."""
+        push.buckets &= ~taken
+        for target, (number, buckets) in list(push.waiting.items()):
+            if buckets & ~taken:
+                push.waiting[target] = number, buckets & ~taken
+            else:
+                del self._by_number[number], push.waiting[target]
+
+    def forget_forwards(self, push: PendingPush) -> None:
+        """Drop the forwards of a push, but not the push."""
+        for number, _ in push.waiting.values():
+            self._by_number.pop(number, None)
+        push.waiting = {}
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        for push in self._pushes:
+            assert push.waiting, "a pending push without a forward"
+            assert all(self._by_number[number] is push for number, _ in push.waiting.values())
+            assert push.buckets, "a pending push without buckets"
+            assert push in self._by_push[push.incarnation, push.sequence]
+        assert len(self._pushes) == sum(map(len, self._by_push.values()))
+        assert len(self._by_number) == sum(len(push.waiting) for push in self._pushes)
 
 
 class ChainProgress:
