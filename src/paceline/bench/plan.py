@@ -80,7 +80,7 @@ def plan_sizes(text: str | None, *, op: str, ranks: int, dtype: str) -> tuple[in
     """Return the sizes of an option without duplicates; round up sizes that are divided into equal parts."""
     if op == "barrier":
         if text is not None:
-            raise UsageError("--sizes: a barrier moves no data; leave it out")
+            raise UsageError("--sizes: a barrier moves no data; leave this option out")
         return (0,)
     item_bytes = ITEM_BYTES.get(dtype, 1)
     sizes = parse_sizes(text or DEFAULT_SIZES)
@@ -105,7 +105,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def format_size(num_bytes: int) -> str:
-    """Write a size as :func:`parse_sizes` reads it."""
+    """Format a size so that :func:`parse_sizes` can read it."""
     for unit, factor in reversed(SIZE_UNITS.items()):
         if num_bytes >= factor and num_bytes % factor == 0:
             return f"{num_bytes // factor}{unit}"

@@ -30,7 +30,7 @@ _WORKER = "paceline.training.worker.worker"
 
 
 def prepare() -> None:
-    """Load the common needs of all roles, in the process that forks them."""
+    """Load everything that all roles need, in the process that forks them."""
     importlib.import_module(_WORKER)
     load_kernels_nowait()
 

@@ -1,4 +1,4 @@
-"""Fork children from one process that has imported and loaded their common needs.
+"""Fork children from one process that has already imported and loaded everything that all of them need.
 
 An interpreter that imports NumPy and Numba and loads the kernels takes a second; a fork of such a process takes
 milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) runs nothing else and has one thread. Without

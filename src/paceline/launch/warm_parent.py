@@ -1,4 +1,4 @@
-"""The fork server's process: load the children's common needs, fork children on request, report their exit statuses.
+"""The fork server's process: import the children's common modules, fork on request, report exit statuses.
 
 ``python -m paceline.launch.warm_parent LINE MODULE``: a :class:`~paceline.launch.fork_server.ForkServer` holds the
 other end of the socket LINE. This process ends when the socket closes; its children watch pipes of their own. A child
@@ -136,7 +136,7 @@ def reason_not_to_fork() -> str | None:
 
 
 def set_title(words: list[str]) -> None:
-    """Show these words as this process's command, on Linux and if they fit."""
+    """Replace this process's command line by these words, on Linux and if they fit."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[45:47])
@@ -164,7 +164,7 @@ def serve(line: socket.socket, module: Any) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Load the needs of the module's processes, and serve."""
+    """Load everything that the module's processes need, and serve."""
     gc.disable()  # the loaded objects are permanent
     module = importlib.import_module(sys.argv[2])
     module.prepare()

@@ -1,8 +1,8 @@
 """Authenticate the ranks of one program: by a given token, or by a key of this machine's user.
 
 Without ``PACELINE_TOKEN``, ranks of one machine use a random key in a file that only their user can read. The first
-program that needs the key creates it, and it stays there, like a key of ssh. Processes of the same user could read the
-ranks' memory anyway; other users cannot guess the key.
+program that needs the key creates the file, and later programs use the same key. Processes of the same user could read
+the ranks' memory anyway; other users cannot guess the key.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _read_or_make(folder: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
     with open(descriptor, "rb") as file:
         if not _is_private(os.fstat(descriptor)):
-            raise UsageError(f"the key {path} is readable by other users, or belongs to one; remove it")
+            raise UsageError(f"the key {path} is readable by other users or belongs to another user; remove it")
         key = file.read(_KEY_BYTES + 1)
     if len(key) != _KEY_BYTES:
         raise UsageError(f"the key {path} has {len(key)} bytes, expected {_KEY_BYTES}; remove it")

@@ -274,7 +274,7 @@ class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One table on one server."""
+    """The statistics of one table on one server."""
 
     rows: int
     num_bytes: int
@@ -288,18 +288,18 @@ class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One server."""
+    """The statistics of one server."""
 
     tables: dict[str, TableStatistics]
     bytes_in: int
     bytes_out: int
     resident_bytes: int
     held: int
-    """The number of requests that wait now, at the gate or for a replica."""
+    """The number of requests that wait now: blocked reads, and pushes with too few replicas."""
     num_compared: int
-    """The number of comparisons of a bucket with the server before this one."""
+    """The number of comparisons of a bucket with the previous server of its chain."""
     num_unordered: int
-    """The number of buckets with another result because the same pushes were applied in another order."""
+    """The number of buckets that differ because the same pushes were applied in a different order."""
     differences: tuple[str, ...]
     """A line for each bucket and table that differs (:mod:`paceline.ps.server.replica_checks`)."""
 

@@ -1,8 +1,8 @@
-"""Snapshots on disk: a directory of them with rotation, and a search for the newest.
+"""Directories of snapshots: rotation, and a search for the newest complete snapshot.
 
-A directory of snapshots holds a folder for each, ``snapshot-000123``, with the parts that servers wrote for it and its
-manifest. The manifest is written last: a folder without one is incomplete. An incremental snapshot refers to parts in
-earlier folders for unchanged buckets. :mod:`paceline.ps.client.snapshots` decides when and which data to write.
+Each snapshot has its own folder, such as ``snapshot-000123``, with its manifest and the parts that servers wrote. The
+manifest is written last: a folder without one is incomplete. An incremental snapshot refers to parts in earlier folders
+for unchanged buckets. :mod:`paceline.ps.client.snapshots` decides when and which data to write.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def describe_failure(directory: Path, error: OSError) -> str:
 class SnapshotDirectory:
     """A directory of snapshots that keeps the newest `keep` and the files that they refer to.
 
-    One run at a time uses it: raises UsageError while another run takes snapshots there.
+    Only one run can use it at a time. Raises UsageError while another run writes snapshots to it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -157,7 +157,7 @@ class Snapshot:
 def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] = lambda text: None) -> Snapshot:
     """Return the newest snapshot of a directory whose files are all present and undamaged.
 
-    `warn` gets a message for each newer snapshot that is not complete. Raises ModelError without a complete snapshot.
+    `warn` is called with a message for each newer, incomplete snapshot. Raises ModelError without a complete snapshot.
     """
     path = Path(directory)
     numbers = [number for number in numbers_in(path) if (path / folder_name(number) / MANIFEST).exists()]
@@ -173,7 +173,7 @@ def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] =
             reasons[number] = str(error)
             continue
         for newer, reason in reasons.items():
-            warn(f"{folder_name(newer)} is not used, {folder_name(number)} is: {reason}")
+            warn(f"{folder_name(newer)} cannot be used, so {folder_name(number)} is used instead: {reason}")
         return Snapshot(path, manifest)
     raise ModelError(f"{path} holds no complete snapshot to resume from: {'; '.join(reasons.values())}")
 
@@ -200,9 +200,9 @@ def _check_part(directory: Path, part: StoredPart) -> None:
 def read_buckets(
     directory: Path, part: StoredPart, wanted: Buckets, *, with_passes: bool = False
 ) -> list[tuple[int, Keys, Floats]]:
-    """Return the keys and records of each wanted bucket of a part with rows. Raises as :func:`read_part`.
+    """Return the keys and records of each wanted bucket that has rows. Raises the errors of :func:`read_part`.
 
-    The number of the pass at the end of records is removed, unless `with_passes` is set.
+    The pass number at the end of each record is removed, unless `with_passes` is set.
     """
     keys, records = read_part(directory, part, _NAME_IN_ERRORS)
     if part.has_passes and not with_passes:

@@ -4,7 +4,7 @@ Waking another thread costs more than moving a small message. A waiting thread t
 (leader and followers, Schmidt et al. 2000). The background thread runs it only if no thread waits. A receive that is
 posted ahead does not start the background thread: its message stays in the socket until the receiver waits. In
 pipelines the receiver waits soon: a step with 16 messages of 16 KB takes 10 ms, but 18 ms if the background thread
-starts, because each wait then takes the loop back. Round trips of 8 bytes and 1 MB between two processes over Unix
+starts, because each wait must then take over the loop. Round trips of 8 bytes and 1 MB between two processes over Unix
 sockets on two cores: 24 and 162 µs, but 143 and 447 µs if the background thread always runs the loop.
 """
 
@@ -119,9 +119,9 @@ class ProgressLoop:
     # without the lock
 
     def wait(self, operation: Waitable, deadline: float) -> bool:
-        """Wait until ``operation`` is finished or the deadline; return whether it is. Raises GroupClosedError.
+        """Wait until ``operation`` finishes or the deadline passes; return whether it has finished.
 
-        The waiting thread runs the loop if no other thread does.
+        The waiting thread runs the loop if no other thread does. Raises GroupClosedError.
         """
         with self.lock:
             self._num_waiting += 1

@@ -1,8 +1,8 @@
 """Common parts of deep click models: a network over the factors of an example's columns.
 
 margin = offset + bias + Σ w[k]·x_k + network(e), where e concatenates Σ v[k]·x_k over the features of each column
-(zeros without factors). Weights w and factors v are those of :mod:`paceline.models.fm`. Layers are tables as well
-(:mod:`paceline.models.deep.layers`), with Adam. Networks compute in PyTorch, which is imported only when they compute.
+(zeros without factors). Weights w and factors v are those of :mod:`paceline.models.fm`. The layers are also tables
+(:mod:`paceline.models.deep.layers`), trained with Adam. PyTorch computes the networks, and is imported at first use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NUM_TABLES = 3  # weights, factors and counts come before the layers
 class ColumnSums:
     """Sums over the features of each column of each example of a minibatch, and their gradients.
 
-    `indices` int32 [pairs] are the rows of factors of the pairs; `values` are float32 [pairs], or empty if all are 1.
+    `indices` int32 [pairs] are the numbers of the rows of factors; `values` are float32 [pairs], or empty if all are 1.
     """
 
     def __init__(self, layout: RowLayout, batch: Batch, indices: npt.NDArray[np.int32], values: Floats) -> None:
@@ -54,7 +54,7 @@ class ColumnSums:
         return found.reshape(n, num_columns, factors.shape[1])
 
     def gradients(self, by_sums: Floats, num_features: int) -> Floats:
-        """Return the gradients by factors, given the gradients by :meth:`sums`."""
+        """Return the gradients with respect to the factors, given those with respect to :meth:`sums`."""
         rows = by_sums.reshape(-1, by_sums.shape[2])[self._places]
         return self._summed(rows, self._indices, num_features)
 
@@ -118,8 +118,8 @@ class DeepMinibatch(FactorizationMinibatch):
 class DeepModel(FactorModel):
     """P(click) from a weight and factors per feature, and a network over the factors of all columns. Abstract.
 
-    `hidden` are the units of each hidden layer; `tower_lr`, `tower_l1` and `tower_l2` are Adam's rate and penalties for
-    all layers.
+    `hidden` is the number of units in each hidden layer. `tower_lr`, `tower_l1` and `tower_l2` are the learning rate
+    and the penalties of Adam, for all layers.
     """
 
     usual: ClassVar[Mapping[str, Any]] = {**FactorModel.usual, "tower_lr": 0.002, "tower_l2": 0.0}

@@ -26,9 +26,10 @@ class Convergence:
     def note_pass(self, objective: float) -> None:
         """Record the objective after a pass.
 
-        1. A pass is at rest if the change is below the tolerance. 2. A pass at rest over all columns is the last one.
-        After another pass at rest, the next one is over all columns: the KKT filter may have hidden one. 3. In any
-        case, every :data:`FULL_PASS_INTERVAL` passes one is over all columns.
+        A pass is steady if it changes the objective by less than the tolerance. The solver stops after a steady pass
+        over all columns. After any other steady pass, the next pass is over all columns, because the KKT filter may
+        have skipped columns that still change. In any case, one in :data:`FULL_PASS_INTERVAL` passes is over all
+        columns.
         """
         self.num_passes += 1
         self.change = (self._objective - objective) / max(abs(objective), 1e-300)

@@ -1,7 +1,7 @@
-"""The jobs of a cluster: the latest job's ledger and poster, and the workers that wait for the next job.
+"""The jobs of a cluster: the latest job's ledger, its poster, and the workers that wait for the next job.
 
-Each scheduler has one :class:`JobCore` and one :class:`paceline.protocol.scheduler.SchedulerCore`. The runtime passes
-requests and departures of processes to it, and sends the answers that it returns.
+The *poster* is the process that has posted the job. The scheduler's runtime passes requests and departures of processes
+to :class:`JobCore`, and sends the answers that it returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.protocol.jobs.messages import Answer, ReceivedRequest
 from paceline.protocol.jobs.records import ALL_DONE, Job, JobFacts, JobRecord, Lease
 from paceline.protocol.membership import Member, Membership, Role
 
-_TERM_SHIFT: Final = 20  # fewer jobs are posted in a term than this many bits count
+_TERM_SHIFT: Final = 20  # bits of a job number that count the jobs of one term
 
 
 class JobCore:
@@ -46,7 +46,7 @@ class JobCore:
         """Give the job to idle workers, and again to workers that finished it if shards became free since.
 
         No worker gets the job while another works on an earlier one. That worker's last pushes may wait for iterations
-        of all workers, and these would wait for it at the start of this job.
+        of all workers, and the other workers would wait for that worker at the start of this job.
         """
         if not self._idle or any(at != job.number for at in self._busy.values()):
             return []
@@ -97,7 +97,7 @@ class JobCore:
         return [Answer(call, None)]
 
     def _note(self, received: ReceivedRequest, membership: Membership) -> None:
-        """Record a message of a worker about its job; one about a finished job is ignored."""
+        """Record a worker's message about its job; ignore messages about finished jobs."""
         request = received.request
         assert isinstance(request, messages.LeaseDone | messages.FileEnded | messages.Report | messages.JobFailed)
         job = self._unless_over(request.job)
@@ -114,7 +114,7 @@ class JobCore:
                 job.fail(error, message)
 
     def _claim(self, peer: object) -> bool:
-        """Reserve the cluster for jobs of a process; return False if it belongs to another one."""
+        """Reserve the cluster for the jobs of a process; return False if another process has reserved it."""
         if self._claimant is not None and self._claimant is not peer:
             return False
         self._claimant = peer
@@ -150,7 +150,7 @@ class JobCore:
         return self.ledger
 
     def _unless_over(self, number: int) -> JobLedger | None:
-        """Return a job; None if a later one was posted, or if it failed with its poster."""
+        """Return a job; None if a later one was posted, or if its poster and its scheduler were lost."""
         is_over = number <= self.last_number and (self.ledger is None or number != self.ledger.number)
         return None if is_over else self._current(number)
 
@@ -172,7 +172,7 @@ class JobCore:
         return self._answers()
 
     def take_news(self) -> JobRecord | None:
-        """Return the job's new facts, which workers and poster store; None if there are none."""
+        """Return the job's new facts, which the workers and the poster store; None if there are none."""
         return None if self.ledger is None else self.ledger.take_news()
 
     def record(self) -> JobRecord | None:
@@ -226,5 +226,5 @@ class JobCore:
 def _worker(received: ReceivedRequest, membership: Membership) -> Member:
     member = membership.find(received.incarnation)
     if member is None or member.role is not Role.WORKER:
-        raise PeerError("this process is not a worker of the cluster, or not any longer")
+        raise PeerError("this process is not a worker of the cluster, or is no longer one")
     return member

@@ -92,7 +92,7 @@ def shards_in(done: Iterable[DoneShards]) -> Iterator[Key]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """Work for the workers, who decode `description`. `files` has the number of shards per file, None if unknown."""
+    """Work for the workers, which decode `description`. `files` has the number of shards per file, None if unknown."""
 
     description: bytes
     files: tuple[int | None, ...]
@@ -143,7 +143,7 @@ class JobRecord:
 
 
 def later(known: Mapping[str, float], counters: Mapping[str, float]) -> Counters:
-    """Return the greater of each of a worker's counters: messages may arrive late or twice."""
+    """Return the greater value of each counter, because messages may arrive late or twice."""
     return {**known, **{name: max(value, known.get(name, value)) for name, value in counters.items()}}
 
 
@@ -210,9 +210,9 @@ class JobMemory:
     posted: JobSpec | None = None
     """The job itself, if this member has posted it."""
     seconds: float = 0.0
-    """Time since the job's start, by its poster's clock."""
+    """Time since the start of the job, by the clock of the process that posted it."""
     taken: tuple[tuple[int, int], ...] = ()
-    """The poster's reports: the worker's incarnation and the report's number."""
+    """Reports that this member has received as the job's poster: (incarnation of the worker, number of the report)."""
 
     def __post_init__(self) -> None:
         _check("lease", self.last_lease, _MAX_NUMBER, -1)
@@ -241,7 +241,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """The progress of a job. `progress` sums the counters of all workers, also of dead ones."""
+    """The progress of a job. `progress` sums the counters of all workers, including dead ones."""
 
     done: int
     total: int | None

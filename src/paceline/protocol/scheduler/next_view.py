@@ -15,9 +15,9 @@ from paceline.protocol.scheduler.views import View
 
 
 class Suspects:
-    """Members that may live, but are silent or not reached by other servers.
+    """Members that may be alive, but are silent or unreachable for other servers.
 
-    A member may be silent for `timeout_s`.
+    A member is overdue if it is silent for longer than `timeout_s`.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -25,7 +25,7 @@ class Suspects:
         self._reachability = Reachability(timeout_s / 2)
         self._doubts: dict[int, str] = {}  # members that count as silent before they are overdue → reason
         self._silent: dict[int, bool] = {}  # overdue servers → whether the wait for them was reported
-        self._cut_off: dict[int, str] = {}  # servers that others do not reach → reason of their removal
+        self._cut_off: dict[int, str] = {}  # servers that others do not reach → reason for their removal
         self.needed: tuple[Member, ...] = ()
         """The silent servers that the cluster needs to continue."""
 
@@ -41,15 +41,15 @@ class Suspects:
 
     @property
     def at_odds(self) -> frozenset[int]:
-        """The servers that complain of others, or that others complain of: any of them may be suspected next."""
+        """The servers that report another server as unreachable, and the reported ones: any may be suspected next."""
         return self._reachability.in_doubt
 
     def reasons(self) -> dict[int, str]:
-        """Return the reason of the removal of each suspected server."""
+        """Return the reason for the removal of each suspected server."""
         return {**{server: self.reason(server) for server in self._silent}, **self._cut_off}
 
     def reason(self, incarnation: int) -> str:
-        """Return the reason of the removal of a silent member."""
+        """Return the reason for the removal of a silent member."""
         return self._doubts.get(incarnation, f"it was silent for {self._timeout_s:g} s")
 
     def doubt(self, incarnation: int, reason: str) -> None:
@@ -63,12 +63,12 @@ class Suspects:
             self._doubts[server] = "it did not rejoin the scheduler that took over"
 
     def note_heartbeat(self, incarnation: int) -> bool | None:
-        """Note a sign of life. Return None if the member was not silent, else whether the wait for it was reported."""
+        """Record a sign of life. Return whether the wait for the member was reported; None if it was not silent."""
         self._doubts.pop(incarnation, None)
         return self._silent.pop(incarnation, None)
 
     def report(self, server: int, unreachable: Collection[int], time_s: float) -> None:
-        """Note the servers that a server does not reach."""
+        """Record the servers that a server does not reach."""
         self._reachability.record_heartbeat(server, unreachable, time_s)
 
     def forget_reports(self) -> None:
@@ -95,7 +95,7 @@ class Suspects:
         self._silent = {**dict.fromkeys(servers, False), **self._silent}
 
     def wait_for(self, servers: tuple[Member, ...]) -> list[Note]:
-        """Wait for these overdue servers, which the cluster needs; report that once."""
+        """Wait for these overdue servers, which the cluster needs; report the wait once."""
         is_reported, self.needed = servers == self.needed, servers
         return [] if is_reported else [waits_for(servers, "to continue without them")]
 
@@ -105,7 +105,7 @@ class Suspects:
         return [Note("enough servers with buckets are connected again: the scheduler continues")] if was_needed else []
 
     def report_waits(self, servers: Iterable[int]) -> list[int]:
-        """Return the silent ones of these servers for which the wait is unreported, and count it as reported."""
+        """Return the silent servers among these whose wait is unreported, and mark it as reported."""
         unreported = [server for server in servers if not self._silent.get(server, True)]
         self._silent.update(dict.fromkeys(unreported, True))
         return unreported
@@ -116,11 +116,11 @@ class Drains:
 
     def __init__(self) -> None:
         self.servers: set[int] = set()
-        self._are_all = False  # no server has died since the last one requested to leave
+        self._are_all = False  # at the last request, all live servers wanted to leave
         self._released: set[int] = set()  # while all servers are draining
 
     def take_over(self, leaving: Iterable[int], servers: Collection[int], num_expected: int) -> None:
-        """Continue with the `leaving` ones of these servers.
+        """Continue with those of `servers` that are in `leaving`.
 
         If fewer servers than expected are left, the missing ones may have died, and their data must not be given up.
         """
@@ -128,12 +128,12 @@ class Drains:
         self._are_all = set(servers) <= self.servers and len(servers) >= num_expected
 
     def add(self, server: int, servers: Collection[int]) -> None:
-        """Add a server that wants to leave; `servers` are all."""
+        """Add a server that wants to leave; `servers` are all servers."""
         self.servers.add(server)
         self._are_all = set(servers) <= self.servers
 
     def connected(self, incarnation: int) -> None:
-        """Note that a member has reconnected. It may not have received its release."""
+        """Record that a member has reconnected. It may not have received its release."""
         self._released.discard(incarnation)
 
     def removed(self, incarnation: int) -> None:
@@ -180,7 +180,7 @@ class NextView:
             )
 
     def filled(self, version: int, target: int, buckets: int) -> bool:
-        """Note that a server has these buckets now; return False if the report is of another view."""
+        """Record that a server has these buckets now; return False if the report is of another view."""
         # A report of another view may be obsolete; servers repeat it for the committed view.
         if version != self.publication.committed.version:
             return False

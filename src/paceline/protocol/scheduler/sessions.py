@@ -19,18 +19,18 @@ class MessageNumbers(Struct, frozen=True):
     sequence: int = 0
     """The number of the message; 0: it may be lost."""
     lowest: int = 0
-    """The lowest number of a call without an answer."""
+    """The lowest number of an unanswered call."""
 
 
 class Session:
-    """The session of one process; `peer` is its connection, None while there is none."""
+    """The session of one process; `peer` is its connection, None while disconnected."""
 
     __slots__ = ("end", "incarnation", "peer")
 
     def __init__(self, peer: Any) -> None:
         self.peer: Any = peer
         self.incarnation: int | None = None
-        """The member's; None for a process that is not a member."""
+        """The incarnation of the member; None if the process is not a member."""
         self.end = SchedulerEnd()
 
     def answer(self, request: int, content: Any, body: bytes = b"") -> list[SendMessage]:
@@ -46,11 +46,11 @@ class Session:
         return [] if answer is None else self._send(request, *answer)
 
     def repeat_all(self) -> list[SendMessage]:
-        """Send all answers again that may be lost."""
+        """Send again all answers that may have been lost."""
         return [send for request, answer in self.end.answers() for send in self._send(request, *answer)]
 
     def notify(self, message: Any) -> list[SendMessage]:
-        """Send a notice; it is lost without a connection."""
+        """Send a notice; drop it if there is no connection."""
         return self._send(0, message)
 
     def _send(self, request: int, content: Any, body: bytes = b"") -> list[SendMessage]:
@@ -58,7 +58,7 @@ class Session:
 
 
 class PendingCall(Struct, frozen=True):
-    """A call of a process, whose answer may come later."""
+    """A call from a process; the answer may be sent later."""
 
     session: Session
     request: int
@@ -71,7 +71,7 @@ class Sessions:
         self.connected: dict[object, Session] = {}
         self.members: dict[int, Session] = {}
         """By incarnation."""
-        self._joining: dict[object, int] = {}  # connection → the request of a Register or Rejoin without an answer
+        self._joining: dict[object, int] = {}  # connection → the request of an unanswered Register or Rejoin
 
     def connect(self, peer: object) -> None:
         """Begin the session of a connection."""
@@ -86,7 +86,7 @@ class Sessions:
         return session
 
     def join(self, peer: object, request: int) -> None:
-        """Note a request to join the cluster."""
+        """Record a request to join the cluster."""
         self._joining[peer] = request
 
     def has_joined(self, peer: object) -> bool:
@@ -99,7 +99,7 @@ class Sessions:
         return [] if request is None else [SendMessage(peer, answer, request)]
 
     def notify(self, peers: Iterable[object], message: Any) -> list[SendMessage]:
-        """Send a notice on those connections that are open."""
+        """Send a notice to the connected ones of these peers."""
         return [SendMessage(peer, message) for peer in peers if peer in self.connected]
 
     def welcome(self, peer: object, incarnation: int) -> tuple[Session, bool] | None:

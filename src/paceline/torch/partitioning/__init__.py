@@ -1,1 +1,1 @@
-"""A model's graph cut over the devices of one process."""
+"""Split a model's graph over the devices of one process."""

@@ -1,4 +1,4 @@
-"""A graph of operations cut over devices: pure rules on names, tested without tensors.
+"""Split a graph of operations over devices: pure rules on names, tested without tensors.
 
 Edges between two devices become transfers: one for each value and destination, independent of the number of users
 there. TensorFlow's partitioner does the same (``graph_partition.cc``; Abadi et al., OSDI 2016, section 3.3). Backward,

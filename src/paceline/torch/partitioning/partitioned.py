@@ -1,4 +1,4 @@
-"""A model whose graph is cut over the devices of one process; calls and training do not change."""
+"""A model whose graph is split over the devices of one process; calls and training do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a graph that is cut over devices: a segment starts when its inputs have arrived."""
+"""Run a graph that is split over devices: a segment starts when its inputs have arrived."""
 
 from __future__ import annotations
 
