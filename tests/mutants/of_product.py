@@ -50,10 +50,10 @@ OF_PRODUCT: Final = (
         "repeat-acknowledged-at-once",
         "a repeat is acknowledged though the next servers of the chain may lack the push",
         "ps/server/requests.py",
-        "        if fresh:\n            if verdict.takes_part:\n                dropped, grads, top",
+        "        if fresh:\n            dropped = self._stale.was_dropped",
         "        if not fresh:\n            clock = self._tick_of(peer, header)\n"
         "            self._runtime.answer_push(peer, header, selection, clock, 0)\n            return\n"
-        "        if fresh:\n            if verdict.takes_part:\n                dropped, grads, top",
+        "        if fresh:\n            dropped = self._stale.was_dropped",
         unit=(),
         integration=(f"{_PS}/test_exactly_once.py",),
         simulation=_PRODUCT,
@@ -93,8 +93,8 @@ OF_PRODUCT: Final = (
         "call-counts-for-all-buckets",
         "the first part of a call that a view change divided counts for all buckets",
         "protocol/server/core.py",
-        "if route is _ALONE and worker < _CALLS:",
-        "if route is _ALONE:",
+        "if route is Route.ALONE and worker < _CALLS:",
+        "if route is Route.ALONE:",
         unit=("tests/unit/protocol/server/test_server_core.py",),
         simulation=_PRODUCT,
     ),

@@ -315,10 +315,6 @@ class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
     num_floats: Natural
     range: tuple[Natural, Natural, BucketMask] | None = None
 
-    def __post_init__(self) -> None:
-        if self.range is not None and (self.num_keys or self.range[0] > self.range[1]):
-            raise UsageError(f"a piece has keys or one range: got {self.num_keys} keys and {self.range[:2]}")
-
 
 class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
     """A push, a write or an erasure for the next server of a chain. Sequence, version and number are in the header."""

@@ -1,23 +1,30 @@
-"""Sequential consistency on a server: sum the pushes of one iteration in rank order and apply the sum once.
+"""Sequential consistency on a server: buffer the pushes of an iteration, sum them in rank order, apply the sum once.
 
 The result equals one process on the concatenated batches (to float rounding), and is the same in every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from paceline.errors import NonFiniteError
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
+from paceline.kernels.sparse import largest
 from paceline.protocol.buckets import Buckets
-from paceline.tables.sparse_part import Selection, TablePart
+from paceline.tables.non_finite import NonFinite
+from paceline.tables.part import Selection, TablePart, sum_of
+from paceline.tables.server_tables import Piece, ServerTables
 from paceline.tables.types import Floats
 
 Push = tuple[Selection, Floats]
 _LARGE_BYTES = 1 << 16
+_SAFE_SUM = 1e38  # of gradients, before the factor
+_logger = logging.getLogger("paceline.ps")
 
 
 class IterationPushes(NamedTuple):
@@ -108,14 +115,8 @@ def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
 
 def sum_up(part: TablePart, pushes: Sequence[Push], factor: float) -> list[Push]:
     """Return the sums that :func:`apply_sum` applies, as pushes of disjoint keys or ranges."""
-    found: list[Push] = []
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result
-        for selection, grads in _by_selection(part, pushes):
-            total = grads[0]
-            for more in grads[1:]:
-                total = total + more
-            found.append((selection, total if factor == 1.0 else total * np.float32(factor)))
-    return found
+        return [(selection, sum_of(grads, factor)) for selection, grads in _by_selection(part, pushes)]
 
 
 def _by_selection(part: TablePart, pushes: Sequence[Push]) -> list[tuple[Selection, list[Floats]]]:
@@ -145,3 +146,62 @@ def _disjoint_ranges(pushes: Sequence[Push]) -> list[list[Push]] | None:
     if any(after[0] < before[1] for before, after in pairwise(bounds)):
         return None
     return [found[key] for key in bounds]
+
+
+class IterationSums:
+    """The buffered pushes of one server. With `mean`, sums are divided by the number of workers."""
+
+    def __init__(self, tables: ServerTables, non_finite: NonFinite, mean: bool) -> None:
+        self._tables = tables
+        self._non_finite = non_finite
+        self.buffer = IterationBuffer(mean)
+
+    def restrict(self, buckets: Buckets) -> None:
+        """Drop the pushes outside `buckets`."""
+        self.buffer.restrict({number: table.part for number, table in self._tables.by_number.items()}, buckets)
+
+    def apply(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> None:
+        """Sum and apply the pushes of `workers` in an iteration, which are all to `buckets`."""
+        complete = self._complete(iteration, workers, buckets)
+        for number, pushes in sorted(complete.tables.items()):
+            table = self._tables.by_number[number]
+            table.staleness.histogram[0] += len(pushes)  # nothing else was applied since the iteration began
+            apply_sum(table.part, pushes, complete.factor)
+        self.buffer.recycle(complete.tables)
+
+    def pieces(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> list[Piece]:
+        """Return the sum of the pushes of `workers` in an iteration, restricted to `buckets`."""
+        complete = self._complete(iteration, workers, buckets)
+        pieces: list[Piece] = []
+        for number, pushes in sorted(complete.tables.items()):
+            self._tables.by_number[number].staleness.histogram[0] += len(pushes)
+            pieces += self._sum_up(number, pushes, complete.factor, buckets)
+        return pieces
+
+    def _complete(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> IterationPushes:
+        complete = self.buffer.complete(iteration, workers)
+        source = f"the sum of the gradients of iteration {iteration} on server {self._tables.rank}"
+        for number, pushes in list(complete.tables.items()):
+            table = self._tables.by_number[number]
+            top = complete.tops[number]
+            if top < _SAFE_SUM and table.part.magnitudes.take(top * complete.factor):
+                continue
+            try:
+                for piece in self._sum_up(number, pushes, complete.factor, buckets):
+                    top = float(largest(piece.floats))
+                    if not table.part.magnitudes.take(top):
+                        self._non_finite.try_push(table, piece.selection, piece.floats, top, source)
+            except NonFiniteError as error:  # the table's sum is not applied; the workers receive the error
+                _logger.warning("%s", error)
+                table.refused.update(dict.fromkeys(workers, str(error)))
+                del complete.tables[number]
+        return complete
+
+    def _sum_up(self, number: int, pushes: Sequence[Push], factor: float, buckets: Buckets) -> Iterator[Piece]:
+        """Yield a table's sums in `buckets`. All buffered pushes are in the buckets that this server leads."""
+        part = self._tables.by_number[number].part
+        for selection, grads in sum_up(part, pushes, factor):
+            whole = Piece(number, selection, grads)
+            piece = self._tables.restrict(whole, buckets) if part.primary & ~buckets else whole
+            if piece is not None:
+                yield piece

@@ -14,7 +14,7 @@ from paceline.kernels.parameters import INITIAL_A, INITIAL_B, NUM_PARAMETERS
 from paceline.protocol.buckets import ALL, Buckets, buckets_in
 from paceline.tables.bucket_arrays import from_flags, to_flags
 from paceline.tables.memory.pages import PAGE_BYTES, LazyFloats
-from paceline.tables.part import Positions, Selection, TablePart
+from paceline.tables.part import Positions, Selection, TablePart, sum_of
 from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs, range_buckets, runs_in
 from paceline.tables.rules import kernels
 from paceline.tables.spec import TableSpec
@@ -228,7 +228,7 @@ class DensePart(TablePart):
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
         """Sum and apply block by block, in one pass, so that a block stays in the cache."""
         if selection.keys is not None or (len(grads) == 1 and factor == 1.0):
-            super().push_sum(selection, grads, factor)
+            self.push(selection, sum_of(grads, factor))
             return
         code, size = self.rule.code, self._size
         total = np.empty(_BLOCK, np.float32)

@@ -67,6 +67,14 @@ def not_finite(grads: Floats, sender: str, table: str) -> NonFiniteError:
     )
 
 
+def sum_of(grads: Sequence[Floats], factor: float) -> Floats:
+    """Return the sum of gradients (float32 [n] each) times a factor."""
+    total = grads[0]
+    for more in grads[1:]:
+        total = total + more
+    return total if factor == 1.0 else total * np.float32(factor)
+
+
 class TablePart(ABC):
     """One server's buckets of a table, as their primary or as a replica."""
 
@@ -210,12 +218,9 @@ class TablePart(ABC):
     def push(self, selection: Selection, grads: Floats) -> None:
         """Apply the update rule with finite `grads` (float32 [num_values])."""
 
+    @abstractmethod
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
         """Apply the update rule once with the sum of finite `grads` (float32 [num_values] each) times `factor`."""
-        total = grads[0]
-        for more in grads[1:]:
-            total = total + more
-        self.push(selection, total if factor == 1.0 else total * np.float32(factor))
 
     @abstractmethod
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:

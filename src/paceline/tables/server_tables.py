@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Struct
+
 from paceline.errors import UsageError
 from paceline.protocol.buckets import Buckets
 from paceline.tables.memory.blocks import RowMemory
+from paceline.tables.part import Selection, TablePart
 from paceline.tables.rules import RULES
 from paceline.tables.settings import from_fields
-from paceline.tables.sparse_part import TablePart
 from paceline.tables.spec import TableSpec
 from paceline.tables.staleness import StalenessRecord
+from paceline.tables.types import Floats
 
 
 class ServerTable:
@@ -46,6 +49,14 @@ class ServerTable:
         self.spec, self.revision = self.spec.with_update(update), revision
 
 
+class Piece(Struct):
+    """The part of a push for one table: keys, and their gradients or records (flat; empty for an erasure)."""
+
+    table: int
+    selection: Selection
+    floats: Floats
+
+
 class ServerTables:
     """All tables of the server of rank `rank`, and the `memory` of their rows."""
 
@@ -61,6 +72,14 @@ class ServerTables:
         if table is None:
             raise UsageError(f"server {self.rank} has no table number {number}: declare it first")
         return table
+
+    def restrict(self, piece: Piece, buckets: Buckets) -> Piece | None:
+        """Return the part of a piece in `buckets`: the piece itself if it lies there completely, None if empty."""
+        selection, floats = self.find(piece.table).part.restrict(piece.selection, piece.floats, buckets)
+        if selection is piece.selection:
+            return piece
+        is_empty = not len(floats if selection.keys is None else selection.keys)
+        return None if is_empty else Piece(piece.table, selection, floats)
 
     def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
         """Record the number of rows that a part of an erasure erased: the reply may be repeated."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from paceline.tables import passes
 from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags
 from paceline.tables.dense_part import DensePart
 from paceline.tables.memory.blocks import RowMemory
-from paceline.tables.part import Selection, TablePart, check_finite
+from paceline.tables.part import Selection, TablePart, check_finite, sum_of
 from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs
 from paceline.tables.sparse_store import SparseStore
 from paceline.tables.spec import TableSpec
@@ -122,6 +122,10 @@ class SparsePart(TablePart):
         store.push(keys, grads)
         if store.pass_number:
             passes.note_push(store, keys)
+
+    @override
+    def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
+        self.push(selection, sum_of(grads, factor))
 
     @override
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:

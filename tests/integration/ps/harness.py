@@ -15,6 +15,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.protocol import Accept, Consistency, Eventual, Role, StalePolicy
+from paceline.protocol.buckets import buckets_in
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.client.table import TableClient
 from paceline.ps.fail_stop import watch_loop
@@ -112,6 +113,18 @@ class ServerNode:
             self.served.loop.call_soon_threadsafe(self.server.view_changed, notice)
         elif isinstance(notice, messages.Expelled):
             self.expelled = self.expelled or notice.reason
+
+
+def check_all_buckets(node: ServerNode) -> int:
+    """Send the digests of all buckets of a server to its successors; return their number."""
+    core, rounds = node.server.core, node.server.replicator.rounds
+
+    def send() -> int:
+        found = [(target, bucket) for target in rounds.targets for bucket in buckets_in(core.checkable(target))]
+        return sum(rounds.send(target, bucket) for target, bucket in found)
+
+    number: int = node.call(send)
+    return number
 
 
 def break_off(link: SchedulerLink) -> None:
@@ -231,7 +244,7 @@ class Cluster:
         wait_until(lambda: all(node.server.core.replication.version >= newest for node in nodes))
         checks = [node.server.replicator.checks for node in nodes]
         compared, received = sum(each.num_compared for each in checks), sum(each.num_received for each in checks)
-        expected = received + sum(node.call(node.server.replicator.rounds.check_all) for node in nodes)
+        expected = received + sum(check_all_buckets(node) for node in nodes)
         wait_until(lambda: sum(each.num_received for each in checks) >= expected)
         differences = [line for each in checks for line in each.differences]
         if differences:

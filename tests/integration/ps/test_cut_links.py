@@ -15,7 +15,7 @@ from paceline.errors import PacelineError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import SGD, Client
 from paceline.ps.messages import FORWARD, PING, PONG, TICK
-from paceline.ps.server.chain_links import ChainLinks
+from paceline.ps.server.replicator import ChainLinks
 from paceline.testing import serve_in_thread
 from paceline.transport import Address, Endpoint, Handler, Header, Hello, Peer, SocketTransport, frame_parts
 

@@ -15,6 +15,7 @@ from paceline.protocol import BoundedDelay, Consistency, DropStale, Eventual, Se
 from paceline.protocol.client import Request
 from paceline.ps import SGD, Client, messages
 from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.exchange import DataRequest
 from paceline.ps.client.records import write_records
 from paceline.ps.client.snapshot_loading import load_snapshot, load_state
 from paceline.ps.client.snapshots import SnapshotCoordinator
@@ -290,7 +291,7 @@ def test_a_push_that_arrives_after_a_later_change_is_applied() -> None:
         sequence = client.servers.core.next_sequence()
         write_records(client, table.spec, KEYS, np.full((len(KEYS), 1), 7, np.float32))
         connection = client.servers.connections[0]
-        client.servers.wait(connection.send(PUSH, table.number, 0, 0, sequence, (KEYS, ONES)))
+        client.servers.wait(connection.send(DataRequest(PUSH, table.number, sequence=sequence, parts=(KEYS, ONES))))
         assert (table.pull(KEYS) == 6).all()
 
 

@@ -15,7 +15,7 @@ from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import FTRL, SGD, Adam, Client, DenseTable, SparseTable, UpdateRule
 from paceline.tables.dense_part import DensePart
 
-from .harness import Cluster, ServerNode, in_threads, wait_until
+from .harness import Cluster, ServerNode, check_all_buckets, in_threads, wait_until
 from .test_replication import is_whole
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -82,7 +82,7 @@ def test_no_alarm_while_servers_come_and_go(consistency: Consistency) -> None:
         def wait_whole(num_servers: int) -> None:
             while not is_whole(observer, num_servers, 1):
                 for node in cluster.nodes:
-                    node.call(node.server.replicator.rounds.check_all)
+                    check_all_buckets(node)
                 done.wait(0.3)
 
         in_threads(*(lambda each=each: push(each) for each in clients), move)

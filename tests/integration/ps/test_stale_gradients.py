@@ -254,6 +254,25 @@ def test_a_repeat_goes_down_the_chain_as_it_was_applied(kind: int) -> None:
         assert cluster.compare_replicas()
 
 
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_repeat_of_a_dropped_push_counts_once(replicas: int) -> None:
+    plan = FaultPlan((Fault(action="duplicate", rank=0, step=0, kind=PUSH),))
+    transport, stale = FaultyTransport(SocketTransport(TOKEN), plan), DropStale(beyond=0)
+    with Cluster(
+        servers=1 + replicas, workers=2, replicas=replicas, consistency=Eventual(), stale=stale, transport=transport
+    ) as cluster:
+        a = cluster.connect(rank=0)
+        b = sparse(cluster.connect(rank=1, transport=SocketTransport(TOKEN)))
+        table, key = sparse(a), keys_of(1)
+        table.pull(key)
+        b.push(key, floats(1)).wait()
+        assert table.push(key, floats(1)).dropped
+        plan.check_all_fired()
+        assert table.pull(key) == -1
+        assert sum(server.dropped for server in statistics_of(a, "w")) == 1
+        assert sum(sum(server.staleness[1:]) for server in statistics_of(a, "w")) == 1
+
+
 def test_a_fresh_gradient_is_left_as_it_is() -> None:
     with Cluster(workers=1, consistency=Eventual(), stale=DelayCompensate(strength=100.0)) as cluster:
         table = sparse(cluster.connect())

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.errors import ProtocolError
 from paceline.protocol import clocks, replication
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.consistency import Consistency
@@ -36,10 +37,10 @@ from paceline.protocol.server.events import (
 )
 from paceline.protocol.server.progress import EarlyRequests, Progress
 
-_BUFFER, _CHAIN, _ALONE, _STALE, _EXPELLED = Route
 _CALLS = replication.CALLS
+_MAX_LEAP = 1 << 16  # iterations by which one frame may advance a worker's clock: more than its frames in flight
 _DATA, _IMMEDIATE = TimingClass.DATA, Timing.IMMEDIATE
-_WORDS = frozenset((TimingClass.TICK, TimingClass.SYNCED, TimingClass.CALL))
+_MEMBERS_ONLY = frozenset((TimingClass.TICK, TimingClass.SYNCED, TimingClass.CALL))
 
 
 class ServerCore:
@@ -195,7 +196,7 @@ class ServerCore:
             return _IMMEDIATE
         if not self._me:
             return Timing.EARLY
-        if kind in _WORDS:
+        if kind in _MEMBERS_ONLY:
             # Rule 1: a worker takes part only if the current view lists it.
             if self.workers.is_unnamed(sender):
                 return Timing.UNNAMED
@@ -240,21 +241,21 @@ class ServerCore:
         workers, place, iterations = self.workers, self.replication.place, self.progress.iterations
         takes_part = worker in workers.counted
         if takes_part:
-            workers.check_leap(worker, iteration, self.progress.updates)
+            self._check_leap(worker, iteration)
         elif worker < 1 or worker & ~_CALLS in workers.departed:
-            return Verdict(_EXPELLED, worker, sequence, iteration)
+            return Verdict(Route.EXPELLED, worker, sequence, iteration)
         primary = place.primary
         counted = primary if buckets is None else buckets
         if counted & ~primary:
-            return Verdict(_STALE, worker, sequence, iteration)
+            return Verdict(Route.STALE, worker, sequence, iteration)
         if iterations is not None and (takes_part or workers.has_started(worker, iteration)):
             if not self._replicas:
                 counted = primary
             fresh = iterations.missing(worker, sequence, iteration, counted)
-            return Verdict(_BUFFER, worker, sequence, iteration, counted, fresh, takes_part)
-        route = _CHAIN if place.successors or place.short else _ALONE
+            return Verdict(Route.BUFFER, worker, sequence, iteration, counted, fresh, takes_part)
+        route = Route.CHAIN if place.successors or place.short else Route.ALONE
         # A call may have been split by another view: it counts only for the buckets of its keys.
-        if route is _ALONE and worker < _CALLS:
+        if route is Route.ALONE and worker < _CALLS:
             counted = primary
         fresh = self.replication.delivery.missing(worker, sequence, counted)
         return Verdict(route, worker, sequence, iteration, counted, fresh, takes_part)
@@ -266,10 +267,10 @@ class ServerCore:
         push is newer than all earlier pushes of its worker.
         """
         route, worker, sequence, fresh = verdict.route, verdict.worker, verdict.sequence, verdict.fresh
-        if route is _CHAIN:
+        if route is Route.CHAIN:
             self.progress.replicate(self.replication.push(token, worker, sequence, verdict.buckets))
             return self._take_out()
-        if route is _BUFFER:
+        if route is Route.BUFFER:
             assert self.progress.iterations is not None
             if fresh:
                 self.progress.iterations.admit(worker, sequence, verdict.iteration, fresh)
@@ -293,7 +294,7 @@ class ServerCore:
             case events.Read():
                 self._read(event)
             case events.WorkerJoining() | events.Synced() | events.WorkerRetired():
-                self._take_word(event)
+                self._handle_worker(event)
             case events.ViewChanged():
                 self._take_view(event)
             case events.ReadyReceived(source, version):
@@ -313,13 +314,30 @@ class ServerCore:
 
     def tick(self, worker: int, clock: int) -> list[Instruction]:
         """Apply a WorkerTicked, as :meth:`handle` does. O(1) if it completes no iteration."""
-        if worker in self.workers.counted:
-            self.workers.check_leap(worker, clock - 1, self.progress.updates)
-        instructions = self.workers.tick(worker, clock)
+        workers = self.workers
+        if worker not in workers.counted:
+            return []
+        self._check_leap(worker, clock - 1)
+        instructions = workers.gate.handle(clocks.Tick(worker, clock))
         if not instructions:
             return []
         self.progress.follow_gate(instructions)
         return self._take_out()
+
+    def _check_leap(self, worker: int, clock: int) -> None:
+        """Raise ProtocolError if a worker reports iterations that it cannot have begun.
+
+        Under sequential consistency each one is completed separately, so a huge leap would block the server.
+        """
+        if self.progress.iterations is None:
+            return
+        gate = self.workers.gate
+        known = max(gate.clocks.get(worker, 0), gate.minimum)
+        if clock > known + _MAX_LEAP and clock > (known := max(known, self.progress.updates.first_clock)) + _MAX_LEAP:
+            raise ProtocolError(
+                f"a worker (incarnation {worker}) went from iteration {known} to {clock}: expected a step of at most "
+                f"{_MAX_LEAP}"
+            )
 
     def _take_out(self) -> list[Instruction]:
         self.progress.answer()
@@ -340,7 +358,7 @@ class ServerCore:
 
     # Workers.
 
-    def _take_word(self, event: events.WorkerJoining | events.Synced | events.WorkerRetired) -> None:
+    def _handle_worker(self, event: events.WorkerJoining | events.Synced | events.WorkerRetired) -> None:
         worker = event.worker
         if isinstance(event, events.WorkerRetired):
             self.progress.retire(worker)
@@ -350,7 +368,7 @@ class ServerCore:
         if self.workers.is_excluded(worker) or (is_joining and not self.workers.may_join(worker)):
             self._out.append(events.RejectExpelled(event.token))
             return
-        self.workers.check_leap(worker, event.clock, self.progress.updates)
+        self._check_leap(worker, event.clock)
         if isinstance(event, events.WorkerJoining):
             clock = max(event.clock, self.progress.updates.first_clock)
             self.progress.follow_gate(self.workers.join(worker, event.rank, clock))

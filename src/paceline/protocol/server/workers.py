@@ -6,10 +6,8 @@ from paceline.errors import ProtocolError
 from paceline.protocol import clocks
 from paceline.protocol.clocks import Gate
 from paceline.protocol.consistency import Consistency, Sequential
-from paceline.protocol.iterations import Iterations, OnArrival
 from paceline.protocol.server.events import Clocks, ViewChanged
 
-_MAX_LEAP = 1 << 16  # iterations by which one frame may advance a worker's clock: more than its frames in flight
 _MAX_AHEAD = 1 << 20  # iterations by which one worker may be ahead of another in a server's clocks
 
 
@@ -126,28 +124,10 @@ class Workers:
             instructions += self.gate.handle(clocks.Resume(worker))
         return instructions + self.gate.handle(clocks.Tick(worker, clock))
 
-    def tick(self, worker: int, clock: int) -> list[clocks.Instruction]:
-        """Record that a worker has finished `clock` iterations."""
-        return self.gate.handle(clocks.Tick(worker, clock)) if worker in self.counted else []
-
     def retire(self, worker: int) -> list[clocks.Instruction]:
         """Stop waiting for a worker until it joins again."""
         self.counted.discard(worker)
         return self.gate.handle(clocks.Finish(worker))
-
-    def check_leap(self, worker: int, clock: int, updates: Iterations | OnArrival) -> None:
-        """Raise ProtocolError if a worker reports iterations that it cannot have begun.
-
-        Under sequential consistency each one is completed separately, so a huge leap would block the server.
-        """
-        if not self._is_sequential:
-            return
-        known = max(self.gate.clocks.get(worker, 0), self.gate.minimum)
-        if clock > known + _MAX_LEAP and clock > (known := max(known, updates.first_clock)) + _MAX_LEAP:
-            raise ProtocolError(
-                f"a worker (incarnation {worker}) went from iteration {known} to {clock}: expected a step of at most "
-                f"{_MAX_LEAP}"
-            )
 
     def _join(self, worker: int, rank: int, clock: int) -> list[clocks.Instruction]:
         self.ranks[worker] = rank

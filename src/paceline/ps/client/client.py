@@ -19,12 +19,13 @@ from paceline.protocol import Consistency, Role, Sequential, parse_consistency
 from paceline.protocol.client import ClientCore
 from paceline.ps import messages
 from paceline.ps.client.dense_table import DenseTable
+from paceline.ps.client.exchange import DataRequest
 from paceline.ps.client.filtered import TableFilters
 from paceline.ps.client.following import ViewFollower
 from paceline.ps.client.servers import Servers
 from paceline.ps.client.sparse_table import SparseTable
 from paceline.ps.forked import NoLock
-from paceline.ps.messages import TICK, TableSpec
+from paceline.ps.messages import TableSpec
 from paceline.ps.scheduler.link import SchedulerLink
 from paceline.tables.bounds import Clock, TableNumber
 from paceline.tables.initializers import Initializer, Zeros
@@ -149,7 +150,7 @@ class Client:
             servers.check_may_tick()
             servers.raise_failures()
             for connection in servers.connections:
-                connection.send(TICK, 0, 0, servers.core.clock, 0, ())
+                connection.send(DataRequest(clock=servers.core.clock))
             servers.core.tick()
 
     def retire(self) -> None:

@@ -18,7 +18,7 @@ from paceline.errors import AddressError, ConnectionLostError, PacelineError, Pe
 from paceline.protocol import Member
 from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, Transmit
 from paceline.ps import messages
-from paceline.ps.client.exchange import KINDS, Copies, Exchange, exchange_of, pack
+from paceline.ps.client.exchange import KINDS, Copies, DataRequest, Exchange, exchange_of, pack
 from paceline.ps.client.no_channel import NoChannel
 from paceline.ps.client.routes import RouteWatch
 from paceline.ps.messages import RESULT, SYNCED, TICKS, UNKNOWN_KEYS
@@ -101,32 +101,27 @@ class ServerConnection:
 
     # Requests.
 
-    def send(
-        self,
-        kind: int,
-        table: int,
-        flags: int,
-        clock: int,
-        sequence: int,
-        parts: Sequence[Any],
-        out: Any = None,
-        is_private: bool = False,
-    ) -> Request:
-        """Send a data frame; `parts` are C-contiguous arrays, `out` an array for the values of the answer.
-
-        `is_private`: the caller does not use the parts any longer.
-        """
-        session = self.session
-        if len(session.in_flight) >= _MAX_IN_FLIGHT:
-            make_way(self)
-        if out is not None and out.nbytes >= _LARGE_BYTES:
-            make_room(self, out.nbytes)
-        request = session.request(KINDS[kind], clock, sequence, None, bool(flags & TICKS))
-        frame = pack(request, kind, flags, table, self.core.version, parts)
-        request.payload = Exchange(frame, out, is_private)
-        if session.start(request):
+    def send(self, data: DataRequest) -> Request:
+        """Send a data frame."""
+        self.make_room(data.out)
+        request = self.request(data)
+        frame = pack(data, request, self.core.version)
+        request.payload = Exchange(frame, data.out, data.is_private)
+        if self.session.start(request):
             self.transmit(frame, request)
         return request
+
+    def request(self, data: DataRequest) -> Request:
+        """Return the numbered request for a data frame."""
+        return self.session.request(KINDS[data.kind], data.clock, data.sequence, None, bool(data.flags & TICKS))
+
+    def make_room(self, out: Any) -> None:
+        """Receive answers if too many requests, or values for `out`, are in flight."""
+        session = self.session
+        if len(session.in_flight) >= _MAX_IN_FLIGHT and not session.awaits_view:
+            self.receive_one(next(iter(session.in_flight.values())))
+        if out is not None and out.nbytes >= _LARGE_BYTES:
+            make_room(self, out.nbytes)
 
     def start(self, request: Request) -> None:
         """Send a replacement without receiving anything.
@@ -370,13 +365,6 @@ class ServerConnection:
         except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request reconnects and resends everything
             self._cut()
             raise
-
-
-def make_way(connection: ServerConnection) -> None:
-    """Receive an answer if too many requests are in flight."""
-    session = connection.session
-    if len(session.in_flight) >= _MAX_IN_FLIGHT and not session.awaits_view:
-        connection.receive_one(next(iter(session.in_flight.values())))
 
 
 def go_back(connection: ServerConnection, request: Request) -> None:

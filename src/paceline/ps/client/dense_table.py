@@ -13,10 +13,11 @@ from paceline.errors import UsageError
 from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request
 from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.exchange import DataRequest
 from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.servers import Ticket
 from paceline.ps.client.table import Table, TableClient
-from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, TableSpec
+from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TableSpec
 from paceline.tables.bucket_arrays import dense_buckets
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in
 from paceline.tables.types import Floats, Keys
@@ -151,12 +152,9 @@ class DenseTable(Table):
         inverse: npt.NDArray[np.int32] | None,
         ticks: bool,
     ) -> Ticket:
-        servers, core = self._servers, self._servers.core
+        servers = self._servers
         values = out if inverse is None or out is None else np.empty(len(keys), np.float32)
-        if ticks:
-            servers.check_may_tick()
-        flags = TICKS if ticks else 0
-        sequence = core.next_sequence() if grads is not None else core.sequence
+        data = servers.request(kind, self._number, ticks=ticks)
         connections = self._connections()
         buckets = dense_buckets(self.size, keys)
         if servers.routes.lost:
@@ -166,20 +164,16 @@ class DenseTable(Table):
         places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
         for i, connection in enumerate(connections):
             chosen = np.flatnonzero(owners == i)
-            if not len(chosen):
-                if ticks:
-                    sent.append(connection.send(TICK, 0, 0, core.clock, 0, ()))
-                continue
-            parts: list[Any] = [keys[chosen]]
-            if grads is not None:
-                parts.append(grads[chosen])
-            own_out = None if values is None else np.empty(len(chosen), np.float32)
-            request = connection.send(kind, self._number, flags, core.clock, sequence, parts, own_out, True)
-            sent.append(request)
-            if own_out is not None:
-                places.append((own_out, chosen))
+            if len(chosen):
+                own_out = None if values is None else np.empty(len(chosen), np.float32)
+                parts = (keys[chosen],) if grads is None else (keys[chosen], grads[chosen])
+                sent.append(connection.send(data.of_server(parts, own_out)))
+                if own_out is not None:
+                    places.append((own_out, chosen))
+            elif ticks:
+                sent.append(connection.send(DataRequest(clock=data.clock)))
         if ticks:
-            core.tick()
+            servers.core.tick()
 
         def finish() -> Floats | None:
             if values is not None:
@@ -207,12 +201,10 @@ class DenseTable(Table):
     def _send_range(
         self, kind: int, start: int, stop: int, grads: Floats | None, out: Floats | None, ticks: bool
     ) -> Ticket:
-        servers, core = self._servers, self._servers.core
-        if ticks:
-            servers.check_may_tick()
-        flags = RANGE | (TICKS if ticks else 0)
-        sequence = core.next_sequence() if grads is not None else core.sequence
+        servers = self._servers
+        data = servers.request(kind, self._number, flags=RANGE, ticks=ticks)
         bounds = np.array([start, stop], np.uint64)
+        data.parts, data.out = (bounds,) if grads is None else (bounds, grads), out
         connections = self._connections()
         if servers.routes.lost:
             servers.check_not_lost(range_buckets(self.size, start, stop))
@@ -221,21 +213,20 @@ class DenseTable(Table):
         for connection, runs in zip(connections, self._current_runs(), strict=True):
             own = clip_runs(runs, start, stop)
             length = sum(b - a for a, b in own)
-            if not length:
-                if ticks:
-                    sent.append(connection.send(TICK, 0, 0, core.clock, 0, ()))
-                continue
-            is_all = length == stop - start
-            parts: list[Any] = [bounds]
-            if grads is not None:
-                parts.append(grads if is_all else np.concatenate([grads[a - start : b - start] for a, b in own]))
-            own_out = None if out is None else out if is_all else np.empty(length, np.float32)
-            request = connection.send(kind, self._number, flags, core.clock, sequence, parts, own_out, not is_all)
-            sent.append(request)
-            if own_out is not None and not is_all:
-                places.append((own_out, own))
+            if length == stop - start and length:
+                sent.append(connection.send(data))
+            elif length:
+                own_out = None if out is None else np.empty(length, np.float32)
+                parts: list[npt.NDArray[Any]] = [bounds]
+                if grads is not None:
+                    parts.append(np.concatenate([grads[a - start : b - start] for a, b in own]))
+                sent.append(connection.send(data.of_server(parts, own_out)))
+                if own_out is not None:
+                    places.append((own_out, own))
+            elif ticks:
+                sent.append(connection.send(DataRequest(clock=data.clock)))
         if ticks:
-            core.tick()
+            servers.core.tick()
 
         def finish() -> Floats | None:
             for values, own in places:

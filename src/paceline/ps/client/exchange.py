@@ -7,6 +7,7 @@ makes their frames. Replacements have keys, not ranges.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -223,16 +224,39 @@ class FrameKeys:
         return (self.keys, rows) if chosen is None else (self.keys[chosen], rows[chosen])
 
 
-def pack(request: Request, kind: int, flags: int, table: int, version: int, parts: Sequence[Any]) -> tuple[Any, ...]:
+@dataclass(slots=True)
+class DataRequest:
+    """A data request for one server, without its number; the default is the end of an iteration without a push."""
+
+    kind: int = TICK
+    """The kind of its frame."""
+    table: int = 0
+    flags: int = 0
+    clock: int = 0
+    sequence: int = 0
+    parts: Sequence[Any] = ()
+    """C-contiguous arrays: keys or a range, and gradients."""
+    out: Any = None
+    """An array for the values of the answer."""
+    is_private: bool = False
+    """Whether the caller does not use the parts any longer."""
+
+    def of_server(self, parts: Sequence[Any], out: Any) -> DataRequest:
+        """Return the part of this request for one server, with arrays that only it uses."""
+        return DataRequest(self.kind, self.table, self.flags, self.clock, self.sequence, parts, out, True)
+
+
+def pack(data: DataRequest, request: Request, version: int) -> tuple[Any, ...]:
     """Return the frame of a data request."""
     size = 0
-    for part in parts:
+    for part in data.parts:
         size += part.nbytes
     header = HEADER.pack(
-        MAGIC, PROTOCOL_VERSION, kind, flags, table, request.number, version, request.clock, request.sequence, 0, size
-    )
+        MAGIC, PROTOCOL_VERSION, data.kind, data.flags, data.table, request.number, version, request.clock,
+        request.sequence, 0, size,
+    )  # fmt: skip
     pad = -size & 7
-    return (header, *parts, PADS[pad]) if pad else (header, *parts)
+    return (header, *data.parts, PADS[pad]) if pad else (header, *data.parts)
 
 
 def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: int) -> Exchange:
@@ -243,7 +267,9 @@ def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: i
         taken = [part.take(buckets) for part, buckets in parts]
         # Copy even a single part: the push may be retained, and the caller or the pool may reuse the part's memory.
         arrays = np.concatenate([keys for keys, _ in taken]), np.concatenate([rows for _, rows in taken]).reshape(-1)
-        return Exchange(pack(request, PUSH, parts[0][0].flags, table, version, arrays), is_private=True)
+        return Exchange(
+            pack(DataRequest(PUSH, table, parts[0][0].flags, parts=arrays), request, version), is_private=True
+        )
     [(part, buckets)] = parts
     former = exchange_of(pieces[0][0])
     chosen = part.positions(buckets)
@@ -255,7 +281,7 @@ def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: i
         keys, exchange = part.keys[chosen], Exchange((), np.empty(len(chosen) * rows.shape[1], np.float32), True)
         to_rows, positions = (rows, None) if former.scatter is None else former.scatter
         exchange.scatter = to_rows, chosen if positions is None else positions[chosen]
-    exchange.frame = pack(request, PULL, 0, table, version, (keys,))
+    exchange.frame = pack(DataRequest(PULL, table, parts=(keys,)), request, version)
     return exchange
 
 

@@ -22,8 +22,8 @@ from paceline.filters.keys.deltas import DeltaKeys
 from paceline.filters.rows import ElementErrors, RowErrors, RowSelection, quiet
 from paceline.protocol.client import Request
 from paceline.ps import messages
-from paceline.ps.client.connection import ServerConnection, make_room, make_way
-from paceline.ps.client.exchange import KINDS, Exchange, pack
+from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.exchange import DataRequest, Exchange, pack
 from paceline.ps.messages import (
     FILTERED,
     FILTERED_PULL,
@@ -33,7 +33,6 @@ from paceline.ps.messages import (
     PUSH,
     PUSH_PULL,
     RANGE,
-    TICKS,
     VALUES,
     TableSpec,
 )
@@ -168,47 +167,32 @@ class FilteredSender:
         self._version = 0
         self._has_sent_meta = False
 
-    def send(
-        self,
-        kind: int,
-        table: int,
-        flags: int,
-        clock: int,
-        sequence: int,
-        parts: Sequence[Any],
-        out: Any = None,
-        is_private: bool = False,
-    ) -> Request:
-        """Send a request with filters; arguments as in :meth:`ServerConnection.send`."""
-        connection = self._connection
-        session = connection.session
-        make_way(connection)
-        if out is not None:
-            make_room(connection, out.nbytes)
-        if kind not in _FILTERED or session.awaits_view or not session.is_connected:
-            return connection.send(kind, table, flags, clock, sequence, parts, out, is_private)
+    def send(self, data: DataRequest) -> Request:
+        """Send a request with filters, as :meth:`ServerConnection.send`."""
+        connection, session, parts, clock = self._connection, self._connection.session, data.parts, data.clock
+        connection.make_room(data.out)
+        if data.kind not in _FILTERED or session.awaits_view or not session.is_connected:
+            return connection.send(data)
         self._begin(connection)
-        request = session.request(KINDS[kind], clock, sequence, None, bool(flags & TICKS))
+        request = connection.request(data)
         keys, values = parts[0], parts[1] if len(parts) > 1 else _NO_VALUES
-        seed = seed_of(connection.hello.rank, clock, sequence, table, connection.rank)
-        if kind == PUSH:
-            body, read = self._encode_push(keys, values, seed, is_range=bool(flags & RANGE))
-        else:
-            body, read = self._encode(keys, values, seed, is_range=bool(flags & RANGE))
+        seed = seed_of(connection.hello.rank, clock, data.sequence, data.table, connection.rank)
+        encode = self._encode_push if data.kind == PUSH else self._encode
+        body, read = encode(keys, values, seed, is_range=bool(data.flags & RANGE))
         frame = frame_parts(
-            _FILTERED[kind],
-            flags=flags,
-            table=table,
+            _FILTERED[data.kind],
+            flags=data.flags,
+            table=data.table,
             request=request.number,
             epoch=self._version,
             clock=clock,
-            sequence=sequence,
+            sequence=data.sequence,
             meta=b"" if self._has_sent_meta else self._meta,
             body=body,
         )
         self._has_sent_meta = True
-        plain = pack(request, kind, flags, table, self._version, (keys, read) if len(parts) > 1 else (keys,))
-        request.payload = FilteredExchange(plain, out, is_private, self)
+        plain = pack(data.of_server((keys, read) if len(parts) > 1 else (keys,), None), request, self._version)
+        request.payload = FilteredExchange(plain, data.out, data.is_private, self)
         session.start(request)
         connection.transmit(tuple(frame), request)
         return request

@@ -36,10 +36,10 @@ from paceline.protocol.client import (
 )
 from paceline.ps.client.connection import CLOSED, MAX_ANSWER_BYTES, ServerConnection, make_room
 from paceline.ps.client.cuts import CutWatch
-from paceline.ps.client.exchange import Copies, exchange_of, fill
+from paceline.ps.client.exchange import Copies, DataRequest, exchange_of, fill
 from paceline.ps.client.routes import Routes, RouteWatch, no_routes
 from paceline.ps.forked import NoLock, own
-from paceline.ps.messages import DROPPED, PULL, TableSpec
+from paceline.ps.messages import DROPPED, PULL, TICKS, TableSpec
 from paceline.transport import HEADER, Hello, Transport
 
 
@@ -324,6 +324,15 @@ class Servers:
             self._progress(next(iter(busy.in_flight.values())))
         self.raise_failures()
 
+    def request(self, kind: int, table: int, *, flags: int = 0, ticks: bool = False, ahead: int = 0) -> DataRequest:
+        """Return a table's request without arrays; a push gets the next number."""
+        core = self.core
+        if ticks:
+            self.check_may_tick()
+            flags |= TICKS
+        sequence = core.sequence if kind == PULL else core.next_sequence()
+        return DataRequest(kind, table, flags, core.clock + ahead, sequence)
+
     def check_may_tick(self) -> None:
         """Raise UsageError unless this client takes part in iterations; raise the first unreported error."""
         self.core.check_takes_part()
@@ -358,7 +367,7 @@ class Servers:
                 )
             table = HEADER.unpack(exchange_of(session.retained[0]).frame[0])[4]
             # The gate holds a read of the current iteration until then.
-            self.wait(connection.send(PULL, table, 0, self.core.clock, 0, (_NO_KEYS,)))
+            self.wait(connection.send(DataRequest(PULL, table, clock=self.core.clock, parts=(_NO_KEYS,))))
 
     # Calls.
 

@@ -17,11 +17,12 @@ from paceline.protocol.bounds import Natural
 from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.exchange import DataRequest
 from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.records import Positions, call_owners
 from paceline.ps.client.servers import Ticket
 from paceline.ps.client.table import Table
-from paceline.ps.messages import EXACT, PULL, PUSH, PUSH_PULL, TICK, TICKS
+from paceline.ps.messages import EXACT, PULL, PUSH, PUSH_PULL, TICKS
 from paceline.tables.bounds import MAX_PASS, MAX_PASSES
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.settings import whole_number
@@ -57,7 +58,7 @@ class SparseTable(Table):
             distinct, flat, _ = self._prepare_push(keys, grads, assume_unique)
             if self.filters is not None:
                 distinct, flat = self._choose_rows(self.filters, distinct, flat)
-            return self._send_by_key(PUSH, distinct, flat, None, self.dim, ticks=tick)
+            return self._send_by_key(PUSH, distinct, flat, None, ticks=tick)
 
     def pull(self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False) -> Floats:
         """Return the values of `keys` (uint64 [n]) as float32 [n, dim], in `out` if given; waits for the gate."""
@@ -172,11 +173,6 @@ class SparseTable(Table):
         answer: int = owner.call(message, Natural, sequence=sequence)[0]
         return answer
 
-    def _check_not_lost(self, keys: Keys) -> None:
-        """Raise ConnectionLostError if a key's bucket is lost."""
-        if self._servers.routes.lost:
-            self._servers.check_not_lost(buckets_of_keys(keys))
-
     def __len__(self) -> int:
         """Return the number of rows on all servers."""
         self._flush_filtered()
@@ -218,7 +214,7 @@ class SparseTable(Table):
         ahead: int = 0,
     ) -> Ticket:
         values = out.reshape(-1) if inverse is None else np.empty(len(keys) * self.dim, np.float32)
-        ticket = self._send_by_key(kind, keys, grads, values, self.dim, ticks=ticks, ahead=ahead)
+        ticket = self._send_by_key(kind, keys, grads, values, ticks=ticks, ahead=ahead)
         inner, filters = ticket._finish, self.filters
 
         def finish() -> Floats:
@@ -239,79 +235,63 @@ class SparseTable(Table):
         keys: Keys,
         grads: Floats | None,
         out: Floats | None,
-        dim: int,
         *,
         ticks: bool = False,
         ahead: int = 0,
     ) -> Ticket:
         """Send a request for distinct keys to the servers that own them; `grads` and `out` are flat."""
-        servers, core = self._servers, self._servers.core
+        servers = self._servers
         connections: Sequence[ServerConnection | FilteredSender] = servers.newest()
         if self.filters is not None:
             connections = self.filters.senders(servers.connections)
         if servers.routes.lost:
-            self._check_not_lost(keys)
-        if ticks:
-            servers.check_may_tick()
-        clock, flags = core.clock + ahead, (TICKS if ticks else 0) | (EXACT if self.is_count and kind == PUSH else 0)
-        sequence = core.next_sequence() if grads is not None else core.sequence
+            servers.check_not_lost(buckets_of_keys(keys))
+        flags = EXACT if self.is_count and kind == PUSH else 0
+        data = servers.request(kind, self._number, flags=flags, ticks=ticks, ahead=ahead)
+        data.parts, data.out = (keys,) if grads is None else (keys, grads), out
+        finish: Callable[[], None] | None = None
         if len(connections) == 1:
-            parts: Sequence[Any] = (keys,) if grads is None else (keys, grads)
-            sent, finish = [connections[0].send(kind, self._number, flags, clock, sequence, parts, out)], None
+            sent = [connections[0].send(data)]
         else:
-            sent, finish = self._send_split(connections, kind, keys, grads, out, dim, flags, clock, sequence)
+            sent, finish = self._send_split(connections, data)
         if ticks:
-            core.tick()
+            servers.core.tick()
         return Ticket(servers, sent, finish)
 
     def _send_split(
-        self,
-        connections: Sequence[ServerConnection | FilteredSender],
-        kind: int,
-        keys: Keys,
-        grads: Floats | None,
-        out: Floats | None,
-        dim: int,
-        flags: int,
-        clock: int,
-        sequence: int,
+        self, connections: Sequence[ServerConnection | FilteredSender], data: DataRequest
     ) -> tuple[list[Request], Callable[[], None] | None]:
+        """Send to each server its keys; the returned function puts the values into `data.out`."""
+        keys, dim, out = data.parts[0], self.dim, data.out
         order = np.empty(len(keys), np.int64)
         starts = np.empty(len(connections) + 1, np.int64)
         split(keys, self._servers.routes.owners, starts, order)
         bounds = starts.tolist()
-        parts: list[Any]
         sent: list[Request] = []
         places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
         for i, connection in enumerate(connections):
             chosen = order[bounds[i] : bounds[i + 1]]
             if not len(chosen):
-                if flags & TICKS:
-                    sent.append(connection.send(TICK, 0, 0, clock, 0, ()))
+                if data.flags & TICKS:
+                    sent.append(connection.send(DataRequest(clock=data.clock)))
                 continue
             if len(chosen) == len(keys):  # this server has them all
-                parts = [keys] if grads is None else [keys, grads]
-                sent.append(connection.send(kind, self._number, flags, clock, sequence, parts, out))
+                sent.append(connection.send(data))
                 continue
             own_keys = np.empty(len(chosen), np.uint64)
             take_keys(keys, chosen, own_keys)
-            parts = [own_keys]
-            if grads is not None:
-                own_grads = np.empty(len(chosen) * dim, np.float32)
-                take_rows(grads, chosen, dim, own_grads)
-                parts.append(own_grads)
+            parts: list[Any] = [own_keys]
+            for grads in data.parts[1:]:
+                parts.append(np.empty(len(chosen) * dim, np.float32))
+                take_rows(grads, chosen, dim, parts[-1])
             own_out = None
             if out is not None:
                 own_out = np.empty(len(chosen) * dim, np.float32)
                 places.append((own_out, chosen))
-            request = connection.send(kind, self._number, flags, clock, sequence, parts, own_out, True)
-            sent.append(request)
-        if out is None:
-            return sent, None
-        target = out
+            sent.append(connection.send(data.of_server(parts, own_out)))
 
         def put_all() -> None:
             for values, chosen in places:
-                put_rows(values, chosen, dim, target)
+                put_rows(values, chosen, dim, out)
 
-        return sent, put_all
+        return sent, None if out is None else put_all

@@ -29,13 +29,8 @@ class BackPressure:
         self._buffer = buffer
         self.max_bytes = MAX_HELD_BYTES
         self._added = 0  # the bytes at the last count, and since
-        self._paused: dict[Peer, None] = {}
+        self.paused: dict[Peer, None] = {}
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def num_paused(self) -> int:
-        """The number of paused connections."""
-        return len(self._paused)
 
     def count_held(self) -> int:
         """Return the bytes of early frames and of pushes that wait for successors."""
@@ -56,18 +51,18 @@ class BackPressure:
         self._added = held + ahead
         if held > self.max_bytes or (held + ahead > self.max_bytes and self._core.is_ahead(peer.hello.incarnation)):
             peer.pause_receiving()
-            self._paused[peer] = None
+            self.paused[peer] = None
             self._schedule_check()
 
     def resume_all(self) -> None:
         """Resume all connections: the event that they waited for may have come, or may have to come from them."""
-        paused, self._paused = self._paused, {}
+        paused, self.paused = self.paused, {}
         for peer in paused:
             peer.resume_receiving()
 
     def disconnected(self, peer: Peer) -> None:
         """Drop a closed connection."""
-        self._paused.pop(peer, None)
+        self.paused.pop(peer, None)
 
     def close(self) -> None:
         """Stop the timer."""
@@ -82,11 +77,11 @@ class BackPressure:
         self._timer = None
         held, ahead = self.count_held(), self.count_ahead()
         self._added = held + ahead
-        for peer in list(self._paused):
+        for peer in list(self.paused):
             if 2 * held <= self.max_bytes and (
                 2 * (held + ahead) <= self.max_bytes or not self._core.is_ahead(peer.hello.incarnation)
             ):
-                del self._paused[peer]
+                del self.paused[peer]
                 peer.resume_receiving()
-        if self._paused:
+        if self.paused:
             self._schedule_check()

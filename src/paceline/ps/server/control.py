@@ -18,11 +18,12 @@ from paceline.ps import messages, snapshot_messages
 from paceline.ps.messages import RESULT, TableStatistics
 from paceline.ps.server.answers import name_of
 from paceline.ps.server.filtered import check
-from paceline.ps.server.pushes import ERASE, WRITE, ChainPush, Piece
+from paceline.ps.server.pushes import ERASURE, RECORDS, ChainPush
 from paceline.ps.server.runtime import Runtime
 from paceline.ps.server.snapshots import ServerSnapshots
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
+from paceline.tables.server_tables import Piece
 from paceline.tables.sparse_part import SparsePart
 from paceline.transport import Header, Peer, frame_parts
 
@@ -138,14 +139,14 @@ class ServerControl:
         table = self._tables.find(request.table)
         part = table.part
         if isinstance(request, messages.WriteRecords):
-            operation, rows = WRITE, request.rows
+            operation, rows = RECORDS, request.rows
             if len(body) != rows * (8 + 4 * part.record_words):
                 raise ProtocolError(
                     f"{rows} records of table {part.spec.name!r} ({part.spec}) have {len(body)} bytes: expected 8 and "
                     f"4 * {part.record_words} for each"
                 )
         else:
-            operation, rows = ERASE, len(body) // 8
+            operation, rows = ERASURE, len(body) // 8
             if len(body) & 7:
                 raise ProtocolError(f"keys to erase have 8 bytes each, got {len(body)} bytes")
             if part.spec.kind == "dense":
@@ -155,7 +156,7 @@ class ServerControl:
         self._check_led(buckets)  # first: a call by another view is sent again
         part.num_values(selection)
         floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
-        if operation == WRITE:
+        if operation == RECORDS:
             keys = selection.key_array()
             source = f"a write of {name_of(peer)} to server {self._tables.rank}"
             self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), source)
@@ -176,7 +177,7 @@ class ServerControl:
             keys = keys[:0]  # a repeat erases nothing, and its answer waits for the successors
         numbers = (request.table, *(number for number in request.also if number != request.table))
         pieces = [Piece(number, Selection(keys), np.empty(0, np.float32)) for number in numbers]
-        return _push_of_call(ERASE, pieces, 1 << request.bucket, peer, header)
+        return _push_of_call(ERASURE, pieces, 1 << request.bucket, peer, header)
 
     def _begin_pass(self, request: messages.BeginPass) -> None:
         self._sparse_part(request.table).begin_pass(request.number, request.rows_of)

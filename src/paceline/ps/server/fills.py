@@ -12,28 +12,16 @@ from paceline.protocol import ServerCore
 from paceline.protocol.buckets import to_bytes
 from paceline.ps import messages
 from paceline.ps.messages import STATE, STATE_TAKEN
-from paceline.ps.server.chain_links import ChainLinks
-from paceline.ps.server.pushes import Piece, pack
+from paceline.ps.server.pushes import ReceivedBucket, pack
 from paceline.ps.server.replica_checks import ReplicaChecks
+from paceline.ps.server.replicator import ChainLinks
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
-from paceline.tables.server_tables import ServerTables
-from paceline.transport import Header, Peer, frame_parts
+from paceline.tables.server_tables import Piece, ServerTables
+from paceline.transport import Header, frame_parts
 
 _FILL_PAUSE = 4.0  # the pause after a bucket, as a multiple of the time that it cost other messages
 _SLOW_LINK = 12.5e6  # bytes per second: the slowest link on which fills leave room for other messages
-
-
-class ReceivedBucket:
-    """A received bucket: the token of :class:`paceline.protocol.replication.StateReceived`."""
-
-    __slots__ = ("number", "order", "peer", "pieces")
-
-    def __init__(self, peer: Peer, number: int, order: int, pieces: list[Piece]) -> None:
-        self.peer = peer
-        self.number = number
-        self.order = order
-        self.pieces = pieces
 
 
 @dataclass(slots=True)

@@ -14,24 +14,16 @@ from paceline.protocol.buckets import ALL, Buckets, from_bytes, to_bytes
 from paceline.protocol.server.events import SumUp
 from paceline.ps.messages import FORWARD, PieceInfo, TableSpec
 from paceline.tables.part import Selection
-from paceline.tables.server_tables import ServerTables
-from paceline.tables.types import Floats
+from paceline.tables.server_tables import Piece, ServerTables
 from paceline.transport import Header, Peer, padded
 
 Frame: TypeAlias = tuple[Peer, Header, bytes, bytearray]
 """A frame that came too early, with copies of its parts."""
 
-PUSH = "push"
-WRITE = "write"
-ERASE = "erase"
-
-
-class Piece(Struct):
-    """The part of a push for one table: keys, and their gradients or records (flat; empty for an erasure)."""
-
-    table: int
-    selection: Selection
-    floats: Floats
+GRADIENTS = "push"
+RECORDS = "write"
+ERASURE = "erase"
+"""The content of a ChainPush."""
 
 
 class ChainPush(Struct, eq=False):
@@ -76,8 +68,17 @@ class ChainPush(Struct, eq=False):
         """Return the parts of the pieces in `buckets`."""
         if not self.buckets & ~buckets:
             return self.pieces
-        pieces = (restrict(tables, piece, buckets) for piece in self.pieces)
+        pieces = (tables.restrict(piece, buckets) for piece in self.pieces)
         return [piece for piece in pieces if piece is not None]
+
+
+class ReceivedBucket(Struct, eq=False):
+    """A received bucket: the token of :class:`paceline.protocol.replication.StateReceived`."""
+
+    peer: Peer
+    number: int
+    order: int
+    pieces: list[Piece]
 
 
 def payload_of(token: object) -> ChainPush:
@@ -85,15 +86,6 @@ def payload_of(token: object) -> ChainPush:
     payload = token.payload if isinstance(token, SumUp) else token
     assert isinstance(payload, ChainPush)
     return payload
-
-
-def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | None:
-    """Return the part of a piece in `buckets`: the piece itself if it lies there completely, None if empty."""
-    selection, floats = tables.find(piece.table).part.restrict(piece.selection, piece.floats, buckets)
-    if selection is piece.selection:
-        return piece
-    is_empty = not len(floats if selection.keys is None else selection.keys)
-    return None if is_empty else Piece(piece.table, selection, floats)
 
 
 def check_push(tables: ServerTables, operation: str, pieces: Sequence[Piece], buckets: Buckets) -> None:
@@ -105,12 +97,12 @@ def check_push(tables: ServerTables, operation: str, pieces: Sequence[Piece], bu
         part, selection = tables.find(piece.table).part, piece.selection
         if selection.keys is None:
             check_range(part.spec, selection.start, selection.stop)
-        if operation == PUSH:
+        if operation == GRADIENTS:
             expected = part.num_values(selection)
         else:
             keys = selection.key_array()
-            expected = len(keys) * part.record_words if operation == WRITE else 0
-            if operation == ERASE and part.spec.kind == "dense":
+            expected = len(keys) * part.record_words if operation == RECORDS else 0
+            if operation == ERASURE and part.spec.kind == "dense":
                 raise ProtocolError(f"table {part.spec.name!r} is dense: its elements cannot be erased")
             if part.spec.kind == "dense":
                 part.num_values(selection)
@@ -149,14 +141,14 @@ def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
     is_seen = push.header is None or push.header.kind != FORWARD  # by the primary, which is this server
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
-        if push.operation == PUSH:
+        if push.operation == GRADIENTS:
             part.num_values(piece.selection)  # finds the positions of the keys, and checks that they exist
             if not is_seen:
                 part.magnitudes.take_unseen(float(largest(piece.floats)))
             part.push(piece.selection, piece.floats)
-        elif push.operation == WRITE:
+        elif push.operation == RECORDS:
             part.write_records(piece.selection.key_array(), piece.floats)
-        elif push.operation == ERASE:
+        elif push.operation == ERASURE:
             num_erased = part.erase(piece.selection.key_array())
             if piece.table == push.pieces[0].table:
                 tables.note_erased(push.incarnation, push.sequence, buckets, num_erased)
@@ -197,6 +189,8 @@ def unpack(infos: Sequence[PieceInfo], body: memoryview) -> Iterator[Piece]:
         raise ProtocolError(f"a frame between servers has a body of {len(body)} bytes: expected {expected}")
     at = 0
     for info in infos:
+        if info.range is not None and (info.num_keys or info.range[0] > info.range[1]):
+            raise ProtocolError(f"a piece has keys or one range: got {info.num_keys} keys and {info.range[:2]}")
         if info.range is None:
             selection = Selection(np.frombuffer(body, np.uint64, info.num_keys, at))
             at += 8 * info.num_keys

@@ -12,27 +12,23 @@ import numpy as np
 from paceline.errors import ProtocolError
 from paceline.kernels.sparse import largest
 from paceline.protocol.server import Route, Verdict, events
-from paceline.ps.fail_stop import Fail, must_succeed
-from paceline.ps.messages import DROPPED, PUSH, RANGE, TICKS
+from paceline.ps.messages import DROPPED, EXACT, RANGE, TICKS
 from paceline.ps.server.answers import name_of
 from paceline.ps.server.back_pressure import BackPressure
-from paceline.ps.server.pushes import PUSH as PUSH_DOWN
-from paceline.ps.server.pushes import ChainPush, Piece, check_range, payload_of
+from paceline.ps.server.pushes import GRADIENTS, ChainPush, check_range, payload_of
 from paceline.ps.server.runtime import Runtime
 from paceline.tables.aggregation import Push
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection, not_finite
-from paceline.tables.server_tables import ServerTable
+from paceline.tables.server_tables import Piece, ServerTable
 from paceline.tables.types import Floats
 from paceline.transport import Header, Peer
-
-_BUFFER, _CHAIN, _, _STALE, _EXPELLED = Route
 
 
 class Requests:
     """The requests of one server's clients."""
 
-    def __init__(self, runtime: Runtime, pressure: BackPressure, non_finite: NonFinite, *, fail: Fail) -> None:
+    def __init__(self, runtime: Runtime, pressure: BackPressure, non_finite: NonFinite) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._tables = runtime.tables
@@ -40,7 +36,6 @@ class Requests:
         self._stale = runtime.stale
         self._pressure = pressure
         self._non_finite = non_finite
-        self._fail = fail
 
     def pull(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a PULL frame."""
@@ -64,29 +59,25 @@ class Requests:
             raise not_finite(grads, name_of(peer), table.spec.name)
         buckets = table.part.buckets_of(selection) if core.has_copies else None
         verdict = core.push(peer.hello.incarnation, header.sequence, header.clock, buckets)
-        if verdict.route is _CHAIN:
+        if verdict.route is Route.CHAIN:
             self._push_down(peer, header, table, (selection, grads), top, verdict)
             return
-        if verdict.route is _STALE:
+        if verdict.route is Route.STALE:
             raise self._answers.stale()
-        if verdict.route is _EXPELLED:
+        if verdict.route is Route.EXPELLED:
             raise self._answers.expelled(peer)
         flags = 0
         if not verdict.fresh:  # the first copy was applied or dropped
-            flags = self._stale.flags_of_duplicate(verdict.worker, header)
+            flags = DROPPED if self._stale.was_dropped(verdict.worker, header) else 0
         else:
             new = selection, grads
             if verdict.fresh != verdict.buckets:
                 new = table.part.restrict(selection, grads, verdict.fresh)
-            if verdict.route is _BUFFER:
+            if verdict.route is Route.BUFFER:
                 self._buffer(peer, header, table, new, top, verdict)
             else:
                 flags = self._apply(peer, header, table, new, top, verdict)
-        clock = header.clock if not header.flags & TICKS else self._tick_of(peer, header)
-        if header.kind == PUSH:
-            self._answers.acknowledge(peer, header, flags)
-        else:
-            self._runtime.read(peer, header, table, selection, clock, flags)
+        self._runtime.answer_push(peer, header, selection, self._tick_of(peer, header), flags)
 
     def tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a TICK frame."""
@@ -122,18 +113,18 @@ class Requests:
 
     def _buffer(self, peer: Peer, header: Header, table: ServerTable, new: Push, top: float, verdict: Verdict) -> None:
         """Buffer a new push until the end of its iteration."""
-        assert self._runtime.sums is not None
-        copy = self._runtime.sums.buffer.copy(*new)
-        self._admit_buffered(header, table, copy, top, verdict)
-        self._pressure.note(peer, new[1].nbytes)
+        sums = self._runtime.sums
+        assert sums is not None
+        buffer, copy, worker = sums.buffer, sums.buffer.copy(*new), verdict.worker
 
-    @must_succeed
-    def _admit_buffered(self, header: Header, table: ServerTable, copy: Push, top: float, verdict: Verdict) -> None:
-        assert self._runtime.sums is not None
-        self._core.admit(verdict)
+        def admit() -> list[events.Instruction]:
+            instructions = self._core.admit(verdict)
+            buffer.add(header.clock, worker, self._core.rank_of(worker), header.table, copy, top)
+            return instructions
+
         table.pushes += 1
-        worker = verdict.worker
-        self._runtime.sums.buffer.add(header.clock, worker, self._core.rank_of(worker), header.table, copy, top)
+        self._runtime.surely(admit)
+        self._pressure.note(peer, new[1].nbytes)
 
     def _push_down(
         self, peer: Peer, header: Header, table: ServerTable, pushed: Push, top: float, verdict: Verdict
@@ -141,12 +132,12 @@ class Requests:
         """Apply a push here and forward it; the answer waits for all successors."""
         worker, (selection, grads), fresh = verdict.worker, pushed, verdict.fresh
         if fresh:
-            if verdict.takes_part:
-                dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
-                if dropped:
-                    clock = self._tick_of(peer, header)
-                    self._runtime.answer_push(peer, header, selection, clock, DROPPED)
-                    return
+            dropped = self._stale.was_dropped(worker, header)  # the core does not know such a push
+            if verdict.takes_part and not dropped:
+                dropped, grads, top = self._treat(worker, header, table, (selection, grads), top)
+            if dropped:
+                self._runtime.answer_push(peer, header, selection, self._tick_of(peer, header), DROPPED)
+                return
             new = selection, grads
             if fresh != verdict.buckets:
                 new = table.part.restrict(selection, grads, fresh)
@@ -155,18 +146,27 @@ class Requests:
                 self._try_push(peer, table, new, top)
         table.pushes += 1
         is_new = fresh == verdict.buckets
-        flags = 0 if is_new else self._stale.flags_of_duplicate(worker, header)
+        flags = DROPPED if not is_new and self._stale.was_dropped(worker, header) else 0
         pieces = [Piece(header.table, selection, grads)]
-        push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=verdict.buckets)
+        push = ChainPush(GRADIENTS, worker, header.sequence, pieces, peer, header, flags, buckets=verdict.buckets)
         if not is_new and self._stale.alters:
             self._use_applied_gradients(push, selection)
         push.own()
         table.part.reserve(selection)
-        self._admit(verdict, push)
+        self._runtime.surely(lambda: self._core.admit(verdict, push))
         self._pressure.note(peer, push.num_bytes)
         if fresh:
             table.staleness.applied(worker, header.clock)
         self._tick_of(peer, header)
+
+    def _treat(
+        self, worker: int, header: Header, table: ServerTable, push: Push, top: float
+    ) -> tuple[bool, Floats, float]:
+        """Apply the policy for stale gradients, as :meth:`StaleGradients.treat`; counts are applied unchanged."""
+        staleness = table.staleness.observe(worker, header.clock)
+        if staleness and not header.flags & EXACT:
+            return self._stale.treat(worker, header, table, push, top, staleness)
+        return False, push[1], top
 
     def _use_applied_gradients(self, push: ChainPush, selection: Selection) -> None:
         """Replace a repeat's gradients by the gradients that were applied here, before it is forwarded."""
@@ -179,11 +179,8 @@ class Requests:
 
     def push_own(self, push: ChainPush) -> None:
         """Apply and forward a push of this server on behalf of a client."""
-        self._admit(self._core.push(push.incarnation, push.sequence, 0, push.buckets), push)
-
-    @must_succeed
-    def _admit(self, verdict: Verdict, push: ChainPush) -> None:
-        self._runtime.carry_out(self._core.admit(verdict, push))
+        verdict = self._core.push(push.incarnation, push.sequence, 0, push.buckets)
+        self._runtime.surely(lambda: self._core.admit(verdict, push))
 
     def _try_push(self, peer: Peer, table: ServerTable, new: Push, top: float) -> None:
         self._non_finite.try_push(table, *new, top, f"a push of {name_of(peer)} to server {self._tables.rank}")
@@ -206,20 +203,21 @@ class Requests:
         """Apply a new push; return the flags of the answer."""
         (selection, grads), dropped = new, False
         if verdict.takes_part:
-            dropped, grads, top = self._stale.treat(verdict.worker, header, table, selection, grads, top)
+            dropped, grads, top = self._treat(verdict.worker, header, table, new, top)
         if not dropped:
             if not table.part.magnitudes.take(top):
                 self._try_push(peer, table, (selection, grads), top)
             table.part.reserve(selection)  # may fail, so it comes before the push counts as applied
-        table.pushes += 1
-        try:
-            self._core.admit(verdict)
+
+        def admit() -> list[events.Instruction]:
+            instructions = self._core.admit(verdict)
             if not dropped:
                 table.part.push(selection, grads)
                 table.staleness.applied(verdict.worker, header.clock)
-        except Exception as error:
-            self._fail(error)
-            raise
+            return instructions
+
+        table.pushes += 1
+        self._runtime.surely(admit)
         return DROPPED if dropped else 0
 
 

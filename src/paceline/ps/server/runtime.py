@@ -16,18 +16,16 @@ from paceline.protocol import Sequential, ServerCore, replication
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.server import events
 from paceline.ps import messages
-from paceline.ps.fail_stop import Fail, must_succeed
+from paceline.ps.fail_stop import Fail
 from paceline.ps.messages import CALL, FORWARDED, PUSH, RESULT, STATE_TAKEN, TICKS
 from paceline.ps.server.answers import Answers, BlockedRead, timeout_s
-from paceline.ps.server.chain_links import ChainLinks
 from paceline.ps.server.fills import FillTransfers
-from paceline.ps.server.pushes import ERASE, Frame, payload_of
+from paceline.ps.server.pushes import ERASURE, GRADIENTS, ChainPush, Frame, apply, payload_of
 from paceline.ps.server.replica_checks import ReplicaChecks
-from paceline.ps.server.replicator import Replicator
+from paceline.ps.server.replicator import ChainLinks, Replicator
 from paceline.ps.server.snapshots import ServerSnapshots
 from paceline.ps.server.stale_gradients import StaleGradients
-from paceline.ps.server.sums import IterationSums
-from paceline.ps.server.table_changes import TableChanges
+from paceline.tables.aggregation import IterationSums
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable, ServerTables
@@ -78,23 +76,22 @@ class Runtime:
                 fail=fail,
                 on_down=lambda target: self.feed_surely(replication.LinkDown(target)),
             )
-        checks = ReplicaChecks(tables)
+        checks = self._checks = ReplicaChecks(tables)
         self.replicator = Replicator(core, tables, self.links, checks, fail=fail)
         self._fills = FillTransfers(core, tables, self.links, checks, non_finite)
-        changes = TableChanges(tables, checks, stale, self.sums)
         self._expiry: asyncio.TimerHandle | None = None
         self._again: list[Frame] = []
         self._actions: dict[type, Callable[[Any], None]] = {
-            replication.Apply: changes.apply,
+            replication.Apply: self._apply,
             replication.Forward: self._forward,
             replication.Acknowledge: self._acknowledge,
             replication.Withhold: self._withhold,
             replication.RefusePush: lambda item: answers.refuse(item.token),
             replication.Forget: lambda item: answers.refuse(item.token),
             replication.Load: lambda item: self._fills.load(item.token, item.bucket),
-            replication.Drop: changes.drop,
-            replication.Hold: changes.hold,
-            replication.Lead: changes.lead,
+            replication.Drop: self._drop,
+            replication.Hold: self._hold,
+            replication.Lead: self._lead,
             replication.Ready: lambda item: self.replicator.send_ready(item.target, item.version),
             replication.Links: self._have_links,
             replication.ReportFilled: self._report,
@@ -105,12 +102,12 @@ class Runtime:
             events.Stale: lambda item: answers.refuse(item.token),
             events.Serve: self._serve,
             events.Late: answers.late,
-            events.DropBuffered: changes.drop_buffered,
-            events.DropAllBuffered: changes.drop_all_buffered,
-            events.SumUp: changes.sum_up,
-            events.ApplySum: changes.apply_sum,
+            events.DropBuffered: self._drop_buffered,
+            events.DropAllBuffered: self._drop_all_buffered,
+            events.SumUp: self._sum_up,
+            events.ApplySum: self._apply_sum,
             events.Completed: lambda item: self._snapshots.iteration_completed(item.iteration),
-            events.ForgetWorker: changes.forget_worker,
+            events.ForgetWorker: self._forget_worker,
         }
 
     def feed(self, event: events.Event) -> None:
@@ -125,17 +122,22 @@ class Runtime:
         if instructions:
             self.carry_out(instructions)
 
-    @must_succeed
     def feed_surely(self, event: events.Event) -> None:
         """Apply one event that must not be rejected."""
-        for instruction in self.core.handle(event):
-            self._actions[type(instruction)](instruction)
+        self.surely(lambda: self.core.handle(event))
 
-    @must_succeed
     def carry_out(self, instructions: Sequence[events.Instruction]) -> None:
         """Carry out the core's instructions, in order."""
-        for instruction in instructions:
-            self._actions[type(instruction)](instruction)
+        self.surely(lambda: instructions)
+
+    def surely(self, change: Callable[[], Sequence[events.Instruction]]) -> None:
+        """Change the core and carry out the instructions; every exception ends the server."""
+        try:
+            for instruction in change():
+                self._actions[type(instruction)](instruction)
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def take_early(self) -> list[Frame]:
         """Return the early frames whose time has come."""
@@ -201,7 +203,7 @@ class Runtime:
         if peer.hello.role == "server":
             self.answers.forwarded(peer, header)
         elif header.kind == CALL:
-            is_erasure = push.operation == ERASE
+            is_erasure = push.operation == ERASURE
             result = self.tables.num_erased(push.incarnation, push.sequence, push.buckets) if is_erasure else None
             peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(result)))
         else:
@@ -231,6 +233,38 @@ class Runtime:
 
     # Pushes.
 
+    def _apply(self, instruction: replication.Apply) -> None:
+        push = payload_of(instruction.token)
+        self._checks.orders.applied(push.incarnation, push.sequence, instruction.buckets)
+        apply(self.tables, push, instruction.buckets)
+
+    def _sum_up(self, token: events.SumUp) -> None:
+        """Sum an iteration into a push that goes down the chains."""
+        assert self.sums is not None
+        pieces = self.sums.pieces(token.iteration, token.workers, token.buckets)
+        sequence, buckets = token.iteration + 1, token.buckets
+        token.payload = ChainPush(GRADIENTS, replication.AGGREGATE, sequence, pieces, buckets=buckets, is_owned=True)
+
+    def _apply_sum(self, instruction: events.ApplySum) -> None:
+        """Sum and apply an iteration, without a push."""
+        assert self.sums is not None
+        self.sums.apply(instruction.iteration, instruction.workers, instruction.buckets)
+
+    def _drop_buffered(self, instruction: events.DropBuffered) -> None:
+        assert self.sums is not None
+        self.sums.buffer.forget(instruction.worker, instruction.iteration)
+
+    def _drop_all_buffered(self, instruction: events.DropAllBuffered) -> None:
+        if self.sums is not None:
+            self.sums.buffer.clear()
+
+    def _forget_worker(self, instruction: events.ForgetWorker) -> None:
+        """Drop a worker's staleness and pending errors."""
+        self.stale.forget(instruction.worker)
+        for table in self.tables.by_number.values():
+            table.staleness.forget(instruction.worker)
+            table.refused.pop(instruction.worker, None)
+
     def _forward(self, instruction: replication.Forward) -> None:
         push = payload_of(instruction.token)
         push.own()
@@ -243,18 +277,34 @@ class Runtime:
     def _report(self, report: replication.ReportFilled) -> None:
         self._on_filled(messages.Filled(report.version, report.target, to_bytes(report.buckets)))
 
+    # Buckets.
+
+    def _drop(self, instruction: replication.Drop) -> None:
+        self._checks.drop(instruction.buckets)
+        for table in self.tables.by_number.values():
+            table.part.drop(instruction.buckets)
+
+    def _hold(self, instruction: replication.Hold) -> None:
+        for table in self.tables.by_number.values():
+            table.part.hold(instruction.buckets)
+
+    def _lead(self, instruction: replication.Lead) -> None:
+        for table in self.tables.by_number.values():
+            table.part.set_primary(instruction.buckets)
+        if self.sums is not None:
+            self.sums.restrict(instruction.buckets)
+
     # Links to successors.
 
-    @must_succeed
     def _link_up(self, target: int) -> None:
         self.feed_surely(replication.LinkUp(target))
         self._fills.send_soon()
 
-    @must_succeed
     def _link_frame(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind == FORWARDED:
             self.feed_surely(replication.Acknowledged(target, header.request))
-            self._fills.send_soon()
+            if self.core.filling:
+                self._fills.send_soon()
         elif header.kind == STATE_TAKEN:
             self.feed_surely(replication.Confirmed(target, header.request))
             self._fills.taken(target, header)

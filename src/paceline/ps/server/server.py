@@ -111,7 +111,7 @@ class Server(Handler):
         self.pressure = BackPressure(self.core, None if sums is None else sums.buffer)
         self._traffic = Traffic()
         self._control = ServerControl(self.runtime, self._traffic, guard, self.snapshots)
-        requests = self._requests = Requests(self.runtime, self.pressure, guard, fail=self._fail)
+        requests = self._requests = Requests(self.runtime, self.pressure, guard)
         self._handlers: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
             PULL: requests.pull, PUSH: requests.push, PUSH_PULL: requests.push, TICK: requests.tick, CALL: self._call,
             SYNCED: requests.synced, READY: self._ready, FORWARD: self._chain, STATE: self._chain, CLOCKS: self._chain,
@@ -185,9 +185,14 @@ class Server(Handler):
             if kind is _CALL and peer.hello.role != "worker":
                 kind = TimingClass.OTHER
             timing = self.core.time(kind, peer.hello.incarnation, header.epoch)
-            if (timing is _IMMEDIATE and header.clock <= MAX_CLOCK) or self._is_timely(
-                timing, peer, header, meta, body
-            ):
+            if timing in POSTPONED:
+                self.core.postpone(timing, peer.hello.incarnation, (peer, header, bytes(meta), bytearray(body)))
+                self.pressure.note(peer, len(meta) + len(body))
+            elif header.clock > MAX_CLOCK:
+                raise ProtocolError(f"a frame of iteration {header.clock}: expected at most {MAX_CLOCK}")
+            elif timing is Timing.STALE:
+                raise self._answers.stale()
+            elif timing is _IMMEDIATE:
                 handle(peer, header, meta, body)
         except PacelineError as error:
             if self._is_sure:
@@ -206,18 +211,6 @@ class Server(Handler):
         is_push = _KINDS[header.kind] is TimingClass.DATA and header.epoch == self.core.version
         if is_push and header.flags & TICKS and header.clock <= MAX_CLOCK:
             self._requests.count_tick(peer, header)
-
-    def _is_timely(self, timing: Timing, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
-        """Return whether to handle a frame now; store an early one. Raises StaleEpochError for a stale one."""
-        if timing in POSTPONED:
-            self.core.postpone(timing, peer.hello.incarnation, (peer, header, bytes(meta), bytearray(body)))
-            self.pressure.note(peer, len(meta) + len(body))
-            return False
-        if header.clock > MAX_CLOCK:
-            raise ProtocolError(f"a frame of iteration {header.clock}: expected at most {MAX_CLOCK}")
-        if timing is Timing.STALE:
-            raise self._answers.stale()
-        return timing is _IMMEDIATE
 
     @must_succeed
     def view_changed(self, view: messages.View) -> None:

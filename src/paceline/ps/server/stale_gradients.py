@@ -6,7 +6,7 @@ from collections import deque
 
 from paceline.kernels.sparse import largest
 from paceline.protocol import DelayCompensate, DropStale, StalePolicy
-from paceline.ps.messages import DROPPED, EXACT
+from paceline.tables.aggregation import Push
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.staleness import DelayCompensation
@@ -30,27 +30,22 @@ class StaleGradients:
         return self._compensation is not None
 
     def treat(
-        self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+        self, worker: int, header: Header, table: ServerTable, push: Push, top: float, staleness: int
     ) -> tuple[bool, Floats, float]:
-        """Return whether a gradient is too stale, the compensated gradient, and its greatest magnitude.
-
-        Counts, whose frames have the flag EXACT, are always applied unchanged.
-        """
-        staleness = table.staleness.observe(worker, header.clock)
-        if header.flags & EXACT:
-            return False, grads, top
+        """Return whether a stale push is dropped, the compensated gradients, and their greatest magnitude."""
+        selection, grads = push
         if self._drop_beyond is not None and staleness > self._drop_beyond:
             table.dropped += 1
             self._dropped.setdefault(worker, deque(maxlen=_DROPPED_KEPT)).append(header.sequence)
             return True, grads, top
-        if self._compensation is not None and staleness:
+        if self._compensation is not None:
             grads = self._compensation.compensate(worker, header.table, header.clock, table.part, selection, grads)
             top = float(largest(grads))
         return False, grads, top
 
-    def flags_of_duplicate(self, worker: int, header: Header) -> int:
-        """Return the flags of the answer to a repeated push."""
-        return DROPPED if header.sequence in self._dropped.get(worker, ()) else 0
+    def was_dropped(self, worker: int, header: Header) -> bool:
+        """Return whether a push was dropped before."""
+        return header.sequence in self._dropped.get(worker, ())
 
     def pulled(
         self, worker: int, header: Header, table: ServerTable, clock: int, selection: Selection, values: Floats
