@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from paceline.protocol.client import Request
 from paceline.protocol.jobs import Counters, JobMemory, MemberLedger, messages
 from paceline.protocol.scheduler.events import SendMessage
-from paceline.protocol.scheduler.line import MemberEnd, SentMessage
 from paceline.protocol.scheduler.messages import Heartbeat
+from paceline.protocol.scheduler.numbered_messages import MemberEnd, SentMessage
 from paceline.protocol.scheduler.sessions import MessageNumbers
 from simulator.protocol.messages import EndWork, SchedulerMessage
 

@@ -120,7 +120,7 @@ class SimulatedScheduler(MessageProcess):
             case events.BucketsLost(buckets):
                 if self.core.cluster.term >= self.oracle.view.term:  # not of a superseded scheduler
                     self.oracle.record_loss(buckets)
-            case events.Note(text):
+            case events.NotifyOperator(text):
                 self.world.note(text)
             case events.Superseded():
                 self.network.fired["superseded"] += 1

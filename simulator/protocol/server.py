@@ -8,12 +8,12 @@ from typing import Any
 from typing_extensions import override
 
 from paceline.protocol import replication
-from paceline.protocol.buckets import buckets_in, to_bytes
+from paceline.protocol.buckets import buckets_in
 from paceline.protocol.membership import Role
 from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
-from paceline.protocol.scheduler.messages import Drain, Expelled, Filled
+from paceline.protocol.scheduler.messages import Drain, Expelled
 from paceline.protocol.server import Route, ServerCore, Timing, events
 from paceline.protocol.server.progress import POSTPONED
 from simulator.oracle import Data, Violation
@@ -32,7 +32,7 @@ class SimulatedServer(SimulatedNode):
         self.core = ServerCore(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
         self.table = ToyTable(name)
         self._silence = Silence()
-        self._reports: dict[int, Filled] = {}
+        self._reports: dict[int, replication.Filled] = {}
 
     # Connections.
 
@@ -164,9 +164,9 @@ class SimulatedServer(SimulatedNode):
                     self.links.send(target, lambda _: ready, version=version)  # noqa: B023
                 case replication.Links(targets):
                     self.links.want_only(targets)
-                case replication.ReportFilled(version, target, buckets):
-                    self._reports[target] = Filled(version, target, to_bytes(buckets))
-                    self.report(self._reports[target])
+                case replication.Filled(target=target):
+                    self._reports[target] = instruction
+                    self.report(instruction)
                 case events.SendClocks(target):
                     clocks = events.ClocksReceived(self.core.known_clocks())
                     self.links.send(target, lambda _: clocks, version=self.core.version)  # noqa: B023

@@ -219,7 +219,7 @@ class SchedulerEpisode(Episode):
                 lambda: messages.GetView(), lambda: messages.GetSettings(), lambda: messages.Leave(),
                 lambda: messages.Heartbeat(progress={"job": 1.0, "x": 2.0}, unreachable=(OTHERS + 1,)),
                 lambda: messages.DeclareTable(spec=spec_of(f"t{random.randrange(5)}")),
-                lambda: messages.NoteUpdate(table="t1", update=to_fields(SGD(lr=0.5))),
+                lambda: messages.ChangeUpdate(table="t1", update=to_fields(SGD(lr=0.5))),
                 lambda: messages.ListTables(), lambda: messages.GetJob(after=random.choice((0, number))),
                 lambda: messages.Drain(), lambda: messages.Prepared(term=1, epoch=random.randrange(9)),
                 lambda: messages.Promised(term=random.randrange(9)),

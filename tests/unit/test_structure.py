@@ -68,7 +68,6 @@ MANY_PARAMETERS = {
     "torch/strategies/server/parameter_server.py:ParameterServer.__init__": 11,
     # To be shortened.
     "data/dataset.py:Dataset.__init__": 11,
-    "ps/scheduler/link.py:SchedulerLink.__init__": 12,
 }
 
 

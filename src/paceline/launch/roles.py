@@ -20,6 +20,7 @@ from paceline.protocol import Role
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
 from paceline.ps.pulse import Pulse
+from paceline.ps.scheduler.link import LinkHooks
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
 from paceline.transport.backoff import Backoff
@@ -204,11 +205,7 @@ def run_server(
                 transport,
                 joining.scheduler,
                 Hello(role="server", name=node),
-                on_notice=handle_notice,
-                on_lost=handle_loss,
-                tables=tables,
-                unreachable=unreachable,
-                is_well=pulse.beats,
+                hooks=LinkHooks(handle_notice, handle_loss, tables, unreachable, pulse.beats),
                 # Only this server has its rows: it waits for its scheduler without a limit.
                 reconnect_s=_RECONNECT_S if with_parent else math.inf,
             )

@@ -19,8 +19,8 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from paceline.errors import UsageError
-from paceline.protocol.bounds import BucketMask, Number
-from paceline.protocol.buckets import Buckets, buckets_in, to_bytes
+from paceline.protocol.bounds import BucketMask, Natural, Number, Version
+from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
 from paceline.protocol.placement import NUM_BUCKETS, place
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
@@ -52,6 +52,22 @@ class ChainGroup(Struct, frozen=True, array_like=True):
     def buckets(self) -> Buckets:
         """The buckets as a set."""
         return int.from_bytes(self.mask, "little")
+
+
+class Filled(Struct, frozen=True, tag=True):
+    """NOTICE of a server to the scheduler: in the view of this version, its successor `target` has all these buckets.
+
+    The predecessor reports it, because it now acknowledges only pushes that `target` has.
+    """
+
+    version: Version
+    target: Natural
+    mask: BucketMask
+
+    @property
+    def buckets(self) -> Buckets:
+        """The buckets as a set."""
+        return from_bytes(self.mask)
 
 
 def chain_group(members: tuple[int, ...], filling: int | None, buckets: Buckets) -> ChainGroup:

@@ -166,7 +166,7 @@ class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: TableSpec
 
 
-class NoteUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ChangeUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Change the hyperparameters of a table (the rule itself must be the same).
 
     Answered by the number of this change, which then goes to all servers with SetUpdate.
@@ -237,7 +237,7 @@ class SetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     table: TableNumber
     update: dict[str, Any]
     revision: Natural
-    """The scheduler's answer to NoteUpdate."""
+    """The scheduler's answer to ChangeUpdate."""
 
 
 class Erase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -370,8 +370,9 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
 
 ToScheduler = (
     GetView | GetSettings | Register[Endpoint] | Rejoin[Endpoint, ClusterSettings, KnownTable] | Heartbeat | Leave
-    | DeclareTable | NoteUpdate | ListTables | PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed
-    | JobStatus | TakeReports | ClaimCluster | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
+    | DeclareTable | ChangeUpdate | ListTables | PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report
+    | JobFailed | JobStatus | TakeReports | ClaimCluster | EndCluster | GetAccount | Filled | Drain | Prepared
+    | Promised
 )  # fmt: skip
 ToServer = (
     CheckFilters | CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics

@@ -32,7 +32,7 @@ class ClusterHealth:
         self._patience_s = patience_s
         self._busy_ranks: tuple[int, ...] = ()
         self._waiting_since_s = math.inf
-        self._reconnections = client.link.reconnections
+        self._schedulers_replaced = client.link.num_replacements
         self._first_servers = client.servers.routes.server_ranks
         self._server_restarts = 0
 
@@ -51,8 +51,8 @@ class ClusterHealth:
 
     def report_replacements(self) -> None:
         """Warn if the scheduler or a server was replaced."""
-        if self._client.link.reconnections > self._reconnections:
-            self._reconnections = self._client.link.reconnections
+        if self._client.link.num_replacements > self._schedulers_replaced:
+            self._schedulers_replaced = self._client.link.num_replacements
             self._warn("the scheduler died: another one has taken its place")
         if self._processes is not None and self._processes.server_restarts > self._server_restarts:
             self._server_restarts = self._processes.server_restarts

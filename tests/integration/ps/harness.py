@@ -19,6 +19,7 @@ from paceline.protocol.buckets import buckets_in
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.client.table import TableClient
 from paceline.ps.fail_stop import watch_loop
+from paceline.ps.scheduler.link import LinkHooks
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.testing import Served, serve_in_thread
 from paceline.transport import Channel, Hello, SocketTransport, Transport
@@ -50,8 +51,7 @@ class ServerNode:
             cluster.transport,
             cluster.scheduler_address,
             Hello(role="server", name=node),
-            on_notice=self._heard,
-            unreachable=self.server.unreachable,
+            hooks=LinkHooks(self._heard, unreachable=self.server.unreachable),
         )
         self._stack = stack.enter_context(ExitStack())
         self._serving = self._stack.enter_context(ExitStack())
@@ -130,7 +130,7 @@ def check_all_buckets(node: ServerNode) -> int:
 def break_off(link: SchedulerLink) -> None:
     """Let a member's process have ended, as far as its line to the scheduler shows it."""
     link.is_closing = True  # so that its thread takes the break for what it is, and says nothing
-    link.line.channel.close()
+    link.calls.channel.close()
     link.thread.join(PATIENCE_S)
 
 

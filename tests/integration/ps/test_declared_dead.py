@@ -12,6 +12,7 @@ import pytest
 from paceline.errors import PeerError
 from paceline.protocol import Role
 from paceline.ps import SGD, SchedulerLink, make_node_name, messages
+from paceline.ps.scheduler.link import LinkHooks
 from paceline.tables.settings import to_fields
 from paceline.training.worker.worker import run_worker
 from paceline.transport import Hello
@@ -22,7 +23,7 @@ from .harness import Cluster, floats, keys_of, wait_until
 def member(cluster: Cluster, rank: int, *, is_well: bool) -> SchedulerLink:
     node = make_node_name("worker")
     hello = Hello(role="worker", name=node)
-    link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, is_well=lambda: is_well)
+    link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, hooks=LinkHooks(is_well=lambda: is_well))
     link.register(messages.Register(node=node, role=Role.WORKER, rank=rank))
     return link
 

@@ -391,7 +391,7 @@ def test_the_last_change_of_hyperparameters_holds_on_every_server() -> None:
             messages.SetUpdate(
                 table=table.number,
                 update=update,
-                revision=client.link.call(messages.NoteUpdate(table="w", update=update), int),
+                revision=client.link.call(messages.ChangeUpdate(table="w", update=update), int),
             )
             for update in updates
         ]

@@ -8,6 +8,7 @@ import threading
 from paceline.protocol import Role
 from paceline.ps import SchedulerLink, messages
 from paceline.ps.pulse import Pulse
+from paceline.ps.scheduler.link import LinkHooks
 from paceline.transport import Hello
 
 from .harness import PATIENCE_S, Cluster, wait_until
@@ -48,7 +49,7 @@ def test_a_member_whose_loop_hangs_is_declared_dead() -> None:
 
         hello = Hello(role="worker", name="hung")
         link = SchedulerLink(
-            cluster.transport, cluster.scheduler_address, hello, on_notice=heard, is_well=is_well.is_set
+            cluster.transport, cluster.scheduler_address, hello, hooks=LinkHooks(heard, is_well=is_well.is_set)
         )
         try:
             link.register(messages.Register(node="hung", role=Role.WORKER))

@@ -54,7 +54,7 @@ def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
             for table in tables:
                 assert (table.pull(keys) == -2 * (step + 1)).all()
         links = links_of(cluster, *(client.link for client in clients))
-        wait_until(lambda: all(link.reconnections >= 1 and link.line.is_connected for link in links))
+        wait_until(lambda: all(link.reconnections >= 1 and link.calls.is_connected for link in links))
         after = clients[0].link.get_view()
         assert (after.members, after.version, after.groups) == (before.members, before.version, before.groups)
 
@@ -144,7 +144,7 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
         random = Random(5)
         while len(done) < 85:
             cuts.append(cut_all(cluster))
-            wait_until(lambda: all(link.line.is_connected for link in (*workers, poster)))
+            wait_until(lambda: all(link.calls.is_connected for link in (*workers, poster)))
             target = len(done) + random.randint(1, 4)
             wait_until(lambda: len(done) >= min(target, 85))  # noqa: B023
 

@@ -17,6 +17,7 @@ from paceline.protocol import BoundedDelay, Eventual, Member, Role
 from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobSpec, JobState, Key, Lease, TakenReport
 from paceline.protocol.scheduler import Phase
 from paceline.ps import SGD, Scheduler, SchedulerLink, make_node_name, messages
+from paceline.ps.scheduler.link import LinkHooks
 from paceline.testing import serve_in_thread
 from paceline.transport import Channel, Hello, Listener, SocketTransport
 
@@ -78,7 +79,7 @@ class Restartable(Cluster):
 
         self.served.call(fall_silent)
         self.stop_scheduler()
-        wait_until(lambda: not any(link.line.is_connected for link in self.links if not link.is_closing))
+        wait_until(lambda: not any(link.calls.is_connected for link in self.links if not link.is_closing))
 
     def replace(self, **options: Any) -> Scheduler:
         """Start another scheduler at the same address."""
@@ -404,7 +405,7 @@ def test_a_worker_that_comes_too_late_is_expelled() -> None:
         heard: list[msgspec.Struct] = []
         lost: list[BaseException] = []
         notes: list[str] = []
-        late = cluster.member(on_notice=heard.append, on_lost=lost.append)
+        late = cluster.member(hooks=LinkHooks(heard.append, lost.append))
         cluster.doors.shut_out.add(late.hello.name)
         cluster.kill_scheduler()
         cluster.replace(heartbeat_timeout_s=1.0, on_note=notes.append)
@@ -553,7 +554,7 @@ def test_other_settings_are_told_and_nobody_ends(cluster: Restartable) -> None:
 
 def test_nobody_comes_in_its_place(cluster: Restartable) -> None:
     lost: list[BaseException] = []
-    patient = cluster.member(reconnect_s=0.3, on_lost=lost.append)
+    patient = cluster.member(reconnect_s=0.3, hooks=LinkHooks(on_lost=lost.append))
     impatient = cluster.member(reconnect_s=0.0)
     cluster.links.clear()
     cluster.kill_scheduler()
@@ -561,7 +562,7 @@ def test_nobody_comes_in_its_place(cluster: Restartable) -> None:
     with pytest.raises(ConnectionLostError, match=message):
         patient.call(messages.GetView())
     wait_until(lambda: bool(lost))
-    assert [str(error) for error in lost] == [str(patient.line.lost)]
+    assert [str(error) for error in lost] == [str(patient.calls.lost)]
     with pytest.raises(ConnectionLostError, match=r"the scheduler at .* is lost: "):
         impatient.call(messages.GetView())
 

@@ -253,7 +253,7 @@ def test_an_update_that_is_refused_is_not_noted() -> None:
             ("v", to_fields(SGD(lr=0.5)), "unknown table 'v'"),
         ]:
             with pytest.raises(UsageError, match=message):
-                client.link.call(messages.NoteUpdate(table=name, update=update))
+                client.link.call(messages.ChangeUpdate(table=name, update=update))
         assert client.tables() == [table.spec]
         assert table.spec.update == to_fields(SGD(lr=1.0))
 

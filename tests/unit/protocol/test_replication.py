@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from paceline.protocol.buckets import to_bytes
 from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import (
     AGGREGATE,
@@ -15,6 +16,7 @@ from paceline.protocol.replication import (
     Change,
     Confirmed,
     Drop,
+    Filled,
     Forget,
     Forward,
     Forwarded,
@@ -28,7 +30,6 @@ from paceline.protocol.replication import (
     Ready,
     RefusePush,
     Replication,
-    ReportFilled,
     StateReceived,
     Withhold,
 )
@@ -334,7 +335,7 @@ def test_a_server_is_filled_and_reported() -> None:
     last = first.next_fill(B)
     assert last is not None
     assert first.next_fill(B) is None
-    assert handle(first, Confirmed(B, last[0])) == [ReportFilled(1, B, 0b11)]
+    assert handle(first, Confirmed(B, last[0])) == [Filled(1, B, to_bytes(0b11))]
     assert handle(first, Confirmed(B, last[0])) == []
 
 
@@ -364,7 +365,7 @@ def test_only_confirmed_buckets_are_reported(seed: int) -> None:
             number, bucket = sent.pop(random.randrange(len(sent)))
             confirmed |= 1 << bucket
             for report in handle(first, Confirmed(B, number)):
-                assert report == ReportFilled(1, B, confirmed)
+                assert report == Filled(1, B, to_bytes(confirmed))
                 reports.append(confirmed)
     assert reports[-1] == buckets
     assert len(reports) > 1, "not only at the end"
@@ -396,15 +397,15 @@ def test_a_fill_goes_on_after_a_cut_and_after_a_change() -> None:
     assert again is not None
     assert again[1] == cut[1]
     instructions = handle(first, change(2, ((A,), B, 0b011), ((A, C), None, 0b100)))
-    assert only(ReportFilled, instructions) == []
+    assert only(Filled, instructions) == []
     # Found by the simulation: the word came for a server that is filled with nothing any more.
     assert handle(first, Confirmed(B, again[0])) == []
     left = first.next_fill(B)
     assert left is not None
     assert left[1] == 1
     instructions = handle(first, change(3, ((A,), B, 0b001), ((A, C), None, 0b110)))
-    assert only(ReportFilled, instructions) == [
-        ReportFilled(3, B, 0b001)
+    assert only(Filled, instructions) == [
+        Filled(3, B, to_bytes(0b001))
     ]  # what is filled is said again with every version
     assert handle(first, change(4, ((A,), None, 0b111))) == [Links(frozenset()), Lead(0b111, 0)]
     assert first.filling == frozenset()
@@ -416,7 +417,7 @@ def test_a_fill_restarts_after_a_missed_view() -> None:
     handle(first, LinkUp(B))
     number = (first.next_fill(B) or (0,))[0]
     handle(first, Confirmed(B, number))
-    assert only(ReportFilled, handle(first, change(3, ((A,), B, 0b1)))) == []
+    assert only(Filled, handle(first, change(3, ((A,), B, 0b1)))) == []
     assert first.next_fill(B) is not None
 
 

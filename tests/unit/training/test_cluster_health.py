@@ -17,7 +17,7 @@ def state(lost_workers: int = 0, **fields: Any) -> JobState:
 def test_that_a_job_waits_for_workers_is_said_once() -> None:
     said: list[str] = []
     client: Any = SimpleNamespace(
-        link=SimpleNamespace(reconnections=0), servers=SimpleNamespace(routes=SimpleNamespace(server_ranks=()))
+        link=SimpleNamespace(num_replacements=0), servers=SimpleNamespace(routes=SimpleNamespace(server_ranks=()))
     )
     health = ClusterHealth(client, None, said.append, patience_s=0.0)
     patient = ClusterHealth(client, None, said.append, patience_s=60.0)
@@ -32,7 +32,7 @@ def test_that_a_job_waits_for_workers_is_said_once() -> None:
 def test_lost_workers_are_told_while_others_go_on() -> None:
     said: list[str] = []
     client: Any = SimpleNamespace(
-        link=SimpleNamespace(reconnections=0), servers=SimpleNamespace(routes=SimpleNamespace(server_ranks=()))
+        link=SimpleNamespace(num_replacements=0), servers=SimpleNamespace(routes=SimpleNamespace(server_ranks=()))
     )
     health = ClusterHealth(client, None, said.append)
     for num_lost, num_workers in ((1, 2), (2, 1), (2, 1), (3, 0)):

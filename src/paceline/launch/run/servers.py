@@ -21,6 +21,7 @@ from paceline.launch.supervisor import describe_status
 from paceline.protocol import Role
 from paceline.ps import SchedulerLink, make_node_name, messages
 from paceline.ps.client.routes import RouteWatch
+from paceline.ps.scheduler.link import LinkHooks
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Hello
 
@@ -165,9 +166,7 @@ class RunServers(Closing):
             self.cluster.transport(),
             self.scheduler,
             Hello(role="observer", name=node),
-            on_notice=self._handle_notice,
-            on_lost=self._handle_loss,
-            on_view=self._take_view,
+            hooks=LinkHooks(self._handle_notice, self._handle_loss),
         )
         try:
             link.register(messages.Register(node=node, role=Role.OBSERVER))
@@ -192,6 +191,9 @@ class RunServers(Closing):
             self._changed.notify_all()
 
     def _handle_notice(self, notice: msgspec.Struct) -> None:
+        if isinstance(notice, messages.View):
+            self._take_view(notice)
+            return
         with self._changed:
             if isinstance(notice, messages.Ended):
                 self._ended, self._cut_short = True, bool(self.connected)

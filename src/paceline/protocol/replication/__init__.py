@@ -1,5 +1,6 @@
 """Chain replication: forwarded pushes, acknowledgements and fills, as a pure state machine."""
 
+from paceline.protocol.chains import Filled
 from paceline.protocol.replication.core import Replication
 from paceline.protocol.replication.events import (
     AGGREGATE,
@@ -26,7 +27,6 @@ from paceline.protocol.replication.events import (
     PushReceived,
     Ready,
     RefusePush,
-    ReportFilled,
     StateReceived,
     Withhold,
 )
@@ -41,6 +41,7 @@ __all__ = [
     "Confirmed",
     "Drop",
     "Event",
+    "Filled",
     "FilterState",
     "Forget",
     "Forward",
@@ -57,7 +58,6 @@ __all__ = [
     "Ready",
     "RefusePush",
     "Replication",
-    "ReportFilled",
     "StateReceived",
     "Withhold",
 ]

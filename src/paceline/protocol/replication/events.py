@@ -6,7 +6,7 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct
 
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.chains import ChainGroup, Filled
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 FilterState: TypeAlias = tuple[tuple[int, int, int], ...]
@@ -163,17 +163,6 @@ class Links(Struct, frozen=True):
     targets: frozenset[int]
 
 
-class ReportFilled(Struct, frozen=True):
-    """Report to the scheduler that `target` has received `buckets` in this view.
-
-    The predecessor reports it, because it now acknowledges only pushes that `target` has.
-    """
-
-    version: int
-    target: int
-    buckets: int
-
-
 class Ready(Struct, frozen=True):
     """Notify the primary `target` that it has all pushes of this server as of view `version`.
 
@@ -186,19 +175,7 @@ class Ready(Struct, frozen=True):
 
 Event: TypeAlias = Change | PushReceived | Forwarded | Acknowledged | LinkUp | LinkDown | Confirmed | StateReceived
 Instruction: TypeAlias = (
-    Apply
-    | Forward
-    | Acknowledge
-    | Withhold
-    | RefusePush
-    | Forget
-    | Load
-    | Drop
-    | Hold
-    | Lead
-    | Links
-    | ReportFilled
-    | Ready
+    Apply | Forward | Acknowledge | Withhold | RefusePush | Forget | Load | Drop | Hold | Lead | Links | Filled | Ready
 )
 
 _ENDS: Final = {"acknowledged": "Acknowledge", "refused": "RefusePush", "forgotten": "Forget"}

@@ -10,7 +10,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from paceline.protocol.buckets import Buckets, count
+from paceline.protocol.buckets import Buckets, count, to_bytes
+from paceline.protocol.chains import Filled
 from paceline.protocol.replication.events import (
     AGGREGATE,
     Acknowledge,
@@ -19,7 +20,6 @@ from paceline.protocol.replication.events import (
     Forward,
     Instruction,
     RefusePush,
-    ReportFilled,
     Withhold,
 )
 from paceline.protocol.replication.place import Place
@@ -97,7 +97,7 @@ class Fills:
     def reports(self, target: int, version: int) -> list[Instruction]:
         """Return the report of a server's confirmed buckets if one is due."""
         filled = self.to_report(target)
-        return [ReportFilled(version, target, filled)] if filled else []
+        return [Filled(version, target, to_bytes(filled))] if filled else []
 
     def validate(self) -> None:
         """Assert the invariants."""

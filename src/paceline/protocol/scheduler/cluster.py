@@ -183,7 +183,7 @@ class ClusterCore:
             case Phase.SUPERSEDED, _:
                 return []
             case Phase.LEADING, MessageReceived(peer, Rejoin(cluster=cluster)) if cluster != self.name:
-                return [events.Foreign(peer)]
+                return [events.SendElsewhere(peer)]
             case Phase.LEADING, MessageReceived(_, Rejoin(highest_term=term)) if term > self.term:
                 self.phase = self.phase.after("Rejoin")
                 return [events.Superseded(term)]

@@ -248,7 +248,7 @@ class SchedulerCore:
                 self._refused_clusters.add(rejoin.cluster)
                 expected, actual = getattr(self.settings, name), getattr(rejoin.settings, name)
                 out.append(
-                    events.Note(
+                    events.NotifyOperator(
                         f"members of a cluster with {name}={actual} want to be taken over, and this scheduler was "
                         f"started with {name}={expected}: start it with the settings of the one before"
                     )
@@ -274,9 +274,9 @@ class SchedulerCore:
                 return self._welcome(peer, member)
             case events.Reject(peer, reason):
                 return [*sessions.answer_joining(peer, UsageError(reason))]
-            case events.Foreign(peer):
+            case events.SendElsewhere(peer):
                 return [*sessions.answer_joining(peer, Elsewhere())]
-            case events.Expel(peer, reason):
+            case events.DeclareDead(peer, reason):
                 error = PeerError(f"this process was declared dead: {reason}; start it again")
                 return [*sessions.notify([peer], Expelled(reason=reason)), *sessions.answer_joining(peer, error)]
             case events.ReleaseServer(peer):

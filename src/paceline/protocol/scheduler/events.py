@@ -79,13 +79,13 @@ class Reject(Struct, frozen=True):
     reason: str
 
 
-class Foreign(Struct, frozen=True):
-    """Notify the member that this scheduler has another cluster now. The member waits for its own."""
+class SendElsewhere(Struct, frozen=True):
+    """Answer with Elsewhere: this scheduler has another cluster now. The member waits for its own."""
 
     peer: object
 
 
-class Expel(Struct, frozen=True):
+class DeclareDead(Struct, frozen=True):
     """Notify the process that it is not a member any more, so that it stops. `reason` follows "declared dead"."""
 
     peer: object
@@ -143,17 +143,17 @@ class ReleaseServer(Struct, frozen=True):
     peer: object
 
 
-class Note(Struct, frozen=True):
+class NotifyOperator(Struct, frozen=True):
     """Report this text to the operator of the cluster."""
 
     text: str
 
 
-def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) -> Note:
+def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) -> NotifyOperator:
     """Return the note that the cluster cannot continue without these servers."""
     names = " and ".join(f"server {server.rank} ({server.node})" for server in servers)
     advice = advice or "If these are dead, start the scheduler again with --accept-minority"
-    return Note(f"waits for {names}: too few servers that hold buckets are connected {aim}. {advice}")
+    return NotifyOperator(f"waits for {names}: too few servers that hold buckets are connected {aim}. {advice}")
 
 
 class Superseded(Struct, frozen=True):
@@ -218,8 +218,8 @@ class ClusterEnded(Struct, frozen=True):
 
 Event: TypeAlias = MessageReceived[MemberMessage] | Disconnected | ProcessEnded | Doubted | Flush | TimePassed
 Instruction: TypeAlias = (
-    Admit | Reject | Foreign | Expel | Removed | TakenOver | RequestPromise | Prepare | Publish | FlushSoon
-    | ReleaseServer | BucketsLost | Note | Superseded | SendMessage | Close | WatchProcess | WatchOnly
+    Admit | Reject | SendElsewhere | DeclareDead | Removed | TakenOver | RequestPromise | Prepare | Publish | FlushSoon
+    | ReleaseServer | BucketsLost | NotifyOperator | Superseded | SendMessage | Close | WatchProcess | WatchOnly
     | MemberDisconnected | ServeRequest | NewsSoon
     | ClusterEnded
 )  # fmt: skip

@@ -191,7 +191,7 @@ class Leader:
             return
         member = self.membership.find(incarnation)
         if member is None:
-            self._out.append(events.Expel(peer, "it was silent too long"))
+            self._out.append(events.DeclareDead(peer, "it was silent too long"))
             return
         self._note_heartbeat(incarnation)
         if member.role is Role.SERVER:
@@ -203,7 +203,7 @@ class Leader:
         if is_reported is not None:
             self._plan()
         if is_reported and (member := self.membership.find(incarnation)) is not None:
-            self._out.append(events.Note(f"server {member.rank} is back: it sends heartbeats again"))
+            self._out.append(events.NotifyOperator(f"server {member.rank} is back: it sends heartbeats again"))
 
     def _drain(self, incarnation: int | None) -> None:
         servers = self.membership.servers
@@ -223,7 +223,7 @@ class Leader:
             return
         peer = self.peers.remove(incarnation)
         if peer is not None and reason is not None:
-            self._out.append(events.Expel(peer, reason))
+            self._out.append(events.DeclareDead(peer, reason))
         if self._taken_over is not None:
             self._taken_over = self._taken_over.without(member)
         elif member.role is Role.WORKER and incarnation in self.publication.committed.incarnations:
@@ -332,4 +332,4 @@ def _dismiss(peer: object, returned: Rejoin) -> Instruction:
     """Return the instruction for a removed process: a server that wanted to leave is released."""
     if returned.is_leaving and returned.member.role is Role.SERVER:
         return events.ReleaseServer(peer)
-    return events.Expel(peer, "it did not reconnect in time")
+    return events.DeclareDead(peer, "it did not reconnect in time")

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Generic
 from msgspec import Meta, Struct
 from typing_extensions import TypeVar
 
-from paceline.protocol.bounds import MAX_RANK, BucketMask, Natural, Number, Term, Version
-from paceline.protocol.buckets import Buckets, from_bytes
+from paceline.protocol.bounds import MAX_RANK, Number, Term
+from paceline.protocol.chains import Filled as Filled
 from paceline.protocol.jobs import JobMemory
 from paceline.protocol.membership import Address, Member, ProcessIdentity, Role
 from paceline.protocol.scheduler.views import View, ViewChange
@@ -116,19 +116,6 @@ class Leave(Struct, frozen=True, kw_only=True, tag=True):
 
 class Drain(Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE of a server: it leaves once its buckets are on other servers, and receives Ended then."""
-
-
-class Filled(Struct, frozen=True, tag=True):
-    """NOTICE of a server: in the view of this version, the server `target` behind it has all these buckets now."""
-
-    version: Version
-    target: Natural
-    mask: BucketMask
-
-    @property
-    def buckets(self) -> Buckets:
-        """The buckets as a set."""
-        return from_bytes(self.mask)
 
 
 class Prepared(Struct, frozen=True, tag=True):

@@ -8,7 +8,7 @@ from paceline.protocol.buckets import count
 from paceline.protocol.chains import VERSION_GAP, ChainGroup, Planner, lost_buckets
 from paceline.protocol.membership import Member, Membership, Role
 from paceline.protocol.reachability import Reachability
-from paceline.protocol.scheduler.events import BucketsLost, Note, Publish, waits_for
+from paceline.protocol.scheduler.events import BucketsLost, NotifyOperator, Publish, waits_for
 from paceline.protocol.scheduler.publication import Publication, Step
 from paceline.protocol.scheduler.recovery import Succession
 from paceline.protocol.scheduler.views import View
@@ -94,15 +94,19 @@ class Suspects:
         """Suspect these overdue servers: the cluster continues without them."""
         self._silent = {**dict.fromkeys(servers, False), **self._silent}
 
-    def wait_for(self, servers: tuple[Member, ...]) -> list[Note]:
+    def wait_for(self, servers: tuple[Member, ...]) -> list[NotifyOperator]:
         """Wait for these overdue servers, which the cluster needs; report the wait once."""
         is_reported, self.needed = servers == self.needed, servers
         return [] if is_reported else [waits_for(servers, "to continue without them")]
 
-    def wait_no_more(self) -> list[Note]:
+    def wait_no_more(self) -> list[NotifyOperator]:
         """Stop waiting for overdue servers."""
         was_needed, self.needed = self.needed, ()
-        return [Note("enough servers with buckets are connected again: the scheduler continues")] if was_needed else []
+        return (
+            [NotifyOperator("enough servers with buckets are connected again: the scheduler continues")]
+            if was_needed
+            else []
+        )
 
     def report_waits(self, servers: Iterable[int]) -> list[int]:
         """Return the silent servers among these whose wait is unreported, and mark it as reported."""
@@ -233,7 +237,7 @@ class NextView:
         self.suspects.removed(incarnation)
         self.drains.removed(incarnation)
 
-    def notes(self, waited_for: Iterable[int], membership: Membership) -> list[Note]:
+    def notes(self, waited_for: Iterable[int], membership: Membership) -> list[NotifyOperator]:
         """Return notes about waits for these servers, once for each silent server."""
         notes = []
         for server in self.suspects.report_waits(waited_for):
@@ -241,7 +245,7 @@ class NextView:
             if member is None:  # a foreign member with its rank has rejoined
                 continue
             notes.append(
-                Note(
+                NotifyOperator(
                     f"server {member.rank} is silent, and nobody else has {num_buckets} of its buckets: requests for "
                     "them wait until it is back"
                 )

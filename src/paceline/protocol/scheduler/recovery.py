@@ -161,7 +161,9 @@ class Abandoned:
     """No cluster can be taken over."""
 
 
-Outcome: TypeAlias = events.RequestPromise | events.Note | events.Expel | events.Foreign | Abandoned | Succession
+Outcome: TypeAlias = (
+    events.RequestPromise | events.NotifyOperator | events.DeclareDead | events.SendElsewhere | Abandoned | Succession
+)
 
 
 class Recovery:
@@ -219,7 +221,7 @@ class Recovery:
             return []
         if returned.cluster == cluster:
             self._ended.add(returned.member.incarnation)
-        return [events.Expel(peer, "it has left")]
+        return [events.DeclareDead(peer, "it has left")]
 
     def drain(self, peer: object) -> None:
         """Note that a server wants to leave."""
@@ -251,14 +253,14 @@ class Recovery:
         cluster = self.cluster
         return Evidence({peer: rejoin for peer, rejoin in self._returned.items() if rejoin.cluster == cluster})
 
-    def reject_foreign(self) -> list[events.Foreign]:
+    def reject_foreign(self) -> list[events.SendElsewhere]:
         """Reject the members of other clusters."""
         cluster = self.cluster
-        return [events.Foreign(peer) for peer, rejoin in self._returned.items() if rejoin.cluster != cluster]
+        return [events.SendElsewhere(peer) for peer, rejoin in self._returned.items() if rejoin.cluster != cluster]
 
-    def reject_all(self) -> list[events.Foreign]:
+    def reject_all(self) -> list[events.SendElsewhere]:
         """Reject all members, because this scheduler begins a new cluster."""
-        return [events.Foreign(peer) for peer in self._returned]
+        return [events.SendElsewhere(peer) for peer in self._returned]
 
     def awaited(self) -> tuple[Member, ...]:
         """Return the members that are not back, whose processes may have ended."""
@@ -305,7 +307,7 @@ class Recovery:
         self._requested.update(peers)
         return [events.RequestPromise(peers, self._term)] if peers else []
 
-    def _need(self, servers: tuple[Member, ...]) -> list[events.Note]:
+    def _need(self, servers: tuple[Member, ...]) -> list[events.NotifyOperator]:
         """Wait for these servers, and report that once."""
         if servers == self.needed:
             return []
@@ -318,8 +320,8 @@ class Recovery:
     def _give_up(self, evidence: Evidence) -> list[Outcome]:
         """Expel the members of a cluster whose servers have all ended; the next cluster is new."""
         return [
-            events.Note("all servers of the former cluster have ended: its members are sent away"),
-            *(events.Expel(peer, "all servers of its cluster have ended") for peer in evidence.by_peer),
+            events.NotifyOperator("all servers of the former cluster have ended: its members are sent away"),
+            *(events.DeclareDead(peer, "all servers of its cluster have ended") for peer in evidence.by_peer),
             *self.reject_foreign(),
             Abandoned(),
         ]

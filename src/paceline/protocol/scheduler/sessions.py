@@ -8,11 +8,11 @@ from typing import Any
 from msgspec import Struct
 
 from paceline.protocol.scheduler.events import SendMessage
-from paceline.protocol.scheduler.line import SchedulerEnd
+from paceline.protocol.scheduler.numbered_messages import SchedulerEnd
 
 
 class MessageNumbers(Struct, frozen=True):
-    """The numbers in the header of a message to the scheduler; see :mod:`paceline.protocol.scheduler.line`."""
+    """The numbers in the header of a message (:mod:`paceline.protocol.scheduler.numbered_messages`)."""
 
     request: int = 0
     """The number of the call; 0: the process expects no answer."""

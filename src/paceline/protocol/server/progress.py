@@ -139,7 +139,7 @@ class Progress:
         self.reads = BlockedReads()
         self.has_clocks = False
         """Whether this server has the workers' clocks."""
-        self._reports: dict[int, replication.ReportFilled] = {}  # the reports that wait, by target
+        self._reports: dict[int, replication.Filled] = {}  # the reports that wait, by target
         self._withheld: dict[object, float] = {}  # push → deadline
         self.become(Replication(0))
 
@@ -251,7 +251,7 @@ class Progress:
                 case replication.Acknowledge(token) | replication.RefusePush(token):
                     self._withheld.pop(token, None)
                     self._out.append(instruction)
-                case replication.ReportFilled():
+                case replication.Filled():
                     self._reports[instruction.target] = instruction
                 case replication.Hold():
                     self._out.append(instruction)

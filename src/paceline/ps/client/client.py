@@ -26,7 +26,7 @@ from paceline.ps.client.servers import Servers
 from paceline.ps.client.sparse_table import SparseTable
 from paceline.ps.forked import NoLock
 from paceline.ps.messages import TableSpec
-from paceline.ps.scheduler.link import SchedulerLink
+from paceline.ps.scheduler.link import LinkHooks, SchedulerLink
 from paceline.tables.bounds import Clock, TableNumber
 from paceline.tables.initializers import Initializer, Zeros
 from paceline.tables.rules import UpdateRule
@@ -83,7 +83,9 @@ class Client:
         follower = ViewFollower()
 
         def receive_notice(notice: msgspec.Struct) -> None:
-            if isinstance(notice, messages.Ended):
+            if isinstance(notice, messages.View):
+                follower.take(notice)
+            elif isinstance(notice, messages.Ended):
                 follower.watch.end()
             elif isinstance(notice, messages.Expelled):
                 follower.fail(PeerError(f"this {role} was declared dead: {notice.reason}; connect again"))
@@ -96,10 +98,7 @@ class Client:
             hello,
             timeout_s=timeout_s,
             reconnect_s=scheduler_reconnect_s,
-            on_notice=receive_notice,
-            on_lost=follower.watch.fail,
-            on_view=follower.take,
-            on_beat=follower.check_connections,
+            hooks=LinkHooks(receive_notice, follower.watch.fail, on_beat=follower.check_connections),
         )
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)

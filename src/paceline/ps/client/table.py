@@ -94,7 +94,7 @@ class Table:
         self._flush_filtered()
         with self._servers.lock:
             fields = to_fields(update)
-            revision = self._client.link.call(messages.NoteUpdate(table=self.name, update=fields), Natural)
+            revision = self._client.link.call(messages.ChangeUpdate(table=self.name, update=fields), Natural)
             self._servers.call_all(messages.SetUpdate(table=self._number, update=fields, revision=revision))
             self.spec = self.spec.with_update(fields)
 

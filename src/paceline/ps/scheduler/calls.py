@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from paceline.errors import ConnectionLostError, PacelineError
-from paceline.protocol.scheduler.line import MemberEnd, SentMessage
+from paceline.protocol.scheduler.numbered_messages import MemberEnd, SentMessage
 from paceline.ps import messages
 from paceline.ps.forked import NoLock
 from paceline.ps.messages import CALL, NOTICE
@@ -58,7 +58,7 @@ def send(end: MemberEnd, channel: Channel, message: SentMessage) -> None:
     )
 
 
-class CallLine:
+class SchedulerCalls:
     """The messages of a process to the scheduler. Thread-safe; `memory` records them."""
 
     def __init__(self, channel: Channel, memory: Memory) -> None:

@@ -1,7 +1,7 @@
 """A process's link to the scheduler: calls, notices and heartbeats on one connection, with a thread of its own.
 
-After a break of the connection the link reconnects and continues (:mod:`paceline.protocol.scheduler.line`). If another
-scheduler replaces a dead one at the same address, the link rejoins with this process's record
+After a break of the connection the link reconnects and continues
+(:mod:`paceline.protocol.scheduler.numbered_messages`). If another scheduler replaces a dead one at the same address, the link rejoins with this process's record
 (:mod:`~paceline.ps.scheduler.memory`) and repeats the calls without an answer. Users of the link notice a pause.
 """
 
@@ -26,12 +26,12 @@ from paceline.errors import (
     UsageError,
     VersionError,
 )
-from paceline.protocol.scheduler.line import SentMessage
 from paceline.protocol.scheduler.member_state import MemberState
+from paceline.protocol.scheduler.numbered_messages import SentMessage
 from paceline.ps import messages
 from paceline.ps.forked import own
 from paceline.ps.messages import NOTICE, KnownTable, View
-from paceline.ps.scheduler.calls import Answer, CallLine, Content
+from paceline.ps.scheduler.calls import Answer, Content, SchedulerCalls
 from paceline.ps.scheduler.memory import Memory
 from paceline.ps.scheduler.processes import own_process
 from paceline.ps.scheduler.reconnection import Reconnection
@@ -49,10 +49,9 @@ class LinkHooks:
     """Callbacks of a link, called in its thread."""
 
     on_notice: Callable[[msgspec.Struct], None] = lambda notice: None
+    """Called with every view of the cluster, and at its end or this member's expulsion."""
     on_lost: Callable[[PacelineError], None] = lambda reason: None
     """Called once if no scheduler is reached in time."""
-    on_view: Callable[[View], None] = lambda view: None
-    """Called with every view of the cluster."""
     tables: Callable[[], Sequence[KnownTable]] | None = None
     """Returns a server's tables; without it the declared tables count."""
     unreachable: Callable[[], tuple[int, ...]] = lambda: ()
@@ -64,7 +63,7 @@ class LinkHooks:
 
 
 class SchedulerLink:
-    """Calls to the scheduler from any thread; its notices go to `on_notice` in the link's own thread.
+    """Calls to the scheduler from any thread; its notices go to the `hooks` in the link's own thread.
 
     After a lost connection the link tries for `reconnect_s` to reach a scheduler at the same address. A member's calls
     are executed once; the calls of other processes are repeated. :class:`LinkHooks` describes the callbacks.
@@ -78,32 +77,22 @@ class SchedulerLink:
         *,
         timeout_s: float = 60.0,
         reconnect_s: float = 60.0,
-        on_notice: Callable[[msgspec.Struct], None] | None = None,
-        on_lost: Callable[[PacelineError], None] | None = None,
-        on_view: Callable[[View], None] | None = None,
-        tables: Callable[[], Sequence[KnownTable]] | None = None,
-        unreachable: Callable[[], tuple[int, ...]] = lambda: (),
-        is_well: Callable[[], bool] = lambda: True,
-        on_beat: Callable[[], None] = lambda: None,
+        hooks: LinkHooks | None = None,
     ) -> None:
         self.hello = msgspec.structs.replace(hello, to="scheduler")
         self.address = address
         self.transport = transport
-        self.hooks = LinkHooks(
-            on_notice or (lambda notice: None),
-            on_lost or (lambda reason: None),
-            on_view or (lambda view: None),
-            tables,
-            unreachable,
-            is_well,
-            on_beat,
-        )
+        self.hooks = LinkHooks() if hooks is None else hooks
         self.reconnections = 0
         """The number of reconnections of a member."""
+        self.num_replacements = 0
+        """The number of schedulers that have replaced another one."""
         self.state = MemberState()
         self._timeout_s = timeout_s
         self._memory = Memory()
-        self.line = CallLine(transport.connect(address, self.hello, timeout_s=min(timeout_s, _CONNECT_S)), self._memory)
+        self.calls = SchedulerCalls(
+            transport.connect(address, self.hello, timeout_s=min(timeout_s, _CONNECT_S)), self._memory
+        )
         self._reconnection = Reconnection(reconnect_s, time.monotonic())
         self.is_closing = False
         self._closed = threading.Event()
@@ -131,11 +120,11 @@ class SchedulerLink:
         timeout_s: float | None = None,
     ) -> tuple[Any, memoryview]:
         """Do as :meth:`call`, and return the body of the answer too."""
-        return self._finish(self.line.send(message, tuple(body), Future()), result, timeout_s)
+        return self._finish(self.calls.send(message, tuple(body), Future()), result, timeout_s)
 
     def start(self, message: msgspec.Struct, result: type[_Result]) -> Callable[[], _Result]:
         """Send a message; return a function that waits for the answer like :meth:`call`."""
-        sent = self.line.send(message, (), Future())
+        sent = self.calls.send(message, (), Future())
 
         def finish() -> _Result:
             answer: _Result = self._finish(sent, result, None)[0]
@@ -147,7 +136,7 @@ class SchedulerLink:
         """Send a message without an answer."""
         if isinstance(message, messages.Drain):
             self.state.is_leaving = True
-        self.line.send(message)
+        self.calls.send(message)
 
     def _finish(self, sent: SentMessage, result: Any, timeout_s: float | None) -> tuple[Any, memoryview]:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -156,8 +145,8 @@ class SchedulerLink:
         try:
             meta, data = content.answer.result(timeout_s if math.isfinite(timeout_s) else None)
         except TimeoutError:
-            self.line.take(sent.number)
-            if not self.line.is_connected and self.state.registration is None:
+            self.calls.take(sent.number)
+            if not self.calls.is_connected and self.state.registration is None:
                 raise self._lost_error() from None
             raise DeadlineError(
                 f"the scheduler at {self.address} did not answer {type(content.struct).__name__} within {timeout_s:g} s"
@@ -192,7 +181,7 @@ class SchedulerLink:
 
     def disown(self) -> None:
         """Leave the connection to the parent of this forked process."""
-        self.line.disown()
+        self.calls.disown()
         self.is_closing = True
 
     def close(self) -> None:
@@ -200,14 +189,14 @@ class SchedulerLink:
         if not self.is_closing:
             self.is_closing = True
             self._closed.set()
-            self.line.leave(UsageError("this client is closed: connect again"))
+            self.calls.leave(UsageError("this client is closed: connect again"))
             # The scheduler closes the connection after it has read Leave. If this end closed it with unread data or
             # during a write of the scheduler, Leave would be lost, and the others would wait for the timeout.
             try:
                 if threading.current_thread() is not self.thread:
                     self.thread.join(_FAREWELL_S)
             finally:
-                self.line.channel.close()
+                self.calls.channel.close()
         if threading.current_thread() is not self.thread:
             self.thread.join(10.0)
 
@@ -254,11 +243,11 @@ class SchedulerLink:
                     if not self.is_closing:
                         raise
                     # Leave is sent already: the scheduler closes the connection.
-            if self.line.channel.poll(min(self.state.heartbeat_s, max(next_beat - now, 0.0))):
+            if self.calls.channel.poll(min(self.state.heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()
 
     def _receive(self) -> None:
-        channel = self.line.channel
+        channel = self.calls.channel
         channel.last_header = None
         try:
             frame = channel.receive_frame(self._timeout_s)
@@ -266,11 +255,11 @@ class SchedulerLink:
             header = channel.error_header()
             if header is None:
                 raise
-            refused = self.line.take(header.request)
+            refused = self.calls.take(header.request)
             if refused is not None and refused.answer is not None:
                 refused.answer.set_exception(error)
             return
-        call = self.line.received(frame)
+        call = self.calls.received(frame)
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
         elif call is not None:
@@ -289,13 +278,12 @@ class SchedulerLink:
         view, answer = self.state.take(notice)
         self._take_view(view)
         if answer is not None:
-            self.line.send_once(answer)
+            self.calls.send_once(answer)
         if isinstance(notice, messages.Ended | messages.Expelled):
             self.hooks.on_notice(notice)
 
     def _take_view(self, view: View | None) -> None:
         if view is not None:
-            self.hooks.on_view(view)
             self.hooks.on_notice(view)
 
     # When the connection is lost.
@@ -303,7 +291,7 @@ class SchedulerLink:
     def _come_back(self) -> PacelineError | None:
         """Reconnect to the same scheduler or its replacement; return the reason of a failure."""
         retry = self._reconnection
-        self.line.disconnected()
+        self.calls.disconnected()
         self._closed.wait(retry.lost(time.monotonic(), self.state.heartbeat_s))
         while not self.is_closing and not self.state.is_over:
             remaining_s = retry.remaining_s(time.monotonic())
@@ -318,7 +306,7 @@ class SchedulerLink:
                 pass  # lost again, or another process listens there
             except PacelineError as refusal:
                 return refusal  # the scheduler has rejected this process
-            self.line.channel.close()
+            self.calls.channel.close()
             self._closed.wait(retry.pause_s(time.monotonic(), is_elsewhere=is_elsewhere))
         return self._lost_error()
 
@@ -332,26 +320,27 @@ class SchedulerLink:
             raise _NoSchedulerError from None
         self._reconnection.connected(time.monotonic())
         if self.state.welcome is None:  # not a member yet: the registration is repeated too
-            self.line.register_again(channel)
+            self.calls.register_again(channel)
             return True
-        rejoining = self.line.rejoin(channel, self._rejoin)
+        rejoining = self.calls.rejoin(channel, self._rejoin)
         answer: Answer = rejoining.content.answer
         try:
             while not answer.done():
                 if not channel.poll(self.state.heartbeat_s):
-                    self.line.send_once(messages.Heartbeat())
+                    self.calls.send_once(messages.Heartbeat())
                     continue
                 self._receive()
                 if self.state.is_released:
                     raise self._lost_error()
         finally:
             # Do not repeat this Rejoin: if this connection breaks too, the next one has a new Rejoin.
-            self.line.take(rejoining.number)
+            self.calls.take(rejoining.number)
         welcome = read_meta(answer.result()[0], _ANSWER, "a welcome")
         if isinstance(welcome, messages.Elsewhere):
             return False
+        self.num_replacements += self.view is not None and welcome.view.term != self.view.term
         self._take_view(self.state.welcomed(welcome))
-        self.line.send_again(welcome.received)
+        self.calls.send_again(welcome.received)
         self.reconnections += 1
         self._reconnection.resumed()
         return True
@@ -361,7 +350,7 @@ class SchedulerLink:
         return self.state.rejoin(tables, self._memory.job())
 
     def _fail(self, error: PacelineError) -> None:
-        is_closing, lost = self.is_closing, self.line.fail(error)
+        is_closing, lost = self.is_closing, self.calls.fail(error)
         if not is_closing:
             self.hooks.on_lost(lost)
 

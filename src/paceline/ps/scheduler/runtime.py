@@ -241,7 +241,7 @@ class Scheduler(Handler):
             case events.BucketsLost(buckets):
                 if not self.ended.is_set():  # at the end servers leave with their buckets
                     self.notes.lost(buckets)
-            case events.Note(text):
+            case events.NotifyOperator(text):
                 self.notes.note(text)
             case events.ClusterEnded():
                 self.ended.set()
@@ -278,7 +278,7 @@ class Scheduler(Handler):
         match request:
             case messages.DeclareTable(spec=spec):
                 return self._tables.declare(spec)
-            case messages.NoteUpdate(table=table, update=update):
+            case messages.ChangeUpdate(table=table, update=update):
                 return self._tables.note_update(table, update)
             case messages.ListTables():
                 return self._tables.specs

@@ -13,7 +13,6 @@ from typing import Any
 
 from paceline.errors import NoRoomError, PacelineError
 from paceline.protocol import Sequential, ServerCore, replication
-from paceline.protocol.buckets import to_bytes
 from paceline.protocol.server import events
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail
@@ -65,7 +64,6 @@ class Runtime:
         if isinstance(consistency, Sequential):
             self.sums = IterationSums(tables, non_finite, consistency.aggregate == "mean")
         self._snapshots = snapshots
-        self._on_filled = on_filled
         self._fail = fail
         self.links: ChainLinks | None = None
         if transport is not None:
@@ -94,7 +92,7 @@ class Runtime:
             replication.Lead: self._lead,
             replication.Ready: lambda item: self.replicator.send_ready(item.target, item.version),
             replication.Links: self._have_links,
-            replication.ReportFilled: self._report,
+            replication.Filled: on_filled,
             events.SendClocks: lambda item: self.replicator.send_clocks(item.target),
             events.ResumeRequest: lambda item: self._again.append(item.token),
             events.ConfirmJoin: answers.joined,
@@ -273,9 +271,6 @@ class Runtime:
     def _have_links(self, instruction: replication.Links) -> None:
         self.replicator.have_links(instruction.targets)
         self._fills.send_soon()
-
-    def _report(self, report: replication.ReportFilled) -> None:
-        self._on_filled(messages.Filled(report.version, report.target, to_bytes(report.buckets)))
 
     # Buckets.
 

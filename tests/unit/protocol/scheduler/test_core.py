@@ -254,7 +254,7 @@ def test_a_process_that_ended_is_removed_at_once() -> None:
     assert scheduler.view.servers == {a.incarnation: 0}
     assert chains(scheduler.view) == dict.fromkeys(range(8), ((a.incarnation,), None))
     assert scheduler.all(events.BucketsLost) == []
-    assert scheduler.all(events.Expel) == []  # their connections were gone
+    assert scheduler.all(events.DeclareDead) == []  # their connections were gone
 
 
 def test_a_bucket_is_lost_when_the_last_that_has_it_has_ended() -> None:
@@ -276,7 +276,7 @@ def test_members_that_leave_in_good_order_are_removed_by_their_own_wish() -> Non
     scheduler.leave(v)
     assert scheduler.last(events.Removed) == events.Removed(v.member, None)  # type: ignore[arg-type]
     assert [each.node for each in scheduler.view.members] == ["s0", "w1"]
-    assert scheduler.all(events.Expel) == []
+    assert scheduler.all(events.DeclareDead) == []
     assert scheduler.member(w) is not None
 
 
@@ -304,7 +304,7 @@ def test_a_worker_that_is_silent_for_too_long_is_expelled() -> None:
     assert scheduler.view.excludes(v.incarnation)
     assert scheduler.member(w) is not None
     scheduler.wake(v)
-    assert isinstance(v.fate, events.Expel)
+    assert isinstance(v.fate, events.DeclareDead)
 
 
 def test_one_that_was_removed_while_its_connection_was_broken_is_expelled_when_it_comes() -> None:
@@ -313,9 +313,9 @@ def test_one_that_was_removed_while_its_connection_was_broken_is_expelled_when_i
     w.wire.cut()
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
     assert scheduler.view.excludes(w.incarnation)
-    assert scheduler.all(events.Expel) == []
+    assert scheduler.all(events.DeclareDead) == []
     scheduler.rejoin(w)
-    assert isinstance(w.fate, events.Expel)
+    assert isinstance(w.fate, events.DeclareDead)
     assert scheduler.view.excludes(w.incarnation)
 
 
@@ -324,7 +324,7 @@ def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
     assert w.wire is not None
     scheduler.feed(events.ProcessEnded(w.incarnation))
     assert scheduler.feed(MessageReceived(w.wire, messages.Heartbeat())) == [
-        events.Expel(w.wire, "it was silent too long")
+        events.DeclareDead(w.wire, "it was silent too long")
     ]
 
 
@@ -335,7 +335,7 @@ def test_a_silent_server_goes_where_others_have_what_it_has() -> None:
     assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
     assert scheduler.last(events.Removed).member == c.member
     scheduler.wake(c)
-    assert isinstance(c.fate, events.Expel)
+    assert isinstance(c.fate, events.DeclareDead)
     scheduler.fill_all()
     assert holders(scheduler.view, a) == holders(scheduler.view, b) == ALL
     assert scheduler.notes == []
@@ -497,7 +497,7 @@ def test_one_of_two_servers_that_do_not_reach_each_other_is_expelled() -> None:
     assert removed.member == c.member
     assert removed.reason is not None
     assert "it and server 0 could not reach each other for 10 s, though all of them live" in removed.reason
-    assert c.fate == events.Expel(scheduler.last(events.Expel).peer, removed.reason)
+    assert c.fate == events.DeclareDead(scheduler.last(events.DeclareDead).peer, removed.reason)
 
 
 def test_a_server_that_is_cut_off_stays_while_nobody_else_has_what_it_has() -> None:
@@ -584,7 +584,7 @@ def test_a_server_that_was_released_and_comes_again_is_released() -> None:
     assert scheduler.all(events.ReleaseServer) == []
     scheduler.rejoin(b)
     assert isinstance(b.fate, events.ReleaseServer)
-    assert scheduler.all(events.Expel) == []
+    assert scheduler.all(events.DeclareDead) == []
 
 
 def test_a_server_that_is_draining_and_ends_is_dead_like_any_other() -> None:

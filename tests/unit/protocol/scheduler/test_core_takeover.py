@@ -94,8 +94,8 @@ def test_after_a_while_a_majority_is_enough() -> None:
     assert [each.node for each in scheduler.view.members] == ["s0", "s1", "w0"]
     assert scheduler.all(events.BucketsLost) == []
     scheduler.rejoin(c, w)  # too late
-    assert isinstance(c.fate, events.Expel)
-    assert isinstance(w.fate, events.Expel)
+    assert isinstance(c.fate, events.DeclareDead)
+    assert isinstance(w.fate, events.DeclareDead)
 
 
 def test_a_minority_is_not_enough_and_says_whom_it_waits_for() -> None:
@@ -128,7 +128,7 @@ def test_one_that_accepts_a_minority_takes_those_that_are_missing_for_dead() -> 
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(0xFFFF & ~mine)]
     assert set(scheduler.last(events.TakenOver).dead) == {b.member, c.member}
     scheduler.rejoin(b)
-    assert isinstance(b.fate, events.Expel)
+    assert isinstance(b.fate, events.DeclareDead)
 
 
 def test_one_that_accepts_a_minority_does_not_take_over_from_workers_alone() -> None:
@@ -235,7 +235,7 @@ def test_a_member_whose_process_ended_after_it_had_come_is_no_member() -> None:
     scheduler.rejoin(a)
     scheduler.tell(events.ProcessEnded(a.incarnation))
     scheduler.rejoin(b)
-    assert isinstance(a.fate, events.Expel)
+    assert isinstance(a.fate, events.DeclareDead)
     assert scheduler.view.servers.keys() == {b.incarnation}
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(mine)]
 
@@ -246,7 +246,7 @@ def test_where_all_servers_have_ended_their_members_are_sent_away_and_the_cluste
     scheduler = successor(num_servers=1, replaces=True)
     scheduler.rejoin(w)
     scheduler.tell(events.ProcessEnded(a.incarnation), events.ProcessEnded(b.incarnation))
-    assert isinstance(w.fate, events.Expel)
+    assert isinstance(w.fate, events.DeclareDead)
     assert "all servers of its cluster have ended" in w.fate.reason
     assert scheduler.core.phase is Phase.FORMING
     new = scheduler.register(server("new"))
@@ -312,7 +312,7 @@ def test_workers_alone_are_passed_over_for_a_new_cluster() -> None:
     scheduler.rejoin(w)
     scheduler.pass_time(TIMEOUT_S)
     assert new.cluster == "next"
-    assert len(scheduler.all(events.Foreign)) == 1
+    assert len(scheduler.all(events.SendElsewhere)) == 1
     assert w.is_alive
     assert w.wire is None  # its own may come back
 
@@ -353,7 +353,7 @@ def test_a_worker_of_whom_no_view_tells_is_taken_in_though_it_comes_late() -> No
     scheduler.tell(events.Flush())
     assert new.fate is None
     assert scheduler.member(new) == new.member
-    assert isinstance(rival.fate, events.Expel)  # its place is taken
+    assert isinstance(rival.fate, events.DeclareDead)  # its place is taken
 
 
 def lose_with_a_worker_that_no_view_names() -> tuple[Node, Node]:
@@ -375,7 +375,7 @@ def test_a_worker_of_whom_no_view_tells_is_sent_away_if_others_have_what_it_was_
     scheduler.rejoin(a)
     scheduler.rejoin(new)
     scheduler.tell(events.Flush())
-    assert isinstance(new.fate, events.Expel)
+    assert isinstance(new.fate, events.DeclareDead)
 
 
 def test_a_worker_of_whom_no_view_tells_goes_on_with_what_it_was_given_if_it_comes_in_time() -> None:
@@ -402,7 +402,7 @@ def test_a_worker_of_whom_no_view_tells_is_gone_by_none_until_it_has_had_time_to
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
     assert scheduler.view.excludes(new.incarnation)
     scheduler.rejoin(new)
-    assert isinstance(new.fate, events.Expel)
+    assert isinstance(new.fate, events.DeclareDead)
     assert scheduler.member(later) is not None
 
 
@@ -416,7 +416,7 @@ def test_a_worker_of_whom_no_view_tells_is_gone_when_a_later_one_is() -> None:
     assert scheduler.view.excludes(later.incarnation)
     assert scheduler.view.excludes(new.incarnation)
     scheduler.rejoin(new)
-    assert isinstance(new.fate, events.Expel)
+    assert isinstance(new.fate, events.DeclareDead)
 
 
 def test_one_of_whom_no_view_told_and_that_was_removed_is_not_taken_in_again() -> None:
@@ -434,7 +434,7 @@ def test_one_of_whom_no_view_told_and_that_was_removed_is_not_taken_in_again() -
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
     assert scheduler.member(new) is None
     scheduler.rejoin(new)
-    assert isinstance(new.fate, events.Expel)
+    assert isinstance(new.fate, events.DeclareDead)
 
 
 def test_an_observer_comes_when_it_likes() -> None:
@@ -463,7 +463,7 @@ def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> Non
     third = successor(salt=3)
     third.rejoin(early, late, a)
     third.pass_time(HEARTBEAT_S)
-    answered = {each.peer for each in third.all(events.Admit)} | {each.peer for each in third.all(events.Expel)}
+    answered = {each.peer for each in third.all(events.Admit)} | {each.peer for each in third.all(events.DeclareDead)}
     for node in (early, late):
         assert node.fate is not None or node.wire in answered
 
@@ -597,7 +597,7 @@ def test_a_server_that_was_released_and_has_not_heard_so_is_released() -> None:
     scheduler = successor(num_servers=2)
     scheduler.rejoin(b, a)
     assert isinstance(b.fate, events.ReleaseServer)
-    assert scheduler.all(events.Expel) == []
+    assert scheduler.all(events.DeclareDead) == []
 
 
 def test_servers_that_were_released_do_not_take_over_without_those_that_stayed() -> None:
@@ -644,7 +644,7 @@ def test_members_of_another_cluster_wait_for_their_own() -> None:
     scheduler.rejoin(c)
     assert c.wire is None
     assert c.fate is None
-    assert len(scheduler.all(events.Foreign)) == 2
+    assert len(scheduler.all(events.SendElsewhere)) == 2
 
 
 def test_the_first_scheduler_ends_when_a_member_comes_that_knows_another_one() -> None:

@@ -247,7 +247,7 @@ def test_servers_that_are_needed_are_waited_for_after_the_time_out() -> None:
     coming.back("s1", view(3, "s1", "s2", "s3"))
     assert coming.recovery.decide((), 9.0) == []
     (note,) = coming.recovery.decide((), 10.0)
-    assert isinstance(note, events.Note)
+    assert isinstance(note, events.NotifyOperator)
     assert "server 2 (s2) and server 3 (s3)" in note.text
     assert coming.recovery.needed == (member("s2"), member("s3"))
     assert coming.recovery.decide((), 11.0) == []  # it is said once
@@ -258,8 +258,8 @@ def test_a_cluster_whose_servers_have_ended_is_given_up() -> None:
     peer = coming.back("w2", view(3, "s1", "w2"))
     coming.recovery.ended(1)
     note, expel, abandoned = coming.recovery.decide((), 1.0)
-    assert isinstance(note, events.Note)
-    assert isinstance(expel, events.Expel)
+    assert isinstance(note, events.NotifyOperator)
+    assert isinstance(expel, events.DeclareDead)
     assert expel.peer == peer
     assert abandoned == Abandoned()
     coming.recovery.reset()

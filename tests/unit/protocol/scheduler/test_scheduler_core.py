@@ -156,7 +156,7 @@ def test_a_cluster_with_other_settings_is_not_taken_over() -> None:
     for peer in ("s", "s again"):
         rejoin = former_member(SchedulerSettings(cluster="theirs", num_servers=2))
         assert run.receive(peer, rejoin, 1) == [Elsewhere()]
-    (note,) = [each for each in run.instructions if isinstance(each, events.Note)]
+    (note,) = [each for each in run.instructions if isinstance(each, events.NotifyOperator)]
     assert "num_servers=2" in note.text
     assert "num_servers=1" in note.text
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import PeerError
 from paceline.protocol.scheduler.events import SendMessage
-from paceline.protocol.scheduler.line import MemberEnd, SentMessage
 from paceline.protocol.scheduler.messages import Ended
+from paceline.protocol.scheduler.numbered_messages import MemberEnd, SentMessage
 from paceline.protocol.scheduler.sessions import Session, Sessions
 
 

@@ -151,7 +151,7 @@ class Scheduler:
     @property
     def notes(self) -> list[str]:
         """What was said to whoever runs the cluster."""
-        return [note.text for note in self.all(events.Note)]
+        return [note.text for note in self.all(events.NotifyOperator)]
 
     @property
     def view(self) -> View:
@@ -193,9 +193,9 @@ class Scheduler:
                     if wire.is_welcomed:
                         seen = self._seen_by(wire.node.role, view)
                         self._tell(wire, lambda wire, seen=seen: wire.node.views.commit(seen))  # type: ignore[misc]
-            case events.Expel(peer) | events.ReleaseServer(peer) | events.Reject(peer):
+            case events.DeclareDead(peer) | events.ReleaseServer(peer) | events.Reject(peer):
                 self._tell(peer, lambda wire: wire.node.ended(wire, instruction))
-            case events.Foreign(peer):
+            case events.SendElsewhere(peer):
                 self._tell(peer, lambda wire: wire.cut())
             case _:
                 pass

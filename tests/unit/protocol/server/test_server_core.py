@@ -9,6 +9,7 @@ import pytest
 
 from paceline.errors import ProtocolError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential, ServerCore
+from paceline.protocol.buckets import to_bytes
 from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import (
     CALLS,
@@ -16,10 +17,10 @@ from paceline.protocol.replication import (
     Acknowledged,
     Apply,
     Confirmed,
+    Filled,
     Forward,
     Forwarded,
     LinkUp,
-    ReportFilled,
     StateReceived,
     Withhold,
 )
@@ -415,13 +416,13 @@ def test_a_fill_is_reported_when_all_that_is_here_alone_is_in_the_chain() -> Non
     assert driver.feed(LinkUp(OTHER))[0] == SendClocks(OTHER)
     for _ in range(4):
         number, _, _ = driver.core.replication.next_fill(OTHER) or (0, 0, ())
-        assert not any(isinstance(each, ReportFilled) for each in driver.feed(Confirmed(OTHER, number)))
+        assert not any(isinstance(each, Filled) for each in driver.feed(Confirmed(OTHER, number)))
     for worker in (FIRST, SECOND):
         driver.feed(Synced("synced", worker, 0, 2, 0, has_joined=True, counts=True))
     out = driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1))
     forward = next(each for each in out if isinstance(each, Forward))
-    assert not any(isinstance(each, ReportFilled) for each in out)
-    assert driver.feed(Acknowledged(OTHER, forward.number)) == [ReportFilled(2, OTHER, BUCKETS)]
+    assert not any(isinstance(each, Filled) for each in out)
+    assert driver.feed(Acknowledged(OTHER, forward.number)) == [Filled(2, OTHER, to_bytes(BUCKETS))]
 
 
 def test_a_server_in_no_chain_forgets_the_workers() -> None:

@@ -83,7 +83,7 @@ class Watched(Scheduler):
                     self.watch.saw((OUTSIDE,), cause, (OUTSIDE,), each)
                 case events.Admit(_, member):
                     told[member.incarnation] = "welcome", each
-                case events.Expel(peer) | events.ReleaseServer(peer):
+                case events.DeclareDead(peer) | events.ReleaseServer(peer):
                     assert isinstance(peer, Wire)
                     incarnation = self.core.incarnation_of(peer) or peer.node.incarnation
                     stays = self.core.membership.find(incarnation) is not None

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from paceline.protocol.scheduler.line import MemberEnd
+from paceline.protocol.scheduler.numbered_messages import MemberEnd
 from paceline.ps import messages
 from paceline.ps.messages import CALL, NOTICE
 from paceline.ps.scheduler.calls import add, send

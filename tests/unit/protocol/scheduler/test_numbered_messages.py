@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.protocol.scheduler.line import MemberEnd, SchedulerEnd, SentMessage
+from paceline.protocol.scheduler.numbered_messages import MemberEnd, SchedulerEnd, SentMessage
 
 
 def numbers(messages: list[SentMessage]) -> list[int]:
