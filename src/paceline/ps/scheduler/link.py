@@ -1,8 +1,9 @@
 """A process's link to the scheduler: calls, notices and heartbeats on one connection, with a thread of its own.
 
 After a break of the connection the link reconnects and continues
-(:mod:`paceline.protocol.scheduler.numbered_messages`). If another scheduler replaces a dead one at the same address, the link rejoins with this process's record
-(:mod:`~paceline.ps.scheduler.memory`) and repeats the calls without an answer. Users of the link notice a pause.
+(:mod:`paceline.protocol.scheduler.numbered_messages`). If another scheduler replaces a dead one at the same address,
+the link rejoins with this process's record (:mod:`~paceline.ps.scheduler.memory`) and repeats the calls without an
+answer. Users of the link notice a pause.
 """
 
 from __future__ import annotations
