@@ -89,7 +89,7 @@ at_end.callback(lambda: torch.distributed.destroy_process_group())
 
 
 def write_files(root: Path) -> None:
-    """Write all files to a directory."""
+    """Write data and scripts to a directory."""
     import pyarrow.csv as arrow_csv
     import pyarrow.parquet as parquet
 
@@ -117,19 +117,11 @@ def write_files(root: Path) -> None:
     (root / "a9a").write_text("".join(f"{1 if n % 3 else -1} {1 + n % 7}:1 {10 + n % 11}:1\n" for n in range(600)))
     (root / "train.py").write_text(TRAIN)
     (root / "script.py").write_text(TRAIN)
+
+
+def write_models(root: Path) -> None:
+    """Train the models that pages use, beside the files."""
     for name, model in (("model", "lr"), ("monday", "lr"), ("deep", "deepfm")):
-        command = [
-            sys.executable,
-            "-m",
-            "paceline",
-            "train",
-            "day1.tsv",
-            "--epochs",
-            "1",
-            "--model",
-            model,
-            "--save",
-            name,
-        ]
-        subprocess.run(command, cwd=root, check=True, capture_output=True)
+        words = ["-m", "paceline", "train", "day1.tsv", "--epochs", "1", "--model", model, "--save", name]
+        subprocess.run([sys.executable, *words], cwd=root, check=True, capture_output=True)
     shutil.copytree(root / "model", root / "tuesday")

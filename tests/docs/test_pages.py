@@ -17,14 +17,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sybil import Document, Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
-from tests.docs.files import PRELUDES, write_files
+from tests.docs.files import PRELUDES, write_files, write_models
 from tests.free_ports import free_port
 from tests.pages import PAGES, ROOT
 
@@ -32,8 +32,8 @@ LANGUAGES = ("python", "sh", "console", "json")
 COMMENT = re.compile(r"<!-- docs test: ((?:(?!-->).)*) -->\n\Z", re.DOTALL)
 STARTS_EMPTY = {"click_model", "pytorch_script"}
 """Pages that create their files themselves."""
-ALWAYS = {"README.md", "click_model.md", "pytorch_script.md"}
-"""Pages outside of these are `thorough`."""
+QUICK = ("python", "console")
+"""Languages of the blocks of the README that always run. Its other blocks and all other pages are `thorough`."""
 
 
 def treatment(example: Example) -> str:
@@ -47,7 +47,7 @@ class Page:
 
     def __init__(self, path: Path, directory: Path) -> None:
         self.directory = directory
-        self.name = path.relative_to(ROOT).as_posix()
+        self.name = name_of(path)
         self.prelude = PRELUDES.get(self.name, "")
         self.namespace: dict[str, Any] = {"__name__": "__main__"}
         self.processes: list[subprocess.Popen[str]] = []
@@ -150,39 +150,47 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def page(
-    request: pytest.FixtureRequest, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Page]:
-    if request.param.stem not in STARTS_EMPTY:
-        shutil.copytree(files, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    page = Page(request.param, tmp_path)
-    yield page
-    page.close()
+@pytest.fixture(scope="module")
+def files_and_models(files: Path) -> Path:
+    write_models(files)
+    return files
 
 
-def parameters() -> Iterator[Any]:
-    """Yield the pages that have blocks."""
-    for path in PAGES:
-        if re.search(rf"^```({'|'.join(LANGUAGES)})$", path.read_text(encoding="utf-8"), re.MULTILINE):
-            name = path.relative_to(ROOT).as_posix()
-            always = path.name in ALWAYS
-            yield pytest.param(path, id=name, marks=() if always else pytest.mark.thorough)
+def run_blocks(path: Path, directory: Path, languages: Sequence[str]) -> None:
+    """Run the blocks of a page in some languages."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(Page(path, directory)) as page:
+        patch.chdir(directory)
+        patch.syspath_prepend(directory)
+        document: Document = Sybil([CodeBlockParser(name, page.evaluate) for name in languages]).parse(path)
+        for example in document.examples():
+            example.evaluate()
 
 
-@pytest.mark.slow
+def has_blocks(path: Path) -> bool:
+    """Return whether a page has blocks that can run."""
+    return bool(re.search(rf"^```({'|'.join(LANGUAGES)})$", path.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def name_of(path: Path) -> str:
+    """Return the path of a page in the repository."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_quick_blocks_of_the_readme_run(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    run_blocks(ROOT / "README.md", tmp_path, QUICK)
+
+
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [*parameters()], indirect=True)
-def test_blocks_run(page: Page) -> None:
-    parser = Sybil([CodeBlockParser(language, page.evaluate) for language in LANGUAGES])
-    document: Document = parser.parse(ROOT / page.name)
-    for example in document.examples():
-        example.evaluate()
+@pytest.mark.parametrize("path", [path for path in PAGES if has_blocks(path)], ids=name_of)
+def test_blocks_run(path: Path, files_and_models: Path, tmp_path: Path) -> None:
+    if path.stem not in STARTS_EMPTY:
+        shutil.copytree(files_and_models, tmp_path, dirs_exist_ok=True)
+    run_blocks(path, tmp_path, LANGUAGES)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_blocks_have_a_language(path: Path) -> None:
     fences = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     opening = fences[::2]
