@@ -6,8 +6,10 @@ What is larger today is named here, and may not grow.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -80,52 +82,45 @@ def module_paths() -> dict[str, Path]:
     }
 
 
-def modules() -> Iterator[tuple[str, str]]:
-    for name, path in module_paths().items():
-        yield name, path.read_text(encoding="utf-8")
+@dataclass(frozen=True)
+class Module:
+    """Facts about a module, so that each file is parsed once and no tree stays in memory."""
+
+    lines: int
+    imports: frozenset[str]
+    classes: tuple[str, ...]
+    num_parameters: dict[str, int]
+    """By function, with qualified names."""
+    settings: frozenset[str]
+    """Settings that are a field, parameter, keyword argument or attribute here."""
 
 
-def test_no_module_is_too_long() -> None:
-    lengths = {name: text.count("\n") for name, text in modules()}
-    assert {name: lines for name, lines in lengths.items() if lines > LARGE_MODULES.get(name, MAX_MODULE_LINES)} == {}
-    assert [name for name in LARGE_MODULES if lengths.get(name, 0) <= MAX_MODULE_LINES] == [], "not needed any more"
+@functools.cache
+def modules() -> dict[str, Module]:
+    """Return the facts about the modules by name."""
+    return {name: read_module(path.read_text(encoding="utf-8")) for name, path in module_paths().items()}
 
 
-def test_no_folder_has_too_many_modules() -> None:
-    sizes = Counter(str(Path(name).parent) for name in module_paths())
-    assert {name: size for name, size in sizes.items() if size > LARGE_FOLDERS.get(name, MAX_FOLDER_MODULES)} == {}
-    assert [name for name in LARGE_FOLDERS if sizes.get(name, 0) <= MAX_FOLDER_MODULES] == [], "not needed any more"
-
-
-def imported_modules(tree: ast.Module) -> set[str]:
-    """Return the modules of the package that a module imports, wherever the statement is."""
-    found = set()
+def read_module(text: str) -> Module:
+    """Return the facts about a module."""
+    tree = ast.parse(text)
+    imports: set[str] = set()
+    classes: list[str] = []
+    settings: set[str] = set()
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=module, level=level) if level or (module or "").startswith("paceline"):
-                found.add("." * level + (module or ""))
+                imports.add("." * level + (module or ""))
             case ast.Import(names=names):
-                found |= {name.name for name in names if name.name.startswith("paceline")}
-    return found
-
-
-def test_no_module_imports_too_many() -> None:
-    counts = {name: len(imported_modules(ast.parse(text))) for name, text in modules()}
-    assert {name: count for name, count in counts.items() if count > MAX_IMPORTS} == MANY_IMPORTS
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_few_files_name_a_setting(setting: str) -> None:
-    """A field, parameter, keyword argument or attribute of that name."""
-    files = []
-    for name, text in modules():
-        for node in ast.walk(ast.parse(text)):
-            match node:
-                case ast.arg(arg=found) | ast.keyword(arg=found) | ast.Attribute(attr=found) if found == setting:
-                    files.append(name)
-                case ast.AnnAssign(target=ast.Name(id=found)) if found == setting:
-                    files.append(name)
-    assert 0 < len(set(files)) <= MAX_FILES_OF_A_SETTING, sorted(set(files))
+                imports |= {name.name for name in names if name.name.startswith("paceline")}
+            case ast.ClassDef(name=name):
+                classes.append(name)
+            case ast.arg(arg=name) | ast.keyword(arg=name) | ast.Attribute(attr=name) if name in SETTINGS:
+                settings.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) if name in SETTINGS:
+                settings.add(name)
+    parameters = {name: num_parameters(function) for name, function in functions(tree, "")}
+    return Module(text.count("\n"), frozenset(imports), tuple(classes), parameters, frozenset(settings))
 
 
 def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -137,35 +132,54 @@ def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef
             if not isinstance(child, ast.ClassDef):
                 yield name, child
             name += "."
-        yield from functions(child, name)
+        if isinstance(child, ast.stmt | ast.match_case | ast.excepthandler):
+            yield from functions(child, name)
 
 
 def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Return the number of parameters without `self` and `cls`."""
-    given = function.args
-    named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-    return len([each for each in named if each.arg not in ("self", "cls")])
+    parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len([parameter for parameter in parameters if parameter.arg not in ("self", "cls")])
+
+
+def test_no_module_is_too_long() -> None:
+    lengths = {name: module.lines for name, module in modules().items()}
+    assert {name: lines for name, lines in lengths.items() if lines > LARGE_MODULES.get(name, MAX_MODULE_LINES)} == {}
+    assert [name for name in LARGE_MODULES if lengths.get(name, 0) <= MAX_MODULE_LINES] == [], "not needed any more"
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    sizes = Counter(str(Path(name).parent) for name in module_paths())
+    assert {name: size for name, size in sizes.items() if size > LARGE_FOLDERS.get(name, MAX_FOLDER_MODULES)} == {}
+    assert [name for name in LARGE_FOLDERS if sizes.get(name, 0) <= MAX_FOLDER_MODULES] == [], "not needed any more"
+
+
+def test_no_module_imports_too_many() -> None:
+    counts = {name: len(module.imports) for name, module in modules().items()}
+    assert {name: count for name, count in counts.items() if count > MAX_IMPORTS} == MANY_IMPORTS
+
+
+def test_few_files_name_a_setting() -> None:
+    for setting in SETTINGS:
+        files = [name for name, module in modules().items() if setting in module.settings]
+        assert 0 < len(files) <= MAX_FILES_OF_A_SETTING, (setting, files)
 
 
 def test_no_function_has_too_many_parameters() -> None:
     """The parameters of commands are generated: they are fields of the dataclasses that the commands receive."""
     counts = {
-        name: num_parameters(function)
-        for module, text in modules()
-        for name, function in functions(ast.parse(text), f"{module}:")
+        f"{name}:{function}": count
+        for name, module in modules().items()
+        for function, count in module.num_parameters.items()
     }
     assert {name: count for name, count in counts.items() if count > MAX_PARAMETERS} == MANY_PARAMETERS
     assert max(MANY_PARAMETERS.values()) <= MAX_PARAMETERS_EVER
 
 
 def test_class_names_mean_one_thing() -> None:
-    places: dict[str, list[str]] = {}
-    for name, text in modules():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(name)
-    repeated = {name: found for name, found in places.items() if len(found) > 1}
-    assert repeated == {}
+    counts = Counter(name for module in modules().values() for name in module.classes)
+    repeated = [name for name, count in counts.items() if count > 1]
+    assert {name: [path for path, module in modules().items() if name in module.classes] for name in repeated} == {}
 
 
 def names_read_of(node: ast.AST) -> Iterator[str]:
