@@ -16,7 +16,7 @@ from simulator.oracle import Violation
 from simulator.product import KINDS, ProductCluster
 from simulator.product.truth import Truth
 
-SEEDS = range(34, 46)
+SEEDS = range(34, 40)
 DEFECT_SEEDS = (16, 17, *range(200))  # those that find each of the defects below, so far, come first
 
 
@@ -25,12 +25,12 @@ def test_nothing_promised_is_broken() -> None:
     assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
     fired = sum((each.fired for each in outcomes), Counter[str]())
     assert len(fired) > len(KINDS) // 2
-    assert sum(each.num_reads for each in outcomes) > 150
-    assert sum(each.num_compared for each in outcomes) > 5_000
+    assert sum(each.num_reads for each in outcomes) > 75
+    assert sum(each.num_compared for each in outcomes) > 2_500
 
 
 def test_a_seed_is_the_same_every_time() -> None:
-    for seed in (3, 4):
+    for seed in (3,):
         lines: list[list[str]] = [[], []]
         outcomes = [ProductCluster(seed, num_faults=6, trace=lines[run].append).run() for run in (0, 1)]
         assert lines[0] == lines[1]

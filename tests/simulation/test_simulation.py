@@ -20,7 +20,7 @@ from paceline.protocol.reachability import Reachability
 from simulator import FOLLOWING, KINDS, ProtocolCluster, RunSettings
 from simulator.__main__ import main
 
-SEEDS = range(200)
+SEEDS = range(60)  # `make torture` runs thousands
 DEFECT_SEEDS = 200
 
 
@@ -30,9 +30,8 @@ def test_public_names() -> None:
     )
 
 
-@pytest.mark.parametrize("first", SEEDS[::50])
-def test_nothing_promised_is_broken(first: int) -> None:
-    outcomes = [ProtocolCluster(seed).run() for seed in range(first, first + 50)]
+def test_nothing_promised_is_broken() -> None:
+    outcomes = [ProtocolCluster(seed).run() for seed in SEEDS]
     assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
     assert sum(each.num_reads for each in outcomes) > 1000
     fired = sum((each.fired for each in outcomes), Counter[str]())
@@ -43,14 +42,14 @@ def test_storms() -> None:
     """Found by the first three: two schedulers publish; a filler has missed that a server forgot the workers; who takes
     over while one server is dead and one drains waits for the dead one.
     """
-    for seed in (11383, 11093, 60, *range(40)):
+    for seed in (11383, 11093, 60, *range(12)):
         outcome = ProtocolCluster(seed, num_faults=24).run()
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
 
 
 def test_with_min_replicas_all_goes_on_when_there_are_servers_enough() -> None:
     """Found by these seeds: a fill waited for an iteration, and the iteration for what was to be filled."""
-    for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(60)):
+    for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(15)):
         settings = RunSettings.draw(Random(seed))
         if settings.replicas:
             violation = ProtocolCluster(seed, settings=replace(settings, min_replicas=1)).run().violation
@@ -85,7 +84,7 @@ def test_voters_that_have_ended_are_found_though_no_newer_view_names_them() -> N
 def test_every_kind_of_fault_fires() -> None:
     fired: Counter[str] = Counter()
     of_schedulers = ("crash-server", "crash-scheduler", "second-scheduler", "partition")  # what seldom happens else
-    for seed in (98, 26, *SEEDS):  # the first two have what is rarest, so far
+    for seed in (5, 24, 8, 33, 19, 28, 21, *SEEDS):  # the first seven are enough, so far
         fired += ProtocolCluster(seed, num_faults=24).run().fired
         fired += ProtocolCluster(seed, num_faults=24, faults=of_schedulers).run().fired
         if all(fired[kind] for kind in (*KINDS, *FOLLOWING)):
@@ -95,18 +94,18 @@ def test_every_kind_of_fault_fires() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_fault_alone(kind: str) -> None:
-    outcomes = [ProtocolCluster(seed, faults=(kind,)).run() for seed in range(15)]
+    outcomes = [ProtocolCluster(seed, faults=(kind,)).run() for seed in range(4)]
     assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
     assert sum(each.fired[kind] for each in outcomes) > 0
 
 
 def test_a_cut_cable_holds_all_up_unless_one_of_the_two_servers_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = range(20)
+    seeds = range(10)
     outcomes = [ProtocolCluster(seed, faults=("cable",), num_faults=4).run() for seed in seeds]
     assert [each.violation for each in outcomes if each.violation] == []
-    assert sum(each.fired["expel"] for each in outcomes) >= 5
+    assert sum(each.fired["expel"] for each in outcomes) >= 3
     monkeypatch.setattr(Reachability, "decide", lambda *_: None)
-    violations = [ProtocolCluster(seed, faults=("cable",), num_faults=4).run().violation for seed in seeds]
+    violations = (ProtocolCluster(seed, faults=("cable",), num_faults=4).run().violation for seed in seeds)
     assert any(violation is not None and "(progress)" in violation for violation in violations)
 
 
@@ -139,13 +138,13 @@ def test_a_broken_rule_is_found(promise: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_buckets_are_lost_when_more_servers_fail_than_a_chain_bears() -> None:
-    outcomes = [ProtocolCluster(seed, allow_loss=True).run() for seed in range(60)]
+    outcomes = [ProtocolCluster(seed, allow_loss=True).run() for seed in range(16)]
     assert [each.violation for each in outcomes if each.violation] == []
     assert any(each.lost for each in outcomes)
 
 
 def test_a_seed_is_the_same_every_time() -> None:
-    for seed in (7, 8, 9):
+    for seed in (7, 8):
         lines: list[list[str]] = [[], []]
         outcomes = [ProtocolCluster(seed, trace=lines[run].append).run() for run in (0, 1)]
         assert lines[0] == lines[1]
@@ -171,7 +170,7 @@ def test_a_violation_prints_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     BREAK["exactly once"](monkeypatch)
-    arguments = ["--seeds", "0:40", "--faults", "reset,crash-server"]
+    arguments = ["--seeds", "0:12", "--faults", "reset,crash-server"]
     assert main(arguments) == 1
     printed = capsys.readouterr().out
     found = re.search(r"seed (\d+): (.*)\n  python -m simulator (.*)\n", printed)
@@ -213,12 +212,12 @@ def come_and_go(seed: int) -> str | None:
 
 
 def test_servers_come_and_go_under_sequential_without_replicas() -> None:
-    assert [(seed, found) for seed in range(60) if (found := come_and_go(seed))] == []
+    assert [(seed, found) for seed in range(20) if (found := come_and_go(seed))] == []
 
 
 def test_a_fill_that_is_reported_before_workers_keep_what_they_push_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Iterations, "may_report", lambda iterations, buckets: True)
-    assert any("(gate)" in (come_and_go(seed) or "") for seed in range(60))
+    assert any("(gate)" in (come_and_go(seed) or "") for seed in (29, *range(60)))
 
 
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)])
