@@ -54,10 +54,10 @@ mutants: .venv/.dev
 thorough: .venv/.thorough docs
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --seed $$(date +%s) --jobs $(JOBS)
 	$(BIN)/python -m simulator --seeds $(STORMS) --num-faults 24 --jobs $(JOBS)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough
+	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough --hypothesis-profile thorough
 	$(BIN)/python benchmarks/defaults.py --peers .venv/peers.json
 	for seed in $$(seq $(REPEATS)); do \
-	  $(BIN)/python -m pytest -q -n auto tests/unit/protocol tests/unit/ps --hypothesis-seed=$$seed || exit 1; \
+	  $(BIN)/python -m pytest -q -n auto tests/unit/protocol tests/unit/ps --hypothesis-profile thorough --hypothesis-seed=$$seed || exit 1; \
 	done
 
 bench: .venv/.dev .venv/.bench

@@ -3,7 +3,7 @@
 PYTHONPATH=. python docs/idioms.py > docs/reference/idioms.md
 """
 
-from tests.conformance import as_table, run_all
+from tests.conformance import IDIOMS, STRATEGIES, as_table, run_all
 
 import paceline
 from paceline.protocol import Sequential
@@ -27,4 +27,5 @@ in `tests.conformance.IDIOMS`, and a test checks the table. Regenerate this page
 
 with paceline.local_cluster(workers=2, consistency=Sequential(aggregate="mean")) as cluster:
     print(TEXT)
-    print(as_table(run_all(str(cluster.scheduler), cluster.token)))
+    plan = dict.fromkeys(STRATEGIES, tuple(IDIOMS))
+    print(as_table(run_all(str(cluster.scheduler), cluster.token, plan)))

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import psutil
 import pytest
 from tests.leftovers import TemporaryFiles
+from tests.random_examples import load_profiles
 from tests.warm import processes, workers
 
 from paceline.launch import prepare_kernels
@@ -23,11 +23,7 @@ _TESTS = Path(__file__).parent
 _TEMPORARY = pytest.StashKey[TemporaryFiles]()
 _SLOW = ("system/", "simulation/", "fuzz/", "integration/strategies/", "integration/torch/")
 
-# A deadline for each example would measure what else the machine does.
-hypothesis.settings.register_profile(
-    "side by side", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("side by side")
+load_profiles()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,7 +44,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def _what_is_collected(config: pytest.Config) -> list[str]:
     """Return the arguments for a process that imports what the workers will."""
-    return ["-m", config.option.markexpr, *config.args]
+    profile = config.getoption("--hypothesis-profile")
+    return ["-m", config.option.markexpr, *(["--hypothesis-profile", profile] if profile else []), *config.args]
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ _PATIENCE = timedelta(minutes=5)
 
 Outcome = dict[str, Any]
 """``values`` that an idiom returned, or the sentence by which it was ``refused``, or what else it ``raised``."""
+Plan = Mapping[str, Sequence[str]]
+"""The idioms to run, by strategy."""
 
 
 def run_idiom(name: str, idiom: str, options: dict[str, Any]) -> Outcome:
@@ -48,12 +50,10 @@ def run_idiom(name: str, idiom: str, options: dict[str, Any]) -> Outcome:
         return {"raised": traceback.format_exc()}
 
 
-def run_ranks(
-    scheduler: str, token: str, strategies: Iterable[str] = SEVERAL, idioms: Iterable[str] = IDIOMS
-) -> dict[str, list[Outcome]]:
-    """Carry out idioms under the strategies that have several processes; return what came of each on every rank.
+def run_ranks(scheduler: str, token: str, plan: Plan) -> dict[str, list[Outcome]]:
+    """Run idioms under strategies that have several processes, and return the outcomes of each on every rank.
 
-    `scheduler` and `token` are of a cluster for 2 workers, sequential. The keys are ``strategy: idiom``. Raises
+    `scheduler` and `token` belong to a sequential cluster of 2 workers. The keys are ``strategy: idiom``. Raises
     TimeoutExpired if that takes 5 minutes.
     """
     with TemporaryFolder.make("testing") as temporary:
@@ -70,8 +70,7 @@ def run_ranks(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "idioms",
         }
-        told = json.dumps([list(strategies), list(idioms)])
-        command = [sys.executable, "-m", "tests.conformance.conformance", str(folder), told]
+        command = [sys.executable, "-m", "tests.conformance.conformance", str(folder), json.dumps(plan)]
         ranks = [
             subprocess.Popen(command, env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(_SIZE)
@@ -88,23 +87,26 @@ def run_ranks(
     return {key: [each[key] for each in found] for key in found[0]}
 
 
-def run_all(scheduler: str, token: str, idioms: Iterable[str] = IDIOMS) -> dict[str, dict[str, str]]:
+def run_all(scheduler: str, token: str, plan: Plan) -> dict[str, dict[str, str]]:
     """Return the table's cells, by idiom and strategy: ``equal``, ``refused: SENTENCE``, or what went wrong.
 
     Arguments as of :func:`run_ranks`.
     """
-    idioms = list(idioms)
-    outcomes = run_ranks(scheduler, token, idioms=idioms)
+    outcomes = run_ranks(scheduler, token, {name: plan[name] for name in SEVERAL})
+    idioms = [idiom for idiom in IDIOMS if any(idiom in chosen for chosen in plan.values())]
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # threads inside an operator wait for one another where the cores are busy
     try:
         for name, options in ONE_PROCESS.items():
-            outcomes.update({f"{name}: {idiom}": [run_idiom(name, idiom, options)] for idiom in idioms})
+            outcomes.update({f"{name}: {idiom}": [run_idiom(name, idiom, options)] for idiom in plan[name]})
         expected = {idiom: run_idiom("one-device", idiom, {}) for idiom in idioms}
     finally:
         torch.set_num_threads(before)
     return {
-        idiom: {name: _judge(expected[idiom], outcomes[f"{name}: {idiom}"]) for name in STRATEGIES} for idiom in idioms
+        idiom: {
+            name: _judge(expected[idiom], outcomes[f"{name}: {idiom}"]) for name in STRATEGIES if idiom in plan[name]
+        }
+        for idiom in idioms
     }
 
 
@@ -141,11 +143,11 @@ def as_table(cells: dict[str, dict[str, str]]) -> str:
     return "\n".join([*lines, "", *(f"{number}. {sentence}." for number, sentence in enumerate(sentences, 1))])
 
 
-def be_rank(folder: Path, strategies: list[str], idioms: list[str]) -> None:
-    """Carry out idioms under strategies as the rank that the environment names; write the outcomes to `folder`."""
+def be_rank(folder: Path, plan: Plan) -> None:
+    """Run the planned idioms as the rank that the environment names, and write the outcomes to `folder`."""
     torch.set_num_threads(1)
     outcomes: dict[str, Outcome] = {}
-    for name in strategies:
+    for name, idioms in plan.items():
         for idiom in idioms:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(outcomes))  # its own part of the store
             options = {"timeout": timedelta(seconds=20), **SEVERAL[name]}
@@ -154,4 +156,4 @@ def be_rank(folder: Path, strategies: list[str], idioms: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    be_rank(Path(sys.argv[1]), *json.loads(sys.argv[2]))
+    be_rank(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -121,8 +121,10 @@ def fails(source: Path, paths: Sequence[str], *, compiles: bool, again: bool = F
     """
     if not paths:
         return None
-    # A random test has to find it as it is run in CI, and remembers nothing of other runs.
+    # A random test runs all its examples, as in `make thorough`, and remembers no other runs.
     options = [
+        "--hypothesis-profile",
+        "thorough",
         "-q",
         "-x",
         "-n0",

@@ -53,6 +53,7 @@ def peers_here() -> list[str]:
     return ["paceline", *(peer for peer in ("gloo", "mpi") if peer not in find_absent())]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_peers_that_are_here_take_part(paceline: Commands) -> None:
     finished = paceline.succeed("bench", "collectives", "--sizes", "1K", "--json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from paceline.bench.ps import bench_ps
 from paceline.cli.app import app
 
 from .running import Commands, parse_json
@@ -39,7 +41,17 @@ def test_doctor(paceline_afresh: Commands) -> None:
     assert findings[-1]["what"] == "local cluster"
 
 
-@pytest.mark.slow
+def test_pushes_and_pulls_of_one_key_are_measured(warm_clusters: None) -> None:
+    results = bench_ps(rows=200_000)
+    found = list(itertools.islice(results, 3))
+    del results  # which ends the cluster
+    assert {(result.work, result.keys, result.dim) for result in found} == {
+        (work, 1, 1) for work in ("push", "pull", "push_pull")
+    }
+    assert all(0 < result.median_us <= result.p99_us and result.floor_us > 0 for result in found)
+
+
+@pytest.mark.thorough
 def test_bench(paceline: Commands) -> None:
     lines = paceline.succeed("bench", "ps", "--rows", "200000", "--json").out.splitlines(keepends=True)
     results = [parse_json(line) for line in lines]

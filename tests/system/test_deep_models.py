@@ -13,7 +13,7 @@ import pytest
 
 import paceline as package
 
-from .running import Commands
+from .running import Commands, Finished
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -27,29 +27,24 @@ def write_pairs(path: Path, seed: int) -> None:
     path.write_text("\n".join(["label,a,b,x,times", *(f"{y},v{a},w{b},{c},2" for y, a, b, c in rows)]) + "\n")
 
 
-def test_a_deep_model_is_trained_and_used(
-    paceline: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On several servers and workers, with weights and a validation file; exported, and trained further."""
-    paceline = replace(paceline, kind="torch")
-    write_pairs(tmp_path / "train.csv", 0)
-    write_pairs(tmp_path / "eval.csv", 1)
-    common: list[str | Path] = [
-        "train",
-        "train.csv",
-        "--model",
-        "deepfm",
-        "--hidden",
-        "16",
-        "--l1",
-        "0",
-        "--epochs",
-        "4",
-    ]
-    common += ["--factor-min-count", "0", "--factor-l2", "0", "--factor-lr", "0.3", "--tower-lr", "0.01"]
-    common += ["--servers", "2", "--workers", "2", "--consistency", "sequential", "--json", "--weight", "times"]
-    options = ("--categorical", "a,b", "--numeric", "x", "--label", "label", "--eval", "eval.csv")
-    trained = paceline.succeed(*common, *options, "--save", "model", "--validation", "eval.csv", "--progressive")
+COMMON = (
+    *("train", "train.csv", "--model", "deepfm", "--hidden", "16", "--l1", "0", "--epochs", "4"),
+    *("--factor-min-count", "0", "--factor-l2", "0", "--factor-lr", "0.3", "--tower-lr", "0.01"),
+    *("--servers", "2", "--workers", "2", "--consistency", "sequential", "--json", "--weight", "times"),
+)
+
+
+def train(paceline: Commands, *options: str) -> Finished:
+    """Train a deep model on several servers and workers, and save it."""
+    write_pairs(paceline.folder / "train.csv", 0)
+    write_pairs(paceline.folder / "eval.csv", 1)
+    columns = ("--categorical", "a,b", "--numeric", "x", "--label", "label", "--eval", "eval.csv")
+    return paceline.succeed(*COMMON, *columns, "--save", "model", *options)
+
+
+def test_a_deep_model_is_trained_and_used(paceline: Commands, tmp_path: Path) -> None:
+    """With weights and a validation file."""
+    trained = train(paceline, "--validation", "eval.csv", "--progressive")
     assert trained.json["auc"] > 0.88  # the truth's is 0.9
     assert len(trained.json["validation"]["passes"]) <= 4
     assert "on the validation file" in trained.err
@@ -58,6 +53,22 @@ def test_a_deep_model_is_trained_and_used(
     model = package.load(tmp_path / "model")
     found = model.predict([{"a": "v0", "b": "w0", "x": 1.0}, {"a": "v0", "b": "w1", "x": 1.0}])
     assert found[0] > 0.8 > 0.2 > found[1]
+    inspected = json.loads(paceline.succeed("inspect", "model", "--json").out)
+    assert [(each["name"], each["features"], each["dim"]) for each in inspected["tables"][3:]] == [
+        ("deepfm hidden 1", 16, 3 * 8 + 1),
+        ("deepfm output", 1, 17),
+    ]
+    other = paceline.run(*COMMON[:4], "--init-from", "model", "--hidden", "8")
+    assert other.status == 2
+    assert "the model in model has hidden=" in other.err
+
+
+@pytest.mark.thorough
+def test_a_deep_model_is_exported_and_trained_further(
+    paceline: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paceline = replace(paceline, kind="torch")
+    train(paceline)
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")  # torch makes it to export
     for file in ("weights.npz", "network.onnx"):
         paceline.succeed("model", "export", "model", file)
@@ -69,13 +80,5 @@ def test_a_deep_model_is_trained_and_used(
     told = capsys.readouterr().out
     assert told.startswith("4,000 predictions by ")
     assert float(told.split()[-1]) < 1e-5
-    inspected = json.loads(paceline.succeed("inspect", "model", "--json").out)
-    assert [(each["name"], each["features"], each["dim"]) for each in inspected["tables"][3:]] == [
-        ("deepfm hidden 1", 16, 3 * 8 + 1),
-        ("deepfm output", 1, 17),
-    ]
-    further = paceline.succeed(*common, "--init-from", "model", "--eval", "eval.csv").json
+    further = paceline.succeed(*COMMON, "--init-from", "model", "--eval", "eval.csv").json
     assert further["auc"] > 0.88
-    other = paceline.run(*common[:4], "--init-from", "model", "--hidden", "8")
-    assert other.status == 2
-    assert "the model in model has hidden=" in other.err

@@ -68,7 +68,7 @@ def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None
     (tmp_path / "plain.csv").write_text(
         "click,site\n" + "".join(f"{a},s{b}\n" * c for a, b, c in zip(is_click, sites, counts, strict=True))
     )
-    common: list[str | Path] = ["--workers", "1", "-q", "--json", "--epochs", "20", "--l1", "0", "--lr", "0.5"]
+    common: list[str | Path] = ["--workers", "1", "-q", "--json", "--epochs", "6", "--l1", "0", "--lr", "0.5"]
     found = paceline.succeed(
         "train", "weighted.csv", "--weight", "times", *common, "--eval", "plain.csv", "--save", "m"
     )

@@ -70,13 +70,13 @@ def test_when_the_parent_is_killed_the_others_end(paceline_afresh: Commands, cli
 
 def test_a_killed_worker(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     """The others go on, its shards are read again, and each example counts once per epoch."""
-    running = start(paceline, click_log, "--epochs", "25", "--eval", str(click_log[1]), "--json")
+    running = start(paceline, click_log, "--epochs", "15", "--eval", str(click_log[1]), "--json")
     running.children("worker")[1].kill()
     finished = running.wait()
     assert finished.status == 0, finished
     result = parse_json(finished.out)
     assert result["lost_workers"] == 1
-    assert result["examples"] == 25 * 12_000
+    assert result["examples"] == 15 * 12_000
     assert result["eval_examples"] == 4_000
     assert len(sentences(finished.err)) == 1
     assert "a worker died" in finished.err
@@ -125,14 +125,14 @@ def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_p
 def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
     """What it had is served by the other one, and the training ends as if nothing had been."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
-    running = start(paceline, click_log, "--epochs", "40", *options)
+    running = start(paceline, click_log, "--epochs", "15", *options)
     told = "a server died: its replicas serve its rows, and another server takes its place"
     running.children("server")[-1].kill()
     running.wait_line(told)
     finished = running.wait()
     assert finished.status == 0, finished
     result = parse_json(finished.out)
-    assert (result["examples"], result["lost_workers"], result["eval_examples"]) == (40 * 12_000, 0, 4_000)
+    assert (result["examples"], result["lost_workers"], result["eval_examples"]) == (15 * 12_000, 0, 4_000)
     assert sentences(finished.err) == [f"paceline: {told}"]
 
 

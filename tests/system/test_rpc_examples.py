@@ -46,6 +46,7 @@ def test_the_examples_learn_and_a_dead_worker_is_told_of(paceline: Commands, tmp
     assert "rank 2" in other["shutdown"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_program_of_spawned_processes_runs_as_over_torch_rpc(paceline: Commands) -> None:
     pytest.importorskip("torch")

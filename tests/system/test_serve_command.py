@@ -19,12 +19,12 @@ pytest.importorskip("uvicorn")
 
 from tests.unit.inference.conftest import save_weights
 
-COMMAND = [sys.executable, "-m", "paceline", "serve"]
+from .running import Commands
 
 
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    command = [*COMMAND, str(model), "--port", "0", "--poll", "0.05", *options]
+    command = [sys.executable, "-m", "paceline", "serve", str(model), "--port", "0", "--poll", "0.05", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -33,12 +33,6 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
             yield process, int(line.split(", until")[0].rpartition(":")[2])
         finally:
             process.kill()
-
-
-def run(model: Path, port: int) -> tuple[int, str]:
-    command = [*COMMAND, str(model), "--port", str(port)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    return ended.returncode, ended.stderr
 
 
 def predict(connection: http.client.HTTPConnection, rows: object) -> list[float]:
@@ -80,17 +74,16 @@ def test_a_model_is_replaced_without_a_gap(tmp_path: Path) -> None:
         assert process.stderr.read() == ""
 
 
-def test_a_port_in_use_and_a_model_that_is_missing(tmp_path: Path) -> None:
-    model = save_weights(tmp_path / "model", {1: 1.0})
-    with serving(model) as (process, port):
-        second = subprocess.run(
-            [*COMMAND, str(model), "--port", str(port)], capture_output=True, text=True, check=False
-        )
-        assert second.returncode == 1
-        assert second.stderr.startswith(f"paceline: cannot serve on 127.0.0.1:{port}: Address already in use; choose")
-        assert second.stderr.count("\n") == 1
-        process.terminate()
-        assert process.wait(60) == 0
-    status, text = run(tmp_path / "no", 0)
-    assert (status, text.count("\n")) == (1, 1)
-    assert f"{tmp_path / 'no'} holds no model" in text, text
+def test_a_port_in_use_and_a_model_that_is_missing(paceline: Commands, tmp_path: Path) -> None:
+    save_weights(tmp_path / "model", {1: 1.0})
+    running = paceline.start("serve", "model", "--port", "0")
+    port = running.wait_line("until Ctrl-C").split(", until")[0].rpartition(":")[2]
+    second = paceline.run("serve", "model", "--port", port)
+    assert second.status == 1
+    assert second.err.startswith(f"paceline: cannot serve on 127.0.0.1:{port}: Address already in use; choose")
+    assert second.err.count("\n") == 1
+    running.signal(signal.SIGTERM)
+    assert running.wait().status == 0
+    missing = paceline.run("serve", tmp_path / "no", "--port", "0")
+    assert (missing.status, missing.err.count("\n")) == (1, 1)
+    assert f"{tmp_path / 'no'} holds no model" in missing.err

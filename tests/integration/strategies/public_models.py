@@ -45,7 +45,7 @@ class LossWithin(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.blocks = nn.ModuleList([AttentionBlock() for _ in range(3)])
+        self.blocks = nn.ModuleList([AttentionBlock()])
         self.last = nn.Linear(WIDTH, WORDS, bias=False)
         self.last.weight = self.words.weight
 
@@ -96,7 +96,7 @@ class Labelled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([AttentionBlock() for _ in range(3)])
+        self.blocks = nn.ModuleList([AttentionBlock()])
         self.last = nn.Linear(WIDTH, WORDS)
 
     @decorated

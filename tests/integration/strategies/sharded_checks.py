@@ -178,11 +178,19 @@ def expect_equal(loop: Loop, num: int, kind: str = "sgd", **options: Any) -> Non
                 torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5, msg=name)
 
 
-def check_fifty_steps_are_those_of_one_process(rank: int, size: int) -> None:
+def check_steps_equal_those_of_one_process(rank: int, size: int) -> None:
+    expect_equal(plain_loop, 12, "adam", units=["blocks.*"])
+
+
+def thorough_fifty_steps_equal_those_of_one_process(rank: int, size: int) -> None:
     expect_equal(plain_loop, 50, "adam", units=["blocks.*"])
 
 
 def check_accumulation_evaluation_and_clipping(rank: int, size: int) -> None:
+    expect_equal(busy_loop, 5, units=["blocks.*", "rows"])
+
+
+def thorough_accumulation_evaluation_and_clipping_on_a_mesh(rank: int, size: int) -> None:
     expect_equal(busy_loop, 8, units=["blocks.*", "rows"])
     expect_equal(busy_loop, 4, "adam", data_parallel=2)
 

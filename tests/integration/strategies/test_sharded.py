@@ -28,3 +28,13 @@ def test_all_checks_and_a_checkpoint_on_one_device(tmp_path: Path) -> None:
         model, optimizer = one.prepare(*checks.model_and_optimizer("adam"))
         assert one.load(tmp_path / "checkpoint" / "by sharded") == {"epoch": 3}
         assert checks.plain_loop(model, optimizer, batches[3:], None) == pytest.approx(expected[3:], abs=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(420)
+def test_thorough_checks(tmp_path: Path) -> None:
+    from tests.integration.strategies.rank_checks import run_checks
+
+    result = run_checks("sharded_checks", 4, tmp_path, checks="thorough_", patience_s=380)
+    assert not result.failures()
+    assert result.codes == [0] * 4, result.errors

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.data import FORMATS, Batch, detect_format, open_dataset
 from paceline.errors import DataError
@@ -173,7 +174,7 @@ FILES = {
 }
 
 
-@settings(deadline=None, max_examples=150)
+@num_examples(150)
 @given(
     st.sampled_from(sorted(FILES)),
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), max_size=6),

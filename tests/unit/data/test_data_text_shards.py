@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.data import Dataset, line_number, open_dataset
 from paceline.data.streams.packed import GzipStream
@@ -46,7 +47,7 @@ def all_keys(dataset: Dataset, file: int = 0) -> list[int]:
 _line = st.sampled_from([b"", b"a", b"bc", b"\r", b"defghij\r", b"k" * 20])
 
 
-@settings(deadline=None, max_examples=150)
+@num_examples(150)
 @given(
     st.lists(_line, max_size=12),
     st.booleans(),
@@ -73,7 +74,7 @@ def test_every_line_is_in_one_shard(
     reader.close()
 
 
-@settings(deadline=None, max_examples=60)
+@num_examples(60)
 @given(
     st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=12),
     st.sampled_from([b"\n", b"\r\n", b"\n\n"]),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.data import open_dataset, open_spec
 from paceline.data.columns import find_label, usual_label
@@ -125,7 +126,7 @@ def test_words_that_are_classes(cells: list[str], classes: tuple[str, ...]) -> N
     words=st.lists(st.sampled_from([*"ABCDEFNSTWY", "yes", "No", "TRUE", "false", "lost"]), min_size=2, unique=True),
     form=st.sampled_from(["csv", "jsonl"]),
 )
-@settings(max_examples=40, deadline=None)
+@num_examples(40)
 def test_no_word_is_lost_or_merged(words: list[str], form: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every row is read, and different words stay apart unless all of them are words for 0 and 1."""
     path = tmp_path_factory.mktemp("words") / f"x.{form}"

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 from tests.reference.json_lines import json_line
 from tests.reference.text import vw_line
 
@@ -120,7 +121,7 @@ _vw_words = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@num_examples(200)
 @given(st.lists(st.lists(_vw_words, max_size=12), min_size=1, max_size=6))
 def test_the_vw_kernel_is_its_twin(words: list[list[bytes]]) -> None:
     lines = [b"".join(line) for line in words]
@@ -227,7 +228,7 @@ def test_a_number_is_one_category_however_it_is_written() -> None:
     assert text_of_numbers(["12345678901234567890", "-7"]) == ["12345678901234567890", "-7"]  # as they are written
 
 
-@settings(deadline=None, max_examples=100)
+@num_examples(100)
 @given(
     st.lists(st.from_regex(r"-?(0|[1-9][0-9]{0,12})(\.[0-9]{1,9})?([eE][+-]?[0-9]{1,2})?", fullmatch=True), min_size=1)
 )
@@ -249,7 +250,7 @@ def test_categories_are_those_of_parquet(tmp_path: Path) -> None:
     assert found[0].fields.tolist() == [field_of("a")] * len(numbers)
 
 
-@settings(deadline=None, max_examples=150)
+@num_examples(150)
 @given(
     st.lists(st.dictionaries(st.sampled_from(["y", "w", "id", "a", "é"]) | st.text(max_size=3), _values), max_size=4),
     st.booleans(),

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.filters import (
@@ -63,7 +64,7 @@ def read_of(chain: FilterChain, values: np.ndarray[Any, Any], seed: int) -> np.n
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
-@settings(max_examples=50)
+@num_examples(50)
 @given(
     numbers=st.lists(st.integers(0, 2**64 - 1), max_size=300, unique=True),
     dim=st.sampled_from([0, 1, 3]),

@@ -7,8 +7,9 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 from tests.reference import text as reference
 
 from paceline.kernels.hashing import name_seed
@@ -111,7 +112,7 @@ def expect(
     return rows, bad
 
 
-@settings(max_examples=400, deadline=None)
+@num_examples(400)
 @given(
     rows=ROWS,
     separator=st.sampled_from(",;\t"),
@@ -131,7 +132,7 @@ def test_what_python_writes_is_read_as_python_reads_it(
     assert parse(text + b"\n", separator, trims=trims)[:2] == expect(text, separator, trims=trims)
 
 
-@settings(max_examples=400, deadline=None)
+@num_examples(400)
 @given(text=st.text(st.sampled_from(',"\r\nab1.'), max_size=60))
 def test_whatever_python_reads_is_read_alike(text: str) -> None:
     """But for a quote that is open at the end, which Python closes."""
@@ -145,7 +146,7 @@ def test_whatever_python_reads_is_read_alike(text: str) -> None:
         assert (found, bad) == expect(text.encode(), ",")
 
 
-@settings(max_examples=200, deadline=None)
+@num_examples(200)
 @given(rows=ROWS, cut=st.integers(0, 400), capacity=st.integers(1, 3))
 def test_an_unfinished_row_waits_for_its_rest(rows: list[list[str]], cut: int, capacity: int) -> None:
     out = io.StringIO(newline="")
@@ -164,7 +165,7 @@ def test_an_unfinished_row_waits_for_its_rest(rows: list[list[str]], cut: int, c
     assert pieces == whole
 
 
-@settings(max_examples=200, deadline=None)
+@num_examples(200)
 @given(rows=ROWS, limit=st.integers(0, 300))
 def test_rows_before_a_limit_and_behind_it(rows: list[list[str]], limit: int) -> None:
     out = io.StringIO(newline="")
@@ -196,7 +197,7 @@ def test_faults_have_names_and_places() -> None:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@num_examples(300)
 @given(
     cells=st.lists(
         st.from_regex(r"-?[0-9]{0,9}\.?[0-9]{0,9}", fullmatch=True).filter(lambda cell: any(map(str.isdigit, cell))),
@@ -213,7 +214,7 @@ def test_numbers_are_as_python_reads_them(cells: list[str]) -> None:
         assert np.float32(values[-1]).tobytes() == np.float32(float(cell)).tobytes(), cell
 
 
-@settings(max_examples=100, deadline=None)
+@num_examples(100)
 @given(rows=st.lists(st.tuples(st.sampled_from(["ham", " spam\t", "egg", "", "Ham", "1", "a long word; two"]), CELLS)))
 def test_labels_that_are_words(rows: list[tuple[str, str]]) -> None:
     out = io.StringIO(newline="")

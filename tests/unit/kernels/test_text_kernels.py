@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 from tests.reference import text as reference
 
 from paceline.kernels.hashing import hash_bytes, name_seed
@@ -176,7 +177,7 @@ _row = st.builds(
 _dirt = st.lists(st.sampled_from([b"0", b"1", b"\t", b"\r", b" ", b"a", b"\0", b"-"]), max_size=50).map(b"".join)
 
 
-@settings(deadline=None, max_examples=60)
+@num_examples(60)
 @given(st.lists(st.one_of(_row, _row, _dirt), max_size=8))
 def test_criteo_on_random_lines(lines: list[bytes]) -> None:
     text = b"".join(line + b"\n" for line in lines)
@@ -227,14 +228,14 @@ _number = st.one_of(
 _pairs = st.lists(st.tuples(st.integers(0, 2**65), _number), max_size=5)
 
 
-@settings(deadline=None, max_examples=150)
+@num_examples(150)
 @given(st.lists(st.tuples(_number, st.lists(st.tuples(st.integers(0, 2**65), _number), max_size=5)), max_size=6))
 def test_libsvm_on_random_numbers(rows: list[tuple[str, list[tuple[int, str]]]]) -> None:
     lines = [" ".join([label, *(f"{index}:{value}" for index, value in pairs)]) for label, pairs in rows]
     check_libsvm("".join(f"{line}\n" for line in lines).encode())
 
 
-@settings(deadline=None, max_examples=150)
+@num_examples(150)
 @given(st.lists(st.sampled_from(list("01:.e- \t\n#qid\r\0")), max_size=60).map("".join))
 def test_libsvm_on_random_text(text: str) -> None:
     check_libsvm(text.encode() + b"\n")
@@ -284,7 +285,7 @@ def test_parse_floats(texts: list[str]) -> None:
         assert_within_an_ulp([number], [expected or 0.0])
 
 
-@settings(deadline=None, max_examples=300)
+@num_examples(300)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["", "-", "+"]), st.from_regex(r"[0-9]{1,15}", fullmatch=True), st.integers(0, 15)),

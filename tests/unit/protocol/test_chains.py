@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.random_examples import num_examples
 
 from paceline.errors import UsageError
 from paceline.protocol import (
@@ -313,7 +314,7 @@ def test_a_restarted_scheduler_goes_on() -> None:
         Planner.rebuild((), 1, servers, 1)
 
 
-@settings(max_examples=50, deadline=None)
+@num_examples(50)
 @given(st.lists(st.sampled_from([Chain(()), Chain((1,)), Chain((1, 2)), Chain((1,), 2)]), max_size=20))
 def test_groups_are_the_chains(chains: list[Chain]) -> None:
     groups = groups_of(chains)
@@ -470,4 +471,4 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 TestPlannerMachine = PlannerMachine.TestCase
-TestPlannerMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestPlannerMachine.settings = num_examples(100, stateful_step_count=30)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.random_examples import num_examples
 
 from paceline.errors import StaleEpochError, UsageError
 from paceline.protocol import ALL, Delivery, bucket_set, buckets_in
@@ -188,4 +188,4 @@ class DeliveryMachine(RuleBasedStateMachine):
 
 
 TestDeliveryMachine = DeliveryMachine.TestCase
-TestDeliveryMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestDeliveryMachine.settings = num_examples(150, stateful_step_count=30)

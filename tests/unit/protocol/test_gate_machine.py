@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.random_examples import num_examples
 
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Gate, Sequential
 from paceline.protocol.clocks import (
@@ -150,4 +150,4 @@ class GateMachine(RuleBasedStateMachine):
 
 
 TestGateMachine = GateMachine.TestCase
-TestGateMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+TestGateMachine.settings = num_examples(250, stateful_step_count=50)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
+from tests.random_examples import num_examples
 
 from paceline.errors import UsageError
 from paceline.protocol import Member, Membership, Role
@@ -282,4 +282,4 @@ class MembershipMachine(RuleBasedStateMachine):
 
 
 TestMembershipMachine = MembershipMachine.TestCase
-TestMembershipMachine.settings = settings(max_examples=60, stateful_step_count=35, deadline=None)
+TestMembershipMachine.settings = num_examples(60, stateful_step_count=35)

@@ -6,8 +6,9 @@ import math
 from typing import TypeAlias
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.errors import UsageError
 from paceline.protocol import NUM_BUCKETS, place
@@ -17,7 +18,7 @@ PINNED = [2, 2, 1, 1, 2, 1, 1, 2, 2, 0, 2, 0, 2, 1, 0, 2]
 
 Chains: TypeAlias = tuple[tuple[int, ...], ...]
 
-fast = settings(max_examples=40, deadline=None)
+fast = num_examples(40)
 
 
 def moves_of(before: Chains, after: Chains) -> dict[int, tuple[int, int]]:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 from tests.reference import kernels as reference
 from tests.reference.kernel_cases import random_keys
 
@@ -70,7 +71,7 @@ ACTIONS = ("hold", "drop", "push", "load", "load some", "primary")
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-@settings(deadline=None, max_examples=150)
+@num_examples(150)
 @given(
     first=SOME_BUCKETS,
     steps=st.lists(st.tuples(st.sampled_from(ACTIONS), SOME_BUCKETS, st.integers(1, 9)), max_size=12),
@@ -138,7 +139,7 @@ def test_any_history_of_buckets(kind: str, first: Buckets, steps: list[tuple[str
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize(("kind", "dim"), [("dense", 1), ("sparse", 1), ("sparse", 3)])
-@settings(deadline=None, max_examples=10)
+@num_examples(10)
 @given(bucket=st.sampled_from(FEW[:7]), seed=st.integers(0, 99))
 def test_a_bucket_that_was_read_is_a_copy(kind: str, dim: int, rule: UpdateRule, bucket: int, seed: int) -> None:
     """It waits in the queue of a connection, while pushes go on: with a view the other server would have them twice."""

@@ -9,8 +9,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 from tests.reference import kernels as reference
 from tests.reference.kernel_cases import random_keys
 
@@ -149,7 +150,7 @@ KEY_SETS = st.lists(st.integers(0, len(SOME_KEYS) - 1), max_size=120).map(
 
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-@settings(deadline=None, max_examples=40)
+@num_examples(40)
 @given(steps=st.lists(st.tuples(st.sampled_from(["write", "push", "erase", "drop", "load"]), KEY_SETS), max_size=8))
 def test_any_history(dim: int, rule: UpdateRule, steps: list[tuple[str, Keys]]) -> None:
     model = Model(dim, rule)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.errors import PacelineError, ProtocolError, UsageError
 from paceline.rpc import allow
@@ -97,7 +98,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@num_examples(150)
 @given(values)
 def test_values_come_back_as_they_were(value: Any) -> None:
     assert there_and_back(value) == value

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.errors import ProtocolError
 from paceline.rpc.counting import OwnedObjects, ReferenceId
@@ -59,7 +60,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@num_examples(200)
 @given(steps)
 def test_the_table_agrees_with_a_bag_of_holders(taken: list[tuple[str, int, int, int]]) -> None:
     owned = OwnedObjects()

@@ -93,11 +93,8 @@ def test_accelerate_takes_the_group_that_is_there(installed: dict[str, str]) -> 
     run(_ACCELERATE, {**installed, "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("library", "program"),
-    [("accelerate", _ACCELERATOR), pytest.param("transformers", _TRAINER, marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("library", "program"), [("accelerate", _ACCELERATOR), ("transformers", _TRAINER)])
 def test_libraries_find_the_group_under_paceline_run(
     library: str, program: str, installed: dict[str, str], tmp_path: Path
 ) -> None:

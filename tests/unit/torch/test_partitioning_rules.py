@@ -7,8 +7,9 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.errors import UsageError
 from paceline.torch.partitioning.drawing import describe_cut, draw_cut, find_rows
@@ -34,7 +35,7 @@ def placed_graphs(draw: st.DrawFn) -> tuple[list[Operation], dict[str, int], lis
     return operations, devices, outputs
 
 
-@settings(max_examples=100, deadline=None)
+@num_examples(100)
 @given(placed_graphs(), st.randoms(use_true_random=False))
 def test_every_operation_runs_once_behind_all_that_it_needs(
     graph: tuple[list[Operation], dict[str, int], list[str]], chance: random.Random
@@ -65,7 +66,7 @@ def test_every_operation_runs_once_behind_all_that_it_needs(
     assert {(name, devices[name]) for name in outputs} <= there
 
 
-@settings(max_examples=50, deadline=None)
+@num_examples(50)
 @given(placed_graphs())
 def test_a_value_travels_once_to_each_device_that_takes_it(
     graph: tuple[list[Operation], dict[str, int], list[str]],
@@ -176,7 +177,7 @@ def test_draws_a_cut_graph() -> None:
     assert {"device 0: cpu", "device 1: cpu", "segment 0", "segment 1", "segment 2", "b<0>", "a"} <= set(texts)
 
 
-@settings(max_examples=50, deadline=None)
+@num_examples(50)
 @given(placed_graphs())
 def test_no_two_segments_are_drawn_over_each_other(graph: tuple[list[Operation], dict[str, int], list[str]]) -> None:
     cut = cut_graph(*graph)

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.data import Batch, Columns, Dataset, describe_converted, detect_format, open_dataset, open_spec
 from paceline.data.binary.blocks import TRAILER, BlockFile
@@ -144,7 +145,7 @@ def shared() -> Iterator[Path]:
         yield Path(name)
 
 
-@settings(deadline=None, max_examples=40)
+@num_examples(40)
 @given(st.integers(1, 300_000), st.randoms(use_true_random=False))
 def test_shards_are_ranges_of_rows(shared: Path, shard_bytes: int, order: Any) -> None:
     plain = read_all(open_dataset(shared / "x", labels="numbers"))

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.transport import Header, Limits, frame_parts
 from paceline.transport.frames import join
@@ -48,7 +49,7 @@ sizes = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@num_examples(80)
 @given(st.lists(st.tuples(st.integers(0, 30), sizes), max_size=6), st.data(), st.booleans())
 def test_frames_are_found_however_the_bytes_arrive(
     lengths: list[tuple[int, int]], data: st.DataObject, is_sealed: bool

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.random_examples import num_examples
 
 from paceline.data import Batch
 from paceline.errors import DataError, UsageError
@@ -176,7 +177,7 @@ def by_column(batch: Batch) -> ExampleColumns:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ones", [False, True])
-@settings(deadline=None, max_examples=25)
+@num_examples(25)
 @given(seed=st.integers(0, 10_000))
 def test_a_step_within_the_radii_lowers_the_loss_as_its_bound_says(seed: int, ones: bool, weighted: bool) -> None:
     """Whatever the columns, and however they meet: so a pass without delay never raises the objective."""

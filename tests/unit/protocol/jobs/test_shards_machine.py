@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.random_examples import num_examples
 
 from paceline.protocol.jobs import Shards
 from paceline.protocol.jobs.shards import (
@@ -142,4 +142,4 @@ class ShardsMachine(RuleBasedStateMachine):
 
 
 TestShardsMachine = ShardsMachine.TestCase
-TestShardsMachine.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestShardsMachine.settings = num_examples(250, stateful_step_count=40)

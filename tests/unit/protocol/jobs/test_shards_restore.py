@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.random_examples import num_examples
 
 from paceline.protocol.jobs import Shards
 from paceline.protocol.jobs.shards import Assignment, Done, Exhausted, Granted, ShardCountFound, ShardWanted, WorkerLost
@@ -182,4 +182,4 @@ class RestartMachine(RuleBasedStateMachine):
 
 
 TestRestartMachine = RestartMachine.TestCase
-TestRestartMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestRestartMachine.settings = num_examples(200, stateful_step_count=30)
