@@ -60,12 +60,9 @@ MANY_PARAMETERS = {
     "kernels/text/lines.py:parse_libsvm": 12,
     "kernels/text/vw.py:parse_vw": 15,
     "tables/logistic_pass.py:logistic_pass": 12,
-    # Public functions, whose parameters are their documentation; scikit-learn reads them from the signature.
+    # Public functions, whose parameters are their documentation.
     "launch/local.py:local_cluster": 11,
     "rpc/api.py:init_rpc": 13,
-    "sklearn/classifier.py:Classifier.__init__": 16,
-    "sklearn/estimator.py:SparseEstimator.__init__": 15,
-    "sklearn/factorization_machine.py:FactorizationMachine.__init__": 21,
     "torch/strategies/all_reduce.py:AllReduce.__init__": 11,
     "torch/strategies/server/parameter_server.py:ParameterServer.__init__": 11,
     # To be shortened.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ CLASSIFIER_PARAMETERS: Final[dict[str, list[Any]]] = {
 """The valid values of a classifier's parameters."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Classifier(ClassifierMixin, SparseEstimator, ABC):
     """An estimator of two or more classes. Abstract: a subclass defines :meth:`_model`."""
 
@@ -32,44 +34,7 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
     _is_binary: ClassVar[bool] = False
     """Whether it supports only two classes."""
 
-    def __init__(
-        self,
-        *,
-        update: str = "ftrl",
-        lr: float | None = None,
-        l1: float | None = None,
-        l2: float | None = None,
-        beta: float | None = None,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        shuffle: bool = True,
-        numeric_scale: str = "auto",
-        class_weight: Any = None,
-        random_state: Any = None,
-        workers: int | None = None,
-        servers: int = 1,
-        consistency: str = "bounded:4",
-        scheduler: str | None = None,
-        token: str | None = None,
-    ) -> None:
-        super().__init__(
-            update=update,
-            lr=lr,
-            l1=l1,
-            l2=l2,
-            beta=beta,
-            epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            numeric_scale=numeric_scale,
-            random_state=random_state,
-            workers=workers,
-            servers=servers,
-            consistency=consistency,
-            scheduler=scheduler,
-            token=token,
-        )
-        self.class_weight = class_weight
+    class_weight: Any = None
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """Train on more examples: one pass, in this process, in their order.

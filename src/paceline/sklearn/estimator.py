@@ -8,6 +8,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Final
 
@@ -95,49 +96,31 @@ def _plan_on(options: TrainOptions, rows: Batch) -> TrainingPlan:
     return plan_on_sample(options, sample, scaling)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SparseEstimator(BaseEstimator, ABC):
     """Base class of estimators with a model of ``paceline train``.
 
-    A subclass defines the model and the labels of targets. One with more parameters repeats all parameters in its
-    constructor, as scikit-learn requires, and adds their valid values to `_parameter_constraints`.
+    A subclass defines the model and the labels of targets. The fields are the parameters of the constructor. A subclass
+    with further fields is a dataclass too, and adds their valid values to `_parameter_constraints`.
     """
 
     _parameter_constraints = PARAMETERS
 
-    def __init__(
-        self,
-        *,
-        update: str = "ftrl",
-        lr: float | None = None,
-        l1: float | None = None,
-        l2: float | None = None,
-        beta: float | None = None,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        shuffle: bool = True,
-        numeric_scale: str = "auto",
-        random_state: Any = None,
-        workers: int | None = None,
-        servers: int = 1,
-        consistency: str = "bounded:4",
-        scheduler: str | None = None,
-        token: str | None = None,
-    ) -> None:
-        self.update = update
-        self.lr = lr
-        self.l1 = l1
-        self.l2 = l2
-        self.beta = beta
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.numeric_scale = numeric_scale
-        self.random_state = random_state
-        self.workers = workers
-        self.servers = servers
-        self.consistency = consistency
-        self.scheduler = scheduler
-        self.token = token
+    update: str = "ftrl"
+    lr: float | None = None
+    l1: float | None = None
+    l2: float | None = None
+    beta: float | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    shuffle: bool = True
+    numeric_scale: str = "auto"
+    random_state: Any = None
+    workers: int | None = None
+    servers: int = 1
+    consistency: str = "bounded:4"
+    scheduler: str | None = None
+    token: str | None = None
 
     @abstractmethod
     def _model(self) -> SparseModel:

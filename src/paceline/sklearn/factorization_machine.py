@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.sklearn.classifier import CLASSIFIER_PARAMETERS, Classifier
 from paceline.sklearn.estimator import AT_LEAST_0
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FactorizationMachine(Classifier):
     """Factorization machine for two classes by minibatches, as ``paceline train --model fm``.
 
@@ -46,54 +48,11 @@ class FactorizationMachine(Classifier):
         "factor_min_count": [Interval(Integral, 0, MOST_COUNTED, closed="both"), None],
     }
 
-    def __init__(
-        self,
-        *,
-        dim: int | None = None,
-        factor_lr: float | None = None,
-        factor_l1: float | None = None,
-        factor_l2: float | None = None,
-        factor_min_count: int | None = None,
-        update: str = "ftrl",
-        lr: float | None = None,
-        l1: float | None = None,
-        l2: float | None = None,
-        beta: float | None = None,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        shuffle: bool = True,
-        numeric_scale: str = "auto",
-        class_weight: Any = None,
-        random_state: Any = None,
-        workers: int | None = None,
-        servers: int = 1,
-        consistency: str = "bounded:4",
-        scheduler: str | None = None,
-        token: str | None = None,
-    ) -> None:
-        super().__init__(
-            update=update,
-            lr=lr,
-            l1=l1,
-            l2=l2,
-            beta=beta,
-            epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            numeric_scale=numeric_scale,
-            class_weight=class_weight,
-            random_state=random_state,
-            workers=workers,
-            servers=servers,
-            consistency=consistency,
-            scheduler=scheduler,
-            token=token,
-        )
-        self.dim = dim
-        self.factor_lr = factor_lr
-        self.factor_l1 = factor_l1
-        self.factor_l2 = factor_l2
-        self.factor_min_count = factor_min_count
+    dim: int | None = None
+    factor_lr: float | None = None
+    factor_l1: float | None = None
+    factor_l2: float | None = None
+    factor_min_count: int | None = None
 
     @override
     def _model(self) -> SparseModel:
