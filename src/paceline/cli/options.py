@@ -78,7 +78,6 @@ class ColumnFlags:
     header: Header = "auto"
 
     def parse(self, label: str | None) -> ReadOptions:
-        """Return the options for reading the data, given the label's column. Raises UsageError."""
         from paceline.data.guessing import ReadOptions
 
         return ReadOptions(
@@ -96,7 +95,6 @@ def _split_names(text: str | None) -> tuple[str, ...]:
 
 
 def find_scheduler(given: str | None) -> str:
-    """Return the scheduler's address from the option or the environment."""
     found = given or environment().scheduler
     if not found:
         raise UsageError("no scheduler: pass its address with --scheduler HOST:PORT or set PACELINE_SCHEDULER")
@@ -126,7 +124,6 @@ def find_token(file: Path | None, *, create: bool = False) -> str:
 
 
 def find_positive(text: str | None) -> float | str | None:
-    """Return the label in ``--positive``; None if it is missing."""
     from paceline.data.labels import parse_positive
 
     return None if text is None else parse_positive(text)

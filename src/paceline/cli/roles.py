@@ -39,7 +39,6 @@ class ClusterFlags:
     )
 
     def parse(self) -> ClusterSettings:
-        """Return the settings of the cluster. Raises UsageError."""
         return self.pushes.make_settings(
             num_servers=self.servers,
             num_workers=self.workers,

@@ -93,7 +93,6 @@ def choose_blocks(context: typer.Context, flags: TrainFlags) -> ProximalBlocks |
 
 
 def write_plot(file: Path, passes: list[BlockPass]) -> None:
-    """Write a plot of passes. Raises UsageError if it cannot be written."""
     from paceline.observe import draw_passes
     from paceline.storage.durable_io import replacing
 
@@ -106,7 +105,6 @@ def write_plot(file: Path, passes: list[BlockPass]) -> None:
 
 
 def describe_end(passes: list[BlockPass]) -> str:
-    """Return one line about the end of the training."""
     last = passes[-1]
     how = {"converged": "converged after", "separable": "labels separated after", "passes": "ended after"}[last.ended]
     return (

@@ -92,7 +92,6 @@ def _choose_options(context: typer.Context, flags: TrainFlags) -> TrainOptions:
 
 
 def _check_cluster(flags: TrainFlags, *, has_snapshots: bool) -> None:
-    """Raise UsageError for options that do not fit the chosen cluster or one another."""
     scheduler = flags.connection.scheduler
     if flags.saving.auto_resume and (not has_snapshots or scheduler is not None):
         raise UsageError("--auto-resume needs --snapshot-every and a cluster of its own: leave --scheduler out")

@@ -105,7 +105,6 @@ class PassFlags:
     )
 
     def parse(self, rates: RatePlan, blocks: ProximalBlocks | None) -> PassOptions:
-        """Return the options of passes. Raises UsageError."""
         from paceline.training.options import PassOptions
 
         return PassOptions(
@@ -149,7 +148,6 @@ class OwnClusterFlags:
     memory: MemoryFlags = in_panel(_TRAFFIC)
 
     def parse(self, *, heartbeat_timeout_s: float, default_consistency: str) -> ClusterSettings:
-        """Return the settings of the cluster. Raises UsageError."""
         from paceline.environment import num_cores
 
         servers = self.servers or 1
@@ -199,7 +197,6 @@ class UpdateFlags:
         )
 
     def parse_rates(self) -> RatePlan:
-        """Return the plan of learning rates. Raises UsageError."""
         from paceline.training.schedules import RatePlan, parse_schedule
 
         return RatePlan(schedule=parse_schedule(self.schedule), warmup=self.warmup)
@@ -237,7 +234,6 @@ class WeightFlags:
     )
 
     def parse(self) -> ExampleWeights:
-        """Return the weights of examples. Raises UsageError."""
         from paceline.training.options import ExampleWeights
         from paceline.training.weighting import parse_class_weights
 
@@ -259,7 +255,6 @@ class FilterFlags:
     modules: FilterModuleFlags
 
     def parse(self) -> TrafficFilters:
-        """Return the filters. Raises UsageError."""
         from paceline.training.options import TrafficFilters
 
         return TrafficFilters(pushed=self.filters, pulled=self.pull_filters)
@@ -292,7 +287,6 @@ class SaveFlags:
     )
 
     def parse_snapshots(self) -> SnapshotPlan | None:
-        """Return the plan of snapshots; None for no snapshots. Raises UsageError."""
         from paceline.training.options import SnapshotPlan
         from paceline.training.snapshots import parse_every
 

@@ -55,7 +55,6 @@ class BadLineLog:
             self._first = [(where, line) for where, line in self._first if where != (file, shard)]
 
     def add(self, file: int, shard: int, count: int, first: Sequence[BadLine]) -> None:
-        """Add `count` bad lines of a shard; `first` describes the first ones."""
         if count:
             where = (file, shard)
             self._counts[where] = self._counts.get(where, 0) + count
@@ -66,5 +65,4 @@ class BadLineLog:
         return dict(self._counts)
 
     def total(self) -> BadLines:
-        """Return the bad lines of all shards."""
         return BadLines(sum(self._counts.values()), tuple(line for _, line in self._first))

@@ -148,7 +148,6 @@ class Guesses:
 
 
 def import_arrow() -> Any:
-    """Return the module pyarrow. Raises UsageError with the command that installs it."""
     try:
         import pyarrow
     except ImportError as error:
@@ -172,12 +171,10 @@ def shown_names(names: Sequence[str]) -> str:
 
 
 def find_double(names: Iterable[Any]) -> Any:
-    """Return the first name that occurs twice, or None."""
     return next((name for name, count in Counter(list(names)).items() if count > 1), None)
 
 
 def check_distinct(path: str, names: Sequence[str]) -> None:
-    """Raise UsageError if two columns of a file have the same name."""
     double = find_double(names)
     if double is not None:
         raise UsageError(f"{path} has more than one column '{shorten(double)}' in its header: rename all but one")
@@ -200,7 +197,6 @@ def category_texts(column: Any) -> Any:
 
 
 def are_integers(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Return whether each number is an integer of 64 bits (bool [n])."""
     found: npt.NDArray[np.bool_] = (np.abs(numbers) < 2.0**63) & (numbers == np.rint(numbers))
     return found
 
@@ -392,7 +388,6 @@ class Converter:
         return self._kernels.read_only(data), self._kernels.read_only(offsets)
 
     def _scaled(self, numbers: npt.NDArray[np.float64], column: int) -> npt.NDArray[np.float32]:
-        """Return the numbers of a numeric column on its scale, if it has one."""
         if not self._scales:
             return numbers.astype(np.float32)
         scaled = np.empty(len(numbers), np.float32)

@@ -38,7 +38,6 @@ PLACE = re.compile(r"c[1-9][0-9]*")
 
 
 def check_header(header: str) -> None:
-    """Raise UsageError for an invalid value of ``--header``."""
     if header not in HEADERS:
         raise UsageError(f"--header {header}: expected one of {', '.join(HEADERS)}")
 
@@ -55,7 +54,6 @@ class Dialect:
     has_header: bool
 
     def describe(self) -> str:
-        """Return the columns' names for a message."""
         origin = "" if self.has_header else " (the file has no header)"
         return ", ".join(self.names) + origin
 
@@ -80,7 +78,6 @@ def read_lines(path: str) -> tuple[bytes, bool]:
 
 
 def head_of(path: str) -> str:
-    """Return the first complete lines of a file."""
     head, is_all = read_lines(path)
     text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace")
     return text if is_all or "\n" not in text else text[: text.rindex("\n") + 1]
@@ -186,7 +183,6 @@ def _is_header(first: list[str], data: list[list[str]]) -> bool:
 
 
 def hint_at_open_quote(text: str) -> str:
-    """Return a hint for a message, if the text at the beginning of a file has a quote that is not closed."""
     if text.count('"') % 2 == 0:
         return ""
     number = next((number for number, line in enumerate(text.split("\n"), 1) if line.count('"') % 2), 0)
@@ -194,10 +190,8 @@ def hint_at_open_quote(text: str) -> str:
 
 
 def is_number(cell: str) -> bool:
-    """Return whether a cell is a number, with or without blanks around it."""
     return NUMBER.fullmatch(cell.strip(" \t")) is not None
 
 
 def is_missing(cell: str) -> bool:
-    """Return whether a cell represents a missing number."""
     return cell.strip().lower() in MISSING

@@ -32,12 +32,10 @@ class NameFinder:
         self.names: dict[int, str] = {}
 
     def add(self, key: int, name: str) -> None:
-        """Add the name of a key, if it is wanted."""
         if key in self._wanted:
             self.names[key] = name
 
     def read(self, names: Sequence[str], seeds: Sequence[int], rows: Iterator[Sequence[str]]) -> None:
-        """Add the values of categorical columns, until all wanted keys have names."""
         seen: list[set[str]] = [set() for _ in names]
         while len(self.names) < len(self._wanted) and (block := list(islice(rows, _ROWS))):
             for column, (name, seed) in enumerate(zip(names, seeds, strict=True)):
@@ -75,7 +73,6 @@ class NameFinder:
 
 
 def encoded(text: str) -> bytes:
-    """Return the bytes of a file's text."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -85,7 +82,6 @@ def decoded(text: bytes) -> str:
 
 
 def text_lines(files: Sequence[str], newline: str = "\n") -> Iterator[str]:
-    """Yield the lines of files."""
     for file in files:
         with io.BufferedReader(_TextFile(open_stream(file)), 1 << 20) as raw:
             yield from io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline=newline)

@@ -83,14 +83,12 @@ class ReadOptions:
 
     @property
     def given(self) -> list[str]:
-        """The given options for columns."""
         default = ReadOptions()
         names = ("label", "categorical", "numeric", "text", "ignore", "header")
         return [f"--{name}" for name in names if getattr(self, name) != getattr(default, name)]
 
     @property
     def names(self) -> list[str]:
-        """The given columns, by name or number."""
         given = (self.label, *self.categorical, *self.numeric, *self.text, *self.ignore)
         return [name for name in given if name and name != "*"]
 

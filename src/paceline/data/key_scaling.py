@@ -83,11 +83,9 @@ class KeyScaling:
 
     @property
     def bin_keys(self) -> npt.NDArray[np.uint64]:
-        """The keys of all bins (uint64)."""
         return self._bins.keys
 
     def nonlinear_scales(self) -> dict[int, Scale]:
-        """Return the scales of the keys with logarithms or bins."""
         units = np.zeros(len(self.keys)) if self.units is None else self.units
         found = zip(self.keys.tolist(), units.tolist(), self.means.tolist(), self.scales.tolist(), strict=True)
         return {
@@ -175,7 +173,6 @@ class KeyScaling:
         return Batch(batch.labels, indptr, keys, values, batch.weights, fields)
 
     def spec(self) -> dict[str, Any]:
-        """Return the description from which :meth:`from_spec` makes the same scaling."""
         return {
             "keys": self.keys.tolist(),
             "means": self.means.tolist(),
@@ -188,7 +185,6 @@ class KeyScaling:
         }
 
     def digest(self) -> str:
-        """Return a text that identifies the scaling."""
         parts: list[Any] = [self.keys, self.means, self.scales, np.float64(self.other_scale)]
         parts += [array for array in (self.units, self.filled) if array is not None]
         parts += [np.array([key, len(edges), *edges]) for key, edges in sorted(self.edges.items())]
@@ -217,7 +213,6 @@ def _inverse(places: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
 
 
 def read_key_scaling(described: Mapping[str, Any]) -> KeyScaling | None:
-    """Return the scaling in the description of a model or data set, or None. Raises UsageError."""
     scaling = described.get("scaling")
     return None if scaling is None else KeyScaling.from_spec(scaling)
 

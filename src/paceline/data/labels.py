@@ -138,19 +138,16 @@ def describe_no_numbers(cells: Iterable[str]) -> str | None:
 
 
 def find_label_words(cells: Iterable[str]) -> tuple[str, ...]:
-    """Return the words for 0 and 1 among labels, such as yes and no."""
     return tuple(sorted({cell.strip().lower() for cell in cells} & set(LABEL_WORDS)))
 
 
 def describe_label_words(words: Sequence[str], labels: str = NUMBERS) -> str:
-    """Describe the numbers of words for 0 and 1, under the interpretation `labels`."""
     positive = positive_in(labels)
     numbers = {word: LABEL_WORDS[word] if positive is None else float(LABEL_WORDS[word] == positive) for word in words}
     return f"labels are words, which are read as numbers: {', '.join(f'{word} as {numbers[word]:g}' for word in words)}"
 
 
 def describe_classes(classes: Sequence[str], labels: str = NUMBERS) -> str:
-    """Describe the numbers of the words `classes`, under the interpretation `labels`."""
     if labels == NUMBERS:
         numbered = ", ".join(f"{word} as {at}" for at, word in enumerate(classes))
         return f"labels are words, which are read as numbers: {numbered}"
@@ -188,7 +185,6 @@ def describe_one_label(found: Mapping[float, int], labels: str = CLICKS, classes
 
 
 def _listed(labels: Sequence[str]) -> str:
-    """Return the first labels as a list for a sentence."""
     shown = list(labels[:10])
     if len(labels) > len(shown):
         return ", ".join([*shown, "..."])

@@ -80,6 +80,5 @@ class IdleFiles:
             self._idle.pop(next(iter(self._idle))).reader.close()
 
     def close(self) -> None:
-        """Close all files."""
         while self._idle:
             self._idle.popitem()[1].reader.close()

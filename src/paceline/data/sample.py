@@ -73,7 +73,6 @@ class Sample:
 
 
 def check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: Sequence[str]) -> None:
-    """Raise DataError if all cells of the labels' column, or of the weights' column, are texts."""
     texts = None if columns.classes else describe_no_numbers(labels)
     if texts is not None:
         raise DataError(

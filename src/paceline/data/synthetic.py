@@ -234,7 +234,6 @@ class _Field(NamedTuple):
     """[values], in units of logit."""
 
     def draw(self, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Return the value for each 32 random bits."""
         segment = bits >> np.uint32(16)
         values: npt.NDArray[np.uint32] = (bits & np.uint32(0xFFFF)) * self.width[segment]
         values >>= np.uint32(16)
@@ -338,7 +337,6 @@ def _integer_field(shape: _IntegerShape, seed: int, number: int) -> _Field:
 
 
 def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
-    """Make distinct categories of eight hexadecimal digits."""
     ranks = np.arange(shape.vocabulary)
     names = ranks.astype(np.uint64) + np.uint64(hash_bytes(bytes([number]), seed) & 0xFFFFFFFF)
     names = (names * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # a bijection of 32 bits, like the next step

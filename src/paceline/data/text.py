@@ -54,7 +54,6 @@ class LineReader:
         return self._window.num_bytes
 
     def close(self) -> None:
-        """Close the stream."""
         self._window.close()
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
@@ -168,7 +167,6 @@ class TextReader:
         self.num_shards = None if size is None else -(-size // self._shard_bytes)
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:

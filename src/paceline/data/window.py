@@ -24,15 +24,12 @@ class TextWindow:
 
     @property
     def position(self) -> int:
-        """The position of ``buffer[begin]`` in the text."""
         return self.base + self.begin
 
     def close(self) -> None:
-        """Close the stream."""
         self._stream.close()
 
     def seek(self, position: int) -> None:
-        """Move to `position`, with an empty window."""
         self._stream.seek(position)
         self.base, self.begin, self.end = self._stream.position, 0, 0
         self.num_bytes = None

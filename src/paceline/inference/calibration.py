@@ -40,7 +40,6 @@ class Calibration:
     metrics: Evaluation
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object for ``paceline inspect --json``."""
         groups = [dataclasses.asdict(group) for group in self.groups]
         return {"groups": groups, "metrics": {"examples": self.metrics.examples, **self.metrics.as_json()}}
 

@@ -49,7 +49,6 @@ def names_of(frame: Any) -> list[Any]:
 
 
 def list_names(names: Sequence[Any], most: int = 5) -> str:
-    """Return the first `most` names, for a message."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

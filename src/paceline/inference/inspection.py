@@ -73,7 +73,6 @@ class ModelSummary:
     tables: list[TableSummary]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of ``paceline inspect --json``."""
         return dataclasses.asdict(self)
 
 
@@ -84,7 +83,6 @@ class ModelDifference:
     tables: list[TableDifference]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of ``paceline model diff --json``."""
         return dataclasses.asdict(self)
 
 

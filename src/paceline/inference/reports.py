@@ -22,7 +22,6 @@ svg { background: #fafafa } svg text { font-size: 11px; fill: #444 } .bar { fill
 
 
 def describe_model(summary: ModelSummary) -> str:
-    """Return the summary as lines of text."""
     lines = [f"{summary.directory}: {summary.kind}, written by Paceline {summary.paceline}"]
     if not summary.finished:
         lines[0] += ", unfinished: a snapshot, or an interrupted training"
@@ -33,7 +32,6 @@ def describe_model(summary: ModelSummary) -> str:
 
 
 def describe_calibration(calibration: Calibration) -> str:
-    """Return the groups of a calibration as a table of text."""
     rows = [
         (f"{g.lowest:.4f} - {g.highest:.4f}", f"{g.count:,}", f"{g.predicted:.4f}", f"{g.observed:.4f}")
         for g in calibration.groups
@@ -45,7 +43,6 @@ def describe_calibration(calibration: Calibration) -> str:
 
 
 def describe_difference(difference: ModelDifference) -> str:
-    """Return the differences as lines of text."""
     lines: list[str] = []
     for table in difference.tables:
         cosine = "-" if table.cosine is None else f"{table.cosine:.6f}"

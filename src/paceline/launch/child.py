@@ -36,7 +36,6 @@ def prepare() -> None:
 
 
 def main() -> int:
-    """Run the role in the first argument; return the exit status."""
     options: dict[str, Any] = json.loads(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all processes: the parent handles them
         signal.signal(number, signal.SIG_IGN)

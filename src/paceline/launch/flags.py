@@ -29,7 +29,6 @@ class PushFlags:
     )
 
     def make_settings(self, *, consistency: str, stale: str | None, **settings: Any) -> ClusterSettings:
-        """Return the settings of a cluster with these options. Raises UsageError."""
         from paceline.protocol import parse_consistency, parse_stale_policy
         from paceline.ps.messages import ClusterSettings
 
@@ -57,7 +56,6 @@ class MemoryFlags:
     )
 
     def parse(self) -> MemoryLimit | None:
-        """Return the memory limit, None without one. Raises UsageError."""
         from paceline.tables.memory.limit import MemoryLimit
 
         return MemoryLimit.parse(self.memory_limit, self.spill_dir)
@@ -74,13 +72,11 @@ class FilterModuleFlags:
     )
 
     def names(self, *filters: str | None) -> list[str]:
-        """Return the names of the modules, including the modules named in `filters`."""
         from paceline.filters.modules import modules_named_in
 
         return [*(self.filter_module or ()), *(name for text in filters for name in modules_named_in(text or ""))]
 
     def load(self, *filters: str | None) -> None:
-        """Import the modules, including the modules named in `filters`. Raises UsageError."""
         from paceline.filters.modules import import_filter_modules
 
         import_filter_modules(self.names(*filters))
@@ -95,7 +91,6 @@ class TLSFlags:
     tls_ca: Path | None = option("Certificate of the authority that signed the other processes' certificates (PEM).")
 
     def load(self) -> TLS | None:
-        """Return the TLS settings; None without an option. Raises UsageError."""
         from paceline.transport import TLS
 
         return TLS.of_files(self.tls_cert, self.tls_key, self.tls_ca)

@@ -78,11 +78,9 @@ class Forked:
         weakref.finalize(self, os.close, statuses)
 
     def poll(self) -> int | None:
-        """Return the status, negative for a signal; None while it lives."""
         return self._poll_status(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the status when it has ended. Raises ``subprocess.TimeoutExpired``."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             status = self._poll_status(None if deadline is None else max(deadline - time.monotonic(), 0.0))
@@ -94,7 +92,6 @@ class Forked:
                 time.sleep(_POLL_S)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self.poll() is None and _is_running(self._identity):  # or another process may have its number by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -208,7 +205,6 @@ class ForkServer:
         return Forked(pid, own_statuses)
 
     def close(self) -> None:
-        """End it. Idempotent."""
         with self._lock:
             if self._line is not None:
                 self._line.close()

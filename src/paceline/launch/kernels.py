@@ -69,7 +69,6 @@ def load_kernels() -> None:
 
 
 def load_kernels_nowait() -> None:
-    """Load the kernels if they are compiled."""
     if load_kernels.cache_info().currsize:
         return
     from paceline.tables.compile import is_compiled

@@ -46,7 +46,6 @@ class Joining:
     tls: TLS | None = None
 
     def transport(self) -> SocketTransport:
-        """Return a transport with this cluster's token."""
         return SocketTransport(self.token, tls=self.tls)
 
     def wait_scheduler(self, patience_s: float, on_wait: Callable[[], None]) -> None:

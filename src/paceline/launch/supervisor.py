@@ -62,7 +62,6 @@ class Child:
         self.keeper: threading.Thread | None = None
 
     def is_alive(self) -> bool:
-        """Return whether its process lives."""
         return self.process.poll() is None
 
     def status(self) -> int | None:
@@ -71,7 +70,6 @@ class Child:
         return None if is_kept else self.process.poll()
 
     def kill(self) -> None:
-        """Kill its process."""
         self.process.send_signal(signal.SIGKILL)
 
 
@@ -132,7 +130,6 @@ class Supervisor:
         child.keeper.start()
 
     def living(self, prefix: str = "") -> list[Child]:
-        """Return the living children whose name starts with `prefix`."""
         return [child for child in list(self.children) if child.name.startswith(prefix) and child.is_alive()]
 
     def ended(self, prefix: str = "") -> list[tuple[str, int]]:
@@ -198,7 +195,6 @@ class Guard:
             self._process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
     def add(self, group: int) -> None:
-        """Add a group."""
         self._groups.add(group)
         self._send(f"+{group}\n")
 
@@ -255,7 +251,6 @@ def watch_parent(on_end: Callable[[], None]) -> None:
 
 
 def describe_status(status: int) -> str:
-    """Return a phrase about how a process ended."""
     if status >= 0:
         return f"ended with status {status}"
     try:

@@ -164,7 +164,6 @@ def serve(line: socket.socket, module: Any) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Load everything that the module's processes need, and serve."""
     gc.disable()  # the loaded objects are permanent
     module = importlib.import_module(sys.argv[2])
     module.prepare()

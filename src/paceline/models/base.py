@@ -59,11 +59,9 @@ class KeyScratch:
 
     @cached_property
     def frequent(self) -> FrequentFeatures:
-        """The features known to have occurred often enough."""
         return FrequentFeatures()
 
     def slots(self, num_keys: int) -> npt.NDArray[np.int32]:
-        """Return the scratch memory of :func:`dedup` for this number of keys."""
         size = scratch_size(num_keys)
         if len(self._slots) < size:
             self._slots = np.empty(size, np.int32)
@@ -304,7 +302,6 @@ class SparseModel(ABC):
 
     @property
     def num_outputs(self) -> int:
-        """The number of values in a prediction."""
         return 1
 
     def import_libraries(self) -> None:
@@ -332,7 +329,6 @@ class SparseModel(ABC):
         return CountedMinibatch(minibatch, *settings, is_first_pass=is_first_pass)
 
     def crossed(self, batch: Batch) -> Batch:
-        """Return a batch with its interactions."""
         return batch if self.interactions is None else self.interactions.apply(batch)
 
     @abstractmethod

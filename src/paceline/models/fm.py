@@ -140,12 +140,10 @@ class FactorModel(ClickProbabilityModel):
 
     @property
     def num_factors(self) -> int:
-        """The number of factors of a feature."""
         return self.dim
 
     @property
     def linear(self) -> SparseLogisticRegression:
-        """The model without factors."""
         return SparseLogisticRegression(
             offset=self.offset,
             positive=self.positive,
@@ -156,7 +154,6 @@ class FactorModel(ClickProbabilityModel):
 
 
 def check_penalties(model: SparseModel, *names: str) -> None:
-    """Raise UsageError unless these settings are valid rates and penalties of update rules."""
     for name in names:
         value = model.value_of(name)
         check_number(f"--{name.replace('_', '-')} {value:g}", value, 0)

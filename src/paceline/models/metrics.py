@@ -34,7 +34,6 @@ class Evaluation(ABC):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the names of the metrics."""
         fields = dataclasses.fields(cls)
         return tuple(field.name for field in fields if field.name != "examples" and field.metadata.get("metric", True))
 
@@ -107,7 +106,6 @@ def find_useless(log_loss: float, counts: Sequence[int]) -> str | None:
 
 
 def evaluate(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> ClickEvaluation:
-    """Return all metrics of click probabilities."""
     y, p = _checked_probabilities(labels, probabilities)
     return ClickEvaluation(
         len(y), _auc(y, p), _log_loss(y, p), _calibration(y, p), _accuracy(y, p, 0.5), int(np.count_nonzero(y))

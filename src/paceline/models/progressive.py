@@ -76,7 +76,6 @@ class ProgressiveLoss:
     """Per example, without the bias."""
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the fields, by name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     def line(self) -> str:

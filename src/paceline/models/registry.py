@@ -60,6 +60,5 @@ def _settings_of(kind: type[SparseModel]) -> set[str]:
 
 
 def describe_settings(described: Mapping[str, Any]) -> str:
-    """Return the output of :meth:`SparseModel.describe` as text."""
     settings = ", ".join(f"{key}={value}" for key, value in described.items() if key != "kind")
     return f"{described.get('kind')}({settings})" if settings else str(described.get("kind"))

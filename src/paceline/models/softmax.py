@@ -151,7 +151,6 @@ class SoftmaxRegression(SparseModel):
         return ", ".join(names if len(names) <= 8 else [*names[:7], "...", names[-1]])
 
     def unknown(self, label: float) -> DataError:
-        """Return the exception for a label that is not a class."""
         return DataError(
             f"the data has the label {label:g}, which is not one of the classes {self._list()}: pass all as --classes"
         )

@@ -23,7 +23,6 @@ RuleChoice: TypeAlias = Callable[[float, float, float], UpdateRule]
 
 
 def suited_ftrl(alpha: float, l1: float, l2: float) -> FTRL:
-    """Return FTRL."""
     return FTRL(alpha=alpha, l1=l1, l2=l2)
 
 

@@ -81,7 +81,6 @@ class PredictionService:
         return msgspec.json.encode({"predictions": predictions}), len(rows)
 
     async def report_health(self, request: Request) -> Response:
-        """Return the served model's properties."""
         model = self._source.model
         content = {
             "status": "ok",
@@ -93,7 +92,6 @@ class PredictionService:
         return Response(msgspec.json.encode(content), media_type=_JSON)
 
     async def report_metrics(self, request: Request) -> Response:
-        """Return the metrics in Prometheus' text format."""
         source = self._source
         features = source.model.num_features
         text = self._metrics.as_text(reloads=source.reloads, failures=source.failures, features=features)

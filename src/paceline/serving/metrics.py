@@ -18,14 +18,12 @@ class RequestMetrics:
         self._seconds = 0.0
 
     def add(self, status: int, rows: int, seconds: float) -> None:
-        """Count one request."""
         self._by_status[status] += 1
         self.rows += rows
         self._seconds += seconds
         self._by_bound[bisect_left(_BOUNDS_S, seconds)] += 1
 
     def as_text(self, *, reloads: int, failures: int, features: int) -> str:
-        """Return all metrics as text."""
         lines = ["# HELP paceline_requests_total Prediction requests.", "# TYPE paceline_requests_total counter"]
         lines += [f'paceline_requests_total{{code="{code}"}} {n}' for code, n in sorted(self._by_status.items())]
         for name, kind, help_text, value in (

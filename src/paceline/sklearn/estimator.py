@@ -89,7 +89,6 @@ def _numbers_expected(X: Any) -> Iterator[None]:
 
 
 def _plan_on(options: TrainOptions, rows: Batch) -> TrainingPlan:
-    """Return the plan that suits the training data."""
     sample, scaling = sample_batch(rows), None
     if options.numeric_scale != "none":
         scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True, model=options.model)

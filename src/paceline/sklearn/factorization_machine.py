@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 from sklearn.utils._param_validation import Interval
 from typing_extensions import override

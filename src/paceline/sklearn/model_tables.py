@@ -64,7 +64,6 @@ class ModelTables:
         self.__init__(state["model"], tables, read_key_scaling(state))  # type: ignore[misc]
 
     def scaled(self, examples: Batch) -> Batch:
-        """Return examples with scaled values, for :meth:`train`."""
         return examples if self._scaling is None else self._scaling.apply(examples)
 
     def train(self, examples: Batch, batch_size: int, order: npt.NDArray[np.int64] | None) -> None:

@@ -78,12 +78,10 @@ class StrategyFlags:
     sharding: ShardingFlags = ShardingFlags()
 
     def given(self) -> dict[str, Any]:
-        """Return the given options by name."""
         return given_values(self)
 
 
 def check_strategy(name: str) -> StrategySpec:
-    """Return the strategy of this name. Raises UsageError for an unknown name."""
     if name not in STRATEGIES:
         raise UsageError(f"got strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]

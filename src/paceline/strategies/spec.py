@@ -82,5 +82,4 @@ class StrategySpec:
 
     @property
     def has_servers(self) -> bool:
-        """Whether the strategy stores parameters on servers."""
         return self.consistency is not None

@@ -143,12 +143,10 @@ class BlockTraining:
 
 
 def block_passes(finished: FinishedJob) -> list[BlockPass]:
-    """Return the reports of passes over blocks."""
     return [_read_pass(fields) for fields, _ in finished.reports if fields["kind"] == "pass"]
 
 
 def describe_pass(block_pass: BlockPass) -> str:
-    """Return a line about a pass."""
     return (
         f"pass {block_pass.number}: objective {block_pass.objective:.8g}, relative change {block_pass.change:.1e}, "
         f"{block_pass.nonzero:,} of {block_pass.features:,} weights other than 0, "

@@ -37,11 +37,9 @@ class ClusterHealth:
         self._server_restarts = 0
 
     def begin_job(self) -> None:
-        """Start to count the lost workers of the next job."""
         self._num_lost_before = self.num_lost_workers
 
     def report_lost_workers(self, task: str, state: JobState) -> None:
-        """Warn if a job has lost more workers."""
         num_lost = self._num_lost_before + state.lost_workers
         if num_lost > self.num_lost_workers:
             self.num_lost_workers = num_lost
@@ -50,7 +48,6 @@ class ClusterHealth:
                 self._warn(f"a worker died: {remaining}, and its unfinished shards are read again ({task})")
 
     def report_replacements(self) -> None:
-        """Warn if the scheduler or a server was replaced."""
         if self._client.link.num_replacements > self._schedulers_replaced:
             self._schedulers_replaced = self._client.link.num_replacements
             self._warn("the scheduler died: another one has taken its place")

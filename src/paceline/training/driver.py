@@ -174,11 +174,9 @@ class _Display:
         self._is_quiet, self._is_progressive = quiet, progressive
 
     def warn(self, text: str) -> None:
-        """Print a sentence."""
         self.console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def show_files(self, memory_limit: MemoryLimit | None) -> None:
-        """Print the columns and everything unusual about the files."""
         sample, labels = self._sample, self._options.model.read_labels_as
         if sample.has_guessed_columns and not self._is_quiet:
             show_columns(self.console, sample)

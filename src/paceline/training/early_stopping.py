@@ -66,7 +66,6 @@ class PassLosses:
         return self.last_pass - self.best_pass >= self.stopping.patience
 
     def line(self, found: Evaluation) -> str:
-        """Return a line about the last pass for the user."""
         since = self.last_pass - self.best_pass
         if self.is_best:
             place = "the best so far"
@@ -83,7 +82,6 @@ class PassLosses:
         return reason if self.is_best else f"{reason}. The model is the one of pass {self.best_pass}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the passes and the best one as JSON."""
         return {"passes": self.passes, "best_pass": self.best_pass, "best_loss": json_number(self.best_loss)}
 
     def continue_from(self, former: Mapping[str, Any] | None) -> None:

@@ -49,7 +49,6 @@ class InitialModel:
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str], model: SparseModel, update: UpdateRule) -> InitialModel:
-        """Read the manifest. Raises ModelError for a directory without a model."""
         return cls(read_stored_model(directory), model, update)
 
     def check_data(self, dataset: Dataset) -> None:

@@ -107,7 +107,6 @@ class JobRunner:
         return FinishedJob(state, reports, account)
 
     def check_losses(self) -> None:
-        """Raise ModelLostError if a part of the model or the cluster is lost."""
         loss = self._health.find_loss()
         if loss is None:
             return

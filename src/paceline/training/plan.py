@@ -49,7 +49,6 @@ class TrainingPlan:
     """Unique name of the training; a resumed training keeps it."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the chosen settings as JSON."""
         return {
             "epochs": self.epochs,
             "batch_size": self.batch_size,
@@ -71,7 +70,6 @@ class TrainingPlan:
         return self.model.calibrated(labels, predictions, weights, self.optimism, is_complete=self.is_recent_complete)
 
     def job_rates(self, rates: RatePlan) -> JobRates | None:
-        """Return the plan of rates for workers; None for constant rates."""
         if rates.is_constant:
             return None
         return JobRates(
@@ -82,7 +80,6 @@ class TrainingPlan:
         )
 
     def sentence(self) -> str:
-        """Return the chosen settings as a sentence."""
         update = self.update
         rate = f"alpha {update.alpha:.3g}, L1 {update.l1:g}" if isinstance(update, FTRL) else f"{update}"
         rate += f", L2 {update.l2:g}" if isinstance(update, FTRL) and update.l2 else ""

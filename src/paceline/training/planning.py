@@ -139,7 +139,6 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
 
 
 def _plan_of_model(options: TrainOptions, stored: StoredModel, examples: ExampleSample | None) -> TrainingPlan:
-    """Return the plan for the further training of a model, with its own rule and scaling."""
     update = _rule_after(from_fields(RULES, stored.tables[0].spec.update), options)
     plan = dataclasses.replace(_fixed_plan(options), update=update, scaling=read_key_scaling(stored.described))
     if options.adapt == "no":

@@ -37,7 +37,6 @@ class PredictionResult:
     warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of ``paceline predict --json``."""
         found = self.evaluation
         return {
             **({} if found is None else found.as_json()),
@@ -49,7 +48,6 @@ class PredictionResult:
         }
 
     def sentence(self) -> str:
-        """Return the result as a sentence."""
         found = self.evaluation
         text = f"{self.examples:,} prediction{'s' * (self.examples != 1)} in {self.seconds:.2f} s "
         text += f"({self.loading_seconds:.2f} s to load the model): "
@@ -59,7 +57,6 @@ class PredictionResult:
         return text
 
     def notes(self) -> list[str]:
-        """Return warnings about the result, one sentence each."""
         notes = list(self.warnings)
         if self.bad_lines.count:
             notes.append(f"malformed lines have no prediction: {self.bad_lines.sentence(self.examples)}")

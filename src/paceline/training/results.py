@@ -70,7 +70,6 @@ class TrainResult:
     """The report of each pass over blocks of columns."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the final object of ``paceline train --json``."""
         found = self.evaluation
         return {
             **(dict.fromkeys(self.model.evaluation.names()) if found is None else found.as_json()),
@@ -92,7 +91,6 @@ class TrainResult:
 
 
 def mean_loss(progress: Mapping[str, float]) -> float:
-    """Return the weighted mean loss from a job's counters."""
     loss, weight = progress.get("loss", 0.0), progress.get("weight", progress.get("examples", 0.0))
     return loss / weight if weight else 0.0
 

@@ -156,7 +156,6 @@ class RatePlan:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the rate never changes."""
         return self.warmup == 0 and isinstance(self.schedule, ConstantRate)
 
     def share(self, passes: float, most: int) -> float:
@@ -181,7 +180,6 @@ class RatePlan:
             )
 
     def check(self, rule: UpdateRule) -> None:
-        """Raise UsageError unless the update rule has a rate."""
         if not self.is_constant and not hasattr(rule, "lr"):
             name = type(rule).__name__.lower()
             raise UsageError(
@@ -190,10 +188,8 @@ class RatePlan:
             )
 
     def settings(self) -> dict[str, Any]:
-        """Return the plan as JSON."""
         return {"schedule": str(self.schedule), "warmup": self.warmup}
 
     def rule(self, rule: UpdateRule, share: float) -> UpdateRule:
-        """Return the update rule with its rate multiplied by `share`."""
         changed: UpdateRule = dataclasses.replace(rule, lr=rule.lr * share)  # type: ignore[type-var, attr-defined]
         return changed

@@ -66,11 +66,9 @@ class TrainingSnapshots:
         self._last_examples = examples
 
     def follow(self, job: int) -> None:
-        """Take the next snapshots of this job."""
         self._job = job
 
     def describe(self, **news: Any) -> None:
-        """Add facts about the training to the next snapshots."""
         self._training = {**self._training, **news}
 
     def poll(self, state: JobState) -> None:
@@ -107,7 +105,6 @@ class TrainingSnapshots:
 
 
 def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) -> dict[str, Any]:
-    """Return the description of a training in its snapshots."""
     return {
         "run": plan.run,
         "model": plan.model.describe(),
@@ -155,12 +152,10 @@ class Resumption:
 
     @property
     def examples(self) -> int:
-        """The examples of the finished shards."""
         return int(self.account.progress.get("examples", 0))
 
     @property
     def num_passes(self) -> int:
-        """The number of complete passes."""
         files, num_done = self.account.files, 0
         done: dict[tuple[int, int], int] = {}
         for epoch, file, _ in shards_in(self.account.done):
@@ -185,7 +180,6 @@ class Resumption:
 
     @property
     def model(self) -> SparseModel:
-        """The model of the training."""
         trained = self._training["model"]
         return read_model_settings({"kind": trained} if isinstance(trained, str) else trained)  # version 0.1: a name
 
@@ -195,7 +189,6 @@ class Resumption:
         return int(self._training["dataset"]["shard_bytes"])
 
     def check_model(self, model: SparseModel) -> None:
-        """Raise UsageError unless the snapshot's training is of this model."""
         if self.model != model:
             raise UsageError(
                 f"{self.snapshot} has the model {describe_settings(self.model.describe())}, not "
@@ -203,7 +196,6 @@ class Resumption:
             )
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raise DataError unless a data set is the one of the snapshot's training."""
         former = [list(file) for file in self._training["files"]]
         given = describe_files(dataset.files, dataset.format)
         if len(former) != len(given):
@@ -237,7 +229,6 @@ class Resumption:
         load_snapshot(client, self.snapshot, check=check)
 
     def describe(self) -> str:
-        """Return a sentence about the position of the snapshot in the training."""
         manifest = self.snapshot.manifest
         done = sum(int.from_bytes(part.shards, "little").bit_count() for part in self.account.done)
         known = [size for size in self.account.files if size is not None]

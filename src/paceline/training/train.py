@@ -165,7 +165,6 @@ class Training:
             )
 
     def _begin(self, dataset: Dataset) -> None:
-        """Prepare the cluster's tables for the start of the training."""
         options, plan = self._options, self._plan
         clear_tables(self._client, plan.model, plan.update, self._signals.check)
         if self._resumption is not None:
@@ -307,7 +306,6 @@ class Training:
         self._warn(resumption.describe())
 
     def save(self, directory: str | Path, *, finished: bool = True) -> None:
-        """Save the model."""
         save_tables(self._client, directory, [table.name for table in self._plan.model.tables], **self._about(finished))
 
     def _about(self, finished: bool) -> dict[str, Any]:

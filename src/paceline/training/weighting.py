@@ -42,7 +42,6 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all weights are 1."""
         return not self.classes and self.keep_negatives == 1.0
 
     def read(self, dataset: Dataset, lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:

@@ -53,7 +53,6 @@ class BlockEntry:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the block with padding."""
         sizes = [4 * self.num_rows, 8 * self.num_pairs]
         if self.width == _RAGGED:
             sizes.append(8 * (self.num_rows + 1))
@@ -66,7 +65,6 @@ class BlockEntry:
         return sum(map(_padded, sizes))
 
     def is_within(self, end: int) -> bool:
-        """Return whether the entry is valid for a file whose blocks end at `end`."""
         counts = (self.offset, self.num_rows, self.num_pairs, self.has_values, self.has_weights, self.has_fields)
         return (
             all(map(is_count, counts))
@@ -104,16 +102,13 @@ class BlockWriter(Closing):
         self._write(_HEADER)
 
     def close(self) -> None:
-        """Close the file. May be called again."""
         self._file.close()
 
     @property
     def position(self) -> int:
-        """The offset of the next section."""
         return self._file.tell()
 
     def append(self, batch: Batch) -> None:
-        """Write one block."""
         from paceline.kernels.checksum import xxh64
 
         num_rows, num_pairs = batch.num_examples, len(batch.keys)
@@ -240,12 +235,10 @@ class BlockFile(Closing):
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value from a file is a valid number of rows or bytes."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def bad_line_of(fields: Sequence[Any]) -> BadLine:
-    """Return the bad line with these fields. Raises TypeError."""
     file, offset, row, text, reason = fields
     is_placed = all(place is None or is_count(place) for place in (offset, row))
     if not is_placed or not all(isinstance(value, str) for value in (file, text, reason)):

@@ -62,7 +62,6 @@ class ShardCache:
         return CacheWriter(self.path_of(path, shard), self._describe(path, status, shard))
 
     def path_of(self, path: str, shard: int) -> Path:
-        """Return the path of a shard's cache file."""
         text = json.dumps([self._identity, path], sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{shard}.shard"
 
@@ -88,16 +87,13 @@ class CacheWriter:
         self._writer = BlockWriter(self._aside, 0o600)
 
     def add_bad(self, count: int, first: Sequence[BadLine]) -> None:
-        """Store bad lines of the shard."""
         self._num_bad += count
         self._bad += first[: NUM_KEPT - len(self._bad)]
 
     def append(self, batch: Batch) -> None:
-        """Write one block."""
         self._writer.append(batch)
 
     def commit(self, num_shards: int | None) -> None:
-        """Finish the file and give it its name."""
         bad = [astuple(line) for line in self._bad]
         self._writer.finish(
             {"identity": self._identity, "num_bad": self._num_bad, "bad": bad, "num_shards": num_shards}
@@ -105,7 +101,6 @@ class CacheWriter:
         os.replace(self._aside, self.path_of)
 
     def discard(self) -> None:
-        """Remove the file, unless it was committed."""
         self._writer.close()
         self._aside.unlink(missing_ok=True)
 

@@ -301,11 +301,9 @@ class ConvertedReader:
         self.num_shards: int | None = -(-num_rows // self._shard_rows)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """Yield the shard's rows, block by block."""
         starts = self._file.starts
         row, stop = self._first_row(shard), self._first_row(shard + 1)
         while row < stop:

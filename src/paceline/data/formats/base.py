@@ -135,7 +135,6 @@ class LineFormat(Format):
     """A format of text with one example per line, which begins with the label."""
 
     def label_words(self, files: Sequence[str]) -> Iterator[str]:
-        """Yield the first words of lines spread over the files."""
         for _, _, lines in text_pieces(files):
             for line in lines.split(b"\n"):
                 if line.strip():
@@ -147,5 +146,4 @@ class LineFormat(Format):
 
 
 def share_of_lines(lines: Sequence[str], test: Callable[[str], object]) -> float:
-    """Return the share of lines that pass a test."""
     return sum(bool(test(line)) for line in lines) / max(len(lines), 1)

@@ -56,7 +56,6 @@ class ConvertedData(Format):
 
     @override
     def sample(self, files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> Sample:
-        """Return the stored properties of converted files."""
         converted = tuple(map(describe_converted, files))
         first = converted[0].description
         stored = first.columns
@@ -80,7 +79,6 @@ class ConvertedData(Format):
 
     @override
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
-        """Return the labels of all rows, and the number of rows with each."""
         counts: Counter[float] = Counter()
         for file in files:
             counts.update(describe_converted(file).labels)

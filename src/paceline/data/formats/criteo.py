@@ -94,7 +94,6 @@ def criteo_parser(*, has_label: bool = True) -> Parse:
 
 
 def _add_integers(finder: NameFinder) -> None:
-    """Add the names of the categories of integers, which do not depend on the data."""
     thresholds = log_thresholds()
     ranges = {x: str(x) for x in range(_LEAST_INTEGER, 3)}
     for first, end in zip((3, *thresholds), (*thresholds, 10**18), strict=True):

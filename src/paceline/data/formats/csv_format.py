@@ -85,7 +85,6 @@ class Csv(TableFormat):
 
 
 def _read_rows(files: Sequence[str], columns: Columns, names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the cells of the named columns of each row."""
     for file in files:
         dialect = read_dialect(file, columns.names, columns.header)
         places = [dialect.names.index(name) for name in names]
@@ -203,7 +202,6 @@ class CsvReader:
         self._go_to_first_row()
 
     def close(self) -> None:
-        """Close the file."""
         self._window.close()
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
@@ -265,7 +263,6 @@ class CsvReader:
             )
 
     def _grow(self) -> None:
-        """Read more of the first row, which is longer than the window."""
         window = self._window
         held = window.end - window.begin
         if held >= MAX_LINE_BYTES:
@@ -330,7 +327,6 @@ class CsvReader:
             self._row_starts.append(position)
 
     def _judge(self, parsed: Parsed) -> None:
-        """Raise DataError if all first rows are malformed."""
         if not self._is_judged and not parsed.batch.num_examples and parsed.num_bad >= 10:
             reason = describe_bad_row(parsed.bad[0][1], self._dialect, self._columns)
             raise DataError(

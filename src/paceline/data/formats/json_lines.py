@@ -101,7 +101,6 @@ def _is_object(line: str) -> bool:
 
 
 def json_parser(columns: Columns, *, needs_label: bool) -> Parse:
-    """Return a parser of JSON lines."""
     from paceline.kernels.text import json_lines as kernels
     from paceline.kernels.text.lines import NUM_COUNTS
     from paceline.kernels.text.values import powers_of_ten
@@ -131,7 +130,6 @@ def json_parser(columns: Columns, *, needs_label: bool) -> Parse:
 
 
 def sample_objects(files: Sequence[str]) -> list[dict[str, Any]]:
-    """Return objects of lines spread over the files."""
     objects = []
     for _, _, lines in text_pieces(files):
         for line in lines.split(b"\n"):
@@ -145,7 +143,6 @@ def sample_objects(files: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def json_cells(objects: Sequence[Mapping[str, Any]], wanted: str) -> list[str]:
-    """Return the values of a field in the objects that have it, as text."""
     return [json_text(value) for item in objects for name, value, _ in walk_fields(item) if name == wanted]
 
 
@@ -200,7 +197,6 @@ def find_json_columns(
 
 
 def _values_by_field(objects: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of each field, without elements of lists."""
     values: dict[str, list[Any]] = {}
     for item in objects:
         for name, value, in_list in walk_fields(item):
@@ -224,7 +220,6 @@ def _is_integer(value: Any) -> bool:
 
 
 def describe_json(objects: Sequence[Mapping[str, Any]], columns: Columns) -> Guesses:
-    """Return the kinds of the fields of JSON lines."""
     counts: dict[str, Counter[str]] = {}
     kinds: dict[str, Counter[str]] = {}
     for item in objects:
@@ -246,7 +241,6 @@ def describe_json(objects: Sequence[Mapping[str, Any]], columns: Columns) -> Gue
 
 
 def _describe_kinds(found: Mapping[str, int]) -> tuple[str, str]:
-    """Return a field's kind and the reason, given the number of its values by kind."""
     if not found:
         return "left out", ""
     if len(found) == 1:

@@ -37,7 +37,6 @@ class Libsvm(LineFormat):
 
 
 def without_comments(lines: Sequence[str]) -> list[str]:
-    """Return the lines that do not begin with ``#``."""
     return [line for line in lines if not line.lstrip().startswith("#")]
 
 

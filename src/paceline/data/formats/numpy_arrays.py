@@ -92,7 +92,6 @@ class ArrayFile:
 
     @property
     def num_rows(self) -> int:
-        """The number of examples."""
         if self.X is not None:
             return len(self.X)
         assert self.indptr is not None
@@ -151,18 +150,15 @@ def _quietly() -> Iterator[None]:
 
 
 def labels_path(path: str | Path) -> Path:
-    """Return the path of the separate file with the labels of a file."""
     return Path(path).with_suffix(_LABELS)
 
 
 def holds_labels_of(path: str, files: Container[str]) -> bool:
-    """Return whether a file has the labels of one of the other files."""
     name = path.removesuffix(_LABELS)
     return name != path and any(name + suffix in files for suffix in (".npy", ".npz"))
 
 
 def stat_arrays(path: str) -> FileStatus:
-    """Return the status of a file of arrays together with its separate file of labels, if there is one."""
     arrays, path_of_labels = stat_file(path), labels_path(path)
     if not path_of_labels.exists():
         return arrays

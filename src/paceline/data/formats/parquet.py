@@ -102,7 +102,6 @@ def _as_text(cell: Any) -> str:
 
 
 def _kind_of(type: Any) -> str:
-    """Return the type of a column, in the words of :class:`TextTable`."""
     types = import_arrow().types
     if is_list(type):
         return "list"
@@ -117,7 +116,6 @@ def _kind_of(type: Any) -> str:
 
 @contextmanager
 def _arrow_errors(path: str) -> Iterator[None]:
-    """Raise DataError for Arrow's errors about a file."""
     arrow = import_arrow()
     try:
         yield
@@ -135,7 +133,6 @@ def _arrow_errors(path: str) -> Iterator[None]:
 
 @contextmanager
 def _open_parquet(path: str) -> Iterator[Any]:
-    """Open a parquet file. Raises DataError for a damaged file."""
     import_arrow()
     from pyarrow import parquet
 

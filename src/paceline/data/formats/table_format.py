@@ -94,11 +94,9 @@ class TableFormat(Format):
             finder.read([name], [name_seed(name)], words)
 
     def add_categories(self, finder: NameFinder, files: Sequence[str], columns: Columns) -> None:
-        """Add the names of the values of categorical columns to `finder`."""
         for name in columns.categorical:
             finder.read([name], [name_seed(name)], ([cell] for cell in self.read_cells(files, columns, name)))
 
 
 def trimmed(cell: str, columns: Columns) -> str:
-    """Return a category without blanks around it, if `columns` ignore them."""
     return cell.strip(" ") if columns.trims else cell

@@ -96,7 +96,6 @@ def _is_bar_separated(lines: Sequence[str]) -> bool:
 
 
 def vw_parser(*, needs_label: bool, is_ffm: bool = False) -> Parse:
-    """Return a parser of lines of Vowpal Wabbit, or of libffm."""
     from paceline.kernels.text import vw as kernels
     from paceline.kernels.text.values import powers_of_ten
 

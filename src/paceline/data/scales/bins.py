@@ -50,7 +50,6 @@ def log_edges(numbers: Doubles, unit: float) -> tuple[float, ...]:
 
 
 def _distinct_edges(edges: Doubles, numbers: Doubles) -> tuple[float, ...]:
-    """Return the edges (float32) with numbers on both sides."""
     distinct = np.unique(edges.astype(np.float32))
     low, high = np.float32(numbers.min()), np.float32(numbers.max())
     return tuple(distinct[(distinct > low) & (distinct <= high)].tolist())
@@ -62,7 +61,6 @@ def bins_of(numbers: Doubles, edges: Sequence[float]) -> npt.NDArray[np.int64]:
 
 
 def bin_key(name: str, number: int) -> int:
-    """Return the key of a bin of the column `name`."""
     return hash_bytes(number.to_bytes(8, "little"), name_seed(name))
 
 

@@ -27,7 +27,6 @@ class ColumnScaling:
         self._bins = bins
 
     def apply(self, batch: Batch) -> Batch:
-        """Return scaled rows."""
         return self.apply_in_place(batch.copy())
 
     def apply_in_place(self, batch: Batch) -> Batch:

@@ -82,6 +82,5 @@ def numbers_of(batch: Batch, keys: Sequence[int], *, absent_is_zero: bool) -> li
 
 
 def _spread_rows(batch: Batch, most: int) -> Batch:
-    """Return at most `most` examples, evenly spread."""
     n = batch.num_examples
     return batch if n <= most else batch.take(np.linspace(0, n - 1, most).astype(np.int64))

@@ -208,13 +208,11 @@ def _binned(plain: Scale, edges: tuple[float, ...]) -> Scale:
 
 
 def _table_loss(numbers: Doubles, scale: Scale, labels: Doubles) -> float:
-    """Return the loss of :func:`table_loss` for bins; infinity without bins."""
     known = np.isfinite(labels)
     return table_loss(bins_of(numbers[known], scale.edges), labels[known]) if scale.edges else math.inf
 
 
 def signed_logs(numbers: Doubles, unit: float) -> Doubles:
-    """Return sign(x) log(1 + |x| / unit) of each number."""
     logs: Doubles = np.copysign(np.log1p(np.abs(numbers) / unit), numbers)
     return logs
 

@@ -54,13 +54,11 @@ class PackedStream(ABC):
         """Return `data` without padding between members."""
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` with the result of one decompression."""
         text = self.decompress(len(view))
         view[: len(text)] = text
         return len(text)
 
     def seek(self, position: int) -> None:
-        """Move to `position`."""
         members = find_members(self.path)
         start, offset = (0, 0) if members is None else members.before(position)
         if not start <= self.position <= position:
@@ -71,7 +69,6 @@ class PackedStream(ABC):
             pass
 
     def close(self) -> None:
-        """Close the file."""
         self._raw.close()
 
     def decompress(self, limit: int) -> bytes:
@@ -188,5 +185,4 @@ PACKED: tuple[type[PackedStream], ...] = (GzipStream, ZstdStream)
 
 
 def is_packed(path: str | Path) -> bool:
-    """Return whether a file is compressed, by its name."""
     return str(path).endswith(tuple(kind.suffix for kind in PACKED))

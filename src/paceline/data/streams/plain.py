@@ -28,7 +28,6 @@ def stat_file(path: str | Path) -> FileStatus:
 
 
 def open_bytes(path: str) -> ByteStream:
-    """Open the stored bytes of a file."""
     return UrlStream(path) if is_url(path) else PlainStream(path)
 
 
@@ -68,7 +67,6 @@ class PlainStream:
             raise _unreadable(path, error) from error
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` with one read."""
         try:
             count = os.readv(self._descriptor, [view])
         except OSError as error:
@@ -77,12 +75,10 @@ class PlainStream:
         return count
 
     def seek(self, position: int) -> None:
-        """Move to `position`."""
         position = min(position, os.fstat(self._descriptor).st_size)
         self.position = os.lseek(self._descriptor, position, os.SEEK_SET)
 
     def close(self) -> None:
-        """Close the descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

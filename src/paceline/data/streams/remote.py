@@ -27,7 +27,6 @@ class FileStatus:
 
 
 def is_url(path: str | Path) -> bool:
-    """Return whether a name is a URL."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
@@ -37,7 +36,6 @@ def full_path(path: str | Path) -> str:
 
 
 def check_local(path: str | Path, format: str) -> None:
-    """Raise UsageError for a URL of a memory-mapped format."""
     if is_url(path):
         raise UsageError(f"{path}: {format} files are memory-mapped, so a URL is not possible: copy the file first")
 
@@ -59,7 +57,6 @@ def stat_url(url: str) -> FileStatus:
 
 
 def open_url(url: str) -> Any:
-    """Open a file for reading with random access."""
     with _data_errors(url):
         system, path = _find_system(url)
         return system.open(path, "rb", block_size=_READ_AHEAD, cache_type="readahead")
@@ -96,7 +93,6 @@ class UrlStream:
             self._file.seek(0)
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` with one read."""
         with _data_errors(self.path):
             data = self._file.read(len(view))
         view[: len(data)] = data
@@ -109,7 +105,6 @@ class UrlStream:
             self.position = self._file.seek(min(position, self._num_bytes))
 
     def close(self) -> None:
-        """Close the file. May be called again."""
         self._file.close()
 
 
@@ -126,7 +121,6 @@ def _find_system(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _data_errors(url: str) -> Iterator[None]:
-    """Raise DataError for exceptions of fsspec and its file systems, which may have any type."""
     try:
         yield
     except (DataError, UsageError):

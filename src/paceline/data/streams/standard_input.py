@@ -16,7 +16,6 @@ _KIND = "stdin"
 
 
 def make_folder() -> TemporaryFolder:
-    """Make the folder for a copy of standard input. The caller closes it."""
     return TemporaryFolder.make(_KIND)
 
 

@@ -52,11 +52,9 @@ class Recent:
         self._lines: deque[bytes] = deque(maxlen=_MAX_KEPT_LINES)
 
     def add(self, line: bytes) -> None:
-        """Add a line."""
         self._lines.append(line.rstrip(b"\r\n")[:_MAX_LINE_BYTES])
 
     def lines(self) -> tuple[bytes, ...]:
-        """Return the lines, oldest first."""
         return tuple(self._lines)
 
 
@@ -142,7 +140,6 @@ def describe_failure(
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds with their unit."""
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 

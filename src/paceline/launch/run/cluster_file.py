@@ -49,7 +49,6 @@ class ClusterFile:
 
 
 def read_cluster_file(path: Path) -> ClusterFile:
-    """Read a cluster's description. Raises UsageError with the file's name and the problem."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -8,7 +8,6 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 def label(rank: int, *, coloured: bool) -> bytes:
-    """Return the prefix of every line of a rank."""
     text = f"[rank {rank}]"
     return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if coloured else f"{text} ").encode()
 

@@ -30,7 +30,6 @@ class Rank:
         self.status: int | None = None
 
     def last_lines(self) -> tuple[bytes, ...]:
-        """Return its last lines on standard error; empty if they are not captured."""
         return self.streams[1].recent.lines() if self.streams else ()
 
 
@@ -86,7 +85,6 @@ class RankProcesses:
             self.ranks.append(Rank(plan, child, streams))
 
     def living(self) -> list[Rank]:
-        """Return the ranks that have not ended."""
         return [rank for rank in self.ranks if rank.status is None]
 
     def find_ended(self) -> list[Rank]:
@@ -106,7 +104,6 @@ class RankProcesses:
             self._supervisor.signal(rank.child, number, group=groups)
 
     def close(self) -> None:
-        """Kill every rank with its children. Idempotent."""
         self._supervisor.close(_END_S, signal.SIGKILL)
         for rank in self.ranks:
             if rank.status is None:

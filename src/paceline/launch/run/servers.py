@@ -43,7 +43,6 @@ class News:
         self._known: set[int] | None = None
 
     def add(self, line: str) -> None:
-        """Add a line to print soon."""
         self._lines.append(line)
 
     def add_when_replaced(self, place: str, line: str) -> None:
@@ -98,7 +97,6 @@ class RunServers(Closing):
         on_compile: Callable[[str], None] | None = None,
         filter_modules: Sequence[str] = (),
     ) -> RunServers:
-        """Start the processes, and wait until all servers have joined."""
         run = cls(settings.num_workers, share)
         run.cluster = LocalCluster.start(
             settings,
@@ -120,7 +118,6 @@ class RunServers(Closing):
 
     @property
     def scheduler(self) -> str:
-        """Address of the scheduler for the ranks of this machine."""
         return self.cluster.scheduler
 
     def failure(self) -> str | None:
@@ -152,7 +149,6 @@ class RunServers(Closing):
         self._wait(lambda: self._runs_scheduler and not self.connected and self._have_all_come)
 
     def close(self) -> None:
-        """End all processes. Idempotent."""
         if self._link is not None:
             self._link.close()
         self._print_news()
@@ -243,7 +239,6 @@ class RunServers(Closing):
 
     @property
     def connected(self) -> set[int]:
-        """Ranks of the connected workers."""
         return set() if self._view is None else {member.rank for member in self._view.of_role(Role.WORKER)}
 
     @property

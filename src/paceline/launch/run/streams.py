@@ -28,7 +28,6 @@ class Screen:
             self.write_bytes(b"".join(prefix + line for line in lines), is_error=is_error)
 
     def write_bytes(self, data: bytes, *, is_error: bool) -> None:
-        """Write bytes without a label."""
         output = self._outputs[is_error].buffer
         output.write(data)
         output.flush()

@@ -151,7 +151,6 @@ class DeepModel(FactorModel):
 
     @property
     def num_inputs(self) -> int:
-        """The inputs of the network."""
         return self.dim * (1 if self.layout is None else len(self.layout))
 
     @property
@@ -166,7 +165,6 @@ class DeepModel(FactorModel):
 
     @cached_property
     def layer_keys(self) -> tuple[Keys, ...]:
-        """The keys of the layers' rows."""
         return tuple(layer.keys for layer in self.layers)
 
     def hidden_layers(self, first: int) -> tuple[Layer, ...]:

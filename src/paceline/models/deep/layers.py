@@ -44,7 +44,6 @@ class Layer(NamedTuple):
 
 
 def check_layers(hidden: tuple[int, ...], num_inputs: int) -> None:
-    """Raise UsageError unless these are valid hidden layers for this number of inputs."""
     if not 1 <= len(hidden) <= MAX_LAYERS or not all(1 <= units <= MAX_UNITS for units in hidden):
         given = ",".join(map(str, hidden))
         raise UsageError(

@@ -30,7 +30,6 @@ _NUM_REMEMBERED: Final = 1 << 17
 
 
 def check_counting(min_count: int, count_cells: int) -> None:
-    """Raise UsageError for invalid settings."""
     if not 1 <= min_count <= MOST_COUNTED:
         raise UsageError(f"--min-count {min_count}: expected 1 to {MOST_COUNTED:,}")
     if not 1 <= count_cells <= _MOST_CELLS:

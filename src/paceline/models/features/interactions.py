@@ -99,7 +99,6 @@ class Interactions:
         return np.array([(*cross, *([-1] * (MAX_ORDER - len(cross)))) for cross in self.crosses], np.int64)
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows with the pairs of their crosses appended."""
         from paceline.kernels.features.interactions import cross_features
 
         if batch.fields is not None or self._columns.is_open:

@@ -56,12 +56,10 @@ class RowLayout:
         return cls(categorical=fixed) if fixed else None
 
     def __len__(self) -> int:
-        """Return the number of columns."""
         return len(self.fields)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All columns, in the order of rows."""
         return (*self.categorical, *self.numeric)
 
     @property
@@ -71,7 +69,6 @@ class RowLayout:
 
     @property
     def shown_names(self) -> str:
-        """All columns, as text."""
         return ", ".join(name or _UNNAMED for name in self.names)
 
     def find(self, name: str) -> tuple[int, ...]:

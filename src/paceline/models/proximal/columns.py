@@ -42,7 +42,6 @@ class ExampleColumns:
 
     @property
     def num_examples(self) -> int:
-        """The number of examples."""
         return len(self.labels)
 
     @property
@@ -51,7 +50,6 @@ class ExampleColumns:
         return int(self.indptr[-2])
 
     def magnitudes(self) -> npt.NDArray[np.float64]:
-        """Return the summed magnitudes of each column."""
         if not len(self.values):
             return np.diff(self.indptr).astype(np.float64)
         sums, is_full = np.zeros(len(self.keys)), np.diff(self.indptr) > 0

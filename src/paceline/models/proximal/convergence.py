@@ -40,5 +40,4 @@ class Convergence:
 
     @property
     def is_over(self) -> bool:
-        """Whether the solver has finished."""
         return self.has_converged or self.num_passes >= self._max_passes

@@ -27,12 +27,10 @@ class Iterates:
         self._weights = [weights.copy()]
 
     def add(self, weights: Doubles) -> None:
-        """Record the weights after another pass."""
         self._weights.append(weights.copy())
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are enough to extrapolate."""
         return len(self._weights) > NUM_STEPS
 
     def products(self, shares: Doubles) -> Doubles:

@@ -27,11 +27,9 @@ class Margins:
         self.move(np.array([len(columns.keys) - 1]), np.ones(1))  # the intercept affects all examples
 
     def begin_moving(self, columns: Positions) -> None:
-        """Mark columns as moving, together with other columns."""
         count_entries(self._columns.indptr, self._columns.rows, columns, 1, self._moving)
 
     def end_moving(self, columns: Positions) -> None:
-        """Mark columns as no longer moving."""
         count_entries(self._columns.indptr, self._columns.rows, columns, -1, self._moving)
 
     def gradients(self, columns: Positions, radii: Floats) -> Floats:
@@ -61,7 +59,6 @@ class Margins:
         return pairs
 
     def move(self, columns: Positions, steps: Doubles) -> None:
-        """Apply changes of weights."""
         matrix = self._columns
         move_columns(
             matrix.indptr,

@@ -48,7 +48,6 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"--tolerance {self.tolerance:g}: expected a number greater than 0 and less than 1")
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as JSON."""
         return {"solver": "proximal-blocks", **msgspec.structs.asdict(self)}
 
 

@@ -80,7 +80,6 @@ class BlockSolver:
         filters: Sequence[Filter] = (),
         pull_filters: Sequence[Filter] | None = None,
     ) -> BlockSolver:
-        """Return the solver for a worker with these columns."""
         rule = ProximalNewton(l1=task.blocks.l1, l2=task.blocks.l2)
         assert rule.row_dim is not None
         table = client.sparse_table(task.table, dim=rule.row_dim, update=rule)

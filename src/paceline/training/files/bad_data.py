@@ -72,7 +72,6 @@ def describe_bad_lines(
 
 
 def find_bad_lines(dataset: Dataset) -> BadData:
-    """Return the malformed lines of a data set that were read until now."""
     by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
     return describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
 

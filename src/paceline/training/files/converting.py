@@ -51,7 +51,6 @@ class Conversion:
     bad_lines: BadData
 
     def as_json(self) -> dict[str, int | float]:
-        """Return the object of ``paceline convert --json``."""
         return {
             "examples": self.num_examples,
             "positives": self.num_positives,
@@ -62,7 +61,6 @@ class Conversion:
         }
 
     def sentence(self) -> str:
-        """Return the result as a sentence."""
         share = self.num_positives / self.num_examples
         text = (
             f"converted {self.num_examples:,} examples ({share:.1%} above 0) in {self.seconds:.2f} s "

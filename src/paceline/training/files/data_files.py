@@ -143,7 +143,6 @@ def weighting_of(options: TrainOptions) -> Weighting:
 
 
 def is_weighted(options: TrainOptions) -> bool:
-    """Return whether examples have different weights, given resolved options."""
     return bool(options.columns and options.columns.weight) or not weighting_of(options).is_plain
 
 
@@ -224,7 +223,6 @@ def _check_place(save: str | Path | None) -> None:
 
 
 def total_size(files: Sequence[str | Path]) -> int:
-    """Return the size of files in bytes."""
     return sum(stat_file(file).num_bytes for file in files)
 
 

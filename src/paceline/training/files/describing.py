@@ -205,7 +205,6 @@ def _describe_row(sample: Sample, dataset: Dataset, batch: Batch) -> list[dict[s
 
 
 def show_description(console: Console, found: dict[str, Any]) -> None:
-    """Print the result of :func:`describe_data`."""
     labels = ", ".join(f"{label}: {count:,}" for label, count in found["labels"].items())
     if found["positive"] is not None:
         positive = found["positive"] if found["classes"] else f"{found['positive']:g}"
@@ -259,7 +258,6 @@ def _converted_from(converted: dict[str, Any] | None) -> str:
 
 
 def show_columns(console: Console, sample: Sample) -> None:
-    """Print the kinds of the first columns before a training."""
     columns = _describe_columns(sample)
     rows = f"{sample.guesses.num_rows:,} rows" if sample.guesses is not None else "rows"
     console.print(

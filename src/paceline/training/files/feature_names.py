@@ -64,7 +64,6 @@ def name_features(
 def _find_names(
     files: Sequence[str], format: str, columns: Columns | None, wanted: Keys, scaling: KeyScaling | None
 ) -> dict[int, str]:
-    """Return the names of single features, including bins."""
     if scaling is None or not scaling.edges:
         return FORMATS[format].find_names(files, columns, wanted)
     binned = np.array([*scaling.edges], np.uint64)
@@ -82,7 +81,6 @@ def _find_parts(
     wanted: Keys,
     scaling: KeyScaling | None,
 ) -> dict[int, tuple[int, ...]]:
-    """Return the keys of the parts of each wanted cross in the data."""
     found: dict[int, tuple[int, ...]] = {}
     missing = np.unique(wanted)
     with open_dataset(files, format, columns, labels="numbers", scaling=scaling) as dataset:

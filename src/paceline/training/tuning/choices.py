@@ -50,7 +50,6 @@ _SPARSE_CAUTION = 2.0  # standard errors, for few examples
 
 
 def suggested_alpha(sample: ExampleSample, rate: float = RATE) -> float:
-    """Return FTRL's alpha for these examples."""
     batch = sample.batch
     squares = float(len(batch.keys)) if batch.values is None else float(np.square(batch.values, dtype=np.float64).sum())
     return rate / math.sqrt(max(squares / max(batch.num_examples, 1), 1.0))

@@ -48,5 +48,4 @@ class InProcessTables:
         return loss
 
     def predict(self, minibatch: Minibatch) -> Floats:
-        """Return the prediction for each example, as :meth:`Minibatch.predict` does."""
         return minibatch.predict(self.pull(minibatch))

@@ -96,11 +96,9 @@ class ModelTrial:
 
     @property
     def num_examples(self) -> int:
-        """The number of examples in the trial."""
         return self.batch.num_examples
 
     def run_all(self, settings: Sequence[tuple[SparseModel, UpdateRule]]) -> list[TriedModel]:
-        """Try settings of a model in threads."""
         if settings:
             settings[0][0].import_libraries()
         pool = ThreadPoolExecutor(num_cores())
@@ -165,14 +163,12 @@ class _Learner:
         self._tables, self._scratch = InProcessTables.create(model, rule), KeyScratch()
 
     def learn(self, *, is_first_pass: bool) -> None:
-        """Train for one pass."""
         n = self._trained.num_examples
         for start in range(0, n, self._batch_size):
             part = self._trained.slice(start, min(start + self._batch_size, n))
             self._tables.learn(self._model.prepare_training(part, self._scratch, is_first_pass=is_first_pass))
 
     def predict(self, rows: Positions) -> Floats:
-        """Return predictions for examples."""
         found = []
         for start in range(0, len(rows), _AT_ONCE):
             minibatch = self._model.prepare(self._batch.take(rows[start : start + _AT_ONCE]), self._scratch)

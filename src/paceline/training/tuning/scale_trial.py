@@ -77,7 +77,6 @@ def is_worse_for_factors(
 
 
 def scaled_sample(sample: ExampleSample, scaling: Scaling | None) -> ExampleSample:
-    """Return a sample with scaled values; None: as they are."""
     return sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
 
 

@@ -70,7 +70,6 @@ class HeldOutLosses:
 
     @classmethod
     def of(cls, losses: Doubles, weights: Doubles) -> HeldOutLosses:
-        """Compute the mean."""
         return cls(losses, weights, float(np.average(losses, weights=weights)) if weights.sum() > 0 else math.inf)
 
     def is_below(self, other: HeldOutLosses, errors: float = 1.0) -> bool:
@@ -134,7 +133,6 @@ class SampleTrial:
         self._max_passes = int(np.clip(most // num_pairs, 1, MAX_PASSES))
 
     def base_losses(self) -> HeldOutLosses:
-        """Return the losses of always predicting the base rate."""
         return self._losses(np.full(len(self._labels), self._offset))
 
     def usual_losses(self, rule: FTRL) -> HeldOutLosses | None:

@@ -83,7 +83,6 @@ encode = msgspec.json.encode
 
 
 def decode(data: bytes) -> WorkerTask:
-    """Return the task in the bytes of :data:`encode`."""
     return msgspec.json.decode(data, type=register_type(WorkerTask))
 
 

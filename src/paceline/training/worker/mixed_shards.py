@@ -53,12 +53,10 @@ class MixedShards:
 
     @property
     def has_room(self) -> bool:
-        """Whether another shard may be opened."""
         return len(self._open) < (1 if self._in_order else self._most)
 
     @property
     def is_first_pass(self) -> bool:
-        """Whether all open shards are read for the first time."""
         return all(shard.lease.epoch == 0 for shard in self._open)
 
     def open(self, lease: Lease) -> None:

@@ -50,7 +50,6 @@ class PreparedShards:
 
     @property
     def num_bytes(self) -> int:
-        """The memory in use."""
         return self._most_bytes - self._left_bytes
 
     def begin(self, job: WorkerTask, model: SparseModel) -> None:

@@ -405,7 +405,6 @@ class _Pipeline:
             self.drain()
 
     def drain(self) -> None:
-        """Finish everything in flight."""
         self._finish_current()
         while self._unconfirmed:
             self._confirm()
