@@ -91,7 +91,7 @@ def _sample(options: TrainOptions, examples: ExampleSample | None) -> tuple[Exam
         assert options.columns is not None
         sample, format = scale_columns(examples, options.columns, labels), options.format
     lines = sample.bad_lines or BadLines(0, ())
-    bad = describe_bad_lines([([(0, 0, lines.count)], plain_bad_lines(lines))])
+    bad = describe_bad_lines([plain_bad_lines(lines, {(0, 0): lines.count})])
     if not sample.batch.num_examples:
         raise no_line_left(options.data[0], "trained on", bad)
     bad.check(sample.num_read, options.reading.max_malformed, options.format)

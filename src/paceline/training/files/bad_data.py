@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from paceline.data import FORMATS, BadLines, Dataset, line_number
@@ -49,18 +49,15 @@ class BadData:
             )
 
 
-def plain_bad_lines(bad: BadLines) -> list[list[Any]]:
-    """Return the first bad lines as plain values for a message; see :func:`describe_bad_lines`."""
-    return [[str(line.file), line.offset, line.row, line.text, line.reason] for line in bad.first]
+def plain_bad_lines(bad: BadLines, by_shard: Mapping[tuple[int, int], int]) -> tuple[list[list[int]], list[list[Any]]]:
+    """Return the counts (file, shard, count) and the first lines, as plain values for :func:`describe_bad_lines`."""
+    return [[*where, count] for where, count in by_shard.items()], [list(astuple(line)) for line in bad.first]
 
 
 def describe_bad_lines(
-    found: Sequence[tuple[Sequence[tuple[int, int, int]], Sequence[Sequence[Any]]]],
+    found: Sequence[tuple[Sequence[Sequence[int]], Sequence[Sequence[Any]]]],
 ) -> BadData:
-    """Merge the bad lines of several readers of the same files; a shard that two have read counts once.
-
-    `found` has for each reader its counts (file, shard, count) and its first lines, from :func:`plain_bad_lines`.
-    """
+    """Merge the results of :func:`plain_bad_lines` of several readers; a shard that two have read counts once."""
     counts = {(file, shard): count for by_shard, _ in found for file, shard, count in by_shard}
     lines = {(line[0], line[1] or 0, line[2] or 0): line for _, first in found for line in first}
     described = []
@@ -72,8 +69,7 @@ def describe_bad_lines(
 
 
 def find_bad_lines(dataset: Dataset) -> BadData:
-    by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
-    return describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
+    return describe_bad_lines([plain_bad_lines(dataset.bad_lines, dataset.bad_lines_by_shard)])
 
 
 def no_line_left(path: object, purpose: str, bad: BadData) -> DataError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ import msgspec
 from paceline.filters import Filter, parse_filters
 from paceline.models.progressive import FirstPass
 from paceline.models.proximal.solver import SolveTask
-from paceline.protocol.jobs import NONE_FREE, Lease
+from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Lease
 from paceline.ps import Client, SchedulerLink, messages
 from paceline.training.weighting import Weighting
 from paceline.transport import register_type
@@ -111,6 +111,18 @@ class WorkerLeases:
         """Wait for the next lease: a shard that another worker holds may return."""
         lease: Lease = self._link.call(messages.TakeLease(job=self._job, wait=True), Lease, timeout_s=FOREVER_S)
         return lease
+
+    def until_done(self, before_waiting: Callable[[], None] = lambda: None) -> Iterator[Lease]:
+        """Yield leases until all shards are done; call `before_waiting` when no shard is free."""
+        while True:
+            lease = self.next_nowait()
+            if lease is None:
+                before_waiting()
+                lease = self.wait_next()
+            if lease.lease == ALL_DONE:
+                return
+            self.prefetch()
+            yield lease
 
     def read(self, file: int, num_shards: int | None) -> None:
         """Report the number of a file's shards, if known. Otherwise shards after the file's end are leased forever."""

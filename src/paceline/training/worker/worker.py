@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from paceline.models.proximal.solver import BlockSolver
 from paceline.models.registry import read_model_settings
 from paceline.protocol.jobs import ALL_DONE, Job, Lease
 from paceline.ps import RULES, Client, SparseTable, Ticket, from_fields, messages
+from paceline.training.files.bad_data import plain_bad_lines
 from paceline.training.worker import jobs
 from paceline.training.worker.jobs import FOREVER_S, WorkerCounters, WorkerLeases
 from paceline.training.worker.mixed_shards import MixedShards
@@ -83,6 +84,16 @@ def run_worker(
                 raise
 
 
+class _Part(NamedTuple):
+    """A job with this worker's access to the model, the data and the servers."""
+
+    job: jobs.WorkerTask
+    model: SparseModel
+    dataset: Dataset
+    tables: Sequence[SparseTable]
+    leases: WorkerLeases
+
+
 class Worker:
     """One worker's part in the jobs of a cluster."""
 
@@ -109,14 +120,15 @@ class Worker:
             for table, parameters in zip(tables, model.tables, strict=True):
                 table.set_filters(*job.filter_chains(exact=parameters.is_count))
             with open_spec(job.dataset) as dataset:
+                part = _Part(job, model, dataset, tables, leases)
                 if job.task == "train":
-                    self._train(job, model, dataset, tables, leases)
+                    self._train(part)
                 elif job.task == "read-columns":
-                    self._read_columns(job, model, dataset, leases)
+                    self._read_columns(part)
                 elif job.task == "solve-blocks":
-                    self._solve_blocks(job, leases)
+                    self._solve_blocks(part)
                 else:
-                    self._evaluate(job, model, dataset, tables, leases)
+                    self._evaluate(part)
                 self.retire()
                 self._report_data(dataset)
         except (DataError, LostRowsError, NoRoomError, UsageError) as error:
@@ -125,33 +137,23 @@ class Worker:
 
     # Training.
 
-    def _train(
-        self,
-        job: jobs.WorkerTask,
-        model: SparseModel,
-        dataset: Dataset,
-        tables: Sequence[SparseTable],
-        leases: WorkerLeases,
-    ) -> None:
+    def _train(self, part: _Part) -> None:
+        job, model, dataset, tables, leases = part
         tau = self._client.consistency.tau
         pipeline = _Pipeline(self._client, tables, leases, self._counters, ahead=0 if tau == 0 else 1)
         rates = None if job.rates is None else WorkerRates.open(job, job.rates, model, dataset, tables)
         self._take_part()
         if job.shards_at_once > 1:
-            self._train_mixed(job, model, dataset, pipeline, leases, rates)
+            self._train_mixed(part, pipeline, rates)
             return
         self._prepared.begin(job, model)
-        while True:
-            lease = leases.next_nowait()
-            if lease is None:
-                pipeline.drain()
-                self.retire()
-                lease = leases.wait_next()
-            if lease.lease == ALL_DONE:
-                pipeline.drain()
-                return
+
+        def leave() -> None:
+            pipeline.drain()
+            self.retire()
+
+        for lease in leases.until_done(leave):
             self._take_part()
-            leases.prefetch()
             is_first = lease.epoch == 0
             num_before = 0
             for minibatch, num_read in self._prepared.read(job, model, dataset, lease, self._scratch):
@@ -162,28 +164,25 @@ class Worker:
                 self._report_progress()
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
+        pipeline.drain()
 
-    def _train_mixed(
-        self,
-        job: jobs.WorkerTask,
-        model: SparseModel,
-        dataset: Dataset,
-        pipeline: _Pipeline,
-        leases: WorkerLeases,
-        rates: WorkerRates | None,
-    ) -> None:
+    def _train_mixed(self, part: _Part, pipeline: _Pipeline, rates: WorkerRates | None) -> None:
+        job, model, dataset, _, leases = part
         shards = MixedShards(dataset, job.weighting, job.batch_size, job.shards_at_once)
+
+        def open_shard(lease: Lease) -> None:
+            shards.open(lease)
+            if rates is not None:
+                rates.set_within(lease)
+
         may_lease = True
         while True:
             while may_lease and shards.has_room:
                 lease = leases.next_nowait()
-                if lease is None or lease.lease == ALL_DONE:
-                    may_lease = False
-                else:
-                    shards.open(lease)
+                may_lease = lease is not None and lease.lease != ALL_DONE
+                if lease is not None and may_lease:
+                    open_shard(lease)
                     leases.prefetch()
-                    if rates is not None:
-                        rates.set_within(lease)
             if not shards:
                 pipeline.drain()
                 self.retire()
@@ -191,9 +190,7 @@ class Worker:
                 if lease.lease == ALL_DONE:
                     return
                 self._take_part()
-                shards.open(lease)
-                if rates is not None:
-                    rates.set_within(lease)
+                open_shard(lease)
                 may_lease = True
             is_first = shards.is_first_pass
             batch, num_read, ended = shards.next_batch()
@@ -208,21 +205,11 @@ class Worker:
 
     # Evaluation.
 
-    def _evaluate(
-        self,
-        job: jobs.WorkerTask,
-        model: SparseModel,
-        dataset: Dataset,
-        tables: Sequence[SparseTable],
-        leases: WorkerLeases,
-    ) -> None:
+    def _evaluate(self, part: _Part) -> None:
+        job, model, dataset, tables, leases = part
         self.retire()
         counters = self._counters
-        while True:
-            lease = leases.next_nowait() or leases.wait_next()
-            if lease.lease == ALL_DONE:
-                return
-            leases.prefetch()
+        for lease in leases.until_done():
             found = []
             for batch in dataset.read(lease.file, lease.shard, max(job.batch_size, 4096)):
                 minibatch = model.prepare(batch, self._scratch)
@@ -245,25 +232,23 @@ class Worker:
 
     # Delayed block proximal gradient.
 
-    def _read_columns(self, job: jobs.WorkerTask, model: SparseModel, dataset: Dataset, leases: WorkerLeases) -> None:
+    def _read_columns(self, part: _Part) -> None:
         """Read this worker's part of the examples, and store it by column.
 
         Shards are reported after the last one: if a worker dies, the other workers read all its shards again.
         """
+        job, model, dataset, _, leases = part
         counters, collector = self._counters, ColumnCollector()
         held: list[Lease] = []
         self._columns = None
         self._take_part()
-        while True:
-            lease = leases.next_nowait()
-            if lease is None:
-                for read_lease in held:
-                    leases.done(read_lease, counters.as_progress(self._client))
-                held = []
-                lease = leases.wait_next()
-            if lease.lease == ALL_DONE:
-                break
-            leases.prefetch()
+
+        def report_held() -> None:
+            for lease in held:
+                leases.done(lease, counters.as_progress(self._client))
+            held.clear()
+
+        for lease in leases.until_done(report_held):
             for batch, num_read in job.weighting.apply(
                 dataset.read(lease.file, lease.shard, _READ_AT_ONCE), lease, _READ_AT_ONCE
             ):
@@ -277,8 +262,9 @@ class Worker:
             held.append(lease)
         self._columns = collector.finish()
 
-    def _solve_blocks(self, job: jobs.WorkerTask, leases: WorkerLeases) -> None:
+    def _solve_blocks(self, part: _Part) -> None:
         """Take part in the passes over blocks of columns, with the examples of the job before."""
+        job, leases = part.job, part.leases
         assert job.solve is not None
         counters, columns = self._counters, self._columns
         self._columns = None
@@ -344,13 +330,8 @@ class Worker:
         counters.bad_lines += bad.count
         self._client.link.notify(messages.Heartbeat(progress=counters.as_progress(self._client)))
         if bad.count or dataset.cache_error:
-            lines = [[str(line.file), line.offset, line.row, line.text, line.reason] for line in bad.first]
-            fields = {
-                "kind": "data",
-                "bad_lines": [[*where, count] for where, count in dataset.bad_lines_by_shard.items()],
-                "first": lines,
-                "cache_error": dataset.cache_error,
-            }
+            counts, first = plain_bad_lines(bad, dataset.bad_lines_by_shard)
+            fields = {"kind": "data", "bad_lines": counts, "first": first, "cache_error": dataset.cache_error}
             self._call(messages.Report(job=counters.job, fields=fields))
 
 
