@@ -6,10 +6,37 @@ from typing import Annotated
 
 import typer
 
+from paceline.launch.run.options import RunOptions
 from paceline.version import __version__
 
-from . import bench, convert, describe, doctor, inspect, model, predict, roles, run, serve, train
-from .parameters import PanelCommand
+from . import bench, data, model, roles, train
+from .parameters import PanelCommand, expand_flags
+
+_RUN_CONTEXT = {
+    "allow_interspersed_args": False,  # arguments after the script belong to the script
+    "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") or "_" in name else name,
+}
+"""Settings of Typer's context. As in torchrun, --nproc_per_node is the same as --nproc-per-node."""
+
+
+@expand_flags
+def run(options: RunOptions) -> None:
+    """Run a PyTorch script under a strategy.
+
+    The processes are on this machine, or on several.
+
+    Example: paceline run --strategy all-reduce --nproc-per-node 4 train.py --epochs 3
+
+    Example: paceline run --strategy pipeline --stages 2 train.py
+
+    Example: paceline run --strategy sharded --nproc-per-node 4 train.py
+
+    Example: paceline run --strategy parameter-server --servers 2 --consistency bounded:4 --nproc-per-node 4 train.py
+    """
+    from paceline.launch import run_script
+
+    raise typer.Exit(run_script(options))
+
 
 app = typer.Typer(
     name="paceline",
@@ -21,16 +48,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", cls=PanelCommand, no_args_is_help=True)(train.train)
-app.command("describe", no_args_is_help=True)(describe.describe)
-app.command("convert", no_args_is_help=True)(convert.convert)
-app.command("predict", no_args_is_help=True)(predict.predict)
-app.command("inspect", no_args_is_help=True)(inspect.inspect)
-app.command("run", cls=PanelCommand, no_args_is_help=True, context_settings=run.CONTEXT)(run.run)
-app.command("serve", no_args_is_help=True)(serve.serve)
+app.command("describe", no_args_is_help=True)(data.describe)
+app.command("convert", no_args_is_help=True)(data.convert)
+app.command("predict", no_args_is_help=True)(model.predict)
+app.command("inspect", no_args_is_help=True)(model.inspect)
+app.command("run", cls=PanelCommand, no_args_is_help=True, context_settings=_RUN_CONTEXT)(run)
+app.command("serve", no_args_is_help=True)(model.serve)
 app.command("scheduler")(roles.scheduler)
 app.command("server")(roles.server)
 app.command("worker")(roles.worker)
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(bench.doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
 

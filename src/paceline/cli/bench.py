@@ -1,4 +1,4 @@
-"""``paceline bench``."""
+"""This machine: ``paceline doctor`` and ``paceline bench``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,27 @@ from typing import Annotated
 import typer
 
 from . import options
+
+
+def doctor(json: options.Json = False) -> None:
+    """Report problems of this machine and their remedies.
+
+    The exit status is 1 after a failed check.
+
+    Example: paceline doctor
+    """
+    from paceline.launch.doctor import examine
+
+    failed = False
+    for finding in examine():
+        failed |= finding.status == "fail"
+        if json:
+            typer.echo(json_module.dumps(dataclasses.asdict(finding)))
+        else:
+            advice = f": {finding.advice}" if finding.advice else ""
+            typer.echo(f"{finding.status:5} {finding.what:22} {finding.found}{advice}")
+    raise typer.Exit(1 if failed else 0)
+
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -25,9 +46,10 @@ def bench_ps(
     update: Annotated[str, typer.Option(help="Update rule of the table of dim 1: sgd or ftrl.")] = "sgd",
     json: options.Json = False,
 ) -> None:
-    """Measure push, pull and push_pull on a server of 10^7 rows: one server process, one client process.
+    """Measure push, pull and push_pull on a server of 10^7 rows.
 
-    floor is a bare socket echo of the same bytes. Takes about half a minute.
+    One server process and one client process take part. floor is a bare socket echo of the same bytes. Takes about half
+    a minute.
     Example: paceline bench ps --json
     """
     from paceline.bench.ps import bench_ps
@@ -66,8 +88,9 @@ def bench_collectives(
     dtype: Annotated[str, typer.Option(help="float32, float64, int32 or int64.")] = "float32",
     json: options.Json = False,
 ) -> None:
-    """Measure a collective operation by size, in one run with Gloo and Open MPI if they are installed.
+    """Measure a collective operation by size.
 
+    Gloo and Open MPI are measured in the same run if they are installed.
     Takes less than a minute.
     Example: paceline bench collectives --op all_reduce --ranks 4 --sizes 4,16K,1M --peer gloo
     """

@@ -1,7 +1,8 @@
-"""``paceline model``: compare, merge and export saved models."""
+"""Saved models: ``paceline predict``, ``inspect``, ``serve`` and ``model``."""
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,117 @@ from typing import Annotated
 import typer
 
 from . import options
+from .data_arguments import find_data
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="Directory that 'paceline train --save' wrote.")],
+    data: options.Data,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the predictions; standard output if not given.")
+    ] = None,
+    format: options.Format = None,
+    header: options.Header = "auto",
+    strict: options.Strict = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print no losses of the predictions; warnings are still printed.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Predict each line of data files with a saved model.
+
+    Writes P(click), one per line. The losses go to standard error if there are labels.
+    With --json the final figures go to standard output as one object, and predictions only to --output.
+    Example: paceline predict model day4.tsv --output predictions.txt
+    """
+    from paceline.training.predict import run_prediction
+
+    result = run_prediction(model, data, output=output, format=format, header=header, strict=strict, echo=not json)
+    if json:
+        typer.echo(json_module.dumps(result.as_json(), allow_nan=False))
+    elif not quiet:
+        typer.echo(result.sentence(), err=True)
+    for note in result.notes():
+        typer.echo(f"paceline: {note}", err=True)
+
+
+def inspect(
+    model: Annotated[Path, typer.Argument(help="Directory that 'paceline train --save' wrote.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(callback=find_data, help="File to calibrate the model on; may be given several times."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=0, help="Number of largest weights to show.")] = 20,
+    html: Annotated[Path | None, typer.Option(help="File for one page with plots.")] = None,
+    png: Annotated[Path | None, typer.Option(help="File for the plots, drawn by Matplotlib.")] = None,
+    format: options.Format = None,
+    json: options.Json = False,
+) -> None:
+    """Show the features, norms and weights of a saved model.
+
+    With --data it also predicts these files, compares predictions and clicks by tenths of the predictions, and names
+    the features that occur there, unless the model has names already (paceline train --feature-names).
+    Example: paceline inspect model --data day4.tsv --html model.html
+    """
+    from paceline.data import Columns, detect_format
+    from paceline.data.feature_names import read_feature_names
+    from paceline.errors import ModelError
+    from paceline.inference.inspection import calibrate_model, inspect_model, name_weights
+    from paceline.inference.reports import describe_calibration, describe_model, make_page
+    from paceline.launch import prepare_kernels
+    from paceline.storage.durable_io import replacing
+
+    names = read_feature_names(model)
+    summary, calibration = inspect_model(model, top, names), None
+    if data:
+        prepare_kernels()
+        calibration = calibrate_model(model, data, format)
+        if not names:
+            columns = summary.description.get("columns")
+            found_format = format or detect_format(data[0])
+            summary = name_weights(summary, data, found_format, columns and Columns.from_fields(columns))
+    if html is not None:
+        try:
+            with replacing(html) as aside:
+                Path(aside).write_text(make_page(summary, calibration), encoding="utf-8")
+        except OSError as error:
+            raise ModelError(f"cannot write the page to {html}: {error.strerror or error}") from None
+    if png is not None:
+        from paceline.inference.reports import write_png
+
+        write_png(png, summary, calibration)
+    if json:
+        found = summary.as_json()
+        if calibration is not None:
+            found["calibration"] = calibration.as_json()
+        typer.echo(json_module.dumps(found, allow_nan=False))
+        return
+    typer.echo(describe_model(summary))
+    if calibration is not None:
+        typer.echo(f"\n{describe_calibration(calibration)}")
+
+
+def serve(
+    model: Annotated[Path, typer.Argument(help="Directory of a model, or of a training's snapshots.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other hosts too.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any that is free.")] = 8000,
+    poll: Annotated[float, typer.Option(min=0.05, help="Seconds between checks for a newer model.")] = 1.0,
+) -> None:
+    """Serve predictions over HTTP until Ctrl-C.
+
+    The paths are POST /predict, GET /health and GET /metrics.
+    If a newer model is saved in the directory, the server loads it and then replaces the old one, without a gap.
+    Example: paceline serve model --port 8000
+    Then: curl -d '[{"site": "news", "age": 31.5}]' localhost:8000/predict
+    """
+    from paceline.serving.server import serve as run_server
+
+    def report_address(address: str) -> None:
+        typer.echo(f"paceline: serving {model} on {address}, until Ctrl-C", err=True)
+
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the regular end of a server
+        run_server(model, host=host, port=port, poll_s=poll, on_ready=report_address)
+
 
 app = typer.Typer(help="Work with saved models.", no_args_is_help=True)
 
@@ -25,7 +137,7 @@ def diff(
     top: Annotated[int, typer.Option(min=0, help="Number of largest changes to show.")] = 20,
     json: options.Json = False,
 ) -> None:
-    """Compare two models: norms, cosine, and the weights that differ most.
+    """Compare the norms and weights of two models.
 
     Example: paceline model diff monday tuesday --top 50
     """
@@ -44,7 +156,7 @@ def merge(
         str | None, typer.Option(help="Weight of each model in the mean, separated by commas; default: all equal.")
     ] = None,
 ) -> None:
-    """Write one model whose weights are the mean of several models' weights.
+    """Write the mean of several linear models.
 
     Example: paceline model merge monday tuesday --shares 3,1 --save both
     """

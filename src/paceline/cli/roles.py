@@ -139,7 +139,9 @@ def worker(
     filter_modules: FilterModuleFlags,
     tls: TLSFlags,
 ) -> None:
-    """Run a worker for the jobs of 'paceline train --scheduler …', until the cluster ends.
+    """Run a worker for training jobs until the cluster ends.
+
+    The jobs come from 'paceline train --scheduler …'.
 
     Example: paceline worker --scheduler 127.0.0.1:7337 --token-file token
     """

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @expand_flags
 def train(context: typer.Context, flags: TrainFlags) -> None:
-    """Train a click model on parameter servers: on processes of this machine, or (--scheduler) on a running cluster.
+    """Train a click model on parameter servers.
+
+    The processes are on this machine, or (--scheduler) those of a running cluster.
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """

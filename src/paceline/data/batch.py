@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,18 +40,13 @@ class Batch:
         """Return rows `start` to `stop` (excluded), without copying labels, keys or values."""
         indptr = self.indptr[start : stop + 1]
         first, last = int(indptr[0]), int(indptr[-1])
-        return Batch(
-            self.labels[start:stop],
-            indptr - first if first else indptr,
-            self.keys[first:last],
-            None if self.values is None else self.values[first:last],
-            None if self.weights is None else self.weights[start:stop],
-            None if self.fields is None else self.fields[first:last],
-        )
+        return self._part(slice(start, stop), indptr - first if first else indptr, slice(first, last))
 
     def take(self, rows: npt.NDArray[np.int64]) -> Batch:
         """Return copies of the rows with these numbers, in this order."""
-        indptr, pairs = pairs_of(self.indptr, rows)
+        return self._part(rows, *pairs_of(self.indptr, rows))
+
+    def _part(self, rows: Any, indptr: npt.NDArray[np.int64], pairs: Any) -> Batch:
         return Batch(
             self.labels[rows],
             indptr,
@@ -61,10 +58,7 @@ class Batch:
 
     def copy(self) -> Batch:
         """Return the rows in new arrays."""
-        values = None if self.values is None else self.values.copy()
-        weights = None if self.weights is None else self.weights.copy()
-        fields = None if self.fields is None else self.fields.copy()
-        return Batch(self.labels.copy(), self.indptr.copy(), self.keys.copy(), values, weights, fields)
+        return copy.deepcopy(self)
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:

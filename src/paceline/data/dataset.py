@@ -298,7 +298,6 @@ class Dataset(Closing):
             return None
         irrelevant = ("files", "strict", "cache_dir", "labels", "scaling", "source_format", "sizes")
         identity = {name: value for name, value in self.spec().items() if name not in irrelevant}
-        identity["has_fields"] = True  # shards of older versions have no fields
         if self.scaling is not None:
             identity["scaling"] = self.scaling.digest()
         try:

@@ -18,14 +18,13 @@ import numpy.typing as npt
 from paceline.data.batch import Batch
 from paceline.data.scales.bins import KeyBins
 from paceline.data.scales.numeric_features import NumericFeature
-from paceline.data.scales.scaling import Scale
+from paceline.data.scales.scaling import Scale, signed_logs
 from paceline.errors import UsageError
 
 _LEAST_SEEN = 8
 _MAX_KEYS = 1 << 16
 _SAME = 2.0**0.5
 _CENTRED_SHARE = 0.5
-_MOST = 1000.0  # an outlier beyond the sample would destroy the model
 
 _Entry: TypeAlias = tuple[float, float, float, bool, int]
 """Mean, scale, unit, whether it is filled, and field of a key."""
@@ -127,13 +126,14 @@ class KeyScaling:
         self, at: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]]:
         """Return scaled keys and values; `at` are the places of the keys, `values` the unscaled float64 values."""
+        from paceline.kernels.features.scaling import MOST_DEVIATIONS
+
         means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
         moved = values
         if self.units is not None:
             units = np.append(self.units, 0.0)[at]
-            logs = np.copysign(np.log1p(np.abs(values) / np.where(units > 0, units, 1.0)), values)
-            moved = np.where(units > 0, logs, values)
-        scaled = np.clip((moved - means) / scales, -_MOST, _MOST).astype(np.float32)
+            moved = np.where(units > 0, signed_logs(values, np.where(units > 0, units, 1.0)), values)
+        scaled = np.clip((moved - means) / scales, -MOST_DEVIATIONS, MOST_DEVIATIONS).astype(np.float32)
         if self.edges:
             bins_at = self._bins_at[at]
             binned = np.flatnonzero(bins_at >= 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +17,59 @@ from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
 from paceline.data.dialect import BYTE_ORDER_MARK
 from paceline.data.reader import BLOCK_BYTES, OtherFormatError, ReadSettings, Report
-from paceline.data.streams import text_size
-from paceline.data.window import MAX_LINE_BYTES, TextWindow
+from paceline.data.streams import open_stream, text_size
 from paceline.errors import DataError
 from paceline.kernels.text.codes import MISSING_LABEL
 
-Ints = npt.NDArray[np.int64]
+MAX_LINE_BYTES = 1 << 24
+_PADDING = 64  # kernels may load eight bytes after the end, and a final newline may be added
+
+
+class TextWindow:
+    """A window of a file's text: ``buffer[begin:end]``, where ``buffer[0]`` is byte `base` of the text.
+
+    At least 64 bytes follow `end` in the buffer.
+    """
+
+    def __init__(self, path: str, block_bytes: int = BLOCK_BYTES) -> None:
+        self._stream = open_stream(path)
+        self.buffer = bytearray(block_bytes + _PADDING)
+        self.base = self.begin = self.end = 0
+        self.num_bytes: int | None = None
+        """The length of the text, once its end was read."""
+
+    @property
+    def position(self) -> int:
+        return self.base + self.begin
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def seek(self, position: int) -> None:
+        self._stream.seek(position)
+        self.base, self.begin, self.end = self._stream.position, 0, 0
+        self.num_bytes = None
+
+    def fill(self, num_bytes: int) -> None:
+        """Read until the window has `num_bytes`, or the text ends."""
+        held = self.end - self.begin
+        if held >= num_bytes or self.num_bytes is not None:
+            return
+        if num_bytes + _PADDING > len(self.buffer):
+            larger = bytearray(num_bytes + _PADDING)
+            larger[:held] = memoryview(self.buffer)[self.begin : self.end]
+            self.buffer = larger
+        else:
+            self.buffer[:held] = self.buffer[self.begin : self.end]
+        self.base += self.begin
+        self.begin, self.end = 0, held
+        with memoryview(self.buffer) as view:
+            while self.end < num_bytes:
+                count = self._stream.readinto(view[self.end : num_bytes])
+                if not count:
+                    self.num_bytes = self.base + self.end
+                    break
+                self.end += count
 
 
 @dataclass(slots=True)
@@ -144,14 +192,15 @@ class SparseArrays:
         return Batch(self._labels[:rows].copy(), indptr, self._keys[:pairs].copy(), values, weights, fields)
 
 
-def result_arrays(num_counts: int) -> tuple[Ints, Ints, Ints]:
-    """Return the arrays for places and codes of the first bad lines, and for counts."""
-    return np.empty(NUM_KEPT, np.int64), np.empty(NUM_KEPT, np.int64), np.empty(num_counts, np.int64)
+def call_kernel(kernel: Any, num_counts: int, *arguments: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    """Call the kernel of a parser; return its counts, and the places and codes of the first bad lines.
 
-
-def first_bad(bad_at: Ints, bad_why: Ints, num_bad: int) -> list[tuple[int, int]]:
-    """Return the places and codes of the first bad lines."""
-    return list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
+    The second count is the number of bad lines.
+    """
+    bad_at, bad_why, counts = (np.empty(size, np.int64) for size in (NUM_KEPT, NUM_KEPT, num_counts))
+    kernel(*arguments, bad_at, bad_why, counts)
+    num_bad = int(counts[1])
+    return counts.tolist(), list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
 
 
 class TextReader:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from paceline.on_demand import import_on_demand
 
 if TYPE_CHECKING:
-    from .connecting import connect
     from .kernels import load_kernels, prepare_kernels
-    from .local import LocalCluster, MemoryLimit, local_cluster
+    from .local import LocalCluster, MemoryLimit, connect, local_cluster
     from .roles import Joining, run_scheduler, run_server
     from .run.options import RunOptions
     from .run.run import run_script
@@ -33,9 +32,8 @@ __all__ = [
 __getattr__ = import_on_demand(
     __name__,
     {
-        ".connecting": ("connect",),
         ".kernels": ("load_kernels", "prepare_kernels"),
-        ".local": ("LocalCluster", "MemoryLimit", "local_cluster"),
+        ".local": ("LocalCluster", "MemoryLimit", "connect", "local_cluster"),
         ".roles": ("Joining", "run_scheduler", "run_server"),
         ".run.options": ("RunOptions",),
         ".run.run": ("run_script",),

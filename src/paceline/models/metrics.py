@@ -107,9 +107,8 @@ def find_useless(log_loss: float, counts: Sequence[int]) -> str | None:
 
 def evaluate(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> ClickEvaluation:
     y, p = _checked_probabilities(labels, probabilities)
-    return ClickEvaluation(
-        len(y), _auc(y, p), _log_loss(y, p), _calibration(y, p), _accuracy(y, p, 0.5), int(np.count_nonzero(y))
-    )
+    correct = _mean(lambda y, p: (p >= 0.5) == y, y, p)
+    return ClickEvaluation(len(y), _auc(y, p), _log_loss(y, p), _calibration(y, p), correct, int(np.count_nonzero(y)))
 
 
 def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
@@ -128,19 +127,6 @@ def log_loss(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
     Probabilities are first clipped to [1e-15, 1 - 1e-15], so a certain mistake costs 34.5.
     """
     return _log_loss(*_checked_probabilities(labels, probabilities))
-
-
-def calibration(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
-    """Return the mean probability divided by the mean label: 1 is correct, above 1 overestimates clicks.
-
-    NaN if no label is 1.
-    """
-    return _calibration(*_checked_probabilities(labels, probabilities))
-
-
-def accuracy(labels: npt.ArrayLike, probabilities: npt.ArrayLike, threshold: float = 0.5) -> float:
-    """Return the share of examples whose label is ``probability >= threshold``; NaN without examples."""
-    return _accuracy(*_checked_probabilities(labels, probabilities), threshold)
 
 
 def _auc(y: Array, scores: Array) -> float:
@@ -171,10 +157,6 @@ def _log_loss(y: Array, p: Array) -> float:
 def _calibration(y: Array, p: Array) -> float:
     clicks = np.count_nonzero(y)
     return _mean(lambda _, p: p, y, p) * len(y) / clicks if clicks else math.nan
-
-
-def _accuracy(y: Array, p: Array, threshold: float) -> float:
-    return _mean(lambda y, p: (p >= threshold) == y, y, p)
 
 
 def _mean(function: Callable[[Array, Array], Array], y: Array, p: Array) -> float:

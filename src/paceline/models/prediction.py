@@ -16,7 +16,6 @@ from paceline.data import (
     Columns,
     Dataset,
     detect_format,
-    find_label,
     have_same_features,
     open_dataset,
     source_format,
@@ -24,7 +23,6 @@ from paceline.data import (
 from paceline.data.dialect import check_header
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import DataError, ModelError, UsageError
-from paceline.kernels.hashing import name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.registry import MODELS, read_model_settings
 from paceline.models.stored import read_stored_model
@@ -88,8 +86,6 @@ class Predictor:
                     "format"
                 )
         columns = self.columns
-        if columns is None and FORMATS[found].has_columns:
-            columns = self._guess_columns(str(paths[0]), found)
         if header != "auto":
             if columns is None or "--header" not in FORMATS[found].column_options:
                 raise UsageError(f"--header {header}: data of format {found} has no header: leave the option out")
@@ -132,19 +128,3 @@ class Predictor:
             return detect_format(path)
         except DataError:
             return self.format  # its reader reports the problem
-
-    def _guess_columns(self, path: str, format: str) -> Columns:
-        """Return the columns for a model of an old version, which did not store guessed columns.
-
-        A numeric column has one feature; its key is the hash of its name.
-        """
-        names = FORMATS[format].column_names(path)
-        label = find_label(path, names)
-        keys = np.array([name_seed(name) for name in names], np.uint64)
-        is_numeric = self.stores[0].read_records(keys)[1]
-        features = [(name, numeric) for name, numeric in zip(names, is_numeric.tolist(), strict=True) if name != label]
-        return Columns(
-            label,
-            tuple(name for name, numeric in features if not numeric),
-            tuple(name for name, numeric in features if numeric),
-        )

@@ -63,9 +63,8 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
     columns = {
         name: dataset[name] for name in ("label", "categorical", "numeric", "scales", "is_open") if name in dataset
     }
-    model = snapshot.training.get("model", {})
     described = {
-        **({"kind": model} if isinstance(model, str) else model),  # a name, as in 0.1
+        **snapshot.training.get("model", {}),
         "finished": False,
         "format": dataset.get("source_format", dataset.get("format")),
         "columns": columns if columns.get("label") else None,

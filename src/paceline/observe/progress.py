@@ -32,7 +32,7 @@ class ProgressSnapshot:
     """Examples of this phase that all workers have processed."""
     examples_per_s: float
     done_fraction: float | None = None
-    """From 0 to 1; None: `examples` relative to the total, if known."""
+    """From 0 to 1; None while it is unknown."""
     loss: float | None = None
     """Running mean over the last examples, each evaluated before training on it."""
     loss_name: str = "log loss"
@@ -90,15 +90,13 @@ class TrainingProgress:
     def __init__(
         self,
         console: Console | None = None,
-        total_examples: int | None = None,
         enabled: bool = True,
         *,
         plain_every: timedelta = timedelta(minutes=1),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`console` None is standard error; `total_examples` None means an unknown total."""
+        """`console` None is standard error."""
         self._console = Console(stderr=True) if console is None else console
-        self._total = total_examples
         self._enabled = enabled
         self._plain_every_s = plain_every.total_seconds()
         self._clock = clock
@@ -143,7 +141,7 @@ class TrainingProgress:
         elapsed = format_duration(self._clock() - self._start_s)
         if snapshot is None:
             return [(0, "waiting for the first examples"), (1, elapsed)]
-        fraction = self._fraction(snapshot)
+        fraction = _fraction(snapshot)
         parts = [
             (
                 0,
@@ -165,11 +163,10 @@ class TrainingProgress:
         parts.append((3, elapsed))
         return parts
 
-    def _fraction(self, snapshot: ProgressSnapshot) -> float | None:
-        fraction = snapshot.done_fraction
-        if fraction is None and self._total:
-            fraction = snapshot.examples / self._total
-        return None if fraction is None else min(max(fraction, 0.0), 1.0)
+
+def _fraction(snapshot: ProgressSnapshot) -> float | None:
+    fraction = snapshot.done_fraction
+    return None if fraction is None else min(max(fraction, 0.0), 1.0)
 
 
 class _Line:
@@ -185,7 +182,7 @@ class _Line:
         while len(parts) > 1 and _num_cells(parts) > width:
             parts.remove(max(parts))
         line = Text(_GAP.join(part for _, part in parts), no_wrap=True, overflow="crop", end="")
-        fraction = None if snapshot is None else self._progress._fraction(snapshot)
+        fraction = None if snapshot is None else _fraction(snapshot)
         room = min(width - _num_cells(parts) - len(_GAP), _BAR_CELLS)
         if fraction is not None and room >= _LEAST_BAR_CELLS:
             line = _bar(fraction, room, options.ascii_only) + Text(_GAP) + line

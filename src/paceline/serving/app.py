@@ -1,11 +1,16 @@
-"""Define the HTTP application: rows to predictions, as JSON."""
+"""The HTTP application: rows to predictions of the newest model, as JSON; metrics of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,9 +19,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from paceline.data import FORMATS
 from paceline.errors import ModelError, PacelineError, UsageError
-from paceline.serving.metrics import RequestMetrics
-from paceline.serving.source import ModelSource
+from paceline.inference import LoadedModel, load
+from paceline.models.stored import find_version
 from paceline.transport import register_type
 
 MAX_BODY_BYTES = 16 << 20
@@ -24,6 +30,77 @@ _AT_ONCE_BYTES = 32 << 10  # larger requests are predicted in a thread, so that 
 _JSON = "application/json"
 _NUMBERED = msgspec.json.Decoder(register_type(list[dict[int, float]]))
 _NAMED = msgspec.json.Decoder(register_type(list[dict[str, Any]]))
+_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_logger = logging.getLogger("paceline.serving")
+
+
+class ModelSource:
+    """The newest model in a directory of a saved model, which a training may replace, or of snapshots."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Load the model. Raises ModelError without one."""
+        self._directory = Path(directory)
+        self.version = find_version(self._directory)
+        self.model: LoadedModel = load(directory)
+        self.reloads = 0
+        self.failures = 0
+        """Number of newer models that could not be loaded."""
+        self._failed: str | None = None
+        self._last_error: str | None = None
+
+    def refresh(self) -> None:
+        """Load a newer model, if any; the old model serves until then, and after a failure."""
+        try:
+            version = find_version(self._directory)
+            if version in (self.version, self._failed):
+                self._last_error = None
+                return
+            self._failed = version  # until it is loaded
+            model = load(self._directory)
+        except Exception as error:  # the model is being replaced or damaged, or memory is short
+            if str(error) != self._last_error:  # log once while a directory is missing
+                self.failures += 1
+                self._last_error = str(error)
+                _logger.warning("cannot load a newer model, so the old one is still served: %s", error)
+            return
+        self.model, self.version, self._failed, self._last_error = model, version, None, None
+        self.reloads += 1
+        _logger.info("serving a newer model: %r", model)
+
+
+class RequestMetrics:
+    """Counts of prediction requests by status, and their durations, in Prometheus' text format (version 0.0.4)."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._by_status: Counter[int] = Counter()
+        self._by_bound = [0] * (len(_BOUNDS_S) + 1)
+        self._seconds = 0.0
+
+    def add(self, status: int, rows: int, seconds: float) -> None:
+        self._by_status[status] += 1
+        self.rows += rows
+        self._seconds += seconds
+        self._by_bound[bisect_left(_BOUNDS_S, seconds)] += 1
+
+    def as_text(self, *, reloads: int, failures: int, features: int) -> str:
+        lines = ["# HELP paceline_requests_total Prediction requests.", "# TYPE paceline_requests_total counter"]
+        lines += [f'paceline_requests_total{{code="{code}"}} {n}' for code, n in sorted(self._by_status.items())]
+        for name, kind, help_text, value in (
+            ("paceline_rows_total", "counter", "Predicted rows.", self.rows),
+            ("paceline_model_reloads_total", "counter", "Newer models that were loaded.", reloads),
+            ("paceline_model_reload_failures_total", "counter", "Newer models that could not be loaded.", failures),
+            ("paceline_model_features", "gauge", "Features of the model.", features),
+        ):
+            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", f"{name} {value}"]
+        name = "paceline_request_seconds"
+        lines += [f"# HELP {name} Duration of prediction requests.", f"# TYPE {name} histogram"]
+        total = 0
+        for bound, count in zip((*_BOUNDS_S, "+Inf"), self._by_bound, strict=True):
+            total += count
+            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
+        lines += [f"{name}_sum {self._seconds:.6f}", f"{name}_count {total}"]
+        return "\n".join(lines) + "\n"
 
 
 class PredictionService:
@@ -72,10 +149,11 @@ class PredictionService:
 
     def _answer(self, body: bytes) -> tuple[bytes, int]:
         model = self._source.model
+        has_numbers = FORMATS[model.format].has_numbered_features
         try:
-            rows: list[Any] = (_NUMBERED if model.format == "libsvm" else _NAMED).decode(body)
+            rows: list[Any] = (_NUMBERED if has_numbers else _NAMED).decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            expected = '{"17": 0.5}' if model.format == "libsvm" else '{"column": "value"}'
+            expected = '{"17": 0.5}' if has_numbers else '{"column": "value"}'
             raise UsageError(f"the body is not a JSON list of rows such as [{expected}]: {error}") from None
         predictions = model.predict(rows).tolist() if rows else []
         return msgspec.json.encode({"predictions": predictions}), len(rows)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import AddressError, UsageError
-from paceline.serving.source import ModelSource
 
 _GRACE_S = 5
 
@@ -31,7 +30,7 @@ def serve(
     try:
         import uvicorn
 
-        from paceline.serving.app import make_app
+        from paceline.serving.app import ModelSource, make_app
     except ImportError as error:
         raise UsageError(
             f"paceline serve needs {error.name}, which is not installed: pip install 'paceline[serve]'"

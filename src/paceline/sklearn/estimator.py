@@ -38,7 +38,7 @@ from paceline.training.files.numeric_scales import choose_key_scaling
 from paceline.training.options import ExampleWeights, PassOptions, TrainOptions
 from paceline.training.plan import TrainingPlan
 from paceline.training.planning import plan_on_sample
-from paceline.training.tuning import suggested_batch_size
+from paceline.training.tuning.choices import suggested_batch_size
 from paceline.training.weighting import Weighting
 
 _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}

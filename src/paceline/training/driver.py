@@ -55,7 +55,7 @@ def train_on(
     training starts, and returns the function that receives the progress.
     """
     plan = plan_training(options, warn, examples)  # while workers start
-    on_progress: Callable[[TrainingState], None] = (lambda state: None) if on_plan is None else on_plan(client, plan)
+    on_progress = on_plan(client, plan)
     num_workers = client.settings.num_workers
     if processes is not None:
         processes.wait_workers(client, num_workers)
@@ -120,7 +120,7 @@ def run_training(
     while True:
         try:
             with contextlib.ExitStack() as stack:
-                display.line = stack.enter_context(TrainingProgress(display.console, None, not quiet))
+                display.line = stack.enter_context(TrainingProgress(display.console, not quiet))
                 cluster: LocalCluster | None = None
                 if scheduler is not None:
                     assert token is not None
@@ -169,7 +169,7 @@ class _Display:
         self, console: Console, options: TrainOptions, sample: Sample, *, quiet: bool, progressive: bool
     ) -> None:
         self.console = console
-        self.line = TrainingProgress(console, None, enabled=False)
+        self.line = TrainingProgress(console, enabled=False)
         self._options, self._sample = options, sample
         self._is_quiet, self._is_progressive = quiet, progressive
 

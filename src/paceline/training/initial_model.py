@@ -15,7 +15,7 @@ from paceline.data import (
     have_same_features,
     source_format,
 )
-from paceline.errors import DataError, UsageError
+from paceline.errors import DataError, PeerError, UsageError
 from paceline.models.base import SparseModel, open_tables
 from paceline.models.clicks import for_classes
 from paceline.models.registry import read_model_settings
@@ -26,7 +26,7 @@ from paceline.ps import FTRL, Client, SparseTable, UpdateRule, messages, read_re
 from paceline.ps.client.client import make_spec
 from paceline.tables.settings import to_fields
 from paceline.training.options import TrainOptions
-from paceline.training.tuning import L1
+from paceline.training.tuning.choices import L1
 
 _PATIENCE_S, _PAUSE_S = 5.0, 0.1
 
@@ -72,20 +72,20 @@ class InitialModel:
 
 
 def _claim_cluster(client: Client, check: Callable[[], None]) -> None:
-    """Reserve the cluster; wait briefly for the end of another training. Raises UsageError if it does not end."""
+    """Reserve the cluster; wait briefly for the end of another training. Raises PeerError if it does not end."""
     deadline = time.monotonic() + _PATIENCE_S
     while not client.link.call(messages.ClaimCluster(), bool):
         check()
         if time.monotonic() > deadline:
-            raise UsageError(OCCUPIED)
+            raise PeerError(OCCUPIED)
         time.sleep(_PAUSE_S)
 
 
 def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:
     """Erase the rows of an earlier training on this cluster, and set the hyperparameters of this one.
 
-    `check` is called between requests, and may raise. Raises UsageError if another training uses the cluster, or if a
-    table has another size or update rule.
+    `check` is called between requests, and may raise. Raises PeerError if another training uses the cluster, UsageError
+    if a table has another size or update rule.
     """
     _claim_cluster(client, check)
     known = {spec.name: spec for spec in client.tables()}

@@ -21,13 +21,13 @@ from paceline.models.rate_drift import changed_rates
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.update import rule_of
 from paceline.ps import FTRL, RULES, UpdateRule, from_fields
-from paceline.training.files.bad_data import describe_bad_lines, no_line_left, plain_bad_lines
+from paceline.training.bad_data import describe_bad_lines, no_line_left, plain_bad_lines
 from paceline.training.files.data_files import weighting_of
 from paceline.training.files.numeric_scales import choose_key_scaling, scale_columns
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
 from paceline.training.snapshots import Resumption
-from paceline.training.tuning import (
+from paceline.training.tuning.choices import (
     FASTER_RATES,
     L1,
     LINEAR_RATES,
@@ -35,20 +35,18 @@ from paceline.training.tuning import (
     SPARSE,
     WIDE_L1,
     WIDE_RATES,
-    FactorSearch,
-    TriedRule,
-    TunedModel,
     has_steady_loss,
     is_sorted_by_label,
     passes_for_all,
-    scaled_sample,
     suggested_alpha,
     suggested_batch_size,
     suggested_l2,
     tune,
-    tune_linear,
     wants_sparsity,
 )
+from paceline.training.tuning.scale_trial import scaled_sample
+from paceline.training.tuning.search import FactorSearch, TunedModel, tune_linear
+from paceline.training.tuning.trial import TriedRule
 
 _EPOCHS = 4  # without a trial
 _BATCH_SIZE = 256
@@ -261,24 +259,22 @@ def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
 def _plan_of_snapshot(options: TrainOptions, resumption: Resumption, examples: ExampleSample | None) -> TrainingPlan:
     """Return the plan of a snapshot's training, changed by the given options."""
     training = resumption.training
-    known = training.get("update")
-    former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # missing in version 0.1
-    shards_at_once, scaling = int(training.get("shards_at_once", 1)), read_key_scaling(training["dataset"])
-    optimism, order = training.get("optimism"), options.passes.order or str(training.get("order", "file"))
+    shards_at_once, scaling = int(training["shards_at_once"]), read_key_scaling(training["dataset"])
+    optimism = training.get("optimism")
     if shards_at_once > 1 and options.passes.order == "file":
         raise UsageError(f"--order file: the training of {resumption.snapshot} mixes shards; resume it without --order")
     sample = None if optimism is None else scaled_sample(_sample(options, examples)[0], scaling)
     return TrainingPlan(
         model=options.model.continued_from(resumption.model).with_defaults(),
         epochs=options.epochs or int(training["epochs"]),
-        order=order,
+        order=options.passes.order or str(training["order"]),
         batch_size=options.batch_size or int(training["batch_size"]),
-        update=_rule_after(former, options),
+        update=_rule_after(from_fields(RULES, training["update"]), options),
         scaling=scaling,
         shards_at_once=shards_at_once,
         optimism=None if optimism is None else Optimism(*map(float, optimism)),
         recent=None if sample is None else _recent(sample, is_sorted=is_sorted_by_label(sample)),
-        num_examples=int(training.get("num_examples", 0)),
+        num_examples=int(training["num_examples"]),
         resumed=resumption.snapshot,
-        **({"run": training["run"]} if "run" in training else {}),  # missing in version 0.1
+        run=training["run"],
     )

@@ -20,7 +20,7 @@ from paceline.models.metrics import ClickEvaluation, Evaluation
 from paceline.models.prediction import Predictor
 from paceline.storage.durable_io import replacing
 from paceline.tables.types import Floats
-from paceline.training.files.bad_data import BadData, find_bad_lines, no_line_left
+from paceline.training.bad_data import BadData, find_bad_lines, no_line_left
 
 
 @dataclass(frozen=True)

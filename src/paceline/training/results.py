@@ -19,7 +19,7 @@ from paceline.models.proximal.solver import BlockPass
 from paceline.models.softmax import ClassEvaluation, label_counts
 from paceline.ps import Client
 from paceline.tables.staleness import HISTOGRAM_SIZE
-from paceline.training.files.bad_data import BadData
+from paceline.training.bad_data import BadData
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TrainResult:
 
 
 def mean_loss(progress: Mapping[str, float]) -> float:
-    loss, weight = progress.get("loss", 0.0), progress.get("weight", progress.get("examples", 0.0))
+    loss, weight = progress.get("loss", 0.0), progress.get("weight", 0.0)
     return loss / weight if weight else 0.0
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +127,6 @@ def describe_files(paths: Sequence[str | Path], format: str) -> list[list[Any]]:
     return [[os.path.basename(path), FORMATS[format].stat(str(path)).num_bytes] for path in paths]
 
 
-def _with_weights(account: JobAccount) -> JobAccount:
-    """Return an account with the sum of weights: the number of examples if no weight was counted."""
-    progress = account.progress
-    if "weight" in progress or "examples" not in progress:
-        return account
-    return dataclasses.replace(account, progress={**progress, "weight": progress["examples"]})
-
-
 class Resumption:
     """The snapshot from which a training continues."""
 
@@ -142,8 +134,9 @@ class Resumption:
         self.snapshot = snapshot
         if snapshot.manifest.account is None or "dataset" not in snapshot.manifest.training:
             raise UsageError(f"{snapshot} was not written by 'paceline train'. Load it from Python")
-        self.account = _with_weights(snapshot.manifest.account)
-        self._training = snapshot.manifest.training
+        self.account = snapshot.manifest.account
+        self.training = snapshot.manifest.training
+        """The result of :func:`describe_training` for the training."""
 
     @classmethod
     def find(cls, directory: str | Path, warn: Callable[[str], None]) -> Resumption:
@@ -160,7 +153,7 @@ class Resumption:
         done: dict[tuple[int, int], int] = {}
         for epoch, file, _ in shards_in(self.account.done):
             done[epoch, file] = done.get((epoch, file), 0) + 1
-        while num_done < self._training["epochs"] and all(
+        while num_done < self.training["epochs"] and all(
             size is not None and done.get((num_done, file), 0) >= size for file, size in enumerate(files)
         ):
             num_done += 1
@@ -168,25 +161,19 @@ class Resumption:
 
     def reordered(self, plan: TrainingPlan) -> tuple[int, ...]:
         """Return the started passes whose order differs under `plan`: a new order would lose shards."""
-        num_shuffled, former = (plan.epochs - 1) * (plan.order == "shuffle"), self._training
-        num_before = (former["epochs"] - 1) * (former.get("order") == "shuffle")  # older versions shuffled none
-        changed = set(range(*sorted((num_before, num_shuffled)))) ^ set(former.get("reordered", ()))
+        num_shuffled, former = (plan.epochs - 1) * (plan.order == "shuffle"), self.training
+        num_before = (former["epochs"] - 1) * (former["order"] == "shuffle")
+        changed = set(range(*sorted((num_before, num_shuffled)))) ^ set(former["reordered"])
         return tuple(sorted(changed & {epoch for epoch, _, _ in shards_in(self.account.done)}))
 
     @property
-    def training(self) -> Mapping[str, Any]:
-        """The result of :func:`describe_training` for the training."""
-        return self._training
-
-    @property
     def model(self) -> SparseModel:
-        trained = self._training["model"]
-        return read_model_settings({"kind": trained} if isinstance(trained, str) else trained)  # version 0.1: a name
+        return read_model_settings(self.training["model"])
 
     @property
     def shard_bytes(self) -> int:
         """The size of the data's shards, which must not change."""
-        return int(self._training["dataset"]["shard_bytes"])
+        return int(self.training["dataset"]["shard_bytes"])
 
     def check_model(self, model: SparseModel) -> None:
         if self.model != model:
@@ -196,7 +183,7 @@ class Resumption:
             )
 
     def check_data(self, dataset: Dataset) -> None:
-        former = [list(file) for file in self._training["files"]]
+        former = [list(file) for file in self.training["files"]]
         given = describe_files(dataset.files, dataset.format)
         if len(former) != len(given):
             raise DataError(
@@ -209,7 +196,7 @@ class Resumption:
                     f"{self.snapshot}: file {number} of its training was {name} with {size:,} bytes, not "
                     f"{given_name} with {given_size:,} bytes. Resume with the same files in the same order"
                 )
-        spec, former_spec = dataset.spec(), self._training["dataset"]
+        spec, former_spec = dataset.spec(), self.training["dataset"]
         of_columns = (field.name for field in dataclasses.fields(Columns) if field.name != "scales")
         for name in ("format", *of_columns, "shard_bytes"):
             if spec.get(name) != former_spec.get(name):
@@ -220,8 +207,7 @@ class Resumption:
         if spec.get("scales") != former_spec.get("scales"):
             how = "other scales" if former_spec.get("scales") else "no scale"
             raise DataError(
-                f"{self.snapshot}: its training had {how} for numeric columns. Resume with the same --numeric-scale "
-                "(none, if its version had no such option)"
+                f"{self.snapshot}: its training had {how} for numeric columns. Resume with the same --numeric-scale"
             )
 
     def load(self, client: Client, check: Callable[[], None]) -> None:
@@ -232,6 +218,6 @@ class Resumption:
         manifest = self.snapshot.manifest
         done = sum(int.from_bytes(part.shards, "little").bit_count() for part in self.account.done)
         known = [size for size in self.account.files if size is not None]
-        of = f" of {sum(known) * self._training['epochs']:,}" if len(known) == len(self.account.files) else ""
+        of = f" of {sum(known) * self.training['epochs']:,}" if len(known) == len(self.account.files) else ""
         at = "" if manifest.iteration is None else f", iteration {manifest.iteration:,}"
         return f"resuming from {self.snapshot}: {done:,}{of} shards done, {self.examples:,} examples{at}"

@@ -26,11 +26,11 @@ from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, messages, save_tables, to_fields
 from paceline.storage.manifests import MANIFEST
 from paceline.temporary import TemporaryFolder
+from paceline.training.bad_data import BadData, describe_bad_lines, no_line_left
 from paceline.training.block_training import BlockTraining, block_passes
 from paceline.training.cluster_health import ClusterHealth
 from paceline.training.early_stopping import FOLDER, BestPass, PassLosses
 from paceline.training.expiry import FeatureExpiry
-from paceline.training.files.bad_data import BadData, describe_bad_lines, no_line_left
 from paceline.training.files.data_files import (
     format_of_evaluation,
     is_weighted,

@@ -1,4 +1,4 @@
-"""Forty mistakes of newcomers: each gets one sentence with the option or file, the value and the remedy."""
+"""Mistakes of newcomers: each gets one sentence with the option or file, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ COMMANDS = [
     ("predict folder clicks.csv", 1, ["folder holds no model", "no manifest.json"]),
     ("worker --scheduler 127.0.0.1:9 --token-file no.txt", 2, ["token from no.txt", "No such file"]),
     ("run train.py", 2, ["no script train.py"]),
-    ("run --strategy ps clicks.csv", 2, ["strategy 'ps'", "expected one of one-device"]),
-    ("run --nproc-per-node 0 clicks.csv", 2, ["--nproc-per-node 0", "expected 1 or more"]),
+    ("run clicks.csv", 2, ["clicks.csv is not a Python script", "pass a script", "'paceline train'"]),
+    ("run notes", 2, ["notes is not a Python script", "pass a script"]),
+    ("run --strategy ps script.py", 2, ["strategy 'ps'", "expected one of one-device"]),
+    ("run --nproc-per-node 0 script.py", 2, ["--nproc-per-node 0", "expected 1 or more"]),
 ]
 
 CALLS: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
@@ -73,6 +75,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("clicks.csv.gz", rows),
         ("clicks.tsv", "\t".join(["1", *["5"] * 13, *["68fd1e64"] * 26]) + "\n"),
         ("empty.csv", ""),
+        ("notes", "not a script"),
+        ("script.py", ""),
         ("header.csv", "click,site,age\n"),
         ("texts.csv", "label,site\n" + "".join(f"text{i},b\n" for i in range(60))),
     ):

@@ -127,7 +127,7 @@ def test_another_format_than_said(tmp_path: Path) -> None:
 
 def test_missing_empty_folder_unreadable(tmp_path: Path) -> None:
     assert failure(tmp_path / "x") == "X does not exist"
-    assert failure(write(tmp_path / "x", b"")) == "X is empty: it has no line to read"
+    assert failure(write(tmp_path / "x", b"")) == "X is empty: it has no line or row to read"
     assert failure(tmp_path).startswith("X is a folder, not a data file")
     assert "is empty" in failure(write(tmp_path / "x.gz", b""), "libsvm")
     if os.geteuid():

@@ -15,7 +15,7 @@ from paceline.data import detect_format, open_dataset
 from paceline.data.labels import describe_no_numbers
 from paceline.data.streams import standard_input
 from paceline.errors import PacelineError
-from paceline.training.files.bad_data import BadData
+from paceline.training.bad_data import BadData
 from paceline.training.files.converting import convert_data
 from paceline.training.files.data_files import sample_data
 from paceline.training.files.describing import describe_data, show_description

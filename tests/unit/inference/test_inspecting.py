@@ -14,8 +14,6 @@ import pytest
 from paceline import cli
 from paceline.errors import ModelError, UsageError
 from paceline.inference import load
-from paceline.inference.calibration import group_by_prediction
-from paceline.inference.drawing import write_png
 from paceline.inference.export import export_model
 from paceline.inference.inspection import (
     Histogram,
@@ -23,9 +21,10 @@ from paceline.inference.inspection import (
     ModelSummary,
     TableSummary,
     compare_models,
+    group_by_prediction,
     inspect_model,
 )
-from paceline.inference.reports import describe_model, make_page
+from paceline.inference.reports import describe_model, make_page, write_png
 from paceline.models.logistic import SparseLogisticRegression as SparseLogisticRegression
 from paceline.models.softmax import SoftmaxRegression
 from paceline.ps import SGD, to_fields

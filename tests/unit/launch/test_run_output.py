@@ -20,7 +20,7 @@ from paceline.launch.run.blame import (
     last_words,
     waiting_time,
 )
-from paceline.launch.run.output import LineSplitter, label
+from paceline.launch.run.streams import LineSplitter, label
 
 _START = b"Traceback (most recent call last):"
 _FRAME = [b'  File "x.py", line 1, in <module>', b"    f()"]

@@ -13,9 +13,8 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import FILTERS
 from paceline.launch.flags import FilterModuleFlags
-from paceline.launch.run.cluster_file import parse_cluster
 from paceline.launch.run.options import RunOptions
-from paceline.launch.run.plan import lay_out_node, lay_out_worker, plan_ranks, servers_of_node
+from paceline.launch.run.plan import lay_out_node, lay_out_worker, parse_cluster, plan_ranks, servers_of_node
 from paceline.launch.run.run import run_script
 from paceline.strategies import choose_strategy
 

@@ -22,9 +22,8 @@ pytest.importorskip("uvicorn")
 from starlette.requests import Request
 from tests.unit.inference.conftest import CSV, save_weights, write_model
 
-from paceline.serving.app import MAX_BODY_BYTES, PredictionService, make_app
+from paceline.serving.app import MAX_BODY_BYTES, ModelSource, PredictionService, make_app
 from paceline.serving.server import serve
-from paceline.serving.source import ModelSource
 
 
 class Asked:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tests.unit.inference.test_merging import trained
 
-from paceline.inference.drawing import write_png
 from paceline.inference.export import export_model
 from paceline.inference.inspection import inspect_model
+from paceline.inference.reports import write_png
 from paceline.models.logistic import SparseLogisticRegression
 from paceline.storage.durable_io import replacing
 

@@ -13,7 +13,7 @@ from paceline.data.dialect import guess_dialect
 from paceline.data.formats.json_lines import find_json_columns
 from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError, UsageError
-from paceline.training.files.bad_data import BadData, describe_bad_lines
+from paceline.training.bad_data import BadData, describe_bad_lines
 from paceline.training.files.data_files import sample_data
 from paceline.training.snapshots import Resumption
 
@@ -97,7 +97,7 @@ def test_a_training_resumes_with_the_same_columns_only(tmp_path: Path, change: d
     with open_dataset(tmp_path / "x.csv", columns=columns) as before:
         resumption = object.__new__(Resumption)
         size = (tmp_path / "x.csv").stat().st_size
-        vars(resumption).update(snapshot="s", _training={"dataset": before.spec(), "files": [["x.csv", size]]})
+        vars(resumption).update(snapshot="s", training={"dataset": before.spec(), "files": [["x.csv", size]]})
         resumption.check_data(before)
     with (
         open_dataset(tmp_path / "x.csv", columns=replace(columns, **change)) as now,

@@ -15,8 +15,8 @@ from paceline.models.poisson import PoissonRegression
 from paceline.models.regression import LeastSquares
 from paceline.models.softmax import SoftmaxRegression
 from paceline.ps import FTRL, SGD
-from paceline.training.tuning import FactorSearch, TunedModel, tune_linear
 from paceline.training.tuning.model_trial import ModelTrial
+from paceline.training.tuning.search import FactorSearch, TunedModel, tune_linear
 
 RULE = FTRL(alpha=0.2, l1=1.0)
 LINEAR = TunedModel(model=SparseFactorizationMachine().with_defaults(), rule=RULE, passes=3)

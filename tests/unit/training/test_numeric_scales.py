@@ -13,9 +13,13 @@ import pytest
 from paceline.data import Batch, Columns, Scale, open_dataset
 from paceline.data.example_sampling import sample_batch, sample_examples
 from paceline.data.key_scaling import KeyScaling, with_scales
-from paceline.data.scales.candidates import candidate_scales, explain_features
-from paceline.data.scales.column_scaling import ColumnScaling
-from paceline.data.scales.numeric_features import NumericFeature, find_numeric_features
+from paceline.data.scales.numeric_features import (
+    NumericFeature,
+    candidate_scales,
+    explain_features,
+    find_numeric_features,
+)
+from paceline.data.scales.scaling import ColumnScaling
 from paceline.kernels.hashing import name_seed
 from paceline.models.fm import FactorModel
 from paceline.models.registry import make_model
@@ -23,7 +27,8 @@ from paceline.training.files.data_files import resolve_files, sample_data
 from paceline.training.files.describing import describe_data
 from paceline.training.files.numeric_scales import choose_key_scaling, scale_columns
 from paceline.training.options import TrainOptions
-from paceline.training.tuning import best_scaling, is_worse_for_factors, scale_trial
+from paceline.training.tuning import scale_trial
+from paceline.training.tuning.scale_trial import best_scaling, is_worse_for_factors
 from paceline.training.tuning.trial import Split, held_out_splits
 
 RANDOM = np.random.default_rng(7)

@@ -14,7 +14,7 @@ from paceline.models.poisson import PoissonRegression
 from paceline.models.rate_drift import log_odds_shift
 from paceline.ps import FTRL
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
-from paceline.training.tuning import (
+from paceline.training.tuning.choices import (
     is_sorted_by_label,
     passes_for_all,
     suggested_alpha,

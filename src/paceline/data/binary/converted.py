@@ -25,8 +25,7 @@ from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, NotBlocksError, Section, bad_line_of, is_count
 from paceline.data.columns import Columns, Guess, Guesses
 from paceline.data.reader import Report
-from paceline.data.scales.column_scaling import ColumnScaling
-from paceline.data.scales.scaling import Scale
+from paceline.data.scales.scaling import ColumnScaling, Scale
 from paceline.data.streams import check_local
 from paceline.errors import DataError
 from paceline.kernels.hashing import hash_bytes, name_seed

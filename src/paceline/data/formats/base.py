@@ -16,7 +16,7 @@ from paceline.data.reader import ReadSettings, ShardReader
 from paceline.data.sample import Sample
 from paceline.data.sampling import text_pieces
 from paceline.data.scales.bins import bin_names
-from paceline.data.streams import FileStatus, full_path, stat_file
+from paceline.data.streams import FileStatus, stat_file
 from paceline.errors import DataError, UsageError
 
 
@@ -99,7 +99,7 @@ class Format(ABC):
                 f"{self.name} has no columns to choose: leave {given[0]} out, or pass --format csv, parquet or jsonl"
             )
         for file in files:
-            self.stat(full_path(file))
+            self.stat(file)
         self.resolve(files, columns, needs_label=True)
         labels = self.sample_labels(files, None)
         if not labels and self.may_lack_labels:

@@ -15,7 +15,7 @@ from paceline.data.feature_names import NameFinder, text_lines
 from paceline.data.formats.base import LineFormat, share_of_lines
 from paceline.data.labels import count_labels
 from paceline.data.reader import ReadSettings, ShardReader
-from paceline.data.text import Parse, Parsed, TextReader, first_bad, result_arrays
+from paceline.data.text import Parse, Parsed, TextReader, call_kernel
 from paceline.kernels.hashing import hash_bytes
 from paceline.kernels.text.criteo import (
     CRITEO_CATEGORIES,
@@ -83,12 +83,12 @@ def criteo_parser(*, has_label: bool = True) -> Parse:
         capacity = (stop - start) // 128 + 16
         labels = np.empty(capacity, np.float32)
         keys = np.empty(capacity * CRITEO_FEATURES, np.uint64)
-        bad_at, bad_why, counts = result_arrays(kernels.NUM_COUNTS)
-        kernels.parse_criteo(text, start, stop, int(has_label), *tables, labels, keys, bad_at, bad_why, counts)
-        rows, num_bad, position, pairs, _ = counts.tolist()
+        (rows, num_bad, position, pairs, _), bad = call_kernel(
+            *(kernels.parse_criteo, kernels.NUM_COUNTS, text, start, stop, int(has_label), *tables, labels, keys)
+        )
         indptr = np.arange(0, pairs + 1, CRITEO_FEATURES, dtype=np.int64)
         batch = Batch(labels[:rows], indptr, keys[:pairs])
-        return Parsed(batch, position, num_bad, first_bad(bad_at, bad_why, num_bad))
+        return Parsed(batch, position, num_bad, bad)
 
     return parse
 

@@ -25,8 +25,7 @@ from paceline.data.formats.table_format import TableFormat, trimmed
 from paceline.data.reader import BLOCK_BYTES, ReadSettings, Report, ShardReader
 from paceline.data.sampling import TextTable, places_of, text_pieces
 from paceline.data.streams import line_number, text_size
-from paceline.data.text import Parsed, first_bad, result_arrays
-from paceline.data.window import MAX_LINE_BYTES, TextWindow
+from paceline.data.text import MAX_LINE_BYTES, Parsed, TextWindow, call_kernel
 from paceline.errors import DataError
 from paceline.kernels.hashing import name_seed
 
@@ -132,15 +131,13 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
         weights = np.empty(capacity if columns.weight else 0, np.float32)
         keys = np.empty(capacity * len(seeds), np.uint64)
         values = np.empty(len(keys) if columns.numeric else 0, np.float32)
-        bad_at, bad_why, counts = result_arrays(kernels.NUM_COUNTS)
         words = np.empty((end - start) // 2 + 1 if columns.text else 0, np.uint64)
         word_fields, word_ends = np.empty(len(words), np.uint32), np.empty(capacity + 1, np.int64)
-        kernels.parse_csv(
-            *(text, start, end, limit, int(last), separator, int(columns.trims), slots, seeds, scales, powers, classes),
-            *(text_seeds, scratch, labels, weights, indptr, keys, values, words, word_fields, word_ends),
-            *(bad_at, bad_why, counts),
+        (rows, num_bad, position, pairs), bad = call_kernel(
+            *(kernels.parse_csv, kernels.NUM_COUNTS, text, start, end, limit, int(last), separator),
+            *(int(columns.trims), slots, seeds, scales, powers, classes, text_seeds, scratch),
+            *(labels, weights, indptr, keys, values, words, word_fields, word_ends),
         )
-        rows, num_bad, position, pairs = counts.tolist()
         batch = Batch(
             labels[:rows],
             indptr[: rows + 1],
@@ -155,7 +152,7 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
             batch = insert_lists(batch, word_fields[used], num_words, words[used], num_numbers)
         if bins is not None:
             batch = bins.apply(batch)
-        return Parsed(batch, position, num_bad, first_bad(bad_at, bad_why, num_bad))
+        return Parsed(batch, position, num_bad, bad)
 
     return parse
 

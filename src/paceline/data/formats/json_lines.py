@@ -21,7 +21,7 @@ from paceline.data.labels import count_labels, find_classes, find_label_words
 from paceline.data.reader import ReadSettings, ShardReader
 from paceline.data.sample import Sample, check_numbers
 from paceline.data.sampling import json_text, text_pieces
-from paceline.data.text import Parse, Parsed, SparseArrays, TextReader, first_bad, result_arrays
+from paceline.data.text import Parse, Parsed, SparseArrays, TextReader, call_kernel
 from paceline.errors import UsageError
 from paceline.kernels.hashing import name_seed
 from paceline.kernels.text.values import category_text, number_text
@@ -117,14 +117,12 @@ def json_parser(columns: Columns, *, needs_label: bool) -> Parse:
         if len(scratch) < len(text) + _SCRATCH_BYTES:
             scratch = np.empty(len(text) + _SCRATCH_BYTES, np.uint8)
         arrays = SparseArrays((stop - start) // 2 + 1)
-        bad_at, bad_why, counts = result_arrays(NUM_COUNTS)
-        kernels.parse_json_lines(
-            *(text, start, stop, int(needs_label), label, weight, as_text, powers, classes, scratch),
-            *(*arrays.all, bad_at, bad_why, counts),
+        (rows, num_bad, position, pairs, all_ones), bad = call_kernel(
+            *(kernels.parse_json_lines, NUM_COUNTS, text, start, stop, int(needs_label), label, weight),
+            *(as_text, powers, classes, scratch, *arrays.all),
         )
-        rows, num_bad, position, pairs, all_ones = counts.tolist()
         batch = arrays.batch(rows, pairs, all_ones=bool(all_ones), is_weighted=bool(columns.weight))
-        return Parsed(batch, position, num_bad, first_bad(bad_at, bad_why, num_bad))
+        return Parsed(batch, position, num_bad, bad)
 
     return parse
 

@@ -13,7 +13,7 @@ from paceline.data.batch import Batch
 from paceline.data.dialect import NUMBER
 from paceline.data.formats.base import LineFormat, share_of_lines
 from paceline.data.reader import ReadSettings, ShardReader
-from paceline.data.text import Parse, Parsed, TextReader, first_bad, result_arrays
+from paceline.data.text import Parse, Parsed, TextReader, call_kernel
 
 _LINE = re.compile(rf"[ \t]*{NUMBER.pattern}(?:[ \t]+(?:qid:[0-9]+|[0-9]+:{NUMBER.pattern}))*[ \t]*(?:#.*)?")
 
@@ -50,13 +50,11 @@ def _libsvm_parser(*, needs_label: bool) -> Parse:
         row_capacity, pair_capacity = (stop - start) // 16 + 16, (stop - start) // 4 + 1  # a pair has 4 bytes
         labels, indptr = np.empty(row_capacity, np.float32), np.empty(row_capacity + 1, np.int64)
         keys, values = np.empty(pair_capacity, np.uint64), np.empty(pair_capacity, np.float32)
-        bad_at, bad_why, counts = result_arrays(kernels.NUM_COUNTS)
-        kernels.parse_libsvm(
-            *(text, start, stop, int(needs_label), powers),
-            *(labels, indptr, keys, values, bad_at, bad_why, counts),
+        arrays = (labels, indptr, keys, values)
+        (rows, num_bad, position, pairs, all_ones), bad = call_kernel(
+            *(kernels.parse_libsvm, kernels.NUM_COUNTS, text, start, stop, int(needs_label), powers, *arrays)
         )
-        rows, num_bad, position, pairs, all_ones = counts.tolist()
         batch = Batch(labels[:rows], indptr[: rows + 1], keys[:pairs], None if all_ones else values[:pairs])
-        return Parsed(batch, position, num_bad, first_bad(bad_at, bad_why, num_bad))
+        return Parsed(batch, position, num_bad, bad)
 
     return parse

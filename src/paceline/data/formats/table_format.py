@@ -16,7 +16,7 @@ from paceline.data.guessing import ReadOptions, describe_named, guess_columns
 from paceline.data.labels import count_labels, find_label_words
 from paceline.data.sample import Sample, check_numbers
 from paceline.data.sampling import TextTable
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import name_seed
 from paceline.kernels.text.values import split_words
 
@@ -56,6 +56,8 @@ class TableFormat(Format):
         if columns is None:
             wanted = [name for name in (*options.names, weight) if name and not is_number(name)]  # a number is a place
             table = self.sample_table(files, wanted, options.header)
+            if not table.rows:
+                raise DataError(f"{files[0]} has columns, and no row of data: write rows to it, or name another file")
             guesses = guess_columns(files[0], table, options, weight or "")
         else:
             self.resolve(files, columns, needs_label=True)

@@ -18,7 +18,7 @@ from paceline.data.formats.base import LineFormat, share_of_lines
 from paceline.data.formats.libsvm import without_comments
 from paceline.data.reader import ReadSettings, ShardReader
 from paceline.data.sampling import text_pieces
-from paceline.data.text import Parse, Parsed, SparseArrays, TextReader, first_bad, result_arrays
+from paceline.data.text import Parse, Parsed, SparseArrays, TextReader, call_kernel
 from paceline.errors import DataError
 
 _FFM = re.compile(rf"[ \t]*(?:{NUMBER.pattern}(?=[ \t]))?(?:[ \t]*[^\s:|]+:[^\s:|]+:{NUMBER.pattern}(?!\S))+[ \t]*")
@@ -103,13 +103,12 @@ def vw_parser(*, needs_label: bool, is_ffm: bool = False) -> Parse:
 
     def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
         arrays = SparseArrays((stop - start) // 2 + 1)
-        bad_at, bad_why, counts = result_arrays(kernels.NUM_VW_COUNTS)
-        kernels.parse_vw(
-            *(text, start, stop, int(is_ffm), int(needs_label), powers, *arrays.all, bad_at, bad_why, counts)
+        (rows, num_bad, position, pairs, all_ones, unweighted), bad = call_kernel(
+            *(kernels.parse_vw, kernels.NUM_VW_COUNTS, text, start, stop, int(is_ffm), int(needs_label), powers),
+            *arrays.all,
         )
-        rows, num_bad, position, pairs, all_ones, unweighted = counts.tolist()
         batch = arrays.batch(rows, pairs, all_ones=bool(all_ones), is_weighted=not unweighted)
-        return Parsed(batch, position, num_bad, first_bad(bad_at, bad_why, num_bad))
+        return Parsed(batch, position, num_bad, bad)
 
     return parse
 

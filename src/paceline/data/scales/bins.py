@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +82,13 @@ def bin_names(name: str, edges: Sequence[float], centre: float = 0.0, key: int |
     }
 
 
+def _keys_of_bins(
+    key_of: Callable[[Any, int], int], names: Sequence[Any], edges: Sequence[Sequence[float]]
+) -> npt.NDArray[np.uint64]:
+    numbered = ((name, at) for name, bounds in zip(names, edges, strict=True) for at in range(len(bounds) + 1))
+    return np.array([key_of(name, at) for name, at in numbered], np.uint64)
+
+
 class ColumnBins:
     """Bins of numeric columns, for rows that begin with a pair for each of the `categorical` columns.
 
@@ -93,10 +101,7 @@ class ColumnBins:
         self._hashes = np.array([field_of(name) for name in (*categorical, *numeric)], np.uint32)
         self._firsts = np.cumsum([0, *map(len, edges)])
         self._edges = np.array(list(itertools.chain.from_iterable(edges)), np.float32)
-        self._keys = np.array(
-            [bin_key(name, at) for name, bounds in zip(numeric, edges, strict=True) for at in range(len(bounds) + 1)],
-            np.uint64,
-        )
+        self._keys = _keys_of_bins(bin_key, numeric, edges)
         self._all_are_binned = all(map(len, edges))
 
     def apply(self, batch: Batch) -> Batch:
@@ -125,14 +130,7 @@ class KeyBins:
     def __init__(self, keys: npt.NDArray[np.uint64], edges: Sequence[Sequence[float]]) -> None:
         of_edges = np.repeat(np.arange(len(edges)), list(map(len, edges)))
         self._edges = _ordered(of_edges, np.array(list(itertools.chain.from_iterable(edges)), np.float32))
-        self.keys = np.array(
-            [
-                key_bin_key(key, at)
-                for key, bounds in zip(keys.tolist(), edges, strict=True)
-                for at in range(len(bounds) + 1)
-            ],
-            np.uint64,
-        )
+        self.keys = _keys_of_bins(key_bin_key, keys.tolist(), edges)
         """The keys of all bins (uint64)."""
 
     def find(self, at: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint64]:

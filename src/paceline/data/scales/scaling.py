@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.batch import Batch
 from paceline.data.dialect import is_missing, is_number
-from paceline.data.scales.bins import MAX_BINS, bins_of, log_edges, quantile_edges
+from paceline.data.scales.bins import MAX_BINS, ColumnBins, bins_of, log_edges, quantile_edges
 from paceline.data.scales.one_column import Doubles, line_loss, table_loss
 from paceline.errors import UsageError
+from paceline.kernels.hashing import name_seed
 from paceline.kernels.text.values import MAX_FLOAT32
 
 NUMERIC_SCALES = ("auto", "standard", "log", "log-bins", "none")
@@ -212,7 +214,7 @@ def _table_loss(numbers: Doubles, scale: Scale, labels: Doubles) -> float:
     return table_loss(bins_of(numbers[known], scale.edges), labels[known]) if scale.edges else math.inf
 
 
-def signed_logs(numbers: Doubles, unit: float) -> Doubles:
+def signed_logs(numbers: Doubles, unit: float | Doubles) -> Doubles:
     logs: Doubles = np.copysign(np.log1p(np.abs(numbers) / unit), numbers)
     return logs
 
@@ -245,3 +247,28 @@ def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:
         return (mean, 1.0), 0.0
     deviation = farthest * math.sqrt(math.fsum((distance / farthest) ** 2 for distance in distances) / len(numbers))
     return (mean, deviation), farthest / deviation
+
+
+class ColumnScaling:
+    """Scales, and bins, of the numeric columns `names`, whose numbers were read less `centres`."""
+
+    def __init__(
+        self, names: Sequence[str], centres: Sequence[float], scales: Sequence[Scale], bins: ColumnBins | None = None
+    ) -> None:
+        from paceline.kernels.features.scaling import scale_columns
+
+        self._scale_columns = scale_columns
+        self._seeds = np.array([name_seed(name) for name in names], np.uint64)
+        self._centres = np.array(centres, np.float64)
+        self._scales = np.array([scale.as_array() for scale in scales]).T.copy()
+        self._bins = bins
+
+    def apply(self, batch: Batch) -> Batch:
+        return self.apply_in_place(batch.copy())
+
+    def apply_in_place(self, batch: Batch) -> Batch:
+        """Scale the values of the batch, and return the rows with bins in place of numbers."""
+        if batch.values is None or not len(self._seeds):
+            return batch
+        self._scale_columns(batch.indptr, batch.keys, batch.values, self._seeds, self._centres, self._scales)
+        return batch if self._bins is None else self._bins.apply(batch)

@@ -23,7 +23,7 @@ def stat_file(path: str | Path) -> FileStatus:
     except OSError as error:
         raise _unreadable(path, error) from error
     if os.path.isfile(path) and status.st_size == 0:
-        raise DataError(f"{path} is empty: it has no line to read")
+        raise DataError(f"{path} is empty: it has no line or row to read")
     return FileStatus(status.st_size, str(status.st_mtime_ns))
 
 

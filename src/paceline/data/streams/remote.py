@@ -52,7 +52,7 @@ def stat_url(url: str) -> FileStatus:
     if found["size"] is None:
         raise DataError(f"{url}: the server does not report the size of the file: copy it first")
     if not found["size"]:
-        raise DataError(f"{url} is empty: it has no line to read")
+        raise DataError(f"{url} is empty: it has no line or row to read")
     return FileStatus(int(found["size"]), version)
 
 

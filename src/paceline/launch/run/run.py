@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import sys
+import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,15 +20,16 @@ from paceline.filters.gradients import gradient_filters
 from paceline.filters.modules import with_modules
 from paceline.launch.local import Share, wait_cluster
 from paceline.launch.run.blame import Tracebacks
-from paceline.launch.run.cluster_file import ClusterFile, read_cluster_file
 from paceline.launch.run.loop import RunLoop, Signals
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
+    ClusterFile,
     Layout,
     command_of,
     lay_out_node,
     lay_out_worker,
     plan_ranks,
+    read_cluster_file,
     servers_of_node,
 )
 from paceline.launch.run.processes import RankProcesses
@@ -45,6 +47,8 @@ from paceline.transport.security.authentication import MAKE_TOKEN, check_token
 
 _PATIENCE_S = 300.0
 _OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # a script hardly has options with these names
+_DATA_SUFFIXES = {".csv", ".gz", ".jsonl", ".npy", ".npz", ".parquet", ".svm", ".tsv", ".txt", ".vw", ".zst"}
+_MOST_SCRIPT_BYTES = 16 << 20
 _HEARTBEAT_TIMEOUT_S = 30.0
 """For stopped or disconnected processes: connections show killed ones. It is long, because a rank may be busy."""
 
@@ -208,12 +212,27 @@ def _check_script(options: RunOptions) -> None:
         raise UsageError(f"no script {script}. Pass options of 'paceline run' before it, and its own after it")
     elif Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
         raise UsageError(f"{script} is a folder without a __main__.py: pass a script")
+    elif not _is_python(Path(script)):
+        raise UsageError(f"{script} is not a Python script: pass a script, or use 'paceline train' for data")
     for name in _OPTIONS_OF_RUN.intersection(options.arguments or ()):
         print(
             f"paceline run: {name} after {script} is an argument of the script. Pass options of 'paceline run' before "
             "the script",
             file=sys.stderr,
         )
+
+
+def _is_python(script: Path) -> bool:
+    """Return False for a file of data, by its ending, and for text with an invalid syntax unless it ends in ``.py``."""
+    if script.suffix.startswith(".py") or script.is_dir() or zipfile.is_zipfile(script):
+        return script.suffix not in _DATA_SUFFIXES
+    if script.suffix in _DATA_SUFFIXES or script.stat().st_size > _MOST_SCRIPT_BYTES:
+        return False
+    try:
+        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, strategy: str) -> None:

@@ -5,6 +5,6 @@ derivatives. Servers sum them and take a proximal step (:class:`paceline.tables.
 weights and update their margins. Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server",
 OSDI'14, algorithm 3 and section 5.1.
 
-:mod:`.rules`, :mod:`.schedule` and :mod:`.convergence` are the algorithm without data or networks; :mod:`.columns` are
+:mod:`.rules` and :mod:`.schedule` are the algorithm without data or networks; :mod:`.columns` are
 the examples; :mod:`.exchange` and :mod:`.solver` are the worker's part.
 """

@@ -18,12 +18,11 @@ from paceline.errors import LostRowsError
 from paceline.filters import Filter
 from paceline.models.proximal import rules
 from paceline.models.proximal.columns import ExampleColumns
-from paceline.models.proximal.convergence import Convergence
 from paceline.models.proximal.exchange import WIDTH, NumberExchange
 from paceline.models.proximal.extrapolation import NUM_PRODUCTS, Iterates
 from paceline.models.proximal.margins import Margins
 from paceline.models.proximal.rules import Flags, Positions, ProximalBlocks
-from paceline.models.proximal.schedule import block_order, block_starts, count_blocks, moving_with
+from paceline.models.proximal.schedule import Convergence, block_order, block_starts, count_blocks, moving_with
 from paceline.ps import Client, Ticket
 from paceline.tables.rules.proximal import START, ProximalNewton
 from paceline.tables.types import Doubles, Floats

@@ -167,7 +167,7 @@ class JobCore:
         if peer is self._claimant:
             self._claimant = None
         if self.ledger is not None and peer is not None and peer is self._poster:
-            self.ledger.fail("PeerError", "the process that posted the job has ended")
+            self.ledger.fail("PeerError", "the process that posted the job has ended, or was silent for too long")
             self._poster = None
         return self._answers()
 

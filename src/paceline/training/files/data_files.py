@@ -36,7 +36,7 @@ from paceline.training.files.numeric_scales import add_scales
 from paceline.training.initial_model import continue_from
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
-from paceline.training.tuning import L1
+from paceline.training.tuning.choices import L1
 from paceline.training.weighting import BALANCED, Weighting, balance
 
 _MIXED_SHARD_BYTES = 32 << 10

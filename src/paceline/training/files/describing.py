@@ -23,7 +23,7 @@ from paceline.data.streams import stat_file
 from paceline.errors import DataError, printable
 from paceline.kernels.hashing import field_of, name_seed
 from paceline.launch.kernels import prepare_kernels
-from paceline.training.files.bad_data import BadData, find_bad_lines
+from paceline.training.bad_data import BadData, find_bad_lines
 from paceline.training.files.data_files import sample_data
 from paceline.training.files.numeric_scales import choose_key_scaling
 

@@ -12,14 +12,19 @@ from paceline.data.example_sampling import sample_examples
 from paceline.data.key_scaling import KeyScaling, find_key_scaling, with_scales
 from paceline.data.labels import NUMBERS, read_as
 from paceline.data.sample import ExampleSample
-from paceline.data.scales.candidates import candidate_scales, explain_features, known_labels
-from paceline.data.scales.column_scaling import ColumnScaling
-from paceline.data.scales.numeric_features import find_numeric_features, numbers_of
+from paceline.data.scales.numeric_features import (
+    candidate_scales,
+    explain_features,
+    find_numeric_features,
+    known_labels,
+    numbers_of,
+)
+from paceline.data.scales.scaling import ColumnScaling
 from paceline.kernels.hashing import name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.models.base import SparseModel
 from paceline.models.fm import FactorModel
-from paceline.training.tuning import Scaling, best_scaling, is_worse_for_factors
+from paceline.training.tuning.scale_trial import Scaling, best_scaling, is_worse_for_factors
 
 
 def add_scales(sample: Sample, how: str) -> Sample:

@@ -1,7 +1,7 @@
 """Which scales and bins of numbers suit a sample of the data, by the held-out loss of a logistic regression.
 
-The usual scales are those that each feature has by itself (:mod:`paceline.data.scales.candidates`). Others are taken if
-they are better by more than chance: of up to 5,000 examples by more than two standard errors, else by more than one.
+The usual scales are those of the single features (:mod:`paceline.data.scales.numeric_features`). Others must be better
+by more than chance: of up to 5,000 examples by more than two standard errors, else by more than one.
 """
 
 from __future__ import annotations

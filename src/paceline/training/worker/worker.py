@@ -27,7 +27,7 @@ from paceline.models.proximal.solver import BlockSolver
 from paceline.models.registry import read_model_settings
 from paceline.protocol.jobs import ALL_DONE, Job, Lease
 from paceline.ps import RULES, Client, SparseTable, Ticket, from_fields, messages
-from paceline.training.files.bad_data import plain_bad_lines
+from paceline.training.bad_data import plain_bad_lines
 from paceline.training.worker import jobs
 from paceline.training.worker.jobs import FOREVER_S, WorkerCounters, WorkerLeases
 from paceline.training.worker.mixed_shards import MixedShards

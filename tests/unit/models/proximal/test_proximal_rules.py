@@ -15,10 +15,17 @@ from paceline.errors import DataError, UsageError
 from paceline.models.base import BIAS_KEY
 from paceline.models.proximal import rules
 from paceline.models.proximal.columns import ColumnCollector, ExampleColumns
-from paceline.models.proximal.convergence import FULL_PASS_INTERVAL, Convergence
 from paceline.models.proximal.margins import Margins
 from paceline.models.proximal.rules import ProximalBlocks
-from paceline.models.proximal.schedule import block_order, block_starts, count_blocks, moving_with, places_of
+from paceline.models.proximal.schedule import (
+    FULL_PASS_INTERVAL,
+    Convergence,
+    block_order,
+    block_starts,
+    count_blocks,
+    moving_with,
+    places_of,
+)
 from paceline.ps import ProximalNewton, SparseStore
 from paceline.tables.rules.proximal import proximal_step
 from paceline.tables.spec import TableSpec

@@ -1,4 +1,4 @@
-"""``paceline convert``."""
+"""``paceline describe`` and ``paceline convert``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,37 @@ import typer
 from . import options
 from .data_arguments import find_sources
 from .parameters import expand_flags
+
+
+@expand_flags
+def describe(
+    *,
+    data: options.Data,
+    format: options.Format = None,
+    label: options.Label = None,
+    columns: options.ColumnFlags,
+    numeric_scale: options.NumericScale = "auto",
+    positive: options.Positive = None,
+    json: options.Json = False,
+) -> None:
+    """Show how 'paceline train' would read the data.
+
+    Prints the format, the labels, the columns, and the first row as keys.
+
+    Example: paceline describe clicks.csv --label clicked
+    """
+    from rich.console import Console
+
+    from paceline.training.files.describing import describe_data, show_description
+
+    reading = columns.parse(label)
+    found = describe_data(
+        *(data, format), numeric_scale=numeric_scale, positive=options.find_positive(positive), reading=reading
+    )
+    if json:
+        typer.echo(json_module.dumps(found))
+    else:
+        show_description(Console(), found)
 
 
 @expand_flags
@@ -36,7 +67,7 @@ def convert(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Convert data files to one file that needs no parsing: paceline convert DATA... OUT.
+    """Convert data files to one file that needs no parsing.
 
     'train', 'predict' and 'describe' read OUT like any data file. It has checksums. A failed conversion leaves no
     file.
