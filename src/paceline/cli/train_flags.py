@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from paceline.training.schedules import RatePlan
 
 MINIBATCHES: Final = "minibatches"
-"""The default solver."""
 _COMMON, _FAILURES, _TRAFFIC = "Common options", "Snapshots and failures", "Memory and traffic"  # panels of the help
 
 

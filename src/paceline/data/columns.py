@@ -219,10 +219,7 @@ def find_label(path: str, names: Sequence[str]) -> str:
 
 
 def resolve_label(path: str, names: Sequence[str], label: str) -> str:
-    """Return the column with the name `label`, or with this number, from 0 (from the end if negative).
-
-    Blanks around a name in the file are ignored.
-    """
+    """Return the column with this name, blanks ignored, or with this number, from 0 (from the end if negative)."""
     if label in names:
         return label
     if _PLACE.fullmatch(label) and -len(names) <= int(label) < len(names):

@@ -138,7 +138,6 @@ class Dataset(Closing):
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
         self._kind = FORMATS[format]
         self.in_use = FilesInUse(self.files, self._kind, sizes)
-        """The files, which must not change."""
         self._cache = self._open_cache()
         self._log = BadLineLog()
         self._idle = IdleFiles()

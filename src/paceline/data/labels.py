@@ -29,10 +29,7 @@ def clicks_where(positive: float | None) -> str:
 
 
 def positive_in(labels: str) -> float | None:
-    """Return the positive label of an interpretation; None if it is not a single label.
-
-    Raises UsageError for an invalid interpretation.
-    """
+    """Return the single positive label of an interpretation, or None. Raises UsageError for an invalid one."""
     kind, colon, positive = labels.partition(":")
     if labels in (NUMBERS, CLICKS):
         return None

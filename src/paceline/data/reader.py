@@ -27,7 +27,6 @@ class ReadSettings:
 
     shard_bytes: int
     num_bytes: int
-    """The size of the file."""
     columns: Columns | None = None
     needs_label: bool = True
     """Whether a row without a label is malformed; otherwise its label is NaN."""

@@ -28,7 +28,6 @@ class ExampleSample:
     is_whole: bool
     """Whether the sample has all examples of the data set."""
     bad_lines: BadLines | None = None
-    """The malformed lines that were read."""
     num_read: int = 0
     """The number of examples that were read; the sample may have fewer."""
 

@@ -81,7 +81,6 @@ class Block:
     stop: int
     base: int
     last: bool
-    """Whether the text ends with this block."""
 
 
 class LineReader:

@@ -51,11 +51,9 @@ class TableSummary:
     dim: int
     features: int
     nonzero: int
-    """Features with a nonzero value."""
     l1_norm: float
     l2_norm: float
     largest: float
-    """The largest absolute value."""
     bias: float | list[float]
     histogram: Histogram
     """Of the nonzero values."""
@@ -97,7 +95,6 @@ class TableDifference:
     name: str
     l2_norms: tuple[float, float]
     distance: float
-    """The L2 norm of the difference."""
     cosine: float | None
     """Of the angle between both; None if one is zero."""
     only_in: tuple[int, int]

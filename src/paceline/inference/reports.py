@@ -201,10 +201,7 @@ _INCHES, _DOTS_PER_INCH = 4.0, 120
 
 
 def write_png(file: Path, summary: ModelSummary, calibration: Calibration | None) -> None:
-    """Draw the histogram of each table's weights next to the calibration, if given.
-
-    Raises UsageError without Matplotlib, ModelError if the file cannot be written.
-    """
+    """Draw histograms of the tables and the calibration, if given. Raises UsageError without Matplotlib, ModelError."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import psutil
 
 CHILD: Final = "paceline.launch.child"
-"""Module of the processes of local clusters."""
 _ANSWER_S: Final = 60.0
 _POLL_S: Final = 0.05
 _SLICE_S: Final = 0.5
@@ -170,10 +169,7 @@ class ForkServer:
         return cls(own, process)
 
     def fork(self, arguments: Sequence[str], *, environment: Mapping[str, str], captured: bool) -> Forked:
-        """Fork a process in a session of its own, with a pipe as standard input. Raises ForkError.
-
-        Its standard output is a pipe if `captured`, else discarded.
-        """
+        """Fork a process with a pipe as standard input, and as output if `captured`. Raises ForkError."""
         with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as own_ends:
             stdin, own_stdin = _pipe(child_ends, own_ends, is_input=True)
             if captured:

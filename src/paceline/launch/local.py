@@ -55,7 +55,6 @@ class Share:
     bind: str = ""
     """The address that the scheduler binds, if it differs from the one that others reach."""
     patience_s: float = 300.0
-    """Seconds to wait for the other machines."""
 
 
 class LocalCluster(Closing):
@@ -74,7 +73,6 @@ class LocalCluster(Closing):
         self.consistency = consistency
         self.token = token
         self.scheduler = ""
-        """The scheduler's address."""
         self.scheduler_restarts = 0
         """Number of dead schedulers that were replaced."""
         self.server_restarts = 0
@@ -323,10 +321,7 @@ def wait_cluster(
     ready: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait until a scheduler answers and, if `ready`, its cluster has all its servers; call `check` while waiting.
-
-    Raises PeerError if that takes longer than `patience_s`.
-    """
+    """Wait until a scheduler answers and, if `ready`, has all servers. Raises PeerError after `patience_s`."""
     deadline = time.monotonic() + patience_s
     observer = Hello(role="observer")
     link = reach(

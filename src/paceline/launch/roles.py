@@ -67,10 +67,7 @@ class Joining:
 
 
 def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[], None] = lambda: None) -> _Reached:
-    """Call `connect` until a scheduler answers, and return its result; call `check` before each attempt.
-
-    Raises DeadlineError if none answers within `patience_s`.
-    """
+    """Call `check` and `connect` until a scheduler answers. Raises DeadlineError after `patience_s`."""
     deadline, backoff = time.monotonic() + patience_s, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     while True:
         check()

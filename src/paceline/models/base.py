@@ -246,7 +246,6 @@ class SparseModel(ABC):
     loss_name: ClassVar[str]
     """The name of its mean loss in the progress line."""
     evaluation: ClassVar[type[Evaluation]]
-    """Its metrics."""
     labels: ClassVar[str] = "clicks"
     """The kind of its labels: ``clicks`` or ``numbers``."""
     has_classes: ClassVar[bool] = True
@@ -344,10 +343,7 @@ class SparseModel(ABC):
         """Return the loss of each example: float64 [n]; arguments as in a minibatch."""
 
     def starting_from(self, labels: Floats, weights: Floats | None = None) -> SparseModel:
-        """Return the model adapted to the labels and weights of a sample.
-
-        Raises DataError.
-        """
+        """Return the model adapted to the labels and weights of a sample. Raises DataError."""
         return self
 
     def continued_from(self, former: SparseModel) -> SparseModel:
@@ -361,10 +357,7 @@ class SparseModel(ABC):
         return model
 
     def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> SparseModel:
-        """Return the model adapted to the columns of data of this format.
-
-        `fields` are the fields of formats without columns (:class:`RowLayout`). Raises UsageError for unsuitable data.
-        """
+        """Return the model adapted to the columns of data of this format. Raises UsageError for unsuitable data."""
         if self.interactions is None:
             return self
         return dataclasses.replace(self, interactions=self.interactions.of_columns(format, columns, fields))

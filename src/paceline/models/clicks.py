@@ -63,7 +63,6 @@ class ClickProbabilityModel(SparseModel):
     found: ClassVar[tuple[str, ...]] = ("offset",)
 
     offset: float = 0.0
-    """The addend of all margins."""
     positive: float | str | None = None
     """The label of clicks; None: all labels above 0. A word until :func:`for_classes` replaces it."""
 

@@ -39,10 +39,7 @@ class _Scratch(threading.local):
 
 
 class Predictor:
-    """A loaded model, saved or from the newest snapshot of a training. Thread-safe.
-
-    Raises ModelError if the directory holds no click model.
-    """
+    """A loaded model, saved or from the newest snapshot. Thread-safe. Raises ModelError without a click model."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         stored = read_stored_model(directory)

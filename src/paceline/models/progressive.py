@@ -27,7 +27,6 @@ class ExampleSums(NamedTuple):
     predictions: float | None
     """None if a prediction is not a single number."""
     num_pairs: int
-    """Pairs of a feature and its value."""
 
 
 @dataclass(slots=True)

@@ -30,7 +30,6 @@ MODELS: Final[dict[str, type[SparseModel]]] = {
         SoftmaxRegression,
     )
 }
-"""All models by name."""
 
 
 def make_model(name: str = SparseLogisticRegression.name, **settings: Any) -> SparseModel:

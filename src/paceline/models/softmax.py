@@ -35,7 +35,6 @@ class ClassEvaluation(Evaluation):
     accuracy: float
     log_loss: float
     counts: tuple[int, ...] = dataclasses.field(default=(), metadata={"metric": False})
-    """The number of examples of each class."""
 
     @property
     @override

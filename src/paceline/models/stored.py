@@ -41,10 +41,7 @@ class StoredModel:
                 yield keys, records
 
     def load_store(self, name: str, *, values_only: bool = False) -> SparseStore:
-        """Return a table as a store in this process, with or without the state of its update rule.
-
-        Raises ModelError for an unknown table.
-        """
+        """Return a table as a store, with or without the state of its update rule. Raises ModelError if unknown."""
         table = next((candidate for candidate in self.tables if candidate.spec.name == name), None)
         if table is None:
             raise ModelError(f"the model in {self.directory} has no table {name!r}")
@@ -74,10 +71,7 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
 
 
 def find_version(directory: str | os.PathLike[str]) -> str:
-    """Return a value that changes when the model is replaced or a newer snapshot appears.
-
-    Raises ModelError for a directory without a model.
-    """
+    """Return a value that changes with the model, or with a newer snapshot. Raises ModelError."""
     path = Path(directory)
     numbers = _snapshot_numbers(path)
     if numbers:

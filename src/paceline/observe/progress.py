@@ -49,10 +49,7 @@ class ProgressSnapshot:
 
 
 class RateMeter:
-    """Rate over the last few seconds, from samples of an increasing count; the caller passes the time.
-
-    Keeps about fifty samples, regardless of their rate.
-    """
+    """Rate over the last few seconds, from about fifty samples of an increasing count; the caller passes the time."""
 
     def __init__(self, window: timedelta = timedelta(seconds=5)) -> None:
         self._window_s = window.total_seconds()

@@ -28,10 +28,7 @@ _SEEDS = 1 << 31
 
 
 class ModelTables:
-    """A model with its tables, each with its specification; the first has a row for each feature and the bias.
-
-    `scaling` is the scaling of values before training and prediction; None for none.
-    """
+    """A model with its tables and their specifications; `scaling` scales values before training and prediction."""
 
     def __init__(
         self,

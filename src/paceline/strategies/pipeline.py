@@ -85,10 +85,7 @@ class PipelineOptions(StrategyOptions):
 
 
 def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOptions:
-    """Check the options of a pipeline on `processes` (None: any number), and set the defaults.
-
-    Raises UsageError for inconsistent numbers, and for an unknown schedule.
-    """
+    """Check the options of a pipeline on `processes` (None: any number), and set the defaults. Raises UsageError."""
     data_parallel = 1 if flags.data_parallel is None else flags.data_parallel
     if data_parallel < 1:
         raise UsageError(f"--data-parallel {data_parallel}: expected 1 or more pipelines")

@@ -45,10 +45,7 @@ class ShardingOptions(StrategyOptions):
 
 
 def choose_sharding(shard: str | None, data_parallel: int | None, processes: int) -> ShardingOptions:
-    """Check the options of a sharded training on `processes`, and set the defaults.
-
-    Raises UsageError for inconsistent numbers, and for empty or repeated names.
-    """
+    """Check the options of a sharded training on `processes`, and set the defaults. Raises UsageError."""
     num_groups = 1 if data_parallel is None else data_parallel
     if num_groups < 1 or processes % num_groups:
         raise UsageError(

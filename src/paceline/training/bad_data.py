@@ -25,10 +25,7 @@ class BadData:
     """Whether the first lines lack only a label."""
 
     def sentence(self, num_good: int | None = None) -> str:
-        """Return a warning, followed by the first few lines.
-
-        `num_good` is the number of valid lines, if known: then a large skipped fraction is stated.
-        """
+        """Return a warning and the first lines; with `num_good` valid lines, a large skipped fraction is stated."""
         share = 0.0 if num_good is None else self.count / max(self.count + num_good, 1)
         of_all = f", {share:.0%} of all," if share > _LARGE_SHARE else ""
         kind = "unlabelled" if self.are_unlabelled else "malformed"

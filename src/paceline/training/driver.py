@@ -81,10 +81,7 @@ def train_locally(
     warn: Callable[[str], None] = lambda text: None,
     **cluster_options: Any,
 ) -> TrainResult:
-    """Train silently on processes of this machine that end with the training.
-
-    :meth:`LocalCluster.start` receives the further arguments.
-    """
+    """Train silently on processes of this machine; :meth:`LocalCluster.start` receives the further arguments."""
     options, sample = resolve_files(options)  # errors in the options or files are raised before anything starts
     settings = messages.ClusterSettings(
         num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)

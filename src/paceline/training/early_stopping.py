@@ -33,7 +33,6 @@ from paceline.training.options import EarlyStopping
 from paceline.training.results import json_number
 
 FOLDER: Final = "best-pass"
-"""The folder for the tables of the best pass, in a directory of snapshots."""
 
 
 @dataclass(slots=True)
@@ -142,10 +141,7 @@ class BestPass:
                     write_records(self._client, spec, keys, records)
 
     def save(self, directory: str | Path, rules: Mapping[str, UpdateRule], **model: Any) -> None:
-        """Save the best pass as a model, with these update rules by table; `model` goes into its manifest.
-
-        Raises as :func:`paceline.storage.model_directory.save_model`.
-        """
+        """Save the best pass as a model, with these update rules by table; `model` goes into its manifest."""
         kept = read_model(self._kept_in)
         specs = {name: kept.table(name).spec.with_update(to_fields(rules[name])) for name in self._names}
         save_model(directory, ((spec, kept.records(kept.table(name))) for name, spec in specs.items()), model)

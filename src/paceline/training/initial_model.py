@@ -109,10 +109,7 @@ def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: 
 
 
 def continue_from(options: TrainOptions) -> TrainOptions:
-    """Return the options with the settings and columns of the initial model, if there is one.
-
-    Raises UsageError if the options ask for a different model, ModelError if the directory has none.
-    """
+    """Return the options with the initial model's settings and columns. Raises UsageError and ModelError."""
     if options.init_from is None:
         return options
     if options.resume is not None:

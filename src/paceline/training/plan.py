@@ -44,7 +44,6 @@ class TrainingPlan:
     """Number of examples in the data, perhaps an estimate; 0 without a sample."""
 
     resumed: Snapshot | None = None
-    """The snapshot to continue from."""
     run: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
     """Unique name of the training; a resumed training keeps it."""
 

@@ -35,7 +35,6 @@ class TrainingState:
     examples: int
     """Examples of this task; the figures below are of this task too."""
     weight: float
-    """Sum of the examples' weights."""
     loss: float
     num_bytes: int
     num_workers: int

@@ -20,7 +20,6 @@ from paceline.protocol import Consistency, Sequential
 from paceline.tables.rules import UpdateRule
 
 SCHEDULES: Final[dict[str, type[RateSchedule]]] = {}
-"""Every schedule by its name."""
 
 LEAST: Final = 1e-3
 """The least factor: a rate of 0 would teach nothing."""

@@ -57,7 +57,6 @@ class TrainingSnapshots:
         self._last_s = 0.0
         self._last_examples = 0
         self.newest: SnapshotManifest | None = None
-        """The last snapshot of this training."""
 
     def begin(self, training: dict[str, Any], examples: int) -> None:
         """Start to take snapshots of a training; `examples` were trained before its first job."""

@@ -51,10 +51,7 @@ from paceline.training.worker.table_rates import TableRates
 
 
 class Training:
-    """One training on a cluster.
-
-    `processes` is the training's own cluster, if it has one. `on_news` receives sentences for the user.
-    """
+    """One training on a cluster; `processes` is its own cluster, if any; `on_news` receives sentences for the user."""
 
     def __init__(
         self,
@@ -87,10 +84,7 @@ class Training:
         )
 
     def run(self) -> TrainResult:
-        """Train, save, evaluate. After Ctrl-C or a failure, save the unfinished model if a directory was given.
-
-        Raises DataError for invalid data, PeerError if servers or all workers have died.
-        """
+        """Train, save, evaluate. After Ctrl-C or a failure, save the unfinished model if a directory was given."""
         options, plan, spare = self._options, self._plan, None if self._processes is None else self._processes.scratch
         if plan.resumed is not None:
             self._resumption = Resumption(plan.resumed)

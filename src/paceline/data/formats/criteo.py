@@ -29,7 +29,6 @@ CRITEO_NAMES = (
     *(f"I{number}" for number in range(1, CRITEO_INTEGERS + 1)),
     *(f"C{number}" for number in range(1, CRITEO_CATEGORIES + 1)),
 )
-"""The usual names of Criteo's fields."""
 
 _LEAST_INTEGER = -16  # smaller integers are rare; each negative integer is a category
 

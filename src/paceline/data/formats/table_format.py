@@ -29,10 +29,7 @@ class TableFormat(Format):
 
     @abstractmethod
     def sample_table(self, files: Sequence[str], wanted: Sequence[str] = (), header: str = "auto") -> TextTable:
-        """Return rows spread over the files.
-
-        `wanted` and `header` have the same meaning as in :func:`paceline.data.dialect.guess_dialect`.
-        """
+        """Return rows spread over the files; `wanted` and `header` as in :func:`.guess_dialect`."""
 
     @abstractmethod
     def read_cells(self, files: Sequence[str], columns: Columns, name: str) -> Iterator[str]:

@@ -29,7 +29,6 @@ class Members:
     starts: tuple[int, ...]
     offsets: tuple[int, ...]
     num_bytes: int
-    """The length of the text."""
 
     def before(self, position: int) -> tuple[int, int]:
         """Return the offsets in text and file of the last member that begins at or before `position` of the text."""

@@ -63,10 +63,7 @@ def open_url(url: str) -> Any:
 
 
 def expand_url(pattern: str) -> list[str]:
-    """Return the URLs that match a pattern of `*`, `?` or `[...]`, in order; a URL without a pattern stands for itself.
-
-    Raises DataError if no file matches.
-    """
+    """Return the URLs that match a pattern; a URL without a pattern stands for itself. Raises DataError for none."""
     from glob import has_magic
 
     if not has_magic(_URL.sub("", pattern)):

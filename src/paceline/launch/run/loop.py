@@ -38,7 +38,6 @@ class Signals:
 
     def __init__(self, processes: RankProcesses) -> None:
         self.first: int | None = None
-        """The first received signal."""
         self.since = 0.0
         self._processes = processes
         self._before: dict[int, Any] = {}

@@ -19,7 +19,6 @@ from paceline.transport import TLS, Address
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
-"""The default port where the ranks of several nodes meet, as in torchrun."""
 
 # Variables of another launcher, or of an outer run of this one, do not apply to the ranks.
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")

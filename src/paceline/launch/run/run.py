@@ -69,10 +69,7 @@ class _Setup:
 
 
 def run_script(options: RunOptions) -> int:
-    """Run a script; return the exit status: 0, that of the first failed rank, or 128 plus the signal.
-
-    Raises UsageError for invalid options, before any process is started, and PeerError if servers do not start.
-    """
+    """Run a script; return the exit status. Raises UsageError before any process is started, and PeerError."""
     memory_limit = options.memory.parse()
     _check_script(options)
     if options.threads is not None and options.threads < 1:
@@ -129,10 +126,7 @@ def run_script(options: RunOptions) -> int:
 
 
 def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | None, str | None]:
-    """Return the ranks' filters, and their filters of pulled rows, with the modules to import; None for none.
-
-    Raises UsageError for filters that do not fit the strategy.
-    """
+    """Return the ranks' filters and their filters of pulled rows, with the modules to import. Raises UsageError."""
     pushed, pulled = options.filters or "", options.pull_filters
     options.filter_modules.load(options.filters, options.pull_filters)
     chain = parse_filters(pushed)

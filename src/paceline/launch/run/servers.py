@@ -64,10 +64,7 @@ class News:
 
 
 class RunServers(Closing):
-    """This machine's part of a cluster whose workers are the ranks. Use it as a context manager.
-
-    `failure` and `wait_workers` print reports about replaced processes on standard error.
-    """
+    """This machine's part of a cluster whose workers are the ranks; it prints reports about replaced processes."""
 
     def __init__(self, workers: int, share: Share | None) -> None:
         """Create it without processes; use :meth:`start` instead."""

@@ -76,10 +76,7 @@ class FeatureCounts:
         return found
 
     def added(self, rows: Floats, occurrences: npt.NDArray[np.int64], times: int) -> tuple[Keys, Floats]:
-        """Return the blocks with a cell below `times`, and their increments (float32 [k, BLOCK]).
-
-        Arguments as in :meth:`have_occurred`.
-        """
+        """Return the blocks with a cell below `times`, and their increments (float32 [k, BLOCK])."""
         added, is_written = np.empty(rows.size, np.float32), np.empty(len(self.blocks), np.uint8)
         arguments = self._chosen, rows.reshape(-1), self._places, self._masks, np.float32(times)
         add_counts(occurrences, *arguments, added, is_written)

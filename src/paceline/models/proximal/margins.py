@@ -12,10 +12,7 @@ from paceline.tables.types import Doubles, Floats
 
 
 class Margins:
-    """Margins of a logistic regression with initial weights 0 and an `offset` for each margin.
-
-    Columns are given by number (int64 [n]).
-    """
+    """Margins of a logistic regression with initial weights 0 and an `offset`; columns are given by number."""
 
     def __init__(self, columns: ExampleColumns, offset: float) -> None:
         num = columns.num_examples

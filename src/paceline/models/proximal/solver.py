@@ -28,7 +28,6 @@ from paceline.tables.rules.proximal import START, ProximalNewton
 from paceline.tables.types import Doubles, Floats
 
 _AT_ONCE: Final = 1 << 18
-"""Columns in one message."""
 
 
 class BlockPass(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +56,6 @@ class SolveTask(msgspec.Struct, frozen=True, kw_only=True):
     """The task of all workers of a solver."""
 
     table: str
-    """The name of the new table of weights."""
     blocks: ProximalBlocks
     examples: int
     """The examples of all workers."""

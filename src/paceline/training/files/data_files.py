@@ -52,10 +52,7 @@ def sample_data(
     weight: str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> Sample:
-    """Return a sample of data files, whose columns have scales. See :class:`TrainOptions` for the arguments.
-
-    Raises DataError for unsuitable files, and UsageError for unsuitable options.
-    """
+    """Return a sample of data files, whose columns have scales; arguments as in :class:`TrainOptions`."""
     check_numeric_scale(numeric_scale)
     files = list(map(str, data))
     kind = find_format(format or detect_format(files[0]))
@@ -71,10 +68,7 @@ def sample_data(
 
 
 def resolve_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
-    """Return the options completed with format, columns and model, and the sample of the files.
-
-    Raises DataError, UsageError and ModelError for unsuitable files, options and destinations.
-    """
+    """Return the completed options, and the sample of the files. Raises DataError, UsageError and ModelError."""
     options = continue_from(options)
     sample = sample_data(
         *(options.data, options.format, options.columns, options.numeric_scale, options.weights.column),

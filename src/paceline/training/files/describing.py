@@ -41,10 +41,7 @@ def describe_data(
     positive: float | str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> dict[str, Any]:
-    """Return the description of files as JSON values: the object of ``paceline describe --json``.
-
-    See :class:`TrainOptions` and the click models for the arguments. Raises DataError and UsageError as `sample_data`.
-    """
+    """Return the object of ``paceline describe --json``; arguments as in :class:`TrainOptions` and click models."""
     sample = sample_data(data, format, columns, numeric_scale, reading=reading)
     prepare_kernels()
     classes = sample.classes

@@ -92,10 +92,7 @@ def _scaling_of(columns: Columns) -> ColumnScaling:
 
 
 def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
-    """Return the scales that suit numeric columns, by examples that hold their numbers less the centres of `columns`.
-
-    Those of `columns` where there is no example.
-    """
+    """Return the scales that suit numeric columns, by examples with their numbers less the centres of `columns`."""
     if not sample.batch.num_examples:
         return columns.scales
     centres = [scale.centre for scale in columns.scales]

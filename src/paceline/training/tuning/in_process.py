@@ -14,10 +14,7 @@ from paceline.tables.types import Floats
 
 
 class InProcessTables:
-    """The rows of a model's tables: one store per table, in the order of ``model.tables``. Not thread-safe.
-
-    Training uses the arithmetic of workers and the update rules of servers.
-    """
+    """The rows of a model's tables in this process, with the arithmetic of a training. Not thread-safe."""
 
     def __init__(self, stores: Sequence[SparseStore]) -> None:
         self.stores = stores

@@ -80,7 +80,6 @@ class ModelTrial:
         affordable = int(n * seconds / (_USUAL_PASSES * seconds_of(sample.batch)))
         self.batch, self.num_represented = thin(sample, max(affordable, _LEAST_ROWS))
         self.is_complete = self.num_examples == n and sample.is_whole
-        """Whether the trial has all the data."""
         pass_s = seconds_of(self.batch)
         splits = held_out_splits(self.batch, is_mixed=is_mixed)
         num_splits = max(int(seconds / (_PASSES_OF_SMALL * pass_s)), 1)

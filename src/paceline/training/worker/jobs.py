@@ -65,10 +65,7 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
         return (self.is_shuffled and epoch < self.epochs - 1) != (epoch in self.reordered)
 
     def filter_chains(self, *, exact: bool = False) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
-        """Return the filters of pushes and of pulls; with `exact`, only the filters that change no value.
-
-        Raises UsageError for unknown filters.
-        """
+        """Return the filters of pushes and pulls; with `exact`, only those that change no value. Raises UsageError."""
         texts = (self.filters, self.pull_filters)
         pushed, pulled = (
             None
@@ -142,7 +139,6 @@ class WorkerCounters:
     job: int
     examples: int = 0
     weight: float = 0.0
-    """The sum of the examples' weights."""
     held: int = 0
     """Examples in memory for the block solver."""
     loss: float = 0.0

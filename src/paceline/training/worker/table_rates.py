@@ -21,10 +21,7 @@ _LEAST_CHANGE = 0.02  # fraction of the rate: servers receive no smaller changes
 
 
 class TableRates:
-    """Changes the rates of the model's tables that have the training's update rule.
-
-    `most` is the largest number of passes. Raises UsageError if the rule has no rate.
-    """
+    """Changes the rates of tables with the training's rule, in `most` passes. Raises UsageError without a rate."""
 
     def __init__(
         self, tables: Sequence[SparseTable], model: SparseModel, rule: UpdateRule, plan: RatePlan, most: int
