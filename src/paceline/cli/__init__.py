@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.termination import Terminated, raise_no_more, raise_on_sigterm
 
@@ -42,9 +42,10 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
     raise_on_sigterm()
     # Typer contains a copy of click, so click's exception class has no public name: take it from a subclass.
     wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
+    commands: Any = typer.main.get_command(app)
     try:
         # Not app(), which handles signals itself.
-        with typer.main.get_command(app).make_context("paceline", words, obj=fork_server) as context:
+        with commands.make_context("paceline", words, obj=fork_server) as context:
             context.command.invoke(context)
     except typer.Exit as error:
         sys.exit(error.exit_code)
@@ -60,7 +61,10 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
             sys.exit(2)
         _fail(describe_wrong_usage(error, words), 2)
     except UsageError as error:
-        _fail(_message(error), 2)
+        from .wrong_usage import name_options
+
+        command = commands.commands.get(words[0])
+        _fail(name_options(_message(error), () if command is None else command.params), 2)
     except PacelineError as error:
         _fail(_message(error), 1)
     except BrokenPipeError:

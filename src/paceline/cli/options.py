@@ -11,7 +11,7 @@ import typer
 
 from paceline.command_options import option
 from paceline.environment import environment
-from paceline.errors import UsageError
+from paceline.errors import AddressError, UsageError
 
 from .data_arguments import find_data
 
@@ -98,6 +98,12 @@ def find_scheduler(given: str | None) -> str:
     found = given or environment().scheduler
     if not found:
         raise UsageError("no scheduler: pass its address with --scheduler HOST:PORT or set PACELINE_SCHEDULER")
+    from paceline.transport import Address
+
+    try:
+        Address.parse(found)
+    except AddressError as error:
+        raise UsageError(f"--scheduler: {error}") from None
     return found
 
 

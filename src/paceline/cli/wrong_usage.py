@@ -37,7 +37,9 @@ def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
     if type(error).__name__ == "NoSuchOption" and unknown is not None:
         known = [] if context is None else [name for parameter in context.command.params for name in parameter.opts]
         similar = [name for name in (_SAME_OPTION.get(unknown),) if name in known]
-        similar += difflib.get_close_matches(unknown, known, 1, 0.7)
+        similar += difflib.get_close_matches(unknown, known, 1, 0.7) + [
+            name for name in known if name.startswith(unknown)
+        ]
         return f"unknown option {unknown}" + (f". Did you mean {similar[0]}?" if similar else more)
     parameter = getattr(error, "param", None)
     options = [] if parameter is None else list(parameter.opts)
@@ -49,6 +51,17 @@ def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
     if type(error).__name__ == "BadOptionUsage":
         return f"{unknown}: the value is missing. Pass it, as in {unknown} VALUE"
     return f"{error.format_message().rstrip('.').replace('?.', '?')}{more if '?' not in error.format_message() else ''}"
+
+
+def name_options(text: str, parameters: Sequence[Any]) -> str:
+    """Replace settings in an error message by options of the command: ``min_replicas=2`` by ``--min-replicas 2``."""
+    options = {parameter.name: parameter.opts[0] for parameter in parameters if parameter.opts[0].startswith("--")}
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        return f"{options[name]} {value.strip(chr(39))}" if name in options else found[0]
+
+    return re.sub(r"\b([a-z_]+)=('[^']*'|[^\s,:;()]+)", option, text)
 
 
 def _value_of(options: Sequence[str], words: Sequence[str]) -> str:

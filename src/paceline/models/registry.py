@@ -36,7 +36,7 @@ def make_model(name: str = SparseLogisticRegression.name, **settings: Any) -> Sp
     """Return a model; settings that are None are ignored. Raises UsageError for settings of other models."""
     kind = MODELS.get(name)
     if kind is None:
-        raise UsageError(f"unknown model {name!r}: expected one of {', '.join(MODELS)}")
+        raise UsageError(f"model={name!r}: expected one of {', '.join(MODELS)}")
     given = {key: value for key, value in settings.items() if value is not None}
     for key in given:
         if key not in _settings_of(kind):

@@ -146,8 +146,8 @@ def parse_consistency(text: str) -> Consistency:
     if name == "eventual" and not colon:
         return Eventual()
     raise UsageError(
-        f"Unknown consistency {text!r}: expected 'sequential', 'sequential:mean', 'bounded:N' with N "
-        "iterations of delay (such as bounded:4), or 'eventual'."
+        f"consistency={text!r}: expected 'sequential', 'sequential:mean', 'bounded:N' with N iterations of delay (such "
+        "as 'bounded:4'), or 'eventual'"
     )
 
 

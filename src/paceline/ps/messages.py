@@ -134,7 +134,7 @@ class ClusterSettings(SchedulerSettings, frozen=True, kw_only=True):
         if not 0 <= replicas < servers:
             needed = max(replicas, 0) + 1
             raise UsageError(
-                f"replicas={replicas} with {servers} servers: a row and its replicas need {needed} servers. Add some, "
+                f"replicas={replicas} with servers={servers}: a row and its replicas need {needed} servers. Add some, "
                 "or lower replicas"
             )
         if not 0 <= self.min_replicas <= replicas:

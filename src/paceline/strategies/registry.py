@@ -83,7 +83,7 @@ class StrategyFlags:
 
 def check_strategy(name: str) -> StrategySpec:
     if name not in STRATEGIES:
-        raise UsageError(f"got strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
+        raise UsageError(f"strategy={name!r}: expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]
 
 

@@ -78,8 +78,8 @@ class ClientHandshake:
         error, message = unauthenticated_error(meta)
         if self.expected_kind is FrameKind.WELCOME and error == AuthenticationError.__name__:
             return AuthenticationError(
-                f"the {self._server} at {self.address} refused the token; start this process with the token of the "
-                "cluster (PACELINE_TOKEN). The peer has not authenticated itself: check the address too"
+                f"the {self._server} at {self.address} refused the token: pass the cluster's token "
+                "(--token-file or PACELINE_TOKEN), and check the address"
             )
         return ConnectionLostError(
             f"the {self._server} at {self.address} closed the connection in the handshake; an unauthenticated peer "

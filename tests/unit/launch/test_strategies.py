@@ -45,7 +45,7 @@ def test_consistency() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"name": "nothing"}, "strategy 'nothing': expected one of one-device, mirrored"),
+        ({"name": "nothing"}, "strategy='nothing': expected one of one-device, mirrored"),
         ({"name": "all-reduce", "servers": 1}, "has no servers, got 1"),
         ({"name": "all-reduce", "consistency": "eventual"}, "leave --consistency eventual out"),
         ({"name": "all-reduce", "replicas": 2}, "leave --replicas 2 out"),

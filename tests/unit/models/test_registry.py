@@ -117,7 +117,7 @@ def test_every_key_once_and_empty_batches(name: str) -> None:
 
 def test_what_a_model_does_not_take() -> None:
     assert make_model("lr", dim=None) == make_model()
-    with pytest.raises(UsageError, match=r"unknown model 'svm': expected one of lr"):
+    with pytest.raises(UsageError, match=r"model='svm': expected one of lr"):
         make_model("svm")
     with pytest.raises(UsageError, match="--classes is not an option of --model lr: it is for softmax"):
         make_model("lr", classes=(0, 1))

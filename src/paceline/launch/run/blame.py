@@ -22,6 +22,7 @@ _CHAINED = (
 _CONSEQUENCE = re.compile(
     rb"^([\w.]*\.)?(Backend)?(RankLost|GroupClosed|ConnectionLost|Collective|Deadline|ConnectionReset|BrokenPipe|Dist"
     rb"(Network|Store))Error\b|Broken pipe|Connection (was likely )?(closed|reset)|Did the remote server shutdown"
+    rb"|^KeyboardInterrupt\b"
 )
 _OF_RANK = re.compile(rb"^paceline\.[\w.]+Error: .*?\branks? (\d+)")
 """An error that every rank raises begins with the causing rank."""
@@ -29,8 +30,7 @@ _ASIDES = (b"Exception ignored", b"Error in atexit", b"Exception in thread")
 _MAX_KEPT_LINES, _MAX_LINE_BYTES = 300, 4096
 _MAX_SHOWN_LINES, _NUM_PLAIN_LINES = 60, 10
 _QUIET_S = 1.0
-_CONSEQUENCE_HOLD_S = 5.0
-_NAMED_HOLD_S = 10.0
+_HOLD_S = 10.0
 """Time to end for a rank that other ranks lost: it may write a file, or wait for its threads."""
 
 
@@ -99,7 +99,7 @@ def follow_names(failures: Sequence[RankFailure]) -> tuple[RankFailure, int | No
 def waiting_time(failures: Sequence[RankFailure], living: Sequence[int]) -> float:
     """Return the seconds during which a failure that explains `failures` may still occur."""
     named = follow_names(failures)[1]
-    return _NAMED_HOLD_S if named is not None and named in living else _QUIET_S
+    return _HOLD_S if named is not None and named in living else _QUIET_S
 
 
 def last_words(last_lines: Sequence[bytes]) -> list[bytes]:
@@ -195,7 +195,7 @@ class Tracebacks:
         if not held.complete and len(held.lines) > 1 and line[:1].strip():
             held.complete = True
             if _CONSEQUENCE.search(line):
-                held.until = time_s + _CONSEQUENCE_HOLD_S
+                held.until = time_s + _HOLD_S
             elif self._is_over or (self._shown is not None and time_s < self._shown[1] + _QUIET_S):
                 held.until = time_s + _QUIET_S
             else:

@@ -208,6 +208,8 @@ class RunLoop:
         for number, lines in self._tracebacks.finish():
             self._screen.write(number, lines, is_error=True)
         if signals.first is not None:
+            text = "interrupted" if signals.first == signal.SIGINT else f"ended by {signal.Signals(signals.first).name}"
+            self._screen.write_bytes(f"paceline run: {text}\n".encode(), is_error=True)
             return 128 + signals.first
         if self._lost_server is not None:
             text = f"paceline run: {self._lost_server}; the ranks cannot continue and were ended\n"

@@ -143,7 +143,7 @@ def _read(
     saved = read_model(directory)
     description: dict[str, Any] = saved.manifest.model
     if description.get("kind") != CHECKPOINT:
-        raise ModelError(f"{directory} holds tables, not a checkpoint of a PyTorch model: load it with client.load()")
+        raise ModelError(f"{directory} holds tables, not a checkpoint of a PyTorch model: load it with paceline.load()")
     description = from_json(description)
     values = _decode(saved, "model")
     _check_tensors(module)
