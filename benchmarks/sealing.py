@@ -26,7 +26,7 @@ from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside t
 from paceline.testing import EchoHandler
 from paceline.testing.transports import ECHO
 from paceline.transport import Channel, Hello, SocketTransport, client, frame_parts, new_event_loop
-from paceline.transport.security import binding
+from paceline.transport.security import sealing
 
 TOKEN = "the token of a benchmark"
 KINDS = ("sealed", "bare")
@@ -35,7 +35,7 @@ TIMEOUT_S = 60.0
 
 def believe_that_nobody_is_in_between() -> None:
     """Let both ends of every connection to come see the same one."""
-    for module in (binding, client):
+    for module in (sealing, client):
         module.socket_binding = lambda connected, *, connecting: b"the same"  # type: ignore[attr-defined]
 
 

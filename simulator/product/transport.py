@@ -1,6 +1,6 @@
 """The transport of the simulation: the product's frames and handshake on the virtual network.
 
-As in :mod:`paceline.transport.memory`, the connections are the product's; this module replaces the asyncio transport
+As in :mod:`tests.memory_transport`, the connections are the product's; this module replaces the asyncio transport
 and the socket, with all effects of real ones.
 """
 
@@ -14,17 +14,17 @@ from typing import Any, Final
 from typing_extensions import override
 
 from paceline.errors import AddressError, DeadlineError, UsageError
-from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client_handshake import ClientHandshake, authenticate
 from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
+from paceline.transport.listening import AcceptedConnection, Service
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello
-from paceline.transport.security.binding import IN_MEMORY
+from paceline.transport.security.sealing import IN_MEMORY
 from simulator.network import Refused, VirtualNetwork
 from simulator.product.streams import StreamEnd
 from simulator.world import VirtualWorld

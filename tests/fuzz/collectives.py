@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import msgspec
+from tests.memory_transport import MemoryTransport
 
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.faults import unpack_abort
@@ -19,7 +20,7 @@ from paceline.collectives.p2p.streams import Incoming, Outgoing, deliver
 from paceline.errors import PacelineError, ProtocolError
 from paceline.meeting.network_store import LIMITS, CollectRequest, ServedStore, StoreCall, StoreRequest
 from paceline.meeting.node import NodeInfo
-from paceline.transport import Address, Endpoint, Hello, Listener, MemoryTransport
+from paceline.transport import Address, Endpoint, Hello, Listener
 
 from .listening import Attacker, Episode, FoundError, Line
 from .mutations import INTEGERS, TEXTS, UNREADABLE, Frame, tree_of

@@ -18,8 +18,7 @@ from paceline.data.binary.cache import ShardCache
 from paceline.data.streams import stat_file
 from paceline.errors import PacelineError
 from paceline.ps import SGD, Adagrad, Zeros, messages, read_model
-from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
-from paceline.storage.manifests import MANIFEST, digest_of, write_manifest
+from paceline.storage.format import MANIFEST, PartUse, SnapshotManifest, StoredTable, digest_of, write_manifest
 from paceline.storage.model_directory import save_model
 from paceline.storage.parts import PartBuffer, read_part, write_part
 from paceline.storage.snapshot_directory import folder_name, read_snapshot

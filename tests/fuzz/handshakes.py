@@ -6,11 +6,11 @@ import contextlib
 from typing import Any
 
 import msgspec
+from tests.memory_transport import MemoryChannel, MemoryTransport
 
 from paceline.errors import PacelineError, ProtocolError
-from paceline.transport import Address, FrameKind, Handler, Header, Hello, Listener, MemoryTransport, Peer, frame_parts
+from paceline.transport import Address, FrameKind, Handler, Header, Hello, Listener, Peer, frame_parts
 from paceline.transport.client_handshake import ClientHandshake
-from paceline.transport.memory import MemoryChannel
 from paceline.transport.security.authentication import prove
 from paceline.transport.security.server_handshake import ServerHandshake
 

@@ -12,18 +12,9 @@ from random import Random
 from typing import Any, ClassVar
 
 import msgspec
+from tests.memory_transport import MemoryChannel, MemoryTransport
 
-from paceline.transport import (
-    HEADER_BYTES,
-    FrameKind,
-    Header,
-    Hello,
-    MemoryTransport,
-    frame_parts,
-    padded,
-    unpack_header,
-)
-from paceline.transport.memory import MemoryChannel
+from paceline.transport import HEADER_BYTES, FrameKind, Header, Hello, frame_parts, padded, unpack_header
 
 from .mutations import Frame, Mutator
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from tests.memory_transport import MemoryTransport
 
 from paceline.protocol import ChainGroup, Member, Role
 from paceline.protocol.buckets import to_bytes
@@ -15,7 +16,7 @@ from paceline.ps import SGD, Scheduler, Zeros, messages
 from paceline.ps.messages import CALL, NOTICE, RESULT
 from paceline.ps.scheduler.processes import own_process
 from paceline.tables.settings import to_fields
-from paceline.transport import Address, Endpoint, FrameKind, Hello, Listener, MemoryTransport
+from paceline.transport import Address, Endpoint, FrameKind, Hello, Listener
 
 from .listening import Attacker, Episode, FoundError, Line
 from .mutations import Frame, tree_of

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from tests.memory_transport import MemoryTransport
 from tests.reference import kernels as reference
 
 from paceline.protocol import (
@@ -47,7 +48,7 @@ from paceline.ps.messages import (
 )
 from paceline.storage.format import StoredPart
 from paceline.tables.settings import to_fields
-from paceline.transport import FrameKind, Handler, Header, Hello, Listener, MemoryTransport, Peer, padded
+from paceline.transport import FrameKind, Handler, Header, Hello, Listener, Peer, padded
 
 from .listening import Attacker, Episode, FoundError, Line
 from .mutations import Frame, tree_of

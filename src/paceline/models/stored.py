@@ -10,8 +10,7 @@ from typing import Any
 
 from paceline.errors import ModelError
 from paceline.protocol.buckets import bucket_set
-from paceline.storage.format import StoredTable
-from paceline.storage.manifests import MANIFEST
+from paceline.storage.format import MANIFEST, StoredTable
 from paceline.storage.model_directory import SavedModel, fill_store, read_model
 from paceline.storage.snapshot_directory import folder_name, numbers_in, read_buckets, read_newest
 from paceline.tables.sparse_store import SparseStore

@@ -21,11 +21,19 @@ import msgspec
 import numpy as np
 
 from paceline.errors import ModelError, UsageError
-from paceline.storage.checked_files import read_checked
 from paceline.storage.directory_lock import LOCK, DirectoryLock
-from paceline.storage.durable_io import is_no_space, make_directory, sync_directory
-from paceline.storage.format import ModelManifest, PartUse, StoredFile, StoredPart, StoredTable
-from paceline.storage.manifests import MANIFEST, read_fields, read_manifest, write_manifest
+from paceline.storage.durable_io import is_no_space, make_directory, read_checked, sync_directory
+from paceline.storage.format import (
+    MANIFEST,
+    ModelManifest,
+    PartUse,
+    StoredFile,
+    StoredPart,
+    StoredTable,
+    read_fields,
+    read_manifest,
+    write_manifest,
+)
 from paceline.storage.parts import PartBuffer, read_part, write_file, write_part
 from paceline.tables.initializers import INITIALIZERS
 from paceline.tables.rules import RULES

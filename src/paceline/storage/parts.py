@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.errors import ModelError
-from paceline.storage.checked_files import read_checked
-from paceline.storage.durable_io import write_synced
+from paceline.storage.durable_io import read_checked, write_synced
 from paceline.storage.format import StoredFile, StoredPart
 from paceline.tables.types import Floats, Keys
 

@@ -21,8 +21,7 @@ from paceline.errors import ModelError, UsageError
 from paceline.protocol.buckets import Buckets
 from paceline.storage.directory_lock import DirectoryLock
 from paceline.storage.durable_io import is_no_space, make_directory, sync_directory
-from paceline.storage.format import SnapshotManifest, StoredPart
-from paceline.storage.manifests import MANIFEST, read_manifest, write_manifest
+from paceline.storage.format import MANIFEST, SnapshotManifest, StoredPart, read_manifest, write_manifest
 from paceline.storage.parts import read_part
 from paceline.tables.types import Floats, Keys
 

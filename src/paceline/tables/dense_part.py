@@ -12,10 +12,18 @@ from paceline.errors import UsageError
 from paceline.kernels.dense import dense_pull
 from paceline.kernels.parameters import INITIAL_A, INITIAL_B, NUM_PARAMETERS
 from paceline.protocol.buckets import ALL, Buckets, buckets_in
-from paceline.tables.bucket_arrays import from_flags, to_flags
+from paceline.tables.bucket_arrays import (
+    bucket_bounds,
+    bucket_width,
+    clip_runs,
+    from_flags,
+    owned_runs,
+    range_buckets,
+    runs_in,
+    to_flags,
+)
 from paceline.tables.memory.pages import PAGE_BYTES, LazyFloats
 from paceline.tables.part import Positions, Selection, TablePart, sum_of
-from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs, range_buckets, runs_in
 from paceline.tables.rules import kernels
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys

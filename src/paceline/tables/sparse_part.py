@@ -10,11 +10,18 @@ from typing_extensions import override
 
 from paceline.protocol.buckets import Buckets, buckets_in
 from paceline.tables import passes
-from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags
+from paceline.tables.bucket_arrays import (
+    bucket_bounds,
+    bucket_width,
+    buckets_of_keys,
+    clip_runs,
+    from_flags,
+    owned_runs,
+    to_flags,
+)
 from paceline.tables.dense_part import DensePart
 from paceline.tables.memory.blocks import RowMemory
 from paceline.tables.part import Selection, TablePart, check_finite, sum_of
-from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs
 from paceline.tables.sparse_store import SparseStore
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys

@@ -24,7 +24,7 @@ from paceline.models.progressive import progressive_losses
 from paceline.protocol import Sequential
 from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, messages, save_tables, to_fields
-from paceline.storage.manifests import MANIFEST
+from paceline.storage.format import MANIFEST
 from paceline.temporary import TemporaryFolder
 from paceline.training.bad_data import BadData, describe_bad_lines, no_line_left
 from paceline.training.block_training import BlockTraining, block_passes

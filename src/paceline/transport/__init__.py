@@ -2,8 +2,7 @@
 
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
-from paceline.transport.decoding import UNREADABLE, read_meta, reader, register_type
-from paceline.transport.failures import error_meta, error_of, raise_error
+from paceline.transport.decoding import UNREADABLE, error_meta, error_of, raise_error, read_meta, reader, register_type
 from paceline.transport.frames import (
     FIRST_APPLICATION_KIND,
     HEADER,
@@ -21,7 +20,6 @@ from paceline.transport.frames import (
     padded,
     unpack_header,
 )
-from paceline.transport.memory import MemoryTransport
 from paceline.transport.security.authentication import Hello, make_token, read_token
 from paceline.transport.sockets import SocketTransport
 from paceline.transport.spinning import new_event_loop
@@ -47,7 +45,6 @@ __all__ = [
     "Hello",
     "Limits",
     "Listener",
-    "MemoryTransport",
     "Peer",
     "SocketTransport",
     "Statistics",

@@ -2,7 +2,7 @@
 
 A server is one event loop: it calls a :class:`Handler` for every frame and never blocks. A client is a thread that
 blocks on a :class:`Channel`, or an event loop that opens a :class:`Peer`. :class:`Transport` creates all of them.
-``sockets`` and ``memory`` implement them. `paceline.testing.check_transport` is the conformance test.
+`sockets` implements them. `paceline.testing.check_transport` is the conformance test.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Peer(ABC):
     def pause_receiving(self) -> None:
         """Stop reading from the peer until :meth:`resume_receiving` (backpressure). Idempotent.
 
-        Partly received frames may still arrive. A lost connection is not detected. ``memory`` ignores the call.
+        Partly received frames may still arrive. A lost connection is not detected..
         """
 
     @abstractmethod

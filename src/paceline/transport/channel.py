@@ -12,7 +12,7 @@ from typing_extensions import override
 from paceline.errors import ConnectionLostError, DeadlineError, ProtocolError, UsageError, VersionError
 from paceline.transport.addresses import Address
 from paceline.transport.base import Channel, Frame, Statistics
-from paceline.transport.failures import raise_error
+from paceline.transport.decoding import raise_error
 from paceline.transport.frames import (
     HEADER,
     HEADER_BYTES,
@@ -69,7 +69,7 @@ class StreamChannel(Channel):
 
     @abstractmethod
     def binding(self) -> bytes:
-        """Return the channel binding, which only the two ends share (`binding`)."""
+        """Return the channel binding, which only the two ends share (`sealing`)."""
 
     @abstractmethod
     def _write(self, buffers: Sequence[Any]) -> int:

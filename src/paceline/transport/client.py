@@ -22,7 +22,7 @@ from paceline.transport.addresses import Address
 from paceline.transport.channel import SMALL_BYTES, StreamChannel, too_long
 from paceline.transport.connection import enlarge_socket_buffers
 from paceline.transport.frames import Limits, size_of, view_of
-from paceline.transport.security.binding import socket_binding
+from paceline.transport.security.sealing import socket_binding
 from paceline.transport.spinning import Spinner
 
 _IOV_MAX = 512  # POSIX guarantees 16, Linux and macOS have 1024
@@ -223,6 +223,13 @@ class PlainChannel(StreamChannel):
     def close(self) -> None:
         self._poller = _CLOSED_POLL
         shut(self._socket)
+
+
+def closed_channel(address: Address) -> PlainChannel:
+    """Return a channel that was never connected: every operation raises ConnectionLostError."""
+    channel = PlainChannel(socket.socket(), address, Limits(), 1.0)
+    channel.close()
+    return channel
 
 
 def _timeval(seconds: float) -> bytes:

@@ -20,7 +20,7 @@ from paceline.errors import (
 )
 from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel
-from paceline.transport.failures import unauthenticated_error
+from paceline.transport.decoding import unauthenticated_error
 from paceline.transport.frames import FrameKind, Header, Limits, frame_bytes, frame_parts, pack_header
 from paceline.transport.security.authentication import (
     NONCE_BYTES,

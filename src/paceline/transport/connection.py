@@ -1,6 +1,6 @@
 """Base of an event loop's connections; it reports frames and the loss of the connection to the handler.
 
-Runs on any asyncio transport: a socket, TLS, or the imitation in `memory`. The subclasses in `accepting` and `opening`
+Runs on any asyncio transport: a socket, TLS, or an imitation in tests. The subclasses in `listening` and `opening`
 differ in the handshake and in the handling of failures.
 """
 
@@ -102,7 +102,7 @@ class Connection(FrameReceiver):
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            return  # `memory` without a loop, where peers are never slow
+            return  # a transport without a loop, where peers are never slow
         self._timer = loop.call_later(timeout_s, call)
 
     def _cancel_timer(self) -> None:

@@ -1,15 +1,16 @@
-"""Decoding of peers' messages; every malformed message becomes a ProtocolError."""
+"""Decoding of peers' messages, and exceptions on the wire. Every malformed message becomes a ProtocolError."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 
-from paceline.errors import ProtocolError
+from paceline import errors
+from paceline.errors import PacelineError, PeerError, ProtocolError, printable
 
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 """Errors of msgspec for wrong types or bounds, maps nested a thousand deep, and invalid UTF-8."""
@@ -54,3 +55,65 @@ def reader(kind: Any, name: str) -> Callable[[bytes | memoryview], Any]:
             raise ProtocolError(f"got {name} that cannot be read: {error}") from None
 
     return read
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The meta of an ERROR or REFUSED frame."""
+
+    error: str
+    """The name of a class in :mod:`paceline.errors`; an unknown name becomes PeerError."""
+    message: str
+
+
+_MAX_MESSAGE = 2000
+_MAX_NAME = 100
+_MAX_UNPROVED = 200
+_decoder = msgspec.msgpack.Decoder(register_type(Failure))
+
+
+def error_meta(error: Exception) -> bytes:
+    """Return the meta of the frame that reports ``error``. A class outside `paceline.errors` becomes InternalError."""
+    if isinstance(error, PacelineError):
+        failure = Failure(type(error).__name__, str(error)[:_MAX_MESSAGE])
+    else:
+        text = f"internal error in the server: {type(error).__name__}: {error}; its log has the details"
+        failure = Failure("InternalError", text[:_MAX_MESSAGE])
+    return msgspec.msgpack.encode(failure)
+
+
+def error_of(meta: bytes | memoryview) -> PacelineError:
+    """Return the error in an ERROR or REFUSED frame, as an object of its class in :mod:`paceline.errors`.
+
+    An unknown class becomes a :class:`PeerError` with the class name in the message. An unreadable report becomes a
+    :class:`ProtocolError`. Use this only for authenticated peers; see :func:`unauthenticated_error`.
+    """
+    failure = _read(meta)
+    if failure is None:
+        return ProtocolError("the peer sent an error report that cannot be read")
+    lines = (printable(line, _MAX_MESSAGE) for line in failure.message[:_MAX_MESSAGE].split("\n"))
+    message = "\n".join(lines)
+    kind = getattr(errors, failure.error, None)
+    if isinstance(kind, type) and issubclass(kind, PacelineError):
+        return kind(message)
+    return PeerError(f"{printable(failure.error, _MAX_NAME)}: {message}")
+
+
+def unauthenticated_error(meta: bytes | memoryview) -> tuple[str, str]:
+    """Return the class name and message in an unauthenticated peer's ERROR or REFUSED frame, printable.
+
+    The caller must not raise that class or trust the message.
+    """
+    failure = _read(meta) or Failure("?", "")
+    return printable(failure.error, _MAX_NAME), printable(failure.message, _MAX_UNPROVED)
+
+
+def _read(meta: bytes | memoryview) -> Failure | None:
+    try:
+        return _decoder.decode(meta)
+    except UNREADABLE:
+        return None
+
+
+def raise_error(meta: bytes | memoryview) -> NoReturn:
+    """Raise :func:`error_of` the meta."""
+    raise error_of(meta)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.transport.base import Peer, Statistics
-from paceline.transport.failures import error_meta
+from paceline.transport.decoding import error_meta
 from paceline.transport.frames import Buffer, FrameKind, Header, Limits, frame_parts, join, size_of, view_of
 from paceline.transport.receiving import FrameReceiver
 from paceline.transport.security.authentication import Hello

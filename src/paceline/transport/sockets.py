@@ -9,16 +9,14 @@ import ssl
 from typing_extensions import override
 
 from paceline.errors import AddressError
-from paceline.transport.accepting import Service
 from paceline.transport.addresses import Address, Endpoint, announced_host, bind_tcp, host_identity
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.client_handshake import ClientHandshake, authenticate
-from paceline.transport.dialing import dial, run_on
 from paceline.transport.frames import Limits
-from paceline.transport.listening import SocketListener
-from paceline.transport.opening import OpenedConnection
+from paceline.transport.listening import Service, SocketListener
+from paceline.transport.opening import OpenedConnection, dial, run_on
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello, check_token
 from paceline.transport.tls.channel import TLSChannel, client_not_trusted, wrap_tls

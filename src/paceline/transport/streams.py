@@ -15,10 +15,10 @@ from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.client_handshake import authenticate
-from paceline.transport.failures import error_meta
+from paceline.transport.decoding import error_meta
 from paceline.transport.frames import FrameKind, Limits, frame_parts
 from paceline.transport.security.authentication import Hello
-from paceline.transport.security.binding import certificate_binding, socket_binding
+from paceline.transport.security.sealing import certificate_binding, socket_binding
 from paceline.transport.security.server_handshake import ServerHandshake
 from paceline.transport.tls.channel import TLSChannel, wrap_tls
 from paceline.transport.tls.stream import plain_end

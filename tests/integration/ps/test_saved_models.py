@@ -33,7 +33,7 @@ from paceline.ps import (
 )
 from paceline.storage import durable_io, parts
 from paceline.storage.directory_lock import DirectoryLock
-from paceline.storage.manifests import digest_of
+from paceline.storage.format import digest_of
 from paceline.storage.model_directory import save_model
 
 from .harness import Cluster, Floats, Keys, floats, random_keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.memory_transport import MemoryTransport
 from tests.reference import kernels as reference
 
 from paceline.errors import TableMismatchError, UsageError
@@ -23,7 +24,6 @@ from paceline.ps import (
     to_fields,
 )
 from paceline.tables.initializers import Initializer, Zeros
-from paceline.transport import MemoryTransport
 
 from .harness import Cluster, Floats, Keys, floats, keys_of, random_keys
 

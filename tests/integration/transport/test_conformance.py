@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tests.faulty import FaultPlan, FaultyTransport
+from tests.memory_transport import MemoryTransport
 
 from paceline.testing import CHECKS, check_transport
 from paceline.testing.transports import MakeTransport
-from paceline.transport import TLS, MemoryTransport, SocketTransport
+from paceline.transport import TLS, SocketTransport
 
 UNIX, TCP, SEALED, ENCRYPTED = "unix", "tcp", "sealed", "tls"
 

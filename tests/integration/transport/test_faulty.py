@@ -6,12 +6,13 @@ from typing import Literal
 
 import pytest
 from tests.faulty import Fault, FaultPlan, FaultyTransport
+from tests.memory_transport import MemoryTransport
 
 from paceline.errors import ConnectionLostError, DeadlineError, UsageError
 from paceline.testing import EchoHandler, serve_in_thread
 from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO, SILENT
-from paceline.transport import Hello, MemoryTransport, SocketTransport, Transport, frame_parts, pack_header
+from paceline.transport import Hello, SocketTransport, Transport, frame_parts, pack_header
 
 TOKEN = "a token for tests"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tests.memory_transport import MemoryTransport
 
 from paceline.errors import (
     AddressError,
@@ -40,7 +41,6 @@ from paceline.transport import (
     Header,
     Hello,
     Limits,
-    MemoryTransport,
     Peer,
     SocketTransport,
     Transport,
@@ -49,8 +49,8 @@ from paceline.transport import (
     pack_header,
     unpack_header,
 )
-from paceline.transport.dialing import dial
 from paceline.transport.frames import join
+from paceline.transport.opening import dial
 from paceline.transport.security.authentication import Challenge
 from paceline.transport.streams import welcome_stream
 

@@ -49,7 +49,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_of_silent_strangers_the_oldest_goes(
     kind: str, certificates: dict[str, TLS], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.transport.accepting.max_unauthenticated", lambda: LIMIT)
+    monkeypatch.setattr("paceline.transport.listening.max_unauthenticated", lambda: LIMIT)
     tls = certificates["ours"] if kind == "tls" else None
     transport = SocketTransport(TOKEN, tls=tls, handshake_timeout_s=60)
     process = psutil.Process()

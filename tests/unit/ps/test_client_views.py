@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from tests.memory_transport import MemoryTransport
 
 from paceline.errors import ConnectionLostError, DeadlineError, NonFiniteError, PacelineError, StaleEpochError
 from paceline.protocol import ChainGroup, Member, Role
@@ -21,10 +22,9 @@ from paceline.ps.client.exchange import fill
 from paceline.ps.client.following import ViewFollower
 from paceline.ps.client.servers import Servers
 from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, SYNCED, TICK, VALUES
-from paceline.tables.bucket_arrays import buckets_of_keys
-from paceline.tables.ranges import bucket_width, clip_runs, runs_in
+from paceline.tables.bucket_arrays import bucket_width, buckets_of_keys, clip_runs, runs_in
 from paceline.testing import Served, serve_in_thread
-from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer, frame_parts
+from paceline.transport import Handler, Header, Hello, Peer, frame_parts
 
 LOW, HIGH = ALL >> 256, ALL & ~(ALL >> 256)
 KEYS = np.arange(64, dtype=np.uint64)

@@ -14,8 +14,7 @@ import pytest
 
 from paceline.data.binary.cache import ShardCache
 from paceline.storage.durable_io import process_mark, replacing
-from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
-from paceline.storage.manifests import MANIFEST
+from paceline.storage.format import MANIFEST, PartUse, SnapshotManifest, StoredTable
 from paceline.storage.model_directory import save_model
 from paceline.storage.parts import PartBuffer, write_part
 from paceline.storage.snapshot_directory import SnapshotDirectory, folder_name

@@ -24,8 +24,8 @@ from paceline.storage.format import (
     SnapshotManifest,
     StoredPart,
     StoredTable,
+    write_manifest,
 )
-from paceline.storage.manifests import write_manifest
 from paceline.storage.parts import PartBuffer, read_part, write_part
 from paceline.storage.snapshot_directory import (
     SnapshotDirectory,

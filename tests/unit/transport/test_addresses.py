@@ -16,7 +16,7 @@ from paceline.errors import AddressError
 from paceline.transport import Address, Endpoint, host_identity
 from paceline.transport.addresses import announced_host, bind_tcp
 from paceline.transport.client import open_socket
-from paceline.transport.dialing import dial
+from paceline.transport.opening import dial
 
 
 @pytest.mark.parametrize(

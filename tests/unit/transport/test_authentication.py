@@ -5,11 +5,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.memory_transport import MemoryTransport
 
 from paceline.environment import Environment, environment
 from paceline.errors import AddressError, AuthenticationError, ProtocolError, UsageError, VersionError
 from paceline.meeting.node import Node
-from paceline.transport import TLS, Address, Hello, MemoryTransport, SocketTransport, make_token, read_token
+from paceline.transport import TLS, Address, Hello, SocketTransport, make_token, read_token
 from paceline.transport.client_handshake import ClientHandshake
 from paceline.transport.security.authentication import Challenge, ConnectionIdentity, Proof, decode, join_fields, prove
 from paceline.transport.security.server_handshake import ServerHandshake

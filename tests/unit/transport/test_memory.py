@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 from tests.faulty import Fault, FaultPlan, FaultyTransport
+from tests.memory_transport import MemoryTransport
 
 from paceline.errors import AddressError, AuthenticationError, ConnectionLostError, UsageError
 from paceline.testing import EchoHandler
 from paceline.testing.transports import CLOSE, ECHO, SILENT
-from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer, frame_parts
+from paceline.transport import Handler, Header, Hello, Peer, frame_parts
 
 TOKEN = "a token for tests"
 WORKER = Hello(role="worker", rank=2)

@@ -19,7 +19,6 @@ from paceline.protocol import Member
 from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, Transmit
 from paceline.ps import messages
 from paceline.ps.client.exchange import KINDS, Copies, DataRequest, Exchange, exchange_of, pack
-from paceline.ps.client.no_channel import NoChannel
 from paceline.ps.client.routes import RouteWatch
 from paceline.ps.messages import RESULT, SYNCED, TICKS, UNKNOWN_KEYS
 from paceline.transport import (
@@ -36,6 +35,7 @@ from paceline.transport import (
     read_meta,
 )
 from paceline.transport.backoff import Backoff
+from paceline.transport.client import closed_channel
 
 _NOTHING = np.empty(0, np.uint8)
 _MAX_IN_FLIGHT = 256
@@ -84,7 +84,7 @@ class ServerConnection:
         self._watch = watch
         self._copies = copies
         self._closed_bytes = (0, 0)
-        self.channel: Channel = NoChannel(server.address.tcp)
+        self.channel: Channel = closed_channel(server.address.tcp)
 
     def connect(self, timeout_s: float) -> None:
         """Connect, and send the core's messages; raises the errors of :meth:`Transport.connect`."""

@@ -18,8 +18,7 @@ from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.servers import Ticket
 from paceline.ps.client.table import Table, TableClient
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TableSpec
-from paceline.tables.bucket_arrays import dense_buckets
-from paceline.tables.ranges import clip_runs, range_buckets, runs_in
+from paceline.tables.bucket_arrays import clip_runs, dense_buckets, range_buckets, runs_in
 from paceline.tables.types import Floats, Keys
 
 

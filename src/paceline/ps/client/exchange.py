@@ -17,8 +17,14 @@ from paceline.errors import UsageError
 from paceline.protocol.buckets import Buckets, bucket_set
 from paceline.protocol.client import Request, RequestKind
 from paceline.ps.messages import ACK, CALL, EXACT, PULL, PUSH, PUSH_PULL, RANGE, RESULT, TICK, VALUES, TableSpec
-from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets, positions_in
-from paceline.tables.ranges import clip_runs, range_buckets, runs_in
+from paceline.tables.bucket_arrays import (
+    buckets_of_keys,
+    clip_runs,
+    dense_buckets,
+    positions_in,
+    range_buckets,
+    runs_in,
+)
 from paceline.tables.types import Floats, Keys
 from paceline.transport import HEADER, MAGIC, PADS, PROTOCOL_VERSION, Channel, Header
 

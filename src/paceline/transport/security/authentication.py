@@ -66,7 +66,7 @@ class ConnectionIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """One end's view of the connection."""
 
     binding: bytes = b""
-    """The channel binding, which only the two ends share (`binding`); empty if an intermediary is possible."""
+    """The channel binding, which only the two ends share (`sealing`); empty if an intermediary is possible."""
     address: str = ""
     """The address that the client connected to."""
     listener: str = ""

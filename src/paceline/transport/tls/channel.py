@@ -14,7 +14,7 @@ from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel, too_long
 from paceline.transport.client import is_hung_up, shut, wait_readable
 from paceline.transport.frames import Limits, join, size_of, view_of
-from paceline.transport.security.binding import certificate_binding
+from paceline.transport.security.sealing import certificate_binding
 
 _JOINED_BYTES = 1 << 14  # a TLS record
 

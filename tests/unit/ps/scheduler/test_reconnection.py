@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.ps.scheduler.reconnection import Reconnection
+from paceline.ps.scheduler.link import Reconnection
 
 
 def test_a_connection_that_breaks_is_made_again_at_once_and_one_that_is_refused_after_a_pause() -> None:

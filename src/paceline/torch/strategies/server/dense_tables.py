@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.ps import Client, DenseTable, UpdateRule, read_records, write_records
-from paceline.tables.ranges import bucket_width
+from paceline.tables.bucket_arrays import bucket_width
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.server.watched import GradientWatch, ValueWatch, gradient_of, memory_of
 from paceline.torch.update_rules import num_planes, rule_of, state_from_torch, state_to_torch

@@ -20,17 +20,17 @@ from typing import Any
 from typing_extensions import override
 
 from paceline.errors import AddressError, UsageError
-from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client_handshake import ClientHandshake, authenticate
 from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
+from paceline.transport.listening import AcceptedConnection, Service
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello, check_token
-from paceline.transport.security.binding import IN_MEMORY
+from paceline.transport.security.sealing import IN_MEMORY
 
 Call = Callable[[Callable[[], None]], None]
 """Runs a function in the thread of one end of a connection, after earlier functions."""
@@ -46,20 +46,19 @@ class MemoryTransport(Transport):
         limits: Limits | None = None,
         direct: bool = False,
         handshake_timeout_s: float = 10.0,
+        shared: MemoryTransport | None = None,
     ) -> None:
+        """`shared`: a transport with the same listeners."""
         self._token = check_token(token)
         self._limits = limits or Limits()
-        self._direct = _Direct() if direct else None
+        self.direct = (_Direct() if direct else None) if shared is None else shared.direct
         self._handshake_timeout_s = handshake_timeout_s
-        self.listeners: dict[str, _MemoryListener] = {}
+        self.listeners: dict[str, _MemoryListener] = {} if shared is None else shared.listeners
         self._names = itertools.count()
 
     def with_token(self, token: str) -> MemoryTransport:
         """Return a transport with another token that reaches the same listeners."""
-        other = MemoryTransport(token, limits=self._limits)
-        other._direct = self._direct
-        other.listeners = self.listeners
-        return other
+        return MemoryTransport(token, limits=self._limits, shared=self)
 
     @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
@@ -74,8 +73,8 @@ class MemoryTransport(Transport):
     ) -> Peer:
         """Open a peer. In direct mode, the server's first frames may arrive before the peer is returned."""
         listener = self._find(target)
-        call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
-        pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
+        call = self.direct.call if self.direct is not None else _caller(asyncio.get_running_loop())
+        pool = BufferPool() if self.direct is not None else BufferPool.of_running_loop()
         handshake = ClientHandshake(listener.endpoint.tcp, self._token, hello, listener=_listener_id(target))
         connection = OpenedConnection(handler, self._limits, pool, handshake, call)
         client_end = _Pipe(connection, call, lambda data: server_end.receive(data))
@@ -101,8 +100,8 @@ class MemoryTransport(Transport):
         requested = Address.parse(chosen) if isinstance(chosen, str) else chosen
         if requested.host in self.listeners:
             raise AddressError(f"cannot listen on {requested}: the name is in use")
-        call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
-        pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
+        call = self.direct.call if self.direct is not None else _caller(asyncio.get_running_loop())
+        pool = BufferPool() if self.direct is not None else BufferPool.of_running_loop()
         service = Service(
             handler, self._token, hello, self._limits, self._handshake_timeout_s, pool, secrets.token_hex(8)
         )
