@@ -265,7 +265,7 @@ OF_PRODUCT: Final = (
     Defect(
         "checksum-ignored",
         "damaged files of the right size are read",
-        "storage/checked_files.py",
+        "storage/durable_io.py",
         "if found != sha256:",
         "if len(found) != len(sha256):",
         unit=_FILES,

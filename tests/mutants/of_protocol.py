@@ -66,7 +66,7 @@ OF_PROTOCOL: Final = (
         "dead-worker-counts",
         "the gate waits for a dead worker",
         "protocol/clocks.py",
-        "self._vector.leave(worker)\n                self._forget_requests(worker)",
+        "self._vector.leave(worker)\n        self._forget_requests(worker)",
         "self._forget_requests(worker)",
         unit=_CLOCKS,
     ),
@@ -99,10 +99,10 @@ OF_PROTOCOL: Final = (
     Defect(
         "old-view-push",
         "a primary accepts a push of an older view",
-        "protocol/replication/core.py",
-        "if event.version != self.version or event.buckets & ~self.place.primary:",
-        "if event.buckets & ~self.place.primary:",
-        unit=_REPLICATION,
+        "protocol/server/core.py",
+        "else Timing.STALE",
+        "else _IMMEDIATE",
+        unit=_ITERATIONS,
     ),
     Defect(
         "old-view-forward",

@@ -2,7 +2,7 @@
 
 The machines do no I/O, read no clock and draw no random numbers. The runtimes (``paceline.ps``, ``paceline.data``)
 and the simulator pass events to the machines and carry out the instructions. This package exports the machines and
-the values; events and instructions are used by the name of their module, such as ``clocks.Join``.
+the values; events and instructions are used by the name of their module, such as ``clocks.Complete``.
 
 Modules for servers and schedulers only are imported on first use.
 

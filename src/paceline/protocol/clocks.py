@@ -1,6 +1,6 @@
 """The gate of one server: it decides from the vector clock which iterations workers may begin.
 
-A server holds one :class:`Gate`. Events are joins of workers, finished iterations and requests to begin one;
+A server holds one :class:`Gate`. Its methods report joins of workers, finished iterations and requests to begin one;
 instructions answer a held request or aggregate an iteration. Iterations need no central round trip: each server's
 gate decides alone, from the same ticks.
 
@@ -85,14 +85,12 @@ class VectorClock:
             self._finished.add(worker)
             self._remove(self._clocks[worker])
 
-    def resume(self, worker: int) -> int | None:
-        """Count a finished member again; return its clock, None if it had not finished."""
-        if worker not in self._finished:
-            return None
-        self._finished.remove(worker)
-        start = self._clocks[worker] = max(self._minimum, self._clocks[worker])
-        self._add(start)
-        return start
+    def resume(self, worker: int) -> None:
+        """Count a finished member again; other workers are ignored."""
+        if worker in self._finished:
+            self._finished.remove(worker)
+            start = self._clocks[worker] = max(self._minimum, self._clocks[worker])
+            self._add(start)
 
     def tick(self, worker: int, clock: int) -> bool:
         """Raise a member's clock; return False for other workers and if it would not rise. O(1) for a rise by one."""
@@ -139,64 +137,6 @@ class VectorClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """A worker joins. It starts at the minimum clock, or at ``clock`` if that is higher.
-
-    If a member joins again (a retry, or agreement on the highest clock among several servers), its clock is raised
-    to ``clock``; this does not tick the iterations that it skips.
-    """
-
-    worker: int
-    clock: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Depart:
-    """A worker left or died: the gate does not wait for it any longer and drops its held requests."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """A worker has no more work: it stays a member, but the gate does not wait for it."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """A finished worker has work again: it counts from the minimum clock or its own, whichever is larger."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A worker has finished ``clock`` iterations. If its clock does not rise, the tick is a duplicate."""
-
-    worker: int
-    clock: int
-
-
-@dataclass(frozen=True, slots=True)
-class BeginIteration:
-    """A worker's request to begin iteration ``clock``; the Unblock returns ``ticket``."""
-
-    worker: int
-    clock: int
-    ticket: object
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Notify the worker of its clock: the next iteration that it begins."""
-
-    worker: int
-    clock: int
-
-
-@dataclass(frozen=True, slots=True)
 class Complete:
     """Sequential only: aggregate the pushes of ``workers`` in ``iteration``, in this order, and apply the sum once.
 
@@ -215,22 +155,21 @@ class Unblock:
     ticket: object
 
 
-Event: TypeAlias = Join | Depart | Finish | Resume | Tick | BeginIteration
-Instruction: TypeAlias = Joined | Complete | Unblock
+Instruction: TypeAlias = Complete | Unblock
 
 WORKER: Final = StateTable(
     "a worker at the gate",
     ("counting", "finished"),
     (
-        Transition(OUTSIDE, "Join", "counting", "Joined"),
-        Transition("counting", "Join", "counting", "Joined"),
-        Transition("counting", "Tick", "counting"),
-        Transition("counting", "Finish", "finished"),
-        Transition("finished", "Resume", "counting", "Joined"),
-        Transition("finished", "Join", "finished", "Joined"),
-        Transition("finished", "Tick", "finished"),
-        Transition("counting", "Depart", OUTSIDE),
-        Transition("finished", "Depart", OUTSIDE),
+        Transition(OUTSIDE, "join", "counting"),
+        Transition("counting", "join", "counting"),
+        Transition("counting", "tick", "counting"),
+        Transition("counting", "finish", "finished"),
+        Transition("finished", "resume", "counting"),
+        Transition("finished", "join", "finished"),
+        Transition("finished", "tick", "finished"),
+        Transition("counting", "depart", OUTSIDE),
+        Transition("finished", "depart", OUTSIDE),
     ),
 )
 
@@ -255,7 +194,7 @@ class Gate:
         self._tau = consistency.tau
         self._aggregates = isinstance(consistency, Sequential)
         self._vector = VectorClock(expected_workers, first_clock)
-        self._held: dict[int, list[BeginIteration]] = {}  # clock → requests, in order of arrival
+        self._held: dict[int, list[tuple[int, object]]] = {}  # clock → workers and tickets, in order of arrival
         self._ticked: dict[int, set[int]] = {}  # incomplete iteration → the workers that ticked it
         self._seen_minimum = first_clock  # up to here, iterations are complete and requests released
 
@@ -288,35 +227,48 @@ class Gate:
         """Return the workers that a request for iteration ``clock`` waits for; see also :attr:`num_missing`."""
         return () if self._tau is None else self._vector.lagging(clock - self._tau)
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Apply one event; return the instructions, in order."""
-        match event:
-            case BeginIteration(clock=clock, ticket=ticket):
-                if self.is_open(clock):
-                    return [Unblock(ticket)]
-                self._held.setdefault(clock, []).append(event)
-                return []
-            case Tick(worker, clock):
-                before = self._vector.clocks.get(worker, clock)
-                if self._vector.tick(worker, clock) and self._aggregates:
-                    # A complete iteration is closed: a late tick of a finished worker does not add to it.
-                    for iteration in range(max(before, self._seen_minimum), clock):
-                        self._ticked.setdefault(iteration, set()).add(worker)
-                return self._advance()
-            case Join(worker, clock):
-                return [Joined(worker, self._vector.join(worker, clock)), *self._advance()]
-            case Depart(worker):
-                # Rule 2: a worker that leaves stops counting immediately, and its requests are dropped.
-                self._vector.leave(worker)
-                self._forget_requests(worker)
-                return self._advance()
-            case Finish(worker):
-                # Rule 3: a worker without work stops counting, but stays a member and may still be answered.
-                self._vector.finish(worker)
-                return self._advance()
-            case Resume(worker):
-                start = self._vector.resume(worker)
-                return [] if start is None else [Joined(worker, start), *self._advance()]
+    def begin(self, worker: int, clock: int, ticket: object) -> list[Instruction]:
+        """Request to begin iteration `clock`; the Unblock, now or later, returns `ticket`."""
+        if self.is_open(clock):
+            return [Unblock(ticket)]
+        self._held.setdefault(clock, []).append((worker, ticket))
+        return []
+
+    def tick(self, worker: int, clock: int) -> list[Instruction]:
+        """Record that a worker has finished `clock` iterations. If its clock does not rise, the tick is a duplicate."""
+        before = self._vector.clocks.get(worker, clock)
+        if self._vector.tick(worker, clock) and self._aggregates:
+            # A complete iteration is closed: a late tick of a finished worker does not add to it.
+            for iteration in range(max(before, self._seen_minimum), clock):
+                self._ticked.setdefault(iteration, set()).add(worker)
+        return self._advance()
+
+    def join(self, worker: int, clock: int = 0) -> list[Instruction]:
+        """Add a worker. It starts at the minimum clock, or at `clock` if that is higher.
+
+        If a member joins again (a retry, or agreement on the highest clock among several servers), its clock is raised
+        to `clock`; this does not tick the iterations that it skips.
+        """
+        self._vector.join(worker, clock)
+        return self._advance()
+
+    def depart(self, worker: int) -> list[Instruction]:
+        """Remove a worker that left or died."""
+        # Rule 2: a worker that leaves stops counting immediately, and its requests are dropped.
+        self._vector.leave(worker)
+        self._forget_requests(worker)
+        return self._advance()
+
+    def finish(self, worker: int) -> list[Instruction]:
+        """Stop waiting for a worker without more work."""
+        # Rule 3: a worker without work stops counting, but stays a member and may still be answered.
+        self._vector.finish(worker)
+        return self._advance()
+
+    def resume(self, worker: int) -> list[Instruction]:
+        """Wait again for a finished worker, from the minimum clock or its own, whichever is larger."""
+        self._vector.resume(worker)
+        return self._advance()
 
     def _advance(self) -> list[Instruction]:
         minimum = self._vector.minimum
@@ -331,12 +283,12 @@ class Gate:
         self._seen_minimum = minimum
         # Rule 5: the event that opens the gate for a held request releases it, older iterations first.
         for clock in sorted(c for c in self._held if self.is_open(c)):
-            instructions += [Unblock(request.ticket) for request in self._held.pop(clock)]
+            instructions += [Unblock(ticket) for _, ticket in self._held.pop(clock)]
         return instructions
 
     def _forget_requests(self, worker: int) -> None:
         for clock in list(self._held):
-            kept = [request for request in self._held[clock] if request.worker != worker]
+            kept = [request for request in self._held[clock] if request[0] != worker]
             if kept:
                 self._held[clock] = kept
             else:

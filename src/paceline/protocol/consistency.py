@@ -40,7 +40,7 @@ class Sequential:
         return "sequential" if self.aggregate == "sum" else f"sequential:{self.aggregate}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BoundedDelay:
     """A worker runs at most ``tau`` iterations ahead of the slowest live worker.
 
@@ -85,7 +85,7 @@ class Accept:
         return "accept"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DropStale:
     """Drop gradients whose observed staleness exceeds ``beyond`` (Ringmaster ASGD, 2025).
 
@@ -103,7 +103,7 @@ class DropStale:
         return f"drop:{self.beyond}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DelayCompensate:
     """Correct stale gradients to first order for the change of the weights since they were computed.
 

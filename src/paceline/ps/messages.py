@@ -153,7 +153,6 @@ class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
     declared: TableSpec
     spec: TableSpec
     revision: Natural = 0
-    """The number of the last change of its hyperparameters."""
 
     def __post_init__(self) -> None:
         if (self.declared.name, self.declared.kind) != (self.spec.name, self.spec.kind):
@@ -346,7 +345,6 @@ class CheckInfo(msgspec.Struct, frozen=True, array_like=True):
     bucket: Bucket
     order: Word
     applied: tuple[tuple[Natural, Natural], ...]
-    """The last push of each incarnation."""
     tables: tuple[tuple[TableNumber, Natural, Word], ...]
     """The number of rows of each table in the bucket, and their digest."""
 

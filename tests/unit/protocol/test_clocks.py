@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.protocol.gate_events import BeginIteration, Depart, Event, Finish, Join, Joined, Resume, Tick, handle
 
 from paceline.errors import UsageError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Gate, Sequential, VectorClock
-from paceline.protocol.clocks import (
-    BeginIteration,
-    Complete,
-    Depart,
-    Event,
-    Finish,
-    Instruction,
-    Join,
-    Joined,
-    Resume,
-    Tick,
-    Unblock,
-)
+from paceline.protocol.clocks import Complete, Instruction, Unblock
 
 
-def feed(gate: Gate, *events: Event) -> list[Instruction]:
+def feed(gate: Gate, *events: Event) -> list[Instruction | Joined]:
     """The instructions of the last event."""
-    instructions: list[Instruction] = []
+    instructions: list[Instruction | Joined] = []
     for event in events:
-        instructions = gate.handle(event)
+        instructions = handle(gate, event)
         gate.validate()
     return instructions
 

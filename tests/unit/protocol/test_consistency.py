@@ -109,8 +109,11 @@ def test_illegal_values(kind: Any, fields: dict[str, Any]) -> None:
         kind(**fields)
 
 
-def test_frozen_and_keyword_only() -> None:
+def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         BoundedDelay(tau=1).tau = 2  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        BoundedDelay(1)  # type: ignore[call-arg]
+
+
+def test_the_number_of_a_setting_may_be_positional() -> None:
+    assert BoundedDelay(4) == BoundedDelay(tau=4)
+    assert DropStale(8) == DropStale(beyond=8)

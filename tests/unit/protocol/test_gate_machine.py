@@ -5,20 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.random_examples import num_examples
+from tests.unit.protocol.gate_events import BeginIteration, Depart, Event, Finish, Join, Joined, Resume, Tick, handle
 
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Gate, Sequential
-from paceline.protocol.clocks import (
-    BeginIteration,
-    Complete,
-    Depart,
-    Event,
-    Finish,
-    Join,
-    Joined,
-    Resume,
-    Tick,
-    Unblock,
-)
+from paceline.protocol.clocks import Complete, Unblock
 
 workers = st.integers(0, 4)
 consistencies: st.SearchStrategy[Consistency] = st.one_of(
@@ -61,7 +51,7 @@ class GateMachine(RuleBasedStateMachine):
         """Feed the gate after the model was changed, and hold its instructions against the model."""
         joined: list[Joined] = []
         released = False
-        for instruction in self.gate.handle(event):
+        for instruction in handle(self.gate, event):
             if isinstance(instruction, Unblock):
                 released = True
                 assert isinstance(instruction.ticket, int)

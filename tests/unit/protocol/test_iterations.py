@@ -11,7 +11,6 @@ from paceline.protocol.replication import (
     Change,
     Forwarded,
     LinkUp,
-    PushReceived,
     Replication,
 )
 
@@ -38,8 +37,7 @@ def admit(iterations: Iterations, worker: int, sequence: int, iteration: int, bu
 def push_sums(replication: Replication, iterations: Iterations, sums: list[Sum]) -> None:
     """Push sums like a runtime."""
     for each in sums:
-        push = PushReceived(each, AGGREGATE, each.iteration + 1, replication.version, each.buckets)
-        for instruction in replication.handle(push):
+        for instruction in replication.push(each, AGGREGATE, each.iteration + 1, each.buckets):
             if isinstance(instruction, Acknowledge):
                 iterations.acknowledged(each.iteration)
 

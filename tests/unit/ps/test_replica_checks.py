@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.kernels.sparse import digest_records
 from paceline.protocol import ALL, Eventual, ServerCore, bucket_set
 from paceline.protocol.chains import chain_group
-from paceline.protocol.replication import Change, Forwarded, LinkUp, PushReceived, Replication
+from paceline.protocol.replication import Change, Forwarded, LinkUp, Replication
 from paceline.protocol.server.events import ViewChanged
 from paceline.ps.server.replica_checks import BucketOrders, ReplicaChecks
 from paceline.tables.server_tables import ServerTables
@@ -82,7 +82,7 @@ def test_a_bucket_is_compared_after_the_same_pushes() -> None:
     assert second.is_comparable(1, 1, 5)
     assert not second.is_comparable(1, 0, 5)
     assert not first.is_comparable(2, 1, 5)
-    first.handle(PushReceived("a", 9, 4, 1, 1 << 5))
+    first.push("a", 9, 4, 1 << 5)
     assert first.applied_to(5) == ((9, 4),)
     second.handle(Forwarded("a", 1, 9, 4, 1, 1 << 5))
     assert second.applied_to(5) == ((9, 4),)
@@ -92,7 +92,7 @@ def test_a_server_that_hands_up_pushes_is_not_compared() -> None:
     first, second = Replication(1), Replication(2)
     for each in (first, second):
         each.handle(Change(1, (chain_group((2, 1), None, ALL),)))
-    second.handle(PushReceived("a", 9, 4, 1, 1 << 5))
+    second.push("a", 9, 4, 1 << 5)
     for each in (first, second):
         each.handle(Change(2, (chain_group((1, 2), None, ALL),)))
     assert not second.is_comparable(1, 2, 5)

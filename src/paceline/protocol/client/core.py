@@ -191,7 +191,6 @@ class ClientCore:
         self.sessions: dict[int, ServerSession] = {}
         """The sessions of all servers in the view's chains."""
         self.lost: Buckets = 0
-        """The buckets that no server has."""
         self.clock = 0
         """The worker's current iteration: the number of finished ones."""
         self.sequence = 0

@@ -151,11 +151,9 @@ class Request:
         """Whether the caller received its error, or waits for the request and will receive it."""
         self.error: Exception | None = None
         self.flags = 0
-        """The flags of all its answers."""
         self.replacements: list[Request] | None = None
         """Its replacements since a view change."""
         self.parents: list[Request] | None = None
-        """The requests that it replaces."""
         self.held: Buckets | None = None
         """For a retained push: the buckets that its server still has; None: all."""
 

@@ -25,7 +25,6 @@ class JobCore:
 
     def __init__(self, num_workers: int) -> None:
         self.ledger: JobLedger | None = None
-        """The ledger of the latest job."""
         self._num_workers = num_workers
         self.last_number = 0
         """The highest job number that this scheduler or an earlier one may have used."""

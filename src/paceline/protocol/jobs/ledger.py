@@ -53,7 +53,6 @@ class JobLedger:
         self._num_workers = max(num_workers, 1)
         self._leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
         self.results = Results(number, spec.progress)
-        """The workers' reports and counters."""
         self._facts = JobFacts(number)  # the facts that members have received
         self._news = JobFacts(number)
         self._has_news = True  # the job itself

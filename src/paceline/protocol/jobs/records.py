@@ -130,7 +130,6 @@ class JobRecord:
     done_counters: dict[int, Counters] = field(default_factory=dict)
     """The counters of each worker, by incarnation, after its last finished shard."""
     lost: int = 0
-    """The number of workers that died."""
     failed: tuple[str, str] | None = None
     """Kind and text of the error that ended the job."""
 
@@ -203,10 +202,8 @@ class JobMemory:
     is_busy: bool = False
     """Whether this member is a worker that has received this or an earlier job and has not requested the next."""
     leases: tuple[Lease, ...] = ()
-    """This worker's open leases."""
     last_lease: int = -1
     progress: Counters = field(default_factory=dict)
-    """This worker's counters now."""
     posted: JobSpec | None = None
     """The job itself, if this member has posted it."""
     seconds: float = 0.0

@@ -39,9 +39,7 @@ from paceline.protocol.replication.events import (
     Links,
     LinkUp,
     Load,
-    PushReceived,
     Ready,
-    RefusePush,
     StateReceived,
 )
 from paceline.protocol.replication.in_flight import ChainProgress, Fills, PendingPush
@@ -67,11 +65,9 @@ class Replication:
         """This server's place in the chains of the view."""
         self._up: set[int] = set()  # the connected servers
         self.delivery = Delivery(0)
-        """The duplicate filter of the buckets that this server has completely."""
         numbers = count(1)
         self._fills = Fills(numbers)
         self.pushes = ChainProgress(self._fills, numbers)
-        """The pushes in flight down the chains."""
 
     @property
     def primary(self) -> int:
@@ -130,19 +126,15 @@ class Replication:
         return max((last for incarnation, last, _ in applied if incarnation == AGGREGATE), default=0)
 
     def push(self, token: object, incarnation: int, sequence: int, buckets: int) -> list[Instruction]:
-        """Accept a push of this version; this server leads all `buckets`."""
+        """Accept a client's push, or this server's own sum of an iteration, with keys in `buckets`, which it leads."""
         fresh = self.delivery.admit(incarnation, sequence, buckets)
         return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_own=True), fresh)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Apply one event; return the instructions, in order."""
         match event:
-            case PushReceived(token, incarnation, sequence, version, buckets):
-                # Rule 1: a message of another version is rejected.
-                if event.version != self.version or event.buckets & ~self.place.primary:
-                    return [RefusePush(token)]
-                return self.push(token, incarnation, sequence, buckets)
             case Forwarded(token, source, incarnation, sequence, version, buckets):
+                # Rule 1: a message of another version is rejected.
                 place = self.place
                 sound = (place.predecessors.get(source, 0) | place.followers.get(source, 0)) & self.delivery.buckets
                 if event.version != self.version or event.buckets & ~sound:

@@ -29,16 +29,6 @@ class Change(Struct, frozen=True):
     groups: tuple[ChainGroup, ...]
 
 
-class PushReceived(Struct, frozen=True):
-    """A client's push, or this server's own sum of an iteration, with keys in `buckets`."""
-
-    token: object
-    incarnation: int
-    sequence: int
-    version: int
-    buckets: int
-
-
 class Forwarded(Struct, frozen=True):
     """The server `source` has forwarded a push."""
 
@@ -173,7 +163,7 @@ class Ready(Struct, frozen=True):
     version: int
 
 
-Event: TypeAlias = Change | PushReceived | Forwarded | Acknowledged | LinkUp | LinkDown | Confirmed | StateReceived
+Event: TypeAlias = Change | Forwarded | Acknowledged | LinkUp | LinkDown | Confirmed | StateReceived
 Instruction: TypeAlias = (
     Apply | Forward | Acknowledge | Withhold | RefusePush | Forget | Load | Drop | Hold | Lead | Links | Filled | Ready
 )
@@ -181,19 +171,18 @@ Instruction: TypeAlias = (
 _ENDS: Final = {"acknowledged": "Acknowledge", "refused": "RefusePush", "forgotten": "Forget"}
 _WITHHOLDING: Final = {
     "pending": ("Acknowledged", "LinkUp", "Change"),
-    "left": ("Acknowledged", "Change", "LinkUp", "PushReceived"),
+    "left": ("Acknowledged", "Change", "LinkUp", "push"),
 }
 PUSH: Final = StateTable(
     "a push at one server",
     ("pending", "left", "withheld", *_ENDS),
     (
-        Transition(OUTSIDE, "PushReceived", "refused", "RefusePush", when="another view or not its primary"),
         Transition(OUTSIDE, "Forwarded", "forgotten", "Forget", when="another view or not from its chain"),
-        Transition(OUTSIDE, "PushReceived", "acknowledged", "Acknowledge", when="no successor"),
+        Transition(OUTSIDE, "push", "acknowledged", "Acknowledge", when="no successor"),
         Transition(OUTSIDE, "Forwarded", "acknowledged", "Acknowledge", when="no successor"),
-        Transition(OUTSIDE, "PushReceived", "pending", "Forward"),
+        Transition(OUTSIDE, "push", "pending", "Forward"),
         Transition(OUTSIDE, "Forwarded", "pending", "Forward"),
-        Transition(OUTSIDE, "PushReceived", "withheld", "Withhold", when="no successor, too few replicas"),
+        Transition(OUTSIDE, "push", "withheld", "Withhold", when="no successor, too few replicas"),
         Transition("pending", "LinkUp", "pending", "Forward"),
         Transition("pending", "Change", "left", "Forward"),
         Transition("left", "Change", "left", "Forward"),
@@ -204,7 +193,7 @@ PUSH: Final = StateTable(
         *(
             Transition("left", event, end, _ENDS[end])
             for end in _ENDS
-            for event in ("Acknowledged", "Change", "LinkUp", "PushReceived", "Forwarded")
+            for event in ("Acknowledged", "Change", "LinkUp", "push", "Forwarded")
         ),
         *(
             Transition(state, event, "withheld", "Withhold", when="too few replicas")

@@ -116,7 +116,6 @@ class PendingPush(Struct, eq=False):
     is_own: bool
     """Whether this server accepted it as the primary, from a client or as its own sum."""
     is_left: bool = False
-    """Whether it came in an older view."""
     end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
     """The final instruction for the token, when all successors have the push."""
     waiting: dict[int, tuple[int, int]] = {}  # target → number, buckets

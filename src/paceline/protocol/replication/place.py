@@ -29,7 +29,6 @@ class Place:
     fills: dict[int, Buckets] = field(default_factory=dict)
     """The successors that it must fill."""
     upstream: dict[int, Buckets] = field(default_factory=dict)
-    """All servers before it."""
     leaders: dict[int, Buckets] = field(default_factory=dict)
     """The primaries of buckets in which it is a replica."""
     followers: dict[int, Buckets] = field(default_factory=dict)

@@ -105,7 +105,6 @@ class TakenOver(Struct, frozen=True):
     returned: tuple[tuple[object, Rejoin], ...]
     """The connections and messages of the members that are back."""
     dead: tuple[Member, ...]
-    """The other members."""
 
     def without(self, member: Member) -> TakenOver:
         """Return the same with one more dead member."""

@@ -105,7 +105,6 @@ class Heartbeat(Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE: a sign of life."""
 
     progress: dict[str, float] = {}
-    """A worker's counters."""
     unreachable: tuple[Number, ...] = ()
     """The servers, by incarnation, that were silent towards this server for half of the timeout."""
 

@@ -46,7 +46,6 @@ class Publication:
     def __init__(self, replicas: int, salt: int) -> None:
         self.replicas = replicas
         self.term = term_after(0, salt)
-        """The term of the scheduler; it changes with a take-over."""
         self.committed = View(term=self.term)
         """The view that members act on."""
         self.is_established = False

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.errors import ProtocolError
-from paceline.protocol import clocks, replication
+from paceline.protocol import replication
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.consistency import Consistency
 from paceline.protocol.server import events
@@ -318,7 +318,7 @@ class ServerCore:
         if worker not in workers.counted:
             return []
         self._check_leap(worker, clock - 1)
-        instructions = workers.gate.handle(clocks.Tick(worker, clock))
+        instructions = workers.gate.tick(worker, clock)
         if not instructions:
             return []
         self.progress.follow_gate(instructions)
@@ -352,9 +352,7 @@ class ServerCore:
             self._out.append(events.Stale(event.token))
         else:
             self.reads.block(event)
-            self.progress.follow_gate(
-                self.workers.gate.handle(clocks.BeginIteration(event.worker, event.clock, event.token))
-            )
+            self.progress.follow_gate(self.workers.gate.begin(event.worker, event.clock, event.token))
 
     # Workers.
 

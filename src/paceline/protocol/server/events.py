@@ -85,7 +85,6 @@ class WaitReasons(NamedTuple):
     ranks: list[int]
     """The ranks of workers that are late or must resend pushes."""
     num_missing: int
-    """The number of expected workers that have not joined."""
     by_chain: bool
     """Whether the read waits for successors."""
 

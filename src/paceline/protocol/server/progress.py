@@ -138,7 +138,6 @@ class Progress:
         self.workers = Workers(consistency, expected_workers)
         self.reads = BlockedReads()
         self.has_clocks = False
-        """Whether this server has the workers' clocks."""
         self._reports: dict[int, replication.Filled] = {}  # the reports that wait, by target
         self._withheld: dict[object, float] = {}  # push → deadline
         self.become(Replication(0))

@@ -24,7 +24,6 @@ class Workers:
         self.ranks: dict[int, int] = {}
         """Incarnation → rank of workers that have joined the iterations."""
         self.counted: set[int] = set()
-        """The workers that currently take part."""
         self.named: frozenset[int] = frozenset()
         """The workers that are members in the newest view, or may be: only these can join."""
         self.last_incarnation = 0
@@ -65,10 +64,10 @@ class Workers:
         self.departed.add(worker)
         joined: list[clocks.Instruction] = []
         if worker not in self.ranks:  # it died before it joined: the other workers must not wait for it
-            joined = self.gate.handle(clocks.Join(worker))
+            joined = self.gate.join(worker)
         self.counted.discard(worker)
         self.ranks.pop(worker, None)
-        return joined + self.gate.handle(clocks.Depart(worker))
+        return joined + self.gate.depart(worker)
 
     # Another server's clocks.
 
@@ -112,7 +111,7 @@ class Workers:
 
     def join(self, worker: int, rank: int, clock: int) -> list[clocks.Instruction]:
         """Add a worker that takes part from iteration `clock` or later."""
-        return self.gate.handle(clocks.Resume(worker)) + self._join(worker, rank, clock)
+        return self.gate.resume(worker) + self._join(worker, rank, clock)
 
     def sync(self, worker: int, rank: int, clock: int, counts: bool) -> list[clocks.Instruction]:
         """Apply the clock of a worker that has taken part, and whether it currently does."""
@@ -121,18 +120,18 @@ class Workers:
             instructions += self._join(worker, rank, clock)
         elif counts and worker not in self.counted:
             self.counted.add(worker)
-            instructions += self.gate.handle(clocks.Resume(worker))
-        return instructions + self.gate.handle(clocks.Tick(worker, clock))
+            instructions += self.gate.resume(worker)
+        return instructions + self.gate.tick(worker, clock)
 
     def retire(self, worker: int) -> list[clocks.Instruction]:
         """Stop waiting for a worker until it joins again."""
         self.counted.discard(worker)
-        return self.gate.handle(clocks.Finish(worker))
+        return self.gate.finish(worker)
 
     def _join(self, worker: int, rank: int, clock: int) -> list[clocks.Instruction]:
         self.ranks[worker] = rank
         self.counted.add(worker)
-        return self.gate.handle(clocks.Join(worker, clock))
+        return self.gate.join(worker, clock)
 
     def validate(self) -> None:
         """Assert the invariants."""

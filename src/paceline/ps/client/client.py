@@ -55,7 +55,6 @@ class Client:
     ) -> None:
         self.link = link
         self.servers = servers
-        """The connections to the servers."""
         self.role = "worker" if servers.core.is_worker else "observer"
         self.rank = welcome.rank
         self.incarnation = welcome.incarnation

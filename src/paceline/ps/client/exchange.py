@@ -235,7 +235,6 @@ class DataRequest:
     """A data request for one server, without its number; the default is the end of an iteration without a push."""
 
     kind: int = TICK
-    """The kind of its frame."""
     table: int = 0
     flags: int = 0
     clock: int = 0

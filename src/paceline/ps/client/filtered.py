@@ -243,7 +243,6 @@ class FilteredExchange(Exchange):
         self.into = None  # the answer is shorter than the values, or longer
         self._sender = sender
         self.is_filtered = True
-        """Whether it was sent with filters."""
 
     @override
     def unfilter(self) -> bool:

@@ -40,7 +40,6 @@ class Routes:
     owners: npt.NDArray[np.int32]
     """Bucket → position of its primary in `servers`; 0 for lost buckets."""
     lost: Buckets
-    """The buckets without any server."""
     lost_with: tuple[int, ...]
     """The known ranks of the servers that died with the lost buckets."""
     has_ended: bool = False

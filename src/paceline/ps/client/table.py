@@ -58,7 +58,6 @@ class Table:
     def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         self._client = client
         self.filters = filters
-        """The filters of its requests; None without filters."""
         self._servers = client.servers
         self._number = number
         self.spec = spec

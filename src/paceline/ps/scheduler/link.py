@@ -104,9 +104,7 @@ class LinkHooks:
     unreachable: Callable[[], tuple[int, ...]] = lambda: ()
     """Returns the servers that this server cannot reach."""
     is_well: Callable[[], bool] = lambda: True
-    """Returns whether to send heartbeats."""
     on_beat: Callable[[], None] = lambda: None
-    """Called at every heartbeat."""
 
 
 class SchedulerLink:
@@ -131,7 +129,6 @@ class SchedulerLink:
         self.transport = transport
         self.hooks = LinkHooks() if hooks is None else hooks
         self.reconnections = 0
-        """The number of reconnections of a member."""
         self.num_replacements = 0
         """The number of schedulers that have replaced another one."""
         self.state = MemberState()

@@ -79,7 +79,6 @@ class PeerFilters:
         self.max_key_bytes = max_key_bytes
         self._tables: dict[Peer, dict[int, _PeerTable]] = {}
         self.num_bytes = 0
-        """The size of the cached keys of all connections."""
 
     def decode(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> tuple[Header, memoryview]:
         """Return header and body of the unfiltered frame. Raises UnknownKeysError."""

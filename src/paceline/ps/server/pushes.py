@@ -36,15 +36,12 @@ class ChainPush(Struct, eq=False):
     peer: Peer | None = None
     """The receiver of the answer: a client or the predecessor; None for the sum of an iteration."""
     header: Header | None = None
-    """The header of its frame."""
     flags: int = 0
-    """The flags of the answer."""
     requested: Selection | None = None
     """The keys that the client reads; None: the keys of its only piece."""
     buckets: Buckets = ALL
     """The buckets of its keys, or a larger set; saves the search in other buckets."""
     is_owned: bool = False
-    """Whether its pieces are copies."""
 
     def own(self) -> None:
         """Copy the pieces out of the receive buffer, which will be reused. Idempotent."""

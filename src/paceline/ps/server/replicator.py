@@ -179,7 +179,6 @@ class CheckRounds:
         self._fail = fail
         self._timer: asyncio.TimerHandle | None = None
         self.targets: tuple[int, ...] = ()
-        """The servers of the newest view."""
 
     def begin(self) -> None:
         """Start periodic comparisons."""

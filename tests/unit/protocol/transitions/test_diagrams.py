@@ -54,7 +54,7 @@ def test_the_page_has_the_diagrams_of_the_tables() -> None:
 
 
 def test_an_old_diagram_is_redrawn() -> None:
-    assert drawn(PAGE.replace("Join / Joined", "Enter")) == PAGE != PAGE.replace("Join / Joined", "Enter")
+    assert drawn(PAGE.replace("Acknowledged, Change", "Enter")) == PAGE != PAGE.replace("Acknowledged, Change", "Enter")
 
 
 def test_each_table_has_one_diagram() -> None:

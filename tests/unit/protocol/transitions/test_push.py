@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from tests.unit.protocol.pushes import Pushed, handle
+
 from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import (
     AGGREGATE,
@@ -17,7 +19,6 @@ from paceline.protocol.replication import (
     Forward,
     Forwarded,
     LinkUp,
-    PushReceived,
     RefusePush,
     Replication,
     StateReceived,
@@ -60,30 +61,29 @@ class Run:
             self.replication.validate()
             self.watch.saw((self.states.pop(token),), "give_up", (OUTSIDE,))
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: Event | Pushed) -> None:
         """Record the new state of each push after an event."""
         told: dict[object, object] = {}
-        for each in self.replication.handle(event):
+        for each in handle(self.replication, event):
             if isinstance(each, Forward):
                 self.forwards[each.token, each.target] = each.number
                 told.setdefault(each.token, each)
             elif isinstance(each, Acknowledge | Withhold | RefusePush | Forget):
                 assert not isinstance(told.get(each.token), tuple(ENDS)), "two answers to one token"
                 told[each.token] = each
-        self.replication.validate()
-        new = [event.token] if isinstance(event, PushReceived | Forwarded) else []
+        new = [event.token] if isinstance(event, Pushed | Forwarded) else []
         for token in [*self.states, *new]:
             before = self.states.pop(token, OUTSIDE)
             told_of = told.pop(token, None)
             after = self.after(before, event, told_of)
-            self.watch.saw((before,), event, (after,), told_of)
+            self.watch.saw((before,), "push" if isinstance(event, Pushed) else event, (after,), told_of)
             if after in ("pending", "left", "withheld"):
                 self.states[token] = after
         self.forwards = {each: number for each, number in self.forwards.items() if each[0] in self.states}
         assert all(isinstance(each, Forget) for each in told.values()), "told of a push that is not here"
         assert self.replication.num_pending == len([s for s in self.states.values() if s in ("pending", "left")])
 
-    def after(self, before: str, event: Event, told: object) -> str:
+    def after(self, before: str, event: Event | Pushed, told: object) -> str:
         for kind, end in ENDS.items():
             if isinstance(told, kind):
                 return end
@@ -110,7 +110,7 @@ class Run:
                 self.chains[bucket] = servers
         return Change(version, tuple(groups))
 
-    def push(self) -> Event:
+    def push(self) -> Event | Pushed:
         """A push of a client or of the server before, by the right map or not; some come again."""
         self.next_token += 1
         version = self.replication.version + self.random.choice([-1, 0, 0, 0, 0, 0, 0, 1])
@@ -121,7 +121,7 @@ class Run:
         sequence = self.random.randrange(max(0, len(pushes) - 2), len(pushes))
         led = self.replication.primary & pushes[sequence]
         if led and self.random.random() < 0.5:
-            return PushReceived(self.next_token, incarnation, sequence, version, led)
+            return Pushed(self.next_token, incarnation, sequence, led)
         source = self.random.choice(OTHERS)
         before = sum(1 << bucket for bucket, chain in enumerate(self.chains) if [source, ME] == chain[:2])
         return Forwarded(self.next_token, source, incarnation, sequence, version, pushes[sequence] & before or 1)
@@ -154,18 +154,18 @@ def rare(run: Run) -> None:
     steady = (((ME, 2), None, 0b1), ((ME,), 3, 0b10), ((4, ME, 2), None, 0b1000), ((4, ME), 3, 0b10000))
     run.feed(Change(1, tuple(chain_group(*each) for each in (*steady, ((ME,), None, 0b100)))))
     for sequence, buckets in enumerate([0b101, 0b101, 0b11, 0b11, 0b111]):
-        run.feed(PushReceived(sequence, 9, sequence, 1, buckets))
+        run.feed(Pushed(sequence, 9, sequence, buckets))
     run.feed(Forwarded(5, 4, 9, 5, 1, 0b11000))
     run.feed(Change(2, tuple(chain_group(*each) for each in (*steady, ((4,), None, 0b100)))))
-    run.feed(PushReceived("0 again", 9, 0, 2, 0b1))
+    run.feed(Pushed("0 again", 9, 0, 0b1))
     run.feed(Forwarded("1 again", 2, 9, 1, 2, 0b1))
     run.feed(Forwarded("2 again", 2, 9, 2, 2, 0b1))
     # The last three come to wait for a bucket that is on its way, and the connection that it is on breaks.
     run.feed(LinkUp(3))
     assert run.replication.next_fill(3)
     run.feed(LinkUp(2))
-    run.feed(PushReceived("3 again", 9, 3, 2, 0b1))
-    run.feed(PushReceived("4 again", 9, 4, 2, 0b1))
+    run.feed(Pushed("3 again", 9, 3, 0b1))
+    run.feed(Pushed("4 again", 9, 4, 0b1))
     run.feed(LinkUp(3))
     number, _, _ = run.replication.next_fill(3) or (0, 0, ())
     run.feed(Confirmed(3, number))
@@ -181,9 +181,9 @@ def half_again(run: Run) -> None:
     """Of a push that is left the buckets come again that have a replica; in the others it is too short of them."""
     chains = tuple(chain_group(*each) for each in (((ME, 2), None, 0b1), ((ME,), None, 0b10)))
     run.feed(Change(1, chains))
-    run.feed(PushReceived("whole", 9, 0, 1, 0b11))
+    run.feed(Pushed("whole", 9, 0, 0b11))
     run.feed(Change(2, chains))
-    run.feed(PushReceived("half", 9, 0, 2, 0b1))
+    run.feed(Pushed("half", 9, 0, 0b1))
     assert run.states == {"whole": "withheld", "half": "pending"}
 
 

@@ -1,0 +1,23 @@
+"""Pushes as events, for tests of replication."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paceline.protocol.replication import Event, Instruction, Replication
+
+
+class Pushed(NamedTuple):
+    """A client's push, or the server's own sum, of the present version."""
+
+    token: object
+    incarnation: int
+    sequence: int
+    buckets: int
+
+
+def handle(replication: Replication, event: Event | Pushed) -> list[Instruction]:
+    """Apply an event or a push, and check the invariants."""
+    out = replication.push(*event) if isinstance(event, Pushed) else replication.handle(event)
+    replication.validate()
+    return out
