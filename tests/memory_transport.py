@@ -51,7 +51,7 @@ class MemoryTransport(Transport):
         """`shared`: a transport with the same listeners."""
         self._token = check_token(token)
         self._limits = limits or Limits()
-        self.direct = (_Direct() if direct else None) if shared is None else shared.direct
+        self.direct: _Direct | None = (_Direct() if direct else None) if shared is None else shared.direct
         self._handshake_timeout_s = handshake_timeout_s
         self.listeners: dict[str, _MemoryListener] = {} if shared is None else shared.listeners
         self._names = itertools.count()

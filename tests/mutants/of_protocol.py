@@ -337,8 +337,8 @@ OF_PROTOCOL: Final = (
         "lost-lease-done",
         "a shard counts as done though its lease was revoked",
         "protocol/jobs/shards.py",
-        '            self._states.move(key, "WorkerLost")\n            heapq.heappush(self._returned, key)',
-        '            self._states.move(key, "Done")',
+        '            self._states.move(key, "worker_lost")\n            heapq.heappush(self._returned, key)',
+        '            self._states.move(key, "finish")',
         unit=_SHARDS,
     ),
 )

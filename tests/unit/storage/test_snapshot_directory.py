@@ -253,11 +253,11 @@ def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
 def test_done_shards_travel() -> None:
     pool = Shards([20, None, 3], epochs=2)
     for _ in range(30):
-        (granted,) = pool.handle(shards.ShardWanted(1))
+        (granted,) = pool.want(1)
         assert isinstance(granted, shards.Granted)
         if granted.lease % 3:
-            pool.handle(shards.Done(1, granted.lease))
-    pool.handle(shards.ShardCountFound(1, 8))
+            pool.finish(1, granted.lease)
+    pool.file_ended(1, 8)
     done = done_shards(pool.done())
     again = Shards.restore(pool.sizes, epochs=2, done=shards_in(done))
     assert pool.sizes == (20, 8, 3)
@@ -265,7 +265,7 @@ def test_done_shards_travel() -> None:
     assert done_shards(again.done()) == done
     left = {(a.epoch, a.file, a.shard) for a in pool.report() if not a.done}
     leased = set()
-    while isinstance(granted := again.handle(shards.ShardWanted(1))[0], shards.Granted):
+    while isinstance(granted := again.want(1)[0], shards.Granted):
         leased.add((granted.epoch, granted.file, granted.shard))
-        again.handle(shards.Done(1, granted.lease))
+        again.finish(1, granted.lease)
     assert leased == left

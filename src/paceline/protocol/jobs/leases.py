@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from paceline.protocol.jobs import shards
 from paceline.protocol.jobs.messages import Answer
@@ -52,26 +52,26 @@ class Leases:
         if rank in self._granted:
             self._send(rank, self._granted.pop(rank))
         elif rank not in self.pool.waiting:
-            self._handle(shards.ShardWanted(rank))
+            self._carry_out(self.pool.want(rank))
         if not wait and rank in self._calls:
             self._send(rank, Lease(lease=NONE_FREE))
 
     def done(self, rank: int, lease: int) -> Key | None:
         """Record a finished shard and return it; None if the worker does not hold this lease."""
         key = self.pool.shard_of(lease)
-        self._handle(shards.Done(rank, lease))
+        self._carry_out(self.pool.finish(rank, lease))
         return key
 
     def file_ended(self, file: int, num_shards: int) -> None:
         """Record the number of shards of a file that was read to its end."""
-        self._handle(shards.ShardCountFound(file, num_shards))
+        self._carry_out(self.pool.file_ended(file, num_shards))
 
     def left(self, rank: int, time_s: float) -> bool:
         """Free the leases of a worker that died or left; return whether it had any."""
         held = self.pool.holds(rank)
         self._calls.pop(rank, None)
         self._granted.pop(rank, None)
-        self._handle(shards.WorkerLost(rank))
+        self._carry_out(self.pool.worker_lost(rank))
         self._early.pop(rank, None)
         self._worker_arrived(rank, time_s)
         self.rests(rank, time_s)
@@ -84,7 +84,7 @@ class Leases:
 
     def give_away(self, rank: int) -> None:
         """Give an absent worker's stride to the others until it comes."""
-        self._handle(shards.WorkerLost(rank))
+        self._carry_out(self.pool.worker_lost(rank))
 
     def rests(self, rank: int, time_s: float) -> None:
         """Record that a worker has finished the job."""
@@ -118,8 +118,8 @@ class Leases:
             for early_rank, (call, wait) in sorted(early.items()):
                 self.take(call, early_rank, wait=wait, time_s=time_s)
 
-    def _handle(self, event: shards.Event) -> None:
-        for instruction in self.pool.handle(event):
+    def _carry_out(self, instructions: Iterable[shards.Instruction]) -> None:
+        for instruction in instructions:
             match instruction:
                 case shards.Granted(rank, lease, epoch, file, shard):
                     size = self.pool.sizes[file] or 0
@@ -127,8 +127,6 @@ class Leases:
                 case shards.Exhausted(rank):
                     self._is_exhausted = True
                     self._send(rank, Lease(lease=ALL_DONE))
-                case shards.Wait():
-                    pass
 
     def _send(self, rank: int, lease: Lease) -> None:
         if rank in self._calls:

@@ -23,36 +23,6 @@ Assignment: TypeAlias = Literal["first-come", "strided"]
 
 
 @dataclass(frozen=True, slots=True)
-class ShardWanted:
-    """A worker wants a shard."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A worker has finished the shard of this lease. A lease that was revoked is ignored."""
-
-    worker: int
-    lease: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
-    """A worker died or left. Others get its leases and, under "strided", its own shards."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardCountFound:
-    """A worker has read a file to its end: it has this many shards."""
-
-    file: int
-    num_shards: int
-
-
-@dataclass(frozen=True, slots=True)
 class Granted:
     """The worker shall read this shard."""
 
@@ -64,21 +34,13 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """No shard is free. Granted or Exhausted follows without another ShardWanted."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
 class Exhausted:
     """Every shard of every epoch is done."""
 
     worker: int
 
 
-Event: TypeAlias = ShardWanted | Done | WorkerLost | ShardCountFound
-Instruction: TypeAlias = Granted | Wait | Exhausted
+Instruction: TypeAlias = Granted | Exhausted
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,31 +154,38 @@ class Shards:
         """The waiting workers, in the order of their requests."""
         return tuple(self._waiting)
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Apply one event; return the instructions in order.
+    def want(self, worker: int) -> list[Instruction]:
+        """Request a shard for a worker. If none is free, Granted or Exhausted follows without another request."""
+        self._orphans.discard(worker)
+        answer = self._answer(worker)
+        if answer is not None:
+            self._waiting.pop(worker, None)
+            return [answer]
+        self._waiting.setdefault(worker)
+        return []
+
+    def finish(self, worker: int, lease: int) -> list[Instruction]:
+        """Record that a worker has finished the shard of a lease. A lease that was revoked is ignored.
 
         Raises:
-            ProtocolError: a worker reports a lease of another as done; nothing has changed.
-            DataError: a file's end contradicts its known number of shards; nothing has changed.
+            ProtocolError: the lease belongs to another worker; nothing has changed.
         """
-        match event:
-            case ShardWanted(worker):
-                self._orphans.discard(worker)
-                answer = self._answer(worker)
-                if answer is not None:
-                    self._waiting.pop(worker, None)
-                    return [answer]
-                self._waiting.setdefault(worker)
-                return [Wait(worker)]
-            case Done(worker, lease):
-                self._close(worker, lease)
-                return self._serve()
-            case WorkerLost(worker):
-                self._take_back(worker)
-                return self._serve()
-            case ShardCountFound(file, num_shards):
-                self._end(file, num_shards)
-                return self._serve()
+        self._close(worker, lease)
+        return self._serve()
+
+    def worker_lost(self, worker: int) -> list[Instruction]:
+        """Give the leases and, under "strided", the own shards of a worker that died or left to others."""
+        self._take_back(worker)
+        return self._serve()
+
+    def file_ended(self, file: int, num_shards: int) -> list[Instruction]:
+        """Record the number of shards of a file that was read to its end.
+
+        Raises:
+            DataError: it contradicts the known number; nothing has changed.
+        """
+        self._end(file, num_shards)
+        return self._serve()
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
@@ -257,7 +226,7 @@ class Shards:
         lease = self._next_lease
         self._next_lease += 1
         self._open[lease] = worker, key
-        self._states.move(key, "ShardWanted")
+        self._states.move(key, "want")
         return Granted(worker, lease, *key)
 
     def _next(self, worker: int) -> Key | None:
@@ -326,14 +295,14 @@ class Shards:
                 "was ignored. A worker may report only its own leases."
             )
         del self._open[lease]
-        self._states.move(key, "Done")
+        self._states.move(key, "finish")
 
     def _take_back(self, worker: int) -> None:
         # Rule 5: the leases of a lost worker are revoked. Under "strided" any worker gets its shards until it returns.
         self._waiting.pop(worker, None)
         for lease in [lease for lease, (holder, _) in self._open.items() if holder == worker]:
             _, key = self._open.pop(lease)
-            self._states.move(key, "WorkerLost")
+            self._states.move(key, "worker_lost")
             heapq.heappush(self._returned, key)
         if self._strided and 0 <= worker < self._stride:
             self._orphans.add(worker)

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.protocol.jobs.shard_events import Done, Event, ShardCountFound, ShardWanted, Wait, WorkerLost, handle
 
 from paceline.errors import DataError, ProtocolError, UsageError
 from paceline.protocol.jobs import ShardAccount, Shards
-from paceline.protocol.jobs.shards import (
-    Done,
-    Event,
-    Exhausted,
-    Granted,
-    Instruction,
-    ShardCountFound,
-    ShardWanted,
-    Wait,
-    WorkerLost,
-)
+from paceline.protocol.jobs.shards import Exhausted, Granted, Instruction
 
 
-def feed(shards: Shards, *events: Event) -> list[Instruction]:
+def feed(shards: Shards, *events: Event) -> list[Instruction | Wait]:
     """The instructions of the last event."""
-    instructions: list[Instruction] = []
+    instructions: list[Instruction | Wait] = []
     for event in events:
-        instructions = shards.handle(event)
+        instructions = handle(shards, event)
         shards.validate()
     return instructions
 
@@ -84,7 +75,7 @@ def test_done_for_the_lease_of_another_is_the_peers_fault() -> None:
     shards = Shards([1])
     feed(shards, ShardWanted(0))
     with pytest.raises(ProtocolError, match="worker 0 holds it"):
-        shards.handle(Done(1, 0))
+        handle(shards, Done(1, 0))
     assert shards.progress() == (0, 1)
 
 
@@ -116,7 +107,7 @@ def test_the_end_of_a_file_drops_returned_shards_past_it() -> None:
 )
 def test_a_contradictory_end_of_a_file(ended: ShardCountFound) -> None:
     with pytest.raises(DataError, match="was reported to end"):
-        Shards([2]).handle(ended)
+        handle(Shards([2]), ended)
 
 
 def test_strided_deals_each_worker_its_own() -> None:

@@ -5,19 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.random_examples import num_examples
+from tests.unit.protocol.jobs.shard_events import Done, Event, ShardCountFound, ShardWanted, Wait, WorkerLost, handle
 
 from paceline.protocol.jobs import Shards
-from paceline.protocol.jobs.shards import (
-    Assignment,
-    Done,
-    Event,
-    Exhausted,
-    Granted,
-    ShardCountFound,
-    ShardWanted,
-    Wait,
-    WorkerLost,
-)
+from paceline.protocol.jobs.shards import Assignment, Exhausted, Granted
 
 NUM_WORKERS = 3
 workers = st.integers(0, NUM_WORKERS)  # one more than there are positions: a late-comer
@@ -47,7 +38,7 @@ class ShardsMachine(RuleBasedStateMachine):
         self.waiting: set[int] = set()
 
     def apply(self, event: Event) -> None:
-        for instruction in self.shards.handle(event):
+        for instruction in handle(self.shards, event):
             if isinstance(instruction, Granted):
                 self.granted(instruction)
             elif isinstance(instruction, Wait):

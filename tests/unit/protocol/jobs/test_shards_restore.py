@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.random_examples import num_examples
+from tests.unit.protocol.jobs.shard_events import Done, ShardCountFound, ShardWanted, WorkerLost, handle
 
 from paceline.protocol.jobs import Shards
-from paceline.protocol.jobs.shards import Assignment, Done, Exhausted, Granted, ShardCountFound, ShardWanted, WorkerLost
+from paceline.protocol.jobs.shards import Assignment, Exhausted, Granted
 
 NUM_WORKERS = 3
 Key = tuple[int, int, int]
@@ -25,16 +26,16 @@ def test_a_restored_pool_goes_on_where_it_was() -> None:
     shards.validate()
     assert shards.progress() == (2, 5)
     assert shards.shard_of(7) == (0, 0, 2)
-    (granted,) = shards.handle(ShardWanted(0))
+    (granted,) = handle(shards, ShardWanted(0))
     assert isinstance(granted, Granted)
     assert granted.shard == 1
     assert granted.lease > 30
-    assert shards.handle(Done(1, 7)) == []
-    assert shards.handle(Done(1, 7)) == []  # again: no matter
-    assert shards.handle(Done(0, 12)) == []  # a lease that nobody was known to hold
+    assert handle(shards, Done(1, 7)) == []
+    assert handle(shards, Done(1, 7)) == []  # again: no matter
+    assert handle(shards, Done(0, 12)) == []  # a lease that nobody was known to hold
     assert shards.progress() == (3, 5)
-    shards.handle(WorkerLost(2))
-    (again,) = shards.handle(ShardWanted(0))
+    handle(shards, WorkerLost(2))
+    (again,) = handle(shards, ShardWanted(0))
     assert isinstance(again, Granted)
     assert again.shard == 4
 
@@ -45,8 +46,8 @@ def test_restored_records_may_overlap_and_exceed_the_end() -> None:
     shards.validate()
     assert shards.progress() == (1, 2)
     assert [shards.shard_of(lease) for lease in (3, 5, 6, 8)] == [None, (0, 0, 1), None, None]
-    assert shards.handle(Done(1, 5)) == []
-    assert shards.handle(ShardWanted(0)) == [Exhausted(0)]
+    assert handle(shards, Done(1, 5)) == []
+    assert handle(shards, ShardWanted(0)) == [Exhausted(0)]
 
 
 class RestartMachine(RuleBasedStateMachine):
@@ -71,7 +72,7 @@ class RestartMachine(RuleBasedStateMachine):
         """A worker has done this shard, and a live member has a record."""
 
     def apply(self, event: ShardWanted | Done | WorkerLost | ShardCountFound, *, heard: bool = True) -> None:
-        for instruction in self.shards.handle(event):
+        for instruction in handle(self.shards, event):
             if isinstance(instruction, Granted) and heard:
                 every = [key_of(lease) for leases in self.held.values() for lease in leases.values()]
                 assert key_of(instruction) not in every, "two leases of one shard"

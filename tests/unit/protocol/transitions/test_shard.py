@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from random import Random
 
+from tests.unit.protocol.jobs.shard_events import Done, Event, ShardCountFound, ShardWanted, WorkerLost, handle
+
 from paceline.protocol.jobs import SHARD, Shards
-from paceline.protocol.jobs.shards import Done, Event, Granted, ShardCountFound, ShardWanted, WorkerLost
+from paceline.protocol.jobs.shards import Granted
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
 
 Key = tuple[int, int, int]
 KEYS: list[Key] = [(epoch, file, shard) for epoch in range(2) for file in range(2) for shard in range(5)]
+
+NAMES = {ShardWanted: "want", Done: "finish", WorkerLost: "worker_lost", ShardCountFound: "file_ended"}
 
 
 class Run:
@@ -43,19 +47,19 @@ class Run:
             self.restart()
             return
         before, event = self.sights(), self.event()
-        granted = [each for each in self.shards.handle(event) if isinstance(each, Granted)]
+        granted = [each for each in handle(self.shards, event) if isinstance(each, Granted)]
         self.granted += granted
         told = {(each.epoch, each.file, each.shard): each for each in granted}
         for key, after in self.sights().items():
             former = before[key]
             if key in told:
                 if former[0] == "open":  # taken back, and leased at once to who waits
-                    self.watch.saw(former, event, ("returned",))
+                    self.watch.saw(former, NAMES[type(event)], ("returned",))
                     former = ("returned",)
                 # Maybe it was asked for before, and the event made an answer possible.
-                self.watch.saw(former, ShardWanted(told[key].worker), after, told[key])
+                self.watch.saw(former, "want", after, told[key])
             else:
-                self.watch.saw(former, event, after)
+                self.watch.saw(former, NAMES[type(event)], after)
 
     def event(self) -> Event:
         if self.shards.sizes[1] is None and self.random.random() < 0.05:
