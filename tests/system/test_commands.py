@@ -26,17 +26,12 @@ def test_help_has_an_example(command: str) -> None:
     assert f"Example: paceline {command}" in " ".join(finished.output.split())
 
 
-def test_help(paceline_afresh: Commands) -> None:
-    finished = paceline_afresh.succeed("train", "--help")
-    assert "Example: paceline train" in " ".join(finished.out.split())
-
-
 def test_version(paceline_afresh: Commands) -> None:
     assert paceline_afresh.succeed("--version").out.startswith("paceline 0.")
 
 
-def test_doctor(paceline_afresh: Commands) -> None:
-    findings = [json.loads(line) for line in paceline_afresh.succeed("doctor", "--json").out.splitlines()]
+def test_doctor(paceline: Commands) -> None:
+    findings = [json.loads(line) for line in paceline.succeed("doctor", "--json").out.splitlines()]
     assert {finding["status"] for finding in findings} <= {"ok", "note"}
     assert findings[-1]["what"] == "local cluster"
 

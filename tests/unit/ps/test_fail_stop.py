@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from tests.warm.processes import WarmProcess
 
 from paceline.errors import UsageError
 from paceline.ps.fail_stop import must_succeed, watch_loop, watch_task
@@ -48,11 +50,13 @@ WAYS = {
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_role_ends_with_one_line(how: str) -> None:
-    code = ROLE.replace("HOW", WAYS[how])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1, done
-    (line,) = done.stderr.splitlines()
+def test_a_role_ends_with_one_line(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "role.py"
+    script.write_text(ROLE.replace("HOW", WAYS[how]))
+    role = WarmProcess([script], env=os.environ, stderr=subprocess.PIPE, text=True)
+    _, printed = role.communicate(60)
+    assert role.returncode == 1, printed
+    (line,) = printed.splitlines()
     assert line.startswith("paceline server 3: KeyError: ('a', 'b\\nc') (")
     assert "this process ends" in line
 

@@ -101,7 +101,7 @@ def test_it_passes_the_checks_of_scikit_learn(estimator: Any) -> None:
 
 
 def test_sparse_and_dense_examples_are_one() -> None:
-    X, y = examples()
+    X, y = examples(800)
     model = LogisticRegression(l1=0.1, random_state=1).fit(X, y)
     assert model.classes_.tolist() == ["no", "yes"]
     assert roc_auc_score(y, model.predict_proba(X)[:, 1]) > 0.8
