@@ -15,6 +15,8 @@ from paceline.training.files.data_files import resolve_files
 from paceline.training.options import TrainOptions
 from paceline.training.planning import plan_training
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 
 def write(path: Path, num_good: int, num_bad: int, bad: str = "no row\n") -> Path:
     rows = ["click,age\n", *(f"{i % 2},{i / 8}\n" for i in range(num_good))]

@@ -27,6 +27,8 @@ from paceline.training.train import Training
 
 from .running import Commands
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 Array = npt.NDArray[Any]
 NUM_ROWS, NUM_COLUMNS = 600, 40
 
