@@ -109,7 +109,7 @@ def test_a_cut_cable_holds_all_up_unless_one_of_the_two_servers_goes(monkeypatch
     assert any(violation is not None and "(progress)" in violation for violation in violations)
 
 
-def test_no_restarted_scheduler_forgets_that_somebody_is_gone() -> None:
+def test_no_restarted_scheduler_forgets_a_death() -> None:
     num_restarts = 0
     for seed in range(10):
         lines: list[str] = []
@@ -181,7 +181,7 @@ def test_a_violation_prints_the_command_that_replays_it(
     assert f"VIOLATION {found[2]}" in replayed
 
 
-def test_the_table_says_what_fired(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_lists_fired_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "0:20", "--jobs", "2"]) == 0
     printed = capsys.readouterr().out
     assert all(re.search(rf"^{kind} +\d+$", printed, re.MULTILINE) for kind in (*KINDS, *FOLLOWING))
@@ -215,7 +215,7 @@ def test_servers_come_and_go_under_sequential_without_replicas() -> None:
     assert [(seed, found) for seed in range(20) if (found := come_and_go(seed))] == []
 
 
-def test_a_fill_that_is_reported_before_workers_keep_what_they_push_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fill_reported_before_workers_retain_pushes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Iterations, "may_report", lambda iterations, buckets: True)
     assert any("(gate)" in (come_and_go(seed) or "") for seed in (29, *range(60)))
 

@@ -92,7 +92,7 @@ def test_every_operation_of_every_peer(paceline: Commands) -> None:
         (["--algorithm", "magic", "--peer", "paceline"], "paceline: got algorithm 'magic', expected one of "),
     ],
 )
-def test_wrong_usage_is_said_in_one_sentence(paceline: Commands, arguments: list[str], expected: str) -> None:
+def test_wrong_usage_is_reported_in_one_sentence(paceline: Commands, arguments: list[str], expected: str) -> None:
     finished = paceline.run("bench", "collectives", *arguments)
     assert finished.status == 2
     assert finished.out == ""
@@ -104,7 +104,7 @@ def _ranks(pid: int) -> list[psutil.Process]:
     return sorted(psutil.Process(pid).children(), key=lambda child: child.pid)
 
 
-def test_a_rank_that_is_killed_is_named(paceline: Commands) -> None:
+def test_a_killed_rank_is_named(paceline: Commands) -> None:
     running = paceline.start("bench", "collectives", "--sizes", "4,16M,16M,1M,2M,3M", "--peer", "paceline", "--json")
     running.wait_line('"bytes": 4')
     _ranks(running.process.pid)[1].kill()

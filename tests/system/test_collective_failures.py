@@ -92,7 +92,7 @@ def _complaints(case: dict[str, Any], answers: list[dict[str, Any]]) -> Iterator
         for failure in _FAILURES
     ],
 )
-def test_every_rank_hears_who_failed(ranks: subprocess.Popen[str], path: str, failure: str) -> None:
+def test_every_rank_names_the_failed_rank(ranks: subprocess.Popen[str], path: str, failure: str) -> None:
     is_often = failure in _OFTEN.get(path, ()) and (path, failure) != _WHOLE
     _check(ranks, path, failure, _OFTEN_WHATEVER_FAILS if is_often else tuple(OPERATIONS))
 

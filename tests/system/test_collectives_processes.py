@@ -192,7 +192,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(programs: Programs, algorith
 @pytest.mark.parametrize(
     ("algorithm", "scenario"), [("", "leaves_early"), ("ring", "leaves_early"), ("", "exits_early")]
 )
-def test_a_rank_that_leaves_is_named(programs: Programs, algorithm: str, scenario: str) -> None:
+def test_a_leaving_rank_is_named(programs: Programs, algorithm: str, scenario: str) -> None:
     ranks = programs.start(scenario, PACELINE_ALGORITHM=algorithm)
     left = ranks[1].wait_for("closed" if scenario == "leaves_early" else "exits")
     for rank in (ranks[0], ranks[2]):
@@ -210,7 +210,7 @@ def test_a_rank_that_never_calls_is_named(programs: Programs) -> None:
     _end_well(*ranks)
 
 
-def test_another_call_is_told_on_every_rank(programs: Programs) -> None:
+def test_another_call_is_reported_on_every_rank(programs: Programs) -> None:
     ranks = programs.start("calls_another", PACELINE_ALGORITHM="ring")
     for rank in ranks:
         word = rank.wait_for("raised")

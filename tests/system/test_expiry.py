@@ -28,7 +28,7 @@ def write(path: Path, features: range) -> Path:
     return path
 
 
-def test_what_is_not_seen_is_gone_from_the_replica_too() -> None:
+def test_unseen_rows_are_removed_from_the_replica_too() -> None:
     keys = np.arange(5000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     grads = np.ones((len(keys), 1), np.float32)
     with paceline.local_cluster(servers=2, workers=1, replicas=1, consistency=Sequential()) as cluster:

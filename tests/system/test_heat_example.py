@@ -43,7 +43,7 @@ def test_a_picture_for_people(paceline: Commands) -> None:
     assert finished.out.endswith("greatest difference: 0.0\n")
 
 
-def test_what_a_launcher_has_started_starts_nothing(paceline: Commands) -> None:
+def test_a_launched_rank_starts_no_ranks(paceline: Commands) -> None:
     finished = run(paceline, "--ranks", "5", "--json", RANK="0", WORLD_SIZE="1")
     assert parse_json(finished.out)["ranks"] == 1
 

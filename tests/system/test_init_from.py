@@ -48,7 +48,7 @@ def test_names_of_features_are_kept(paceline: Commands, click_log: tuple[Path, P
     assert "--feature-names saves names with the model: pass --save" in paceline.run(*common).err
 
 
-def test_columns_are_those_of_the_model_and_what_does_not_fit_is_refused(
+def test_columns_come_from_the_model_and_mismatches_are_rejected(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
 ) -> None:
     data = tmp_path / "data.csv"

@@ -14,7 +14,7 @@ from paceline.ps import read_model
 from .running import Commands
 
 
-def test_what_two_columns_say_together(paceline: Commands, tmp_path: Path) -> None:
+def test_interactions_of_two_columns_are_learned(paceline: Commands, tmp_path: Path) -> None:
     """The label is the exclusive or of two columns, of which neither alone says anything."""
     random = np.random.default_rng(7)
     a, b, noise = random.integers(0, 2, (3, 4000))

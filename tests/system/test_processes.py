@@ -29,7 +29,7 @@ def sentences(text: str) -> list[str]:
     return [line for line in lines if line.strip(" 0123456789.,%-")]
 
 
-def test_an_interrupted_training_saves_what_it_has(
+def test_an_interrupted_training_saves_its_model(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
 ) -> None:
     running = start(paceline, click_log, *LONG, "--save", "model", "--consistency", "sequential")

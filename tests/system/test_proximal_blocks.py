@@ -140,7 +140,7 @@ def test_what_is_told(paceline: Commands, tmp_path: Path) -> None:
     assert "all 2 labels are 1: no intercept is best" in one.err
 
 
-def test_a_worker_that_dies_is_done_without(tmp_path: Path) -> None:
+def test_a_dying_worker_is_done_without(tmp_path: Path) -> None:
     """Its examples are read again by the others, which find the same optimum; when all are gone that is said."""
     matrix, labels = write_examples(tmp_path / "rows.svm")
     blocks = ProximalBlocks(l1=1.5, tolerance=1e-8)

@@ -169,7 +169,7 @@ def token(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_driver_that_dies_frees_the_workers(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+def test_a_dying_driver_frees_the_workers(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     scheduler, address = start_scheduler(paceline, "--heartbeat-timeout", "1")
     joining = ["--scheduler", address, "--token-file", "token"]
     server, worker = paceline.start("server", *joining), paceline.start("worker", *joining)
@@ -239,7 +239,7 @@ def test_tls(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -
     end(scheduler, server, worker)
 
 
-def test_what_roles_need(paceline: Commands, tmp_path: Path) -> None:
+def test_roles_report_missing_services(paceline: Commands, tmp_path: Path) -> None:
     for role in ("server", "worker"):
         nobody = paceline.run(
             role, "--scheduler", "127.0.0.1:9", "--wait", "0", "--token-file", token(tmp_path, "some")

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
-def test_the_examples_learn_and_a_dead_worker_is_told_of(paceline: Commands, tmp_path: Path) -> None:
+def test_the_examples_learn_and_a_dead_worker_is_reported(paceline: Commands, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch leaves a folder in the temporary one

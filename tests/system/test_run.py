@@ -123,7 +123,7 @@ def forking(paceline: Commands) -> Commands:
     return paceline
 
 
-def test_ranks_are_told_who_they_are(paceline: Commands, tmp_path: Path) -> None:
+def test_ranks_receive_their_identity(paceline: Commands, tmp_path: Path) -> None:
     arguments = ["--epochs", "3", "-h", "--", "--nproc_per_node"]
     finished = paceline.succeed("run", "--nproc_per_node", "2", "--threads=3", script(tmp_path, _TELL), *arguments)
     lines = sorted(finished.out.splitlines())

@@ -134,7 +134,7 @@ def kill(running: Running, role: str, scheduler: str) -> None:
         running.wait_line("another server replaces it")
 
 
-def test_who_is_killed_leaves_no_trace_in_the_model(replicated: Commands, tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_trace_in_the_model(replicated: Commands, tmp_path: Path) -> None:
     running = start(replicated, "parameter-server", script(tmp_path, _TRAIN))
     scheduler = running.wait_line("kill").split()[-1]
     for role in ("scheduler", "server"):

@@ -102,9 +102,7 @@ def taken(click_log: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def test_what_is_wrong_is_said_in_a_sentence(
-    paceline: Commands, click_log: tuple[Path, Path], taken: Path, tmp_path: Path
-) -> None:
+def test_errors_are_one_sentence(paceline: Commands, click_log: tuple[Path, Path], taken: Path, tmp_path: Path) -> None:
     """What is found in the cluster's processes; what is found before is in ``test_cli_wrong_usage.py``."""
     train, evaluation = click_log
     folder = shutil.copytree(taken, tmp_path / "snaps")

@@ -221,7 +221,7 @@ def test_a_model_predicts_the_data_that_it_was_trained_on_and_no_other(paceline:
     assert "no AUC (all labels are negative)" in unknown
 
 
-def test_a_training_that_learns_nothing_says_so(paceline: Commands, tmp_path: Path) -> None:
+def test_a_training_that_learns_nothing_reports_it(paceline: Commands, tmp_path: Path) -> None:
     lines = "".join(f"{i * 7919 % 101 % 2},{i}\n" for i in range(3000))
     (tmp_path / "noise.csv").write_text("click,id\n" + lines)
     how = ["--label", "click", "--categorical", "id", "--workers", "1", "-q", "--epochs", "1", "--lr", "1"]
@@ -230,7 +230,7 @@ def test_a_training_that_learns_nothing_says_so(paceline: Commands, tmp_path: Pa
     assert "is not better than 0.69" in trained.err
 
 
-def test_what_columns_are_taken_for_is_told(paceline: Commands, tmp_path: Path) -> None:
+def test_kinds_of_columns_are_reported(paceline: Commands, tmp_path: Path) -> None:
     rows = [f"{10**19 + 7 * i},{i % 3 == 0:d},{'ab'[i % 3 == 0]},{i % 40}\n" for i in range(600)]
     (tmp_path / "x.csv").write_text("id,won,site,age\n" + "".join(rows))
     how = ["train", "x.csv", "--label", "won", "--workers", "1", "--epochs", "1"]

@@ -25,7 +25,7 @@ def test_a_defect_can_be_planted(defect: Defect) -> None:
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda each: each.name)
-def test_somebody_is_asked_for_each_defect(defect: Defect) -> None:
+def test_every_defect_names_tests(defect: Defect) -> None:
     assert defect.unit or defect.integration
     for path in (*defect.unit, *defect.integration):
         assert (ROOT / path).exists()

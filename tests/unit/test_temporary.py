@@ -112,7 +112,7 @@ def test_one_is_made_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_has_another_name_stays(tmp_path: Path) -> None:
+def test_folders_with_other_names_stay(tmp_path: Path) -> None:
     names = ["paceline-1000", "paceline-stdin-abcdefgh", "paceline-one-abcdefgh.tmp.txt", "other.tmp"]
     for name in names:
         (tmp_path / name).mkdir()

@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_come_is_named(options: dict[str, Any]) -> None:
 
 
 @engines
-def test_a_rank_that_leaves_is_named(options: dict[str, Any]) -> None:
+def test_a_leaving_rank_is_named(options: dict[str, Any]) -> None:
     def call(group: Group) -> PacelineError | None:
         group.all_reduce(np.ones(4))
         if group.rank == 1:
@@ -189,7 +189,7 @@ def test_a_rank_that_leaves_is_named(options: dict[str, Any]) -> None:
 
 
 @engines
-def test_an_interrupted_rank_is_told_of(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_rank_is_reported(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the error strikes must not matter: here it is after the engine's work, in the group's own."""
 
     def call(group: Group) -> BaseException | None:
@@ -304,7 +304,7 @@ def test_a_failed_call_fails_the_tickets_behind_it() -> None:
     run_ranks(2, call)
 
 
-def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_raising_callback_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: object) -> None:
         raise ZeroDivisionError("a user's mistake")
 
@@ -344,7 +344,7 @@ class TestTicketsOfMessages:
 
         run_ranks(2, call)
 
-    def test_callbacks_are_called_though_nobody_waits(self) -> None:
+    def test_callbacks_are_called_without_a_waiting_thread(self) -> None:
         def call(group: Group) -> None:
             if group.rank == 0:
                 called = threading.Event()
@@ -378,7 +378,7 @@ class TestTicketsOfMessages:
 
         run_ranks(2, call)
 
-    def test_nobody_sends(self) -> None:
+    def test_a_receive_without_a_sender_fails(self) -> None:
         is_over = threading.Event()
 
         def call(group: Group) -> None:
@@ -491,7 +491,7 @@ class TestSayingHow:
         ],
     )
     @pytest.mark.parametrize("algorithm", [None, "direct", "shared", "ring", "binomial-tree"])
-    def test_what_is_taken_is_what_was_said(self, algorithm: str | None, operation: str, num_bytes: int) -> None:
+    def test_explain_names_the_algorithm_in_use(self, algorithm: str | None, operation: str, num_bytes: int) -> None:
         def call(group: Group) -> list[str]:
             getattr(group, operation)(np.ones(num_bytes // 8))
             told = group.explain(num_bytes, operation).splitlines()
@@ -520,7 +520,7 @@ def test_the_timeout_is_as_given() -> None:
     run_ranks(2, call)
 
 
-def test_run_ranks_says_which_rank_failed() -> None:
+def test_run_ranks_reports_which_rank_failed() -> None:
     def call(group: Group) -> int:
         if group.rank == 1:
             raise ValueError("out of luck")

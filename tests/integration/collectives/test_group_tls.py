@@ -92,7 +92,7 @@ def _copy(one: socket.socket, other: socket.socket, seen: list[bytes]) -> None:
         one.close()
 
 
-def test_a_rank_that_leaves_is_named(certificates: dict[str, TLS]) -> None:
+def test_a_leaving_rank_is_named(certificates: dict[str, TLS]) -> None:
     def call(group: Group) -> None:
         group.all_reduce(np.ones(3))
         if group.rank == 1:

@@ -56,7 +56,7 @@ def test_gradients_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.complex64), torch.zeros(2, device="meta")])
-def test_what_cannot_be_sent_is_refused(tensor: Any) -> None:
+def test_unsendable_values_are_rejected(tensor: Any) -> None:
     def call(group: Group) -> None:
         with pytest.raises(UsageError, match=r"complex64|meta"):
             group.all_reduce(tensor)

@@ -66,7 +66,7 @@ def test_a_bad_push_is_refused_here(keys: Any, grads: Any, message: str) -> None
         assert table.push_pull([1], floats(1)) == -1
 
 
-def test_what_tables_and_clients_cannot_take() -> None:
+def test_invalid_arguments_of_tables_and_clients() -> None:
     anything: Any
     with Cluster() as cluster:
         client = cluster.connect()

@@ -113,7 +113,7 @@ def refused(channel: Channel, kind: int, meta: Any, body: bytes, message: str) -
         channel.receive_frame(10)
 
 
-def test_forwarded_pushes_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_forwarded_pushes(caplog: pytest.LogCaptureFixture) -> None:
     with between_servers() as (_, channel, sparse, dense):
         every = to_bytes(ALL)
         keys, ones = np.arange(500, dtype=np.uint64).tobytes(), np.ones(500, np.float32).tobytes()
@@ -146,7 +146,7 @@ def test_forwarded_pushes_that_are_not_what_they_say(caplog: pytest.LogCaptureFi
         assert not caplog.records  # none was an internal error
 
 
-def test_buckets_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_buckets(caplog: pytest.LogCaptureFixture) -> None:
     with between_servers() as (_, channel, sparse, dense):
         few, ones = np.arange(2, dtype=np.uint64).tobytes(), np.ones(8, np.float32).tobytes()
         wrong: list[tuple[int, list[Any], list[Any], bytes, str]] = [
@@ -165,7 +165,7 @@ def test_buckets_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) ->
         assert not caplog.records
 
 
-def test_comparisons_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_comparisons(caplog: pytest.LogCaptureFixture) -> None:
     with between_servers() as (_, channel, _, _):
         wrong: list[Any] = [
             [512, 0, [], []],
@@ -179,7 +179,7 @@ def test_comparisons_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture
         assert not caplog.records
 
 
-def test_clocks_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_clocks(caplog: pytest.LogCaptureFixture) -> None:
     with between_servers() as (_, channel, _, _):
         wrong: list[Any] = [
             [[[0, SPEC, SPEC]], [], 0, 0],

@@ -92,7 +92,7 @@ def test_one_of_two_goes_and_nothing_is_lost(consistency: Consistency) -> None:
         assert younger.expelled == f"it and {name} could not reach each other for 1 s, though all of them live"
 
 
-def test_without_cuts_nobody_complains() -> None:
+def test_without_cuts_there_are_no_complaints() -> None:
     with Cluster(servers=3, workers=1, replicas=2, heartbeat_timeout_s=0.5) as cluster:
         table = cluster.connect().sparse_table("counts", update=SGD(lr=1.0))
         end = time.monotonic() + 1.5
@@ -118,7 +118,7 @@ def _must_not(error: BaseException) -> None:
     raise error
 
 
-def test_who_answers_or_takes_what_is_sent_is_reachable() -> None:
+def test_an_answering_or_receiving_server_is_reachable() -> None:
     """No PING gets through behind much that is on its way; but the other end takes it, so it is there."""
     handler, transport = _Deaf(), SocketTransport(TOKEN)
     period_s, size = 0.05, 1 << 22
@@ -188,7 +188,7 @@ def test_a_worker_that_does_not_reach_a_server_is_told_which() -> None:
         assert time.monotonic() < began + 20.0
 
 
-def test_a_cut_is_noticed_by_who_waits_at_another_server() -> None:
+def test_a_cut_is_noticed_by_clients_that_wait_at_another_server() -> None:
     """Else two workers wait for each other: one for a tick that was lost on the way, the other for that worker."""
     ticks = [Fault(action="drop", rank=0, step=step, kind=TICK) for step in (0, 2)]  # to server 0, not to server 1
     plan = FaultPlan(ticks)

@@ -29,7 +29,7 @@ def member(cluster: Cluster, rank: int, *, is_well: bool) -> SchedulerLink:
 
 
 @pytest.mark.parametrize("reports_ends", [True, False])
-def test_who_is_declared_dead_is_told_of_with_the_reason(reports_ends: bool) -> None:
+def test_a_death_is_reported_with_the_reason(reports_ends: bool) -> None:
     notes: list[str] = []
     with Cluster(servers=1, workers=3, heartbeat_timeout_s=2.0) as cluster:
         scheduler = cluster.scheduler
@@ -78,7 +78,7 @@ def test_a_client_that_is_declared_dead_hears_of_it_where_no_server_tells() -> N
             table.pull(keys_of(1))
 
 
-def test_who_is_declared_dead_changes_nothing_any_more() -> None:
+def test_a_member_declared_dead_changes_nothing() -> None:
     """It may have been stopped while it loaded a model: what others have pushed since was overwritten or erased."""
     with Cluster(servers=1, workers=2) as cluster:
         dead, living = cluster.connect_all()

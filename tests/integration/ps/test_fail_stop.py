@@ -65,7 +65,7 @@ ERRORS = [MemoryError("no memory for the bucket to grow"), ZeroDivisionError(), 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1), Sequential()], ids=str)
 @pytest.mark.parametrize("who", ["primary", "replica"])
-def test_who_fails_to_apply_a_push_ends_and_nothing_is_lost(
+def test_a_server_that_fails_to_apply_a_push_ends_and_nothing_is_lost(
     who: str, consistency: Consistency, error: Exception
 ) -> None:
     """A replica that went on had the push in its filter, not in its table, and acknowledged it when it came again."""
@@ -85,7 +85,7 @@ def test_who_fails_to_apply_a_push_ends_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
-def test_who_fails_while_alone_acknowledges_nothing(consistency: Consistency) -> None:
+def test_a_failing_single_server_acknowledges_nothing(consistency: Consistency) -> None:
     with Cluster(consistency=consistency, workers=2) as cluster:
         clients = cluster.connect_all(timeout_s=5.0)
         tables = [table_of(client) for client in clients]
@@ -139,7 +139,7 @@ def test_a_map_that_cannot_be_carried_out_ends_the_server() -> None:
         assert end(fails) is error
 
 
-def test_a_link_that_fails_ends_the_server() -> None:
+def test_a_failing_link_ends_the_server() -> None:
     """Its task ended, nobody saw why, and the link was never made again."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
@@ -153,7 +153,7 @@ def test_a_link_that_fails_ends_the_server() -> None:
         assert end(node) is error
 
 
-def test_a_scheduler_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_scheduler_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with Cluster() as cluster:
         error = KeyError("members")
         monkeypatch.setattr(cluster.scheduler.core, "handle", raises(error))
@@ -165,7 +165,7 @@ def test_a_scheduler_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         cluster.failures.clear()
 
 
-def test_whoever_waits_hears_that_the_line_to_the_scheduler_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_calls_report_the_failed_connection_to_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ended with the exception, and calls waited until their time was over."""
     seen: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
@@ -183,7 +183,7 @@ def test_whoever_waits_hears_that_the_line_to_the_scheduler_has_failed(monkeypat
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=0), Sequential()], ids=str)
-def test_a_refused_push_ends_its_iteration_and_is_told_by_the_next(consistency: Consistency) -> None:
+def test_a_refused_push_ends_its_iteration_and_is_reported_by_the_next(consistency: Consistency) -> None:
     """Others waited a minute for the tick that was refused with the push; nobody heard of one that was not awaited."""
     with Cluster(consistency=consistency, workers=2) as cluster:
         first, second = cluster.connect(), cluster.connect()

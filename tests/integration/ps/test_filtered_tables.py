@@ -108,7 +108,7 @@ def bytes_of(client: Any, step: Any) -> int:
     return int(sum(client.byte_counts()) - before)
 
 
-def test_what_is_saved() -> None:
+def test_saved_contents() -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         keys = random_keys(np.random.default_rng(2), 5000)
@@ -149,7 +149,7 @@ def test_answers_may_have_filters_of_their_own() -> None:
 @pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_a_cut_connection_sends_what_was_read(when: Any, step: int, replicas: int) -> None:
+def test_a_cut_connection_resends_values(when: Any, step: int, replicas: int) -> None:
     plan = FaultPlan([Fault(action="cut", rank=0, step=step, kind=FILTERED_PUSH, when=when)])
     transport = FaultyTransport(SocketTransport(TOKEN), plan)
     with Cluster(servers=2, replicas=replicas, transport=transport) as cluster:
@@ -262,7 +262,7 @@ def test_stochastic_pushes_are_the_same_on_every_replica_and_in_every_run() -> N
     np.testing.assert_array_equal(found[0], found[1])
 
 
-def test_what_a_server_does_not_have_is_said_when_the_table_is_made() -> None:
+def test_unsupported_filters_are_reported_when_the_table_is_made() -> None:
     class Newer(Quantize, is_abstract=True):
         version = 2
 
@@ -320,7 +320,7 @@ def test_filters_change_while_a_pull_waits() -> None:
         assert table.pull(KEYS[:2]).tolist() == [[3], [3]]
 
 
-def test_chance_does_not_depend_on_what_else_is_asked() -> None:
+def test_random_rounding_does_not_depend_on_other_keys() -> None:
     found = []
     for asks in (False, True):
         with Cluster() as cluster:
@@ -351,7 +351,7 @@ def test_keys_that_a_worker_only_claims_count_as_nothing() -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 2])
-def test_what_rounding_takes_of_a_row_comes_with_its_next_push(bits: int) -> None:
+def test_rounding_errors_are_sent_with_the_next_push(bits: int) -> None:
     random = np.random.default_rng(9)
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
@@ -383,7 +383,7 @@ def test_nothing_to_push() -> None:
         assert len(table) == 0
 
 
-def test_what_a_peer_may_not_send() -> None:
+def test_messages_that_a_peer_may_not_send() -> None:
     with Cluster() as cluster:
         cluster.connect().sparse_table("w", update=SGD(lr=1.0))
         channel = cluster.raw()
@@ -446,7 +446,7 @@ def test_dense_tables(filters: list[Filter], replicas: int) -> None:
 
 
 @pytest.mark.parametrize("chosen", [TopK(0.5), DeltaKeys()], ids=str)
-def test_what_is_for_sparse_tables(chosen: Filter) -> None:
+def test_filters_for_sparse_tables_only(chosen: Filter) -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         with pytest.raises(UsageError, match="is for sparse tables: a dense one is pushed and pulled by ranges"):
@@ -461,7 +461,7 @@ def test_what_is_for_sparse_tables(chosen: Filter) -> None:
 
 
 @pytest.mark.parametrize("filters", [[KeyNumbers()], [KeyCaching(), KeyNumbers()]])
-def test_calls_stay_behind_a_push_that_is_asked_for_again(filters: list[Filter]) -> None:
+def test_calls_stay_behind_a_push_that_is_requested_again(filters: list[Filter]) -> None:
     """A server that has forgotten keys refuses the push; what follows must not overtake it."""
     with Cluster(servers=1) as cluster:
         table = cluster.connect().sparse_table("t", update=SGD(lr=1.0), filters=filters)

@@ -126,7 +126,7 @@ def test_an_iteration_is_applied_once_whatever_it_is_made_of() -> None:
 
 @pytest.mark.parametrize("tau", [0, 1, 3])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_bounded_delay_lets_nobody_through_early(tau: int, servers: int) -> None:
+def test_bounded_delay_admits_no_worker_early(tau: int, servers: int) -> None:
     workers, iterations = 3, 25
     finished = [0] * workers
     spread = [0]
@@ -222,7 +222,7 @@ def test_retire_and_join_again(consistency: Sequential | BoundedDelay) -> None:
 
 @pytest.mark.parametrize("death", ["close", "kill"])
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)], ids=str)
-def test_whoever_goes_opens_the_gate(consistency: Sequential | BoundedDelay, death: str) -> None:
+def test_a_leaving_worker_opens_the_gate(consistency: Sequential | BoundedDelay, death: str) -> None:
     with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
         lives, goes = cluster.connect_all()
         table, other = (client.sparse_table("w", update=SGD(lr=1.0)) for client in (lives, goes))
@@ -279,7 +279,7 @@ def test_a_silent_worker_is_expelled_and_told() -> None:
 
 
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=0)], ids=str)
-def test_the_deadline_at_the_gate_says_who_is_awaited(consistency: Sequential | BoundedDelay) -> None:
+def test_the_deadline_at_the_gate_names_the_missing_workers(consistency: Sequential | BoundedDelay) -> None:
     with Cluster(servers=2, workers=3, consistency=consistency) as cluster:
         waits = cluster.connect(rank=0, timeout_s=0.2)
         others = [cluster.connect(rank=rank) for rank in (1, 2)]
@@ -342,7 +342,7 @@ def test_ahead_of_oneself_only_as_far_as_the_consistency_allows() -> None:
                 table.pull_async([1], ahead=wrong)
 
 
-def test_observers_read_and_write_at_once_and_count_for_nobody() -> None:
+def test_observers_read_and_write_without_delay_and_do_not_count() -> None:
     with Cluster(workers=1, consistency=Sequential()) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         table, other = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, observer))
@@ -385,7 +385,7 @@ def test_a_client_used_from_several_threads() -> None:
         assert len(table) == 240
 
 
-def test_nobody_waits_for_a_worker_that_died_before_it_took_part() -> None:
+def test_no_worker_waits_for_one_that_died_before_it_took_part() -> None:
     with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
         client = cluster.connect()
         other = cluster.link()  # registers as a worker, and dies before it joins the iterations

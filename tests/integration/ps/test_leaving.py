@@ -75,7 +75,7 @@ def test_an_abrupt_end_waits_for_no_other_worker(abrupt: bool) -> None:
         assert time.monotonic() - began < 20.0
 
 
-def test_what_has_failed_is_raised() -> None:
+def test_failures_are_raised() -> None:
     def refuse(*arguments: object) -> None:
         raise UsageError("not today")
 
@@ -100,7 +100,7 @@ def test_closed_within_the_block() -> None:
 
 @pytest.mark.parametrize("is_missed", [False, True])
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)], ids=str)
-def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
+def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_again(
     consistency: Consistency, is_missed: bool
 ) -> None:
     """Also from a server that has missed the map by which it was in no chain, and has a connection to it."""

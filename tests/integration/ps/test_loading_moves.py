@@ -145,7 +145,7 @@ def test_a_server_joins_meanwhile(
             check_all_copies(cluster, observer)
 
 
-def test_whoever_loads_hears_late_of_a_join(
+def test_a_loading_client_learns_late_of_a_join(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, expected = snapshot
@@ -205,7 +205,7 @@ def test_the_last_server_with_some_buckets_dies_meanwhile(
             load_while(cluster, client, read_newest(snapshot[0]), monkeypatch, lambda loads: cluster.nodes[1].stop())
 
 
-def test_it_begins_when_nobody_is_being_filled(
+def test_loading_begins_when_no_server_is_being_filled(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What goes to the one that is filled may be from before the load, and what is sent later from behind it."""
@@ -265,7 +265,9 @@ def test_no_end_of_comings_and_goings(snapshot: tuple[Path, list[Floats]], monke
             load_snapshot(client, read_newest(snapshot[0]), timeout_s=0.2)
 
 
-def test_whoever_waits_may_be_interrupted(snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_clients_can_be_interrupted(
+    snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 

@@ -91,7 +91,7 @@ def test_under_sequential_the_next_iteration_waits_for_a_replica() -> None:
         assert (hasty.pull(KEYS) == 3).all()
 
 
-def test_under_sequential_a_read_that_gets_no_replica_says_so() -> None:
+def test_under_sequential_a_read_that_gets_no_replica_reports_it() -> None:
     with Cluster(servers=2, replicas=1, min_replicas=1, consistency=Sequential()) as cluster:
         client, observer = cluster.connect(timeout_s=0.5), cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))

@@ -116,7 +116,7 @@ def test_a_refused_push_may_come_again() -> None:
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_a_sum_that_overflows_is_refused_and_its_workers_are_told(replicas: int, kind: str) -> None:
+def test_a_sum_that_overflows_is_refused_and_its_workers_are_reported(replicas: int, kind: str) -> None:
     with Cluster(servers=1 + replicas, replicas=replicas, workers=2, consistency=Sequential()) as cluster:
         tables = [Table(client, kind) for client in cluster.connect_all()]
         key = keys_of(3)
@@ -139,7 +139,7 @@ def test_a_sum_that_overflows_is_refused_and_its_workers_are_told(replicas: int,
             assert_replicas_equal(cluster)
 
 
-def test_with_count_what_overflows_is_let_in_and_counted() -> None:
+def test_under_count_overflowing_pushes_are_applied_and_counted() -> None:
     with Cluster(servers=2, replicas=1, non_finite="count") as cluster:
         table = Table(cluster.connect(rank=0), "sparse")
         for _ in range(2):
@@ -189,7 +189,7 @@ def test_a_row_that_is_not_finite_does_not_concern_the_others() -> None:
         assert table.pull(keys_of(2)) == [-1]
 
 
-def test_what_fills_a_server_is_taken_as_it_is_and_counted() -> None:
+def test_fills_are_applied_unchanged_and_counted() -> None:
     with Cluster(servers=2, replicas=1, non_finite="count") as cluster:
         table = Table(cluster.connect(rank=0), "sparse")
         table.write(keys_of(8), floats(np.inf))

@@ -12,7 +12,7 @@ from paceline.ps import SGD
 from .harness import Cluster, key_of
 
 
-def test_what_a_server_refused_is_sent_again_with_the_tables(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_pushes_are_resent_with_the_tables(caplog: pytest.LogCaptureFixture) -> None:
     """It was only logged: the push was never acknowledged."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()

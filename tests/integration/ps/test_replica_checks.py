@@ -89,7 +89,7 @@ def test_no_alarm_while_servers_come_and_go(consistency: Consistency) -> None:
         assert cluster.compare_replicas() > 0
 
 
-def test_a_push_that_is_not_applied_on_a_replica_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_push_that_is_not_applied_on_a_replica_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with Cluster(servers=2, workers=1, replicas=1) as cluster:
         client = cluster.connect()
         sparse, dense = tables_of(client, Adam(lr=0.1))
@@ -108,7 +108,7 @@ def test_a_push_that_is_not_applied_on_a_replica_is_told(caplog: pytest.LogCaptu
         assert len(logged & {*first}) == len(logged & {*second}) == 8
 
 
-def test_a_push_that_never_came_is_told() -> None:
+def test_a_push_that_never_came_is_reported() -> None:
     with Cluster(servers=2, workers=1, replicas=1) as cluster:
         client = cluster.connect()
         sparse, _ = tables_of(client, SGD(lr=1.0))
@@ -122,7 +122,7 @@ def test_a_push_that_never_came_is_told() -> None:
             cluster.compare_replicas()
 
 
-def test_a_bucket_sent_as_a_view_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_sent_as_a_view_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent to a server being filled changed on its way, and a push was in it twice."""
     read = DensePart.read_bucket
     with Cluster(servers=1, workers=1, replicas=1) as cluster, ExitStack() as stack:

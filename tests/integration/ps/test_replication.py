@@ -107,7 +107,7 @@ def test_one_after_the_other_is_replaced(consistency: Consistency) -> None:
         assert (values(observer, "sparse") == total).all()
 
 
-def test_a_join_moves_what_it_must_and_no_more() -> None:
+def test_a_join_moves_the_fewest_buckets() -> None:
     with Cluster(servers=2, workers=1) as cluster, ExitStack() as stack:
         client = cluster.connect()
         count(client, "sparse")
@@ -199,7 +199,7 @@ def test_servers_come_and_go_and_sequential_iterations_stay_as_they_are(
         assert [index for index, pair in enumerate(zip(read, right, strict=True)) if not np.array_equal(*pair)] == []
 
 
-def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_one_who_retires() -> None:
+def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_a_retired_worker() -> None:
     with Cluster(workers=2, consistency=Sequential()) as cluster, ExitStack() as stack:
         goes, _ = workers = cluster.connect_all()
         observer = cluster.connect(observer=True)
@@ -258,7 +258,7 @@ def test_without_replicas_the_lost_buckets_are_named() -> None:
             values(client, "sparse")
 
 
-def test_who_may_join() -> None:
+def test_members_that_may_join() -> None:
     with (
         Cluster(servers=1, workers=1) as cluster,
         ExitStack() as stack,

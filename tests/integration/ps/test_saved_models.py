@@ -216,7 +216,7 @@ FAILURES: list[tuple[BaseException, type[BaseException], str]] = [
 @pytest.mark.parametrize(("failure", "kind", "message"), FAILURES, ids=["no space", "read-only", "Ctrl-C"])
 @pytest.mark.parametrize("step", range(5))
 @pytest.mark.parametrize("there", [True, False], ids=["over a model", "new"])
-def test_a_save_that_fails_leaves_the_old_model_whole(
+def test_a_failing_save_leaves_the_old_model_whole(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     step: int,
@@ -355,7 +355,7 @@ def test_a_manifest_that_was_made_up(model: Path, change: dict[str, object], mes
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
-def test_what_is_no_file_is_not_read(model: Path, kind: str) -> None:
+def test_only_regular_files_are_read(model: Path, kind: str) -> None:
     part = part_of(model)
     part.unlink()
     {"pipe": lambda: os.mkfifo(part), "device": lambda: part.symlink_to("/dev/zero"), "directory": part.mkdir}[kind]()
@@ -453,7 +453,7 @@ def test_no_model(tmp_path: Path) -> None:
     refused(tmp_path / "file", "is a file, and a Paceline model is a directory")
 
 
-def test_what_is_not_ours_is_not_written_over(tmp_path: Path, model: Path) -> None:
+def test_foreign_files_are_not_overwritten(tmp_path: Path, model: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("x")
@@ -519,7 +519,7 @@ def test_a_model_of_other_tables_is_not_loaded_into_these(model: Path) -> None:
         assert len(table) == 1
 
 
-def test_loading_writes_over_what_is_there(model: Path) -> None:
+def test_loading_overwrites_existing_rows(model: Path) -> None:
     keys: Keys = np.array([5], np.uint64)
     with Cluster(servers=2) as cluster:
         client = cluster.connect()

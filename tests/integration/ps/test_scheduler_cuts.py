@@ -78,9 +78,7 @@ def test_a_line_that_breaks_before_anybody_is_a_member_is_made_again(cluster: Cl
     ("timeout_s", "reconnect_s", "words"),
     [(PATIENCE_S, 0.3, r"the scheduler at .* within 0.3 s"), (0.3, PATIENCE_S, "is lost: ")],
 )
-def test_who_is_no_member_and_finds_no_scheduler_any_more_says_so(
-    timeout_s: float, reconnect_s: float, words: str
-) -> None:
+def test_a_former_member_reports_that_it_finds_no_scheduler(timeout_s: float, reconnect_s: float, words: str) -> None:
     with Cluster(servers=1) as cluster:
         hello = Hello(role="server", name="newcomer")
         link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=5, reconnect_s=reconnect_s)
@@ -91,7 +89,7 @@ def test_who_is_no_member_and_finds_no_scheduler_any_more_says_so(
         link.close()
 
 
-def test_who_is_not_spoken_to_does_not_come_back_for_ever(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_member_does_not_retry_forever(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor without a pause."""
     connected: list[Any] = []
 
@@ -158,7 +156,7 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
     assert found.num_reports == 90
 
 
-def test_what_was_asked_before_the_cut_is_answered_behind_it(cluster: Cluster) -> None:
+def test_requests_before_the_cut_are_answered_after_it(cluster: Cluster) -> None:
     seeker, poster = cluster.link(), cluster.link(role="observer")
     seeking = seeker.start(messages.GetJob(after=0), Job)
     seeker.call(messages.GetView())

@@ -97,7 +97,7 @@ def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: Schedul
     assert (ended.done, ended.lost_workers, ended.num_workers) == (2, 1, 1)
 
 
-def test_a_worker_that_leaves_gives_its_leases_back(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_a_leaving_worker_gives_its_leases_back(cluster: Cluster, poster: SchedulerLink) -> None:
     stays, leaves = cluster.link(), cluster.link()
     number = post(poster, 1, assignment="strided")
     asked = stays.start(messages.TakeLease(job=number, wait=False), Lease)
@@ -112,7 +112,7 @@ def test_a_worker_that_leaves_gives_its_leases_back(cluster: Cluster, poster: Sc
     assert state(poster, number).lost_workers == 0
 
 
-def test_whoever_waits_hears_that_all_is_done(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_waiting_workers_learn_that_the_job_is_complete(cluster: Cluster, poster: SchedulerLink) -> None:
     works, waits = cluster.link(), cluster.link()
     number = post(poster, 1)
     lease = take(works, number)

@@ -225,7 +225,7 @@ def test_it_may_happen_again_and_again(cluster: Restartable, poster: SchedulerLi
     assert state(poster, job).progress == {"examples": 80.0}
 
 
-def test_what_waits_for_an_answer_is_asked_again(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_pending_requests_are_sent_again(cluster: Restartable, poster: SchedulerLink) -> None:
     works, waits, idles = (cluster.member(rank) for rank in range(3))
     job = post(poster, 1)
     for worker in (works, waits, idles):
@@ -246,7 +246,7 @@ def test_what_waits_for_an_answer_is_asked_again(cluster: Restartable, poster: S
     assert [each().number for each in (idle, *next_of)] == [number] * 3
 
 
-def test_a_lease_of_which_nobody_heard_is_given_again(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_an_undelivered_lease_is_granted_again(cluster: Restartable, poster: SchedulerLink) -> None:
     worker = cluster.member()
     job = post(poster, 1)
     begin(worker)
@@ -259,7 +259,7 @@ def test_a_lease_of_which_nobody_heard_is_given_again(cluster: Restartable, post
     assert take(worker, job).lease == NONE_FREE
 
 
-def test_who_does_not_come_back_is_dead(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_a_member_that_does_not_return_is_dead(cluster: Restartable, poster: SchedulerLink) -> None:
     lives, dies = cluster.member(0), cluster.member(1)
     job = post(poster, 3)
     for worker in (lives, dies):
@@ -419,7 +419,7 @@ def test_a_worker_that_comes_too_late_is_expelled() -> None:
             late.call(messages.GetView())
 
 
-def test_a_server_that_comes_late_is_taken_back_with_what_it_holds() -> None:
+def test_a_late_server_is_readmitted_with_its_rows() -> None:
     """It alone has its buckets: nothing would be gained without it."""
     notes: list[str] = []
     with Restartable(servers=2, workers=1) as cluster:
@@ -480,7 +480,7 @@ def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None
     assert members[0].incarnation < members[1].incarnation
 
 
-def test_a_scheduler_that_replaces_nobody_begins_anew(cluster: Restartable) -> None:
+def test_a_scheduler_without_a_predecessor_starts_a_new_cluster(cluster: Restartable) -> None:
     cluster.kill_scheduler()
     cluster.replace(replaces=True, heartbeat_timeout_s=0.3)
     assert cluster.member().get_view().epoch == 1
@@ -507,7 +507,7 @@ def test_another_cluster_at_the_same_address_is_no_reason_to_end(cluster: Restar
 
 
 @pytest.mark.parametrize("first", ["survivor", "newcomer"])
-def test_survivors_are_taken_back_whoever_comes_first(first: str) -> None:
+def test_survivors_are_readmitted_in_any_order(first: str) -> None:
     """The scheduler is started again by hand, as it was the first time, and knows of nobody."""
     with Restartable(servers=1, workers=1) as cluster:
         client = cluster.connect()
@@ -537,7 +537,7 @@ def test_survivors_are_taken_back_whoever_comes_first(first: str) -> None:
         assert ranks == [0, 1]
 
 
-def test_other_settings_are_told_and_nobody_ends(cluster: Restartable) -> None:
+def test_other_settings_are_reported_and_no_process_ends(cluster: Restartable) -> None:
     notes: list[str] = []
     member = cluster.member()
     cluster.kill_scheduler()
@@ -552,7 +552,7 @@ def test_other_settings_are_told_and_nobody_ends(cluster: Restartable) -> None:
     cluster.wait_back(member)
 
 
-def test_nobody_comes_in_its_place(cluster: Restartable) -> None:
+def test_no_replacement_joins(cluster: Restartable) -> None:
     lost: list[BaseException] = []
     patient = cluster.member(reconnect_s=0.3, hooks=LinkHooks(on_lost=lost.append))
     impatient = cluster.member(reconnect_s=0.0)
@@ -636,7 +636,7 @@ def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> Non
             worker.join()
 
 
-def test_who_joined_and_died_between_two_maps_is_waited_for_no_longer() -> None:
+def test_a_member_that_joined_and_died_between_two_views_is_not_awaited() -> None:
     with Cluster(servers=1, workers=2, consistency=BoundedDelay(tau=1)) as cluster:
         server = cluster.nodes[0].server
         lost, left = cluster.connect_all()

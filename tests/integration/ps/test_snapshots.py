@@ -102,7 +102,7 @@ def test_a_snapshot_goes_into_a_cluster_of_any_size(tmp_path: Path) -> None:
         assert found_rows == rows
 
 
-def test_what_did_not_change_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_parts_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 20_000)
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
@@ -255,7 +255,7 @@ def test_a_cluster_that_is_not_fit_for_it(tmp_path: Path) -> None:
             load_snapshot(client, read_newest(tmp_path))
 
 
-def test_replicas_have_what_was_loaded(tmp_path: Path) -> None:
+def test_replicas_have_the_loaded_rows(tmp_path: Path) -> None:
     with Cluster(servers=2, replicas=1) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(3))

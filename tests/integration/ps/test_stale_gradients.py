@@ -24,7 +24,7 @@ def sparse(client: Client) -> SparseTable:
     return client.sparse_table("w", update=SGD(lr=1.0))
 
 
-def test_staleness_is_what_was_applied_between_pull_and_push() -> None:
+def test_staleness_counts_updates_between_pull_and_push() -> None:
     with Cluster(workers=2, consistency=Eventual()) as cluster:
         clients = cluster.connect_all()
         a, b = (sparse(client) for client in clients)

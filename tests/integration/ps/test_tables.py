@@ -238,7 +238,7 @@ def test_a_table_is_declared_as_at_first_or_as_it_is_now(servers: int) -> None:
         assert table.pull(keys_of(1)) == -0.25  # a declaration changes nothing
 
 
-def test_an_update_that_is_refused_is_not_noted() -> None:
+def test_a_refused_update_is_not_noted() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -330,7 +330,7 @@ def test_memory_transport_serves_a_cluster_too() -> None:
         assert (table.push_pull(keys, np.ones((len(keys), 2), np.float32)) == -1).all()
 
 
-def test_statistics_count_what_was_done() -> None:
+def test_statistics_count_requests() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))

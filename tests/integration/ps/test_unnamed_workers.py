@@ -25,7 +25,7 @@ def connect(cluster: Cluster, incarnation: int) -> Channel:
 
 
 @pytest.mark.parametrize("consistency", [BoundedDelay(tau=1), Sequential()], ids=str)
-def test_who_is_on_no_map_holds_nobody(consistency: Consistency) -> None:
+def test_a_worker_in_no_view_delays_no_other_worker(consistency: Consistency) -> None:
     """A clock that joined in a name that no map ever has stood still, and all workers waited for it."""
     with Cluster(consistency=consistency) as cluster:
         client = cluster.connect()
@@ -42,7 +42,7 @@ def test_who_is_on_no_map_holds_nobody(consistency: Consistency) -> None:
         wait_until(lambda: not list(cluster.nodes[0].server.core.early))
 
 
-def test_who_left_before_any_map_joins_no_more() -> None:
+def test_a_worker_that_left_before_the_first_view_does_not_join() -> None:
     with Cluster(consistency=BoundedDelay(tau=1), workers=1) as cluster:
         client = cluster.connect()
         number = client.servers.newest()[0].session.server  # of a server: known, and no worker

@@ -141,7 +141,7 @@ JOB: dict[str, Any] = {"type": "PostJob", "description": b"", "files": [1], "epo
     ],
     ids=str,
 )
-def test_the_scheduler_refuses_what_would_end_or_occupy_it(message: dict[str, Any]) -> None:
+def test_the_scheduler_rejects_harmful_messages(message: dict[str, Any]) -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         channel = cluster.transport.connect(cluster.scheduler_address, Hello(role="worker"))

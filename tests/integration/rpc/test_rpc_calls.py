@@ -183,7 +183,7 @@ def test_time_outs_leave_the_connection_usable(agents: list[Agent]) -> None:
     assert call(a, 1, add, 1, 2) == 3
 
 
-def test_calls_of_one_caller_run_beside_one_another(agents: list[Agent]) -> None:
+def test_calls_of_one_caller_run_next_to_one_another(agents: list[Agent]) -> None:
     a = agents[0]
     gates.clear()
     waiting = [start(a, 1, pass_gate, f"g{i}") for i in range(4)]
@@ -321,7 +321,7 @@ def test_arguments_of_calls_that_cannot_be(agents: list[Agent]) -> None:
     assert a.remote(0, name, (1, 2), None).to_here(timedelta.max) == 3
 
 
-def test_what_the_callee_cannot_read_is_the_reason(agents: list[Agent]) -> None:
+def test_unreadable_arguments_are_reported_as_the_reason(agents: list[Agent]) -> None:
     made = agents[0].remote(1, qualified_name(kind_of), (Stranger(1),), None)
     for _ in range(2):
         for use in (made.to_here, made.rpc_sync().value, made.rpc_async().value().wait, made.remote().value().to_here):
@@ -369,7 +369,7 @@ def test_remote_failures_come_with_the_value(agents: list[Agent]) -> None:
     assert slow.to_here() == 0.3
 
 
-def test_a_holder_that_dies_gives_back(agents: list[Agent]) -> None:
+def test_a_dying_holder_gives_back(agents: list[Agent]) -> None:
     a, b, c = agents
     freed.clear()
     kept.clear()
@@ -390,7 +390,7 @@ def test_a_holder_that_dies_gives_back(agents: list[Agent]) -> None:
     assert b.table.num_owned == 0
 
 
-def test_a_callee_that_dies_ends_what_waits_for_it(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dying_callee_ends_pending_calls(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
     a, b, _ = agents
     caplog.set_level(logging.CRITICAL)
     gates.clear()
@@ -441,7 +441,7 @@ def test_all_leave_together(agents: list[Agent]) -> None:
     assert sorted(done) == ["a", "b", "c"]
 
 
-def test_leaving_says_who_has_died(agents: list[Agent]) -> None:
+def test_leaving_names_dead_workers(agents: list[Agent]) -> None:
     agents[2].close()
     with pytest.raises(RankLostError, match="rank 2"):
         agents[0].wait_for_all()

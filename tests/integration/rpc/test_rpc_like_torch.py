@@ -128,7 +128,7 @@ def test_methods_given_as_functions(owner: Agent) -> None:
         getattr(table.rpc_sync(), HIDDEN)()
 
 
-def test_methods_of_what_can_be_sent_run_on_a_copy(owner: Agent) -> None:
+def test_methods_of_sendable_objects_run_on_a_copy(owner: Agent) -> None:
     scale = Scale(2)
     assert rpc.rpc_sync("b", scale.of, (10,)) == 30
     assert rpc.rpc_sync("b", scale, (10,)) == 20
@@ -150,7 +150,7 @@ def test_answers_that_come_later(owner: Agent) -> None:
     assert table.rpc_sync().below(2) == table.rpc_async().above(2).wait() == table.remote().below(2).to_here() == 3
 
 
-def test_references_say_what_is_known(owner: Agent) -> None:
+def test_references_describe_themselves(owner: Agent) -> None:
     own, other = rpc.RRef(1.5, type_hint=float), rpc.remote("b", plus, (1, 2))
     assert own.confirmed_by_owner()
     assert other.to_here() == 3

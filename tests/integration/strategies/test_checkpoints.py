@@ -189,7 +189,7 @@ def check_failures(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(180)
-def test_every_strategy_loads_what_every_other_has_saved(tmp_path: Path, one_thread: None) -> None:
+def test_every_strategy_loads_checkpoints_of_all_other_strategies(tmp_path: Path, one_thread: None) -> None:
     expected = uninterrupted()
     (tmp_path / "expected").write_text(json.dumps([value.tolist() for value in expected]))
     for name, options in ONE_PROCESS.items():
@@ -343,7 +343,7 @@ def test_rows_are_loaded_to_be_read_only(kept: Path) -> None:
         assert torch.equal(parts[0](KEYS[0]), read)
 
 
-def test_what_is_no_checkpoint(kept: Path, tmp_path: Path) -> None:
+def test_invalid_checkpoints_are_rejected(kept: Path, tmp_path: Path) -> None:
     chosen = strategy("one-device", device="cpu")
     with pytest.raises(UsageError, match=r"load\(\) .*prepare\(\)"):
         chosen.load(kept)

@@ -34,7 +34,7 @@ def test_without_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_a_program_may_say_what_servers_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_may_name_the_servers_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with paceline.local_cluster(servers=2, replicas=1, consistency=BoundedDelay(tau=4)) as cluster:
         monkeypatch.setenv("PACELINE_SCHEDULER", cluster.scheduler)
         monkeypatch.setenv("PACELINE_TOKEN", cluster.token)
@@ -50,7 +50,7 @@ def test_a_program_may_say_what_servers_it_needs(monkeypatch: pytest.MonkeyPatch
         assert not torch.distributed.is_initialized()
 
 
-def test_rows_are_asked_for_an_iteration_ahead() -> None:
+def test_rows_are_requested_an_iteration_ahead() -> None:
     """Under bounded delay they lack this worker's own last update; a request of its own has it."""
     with (
         paceline.local_cluster(servers=2, consistency=BoundedDelay(tau=2)) as cluster,

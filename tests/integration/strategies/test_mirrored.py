@@ -128,7 +128,7 @@ def test_copies_see_values_that_are_loaded(kind: type[Strategy]) -> None:
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("has_optimizer", [False, True])
-def test_copies_see_what_is_written_through_data(kind: type[Strategy], has_optimizer: bool) -> None:
+def test_copies_see_writes_through_data(kind: type[Strategy], has_optimizer: bool) -> None:
     def train(strategy: Strategy) -> torch.Tensor:
         module = model()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05) if has_optimizer else None
@@ -176,7 +176,7 @@ class Everything(nn.Module):
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_model_may_do_what_models_do(kind: type[Strategy]) -> None:
+def test_a_model_may_have_branches_and_side_effects(kind: type[Strategy]) -> None:
     torch.manual_seed(0)
     module = Everything()
     reference = Everything()
@@ -326,7 +326,7 @@ def test_loader_is_whole_and_a_small_batch_uses_fewer_replicas() -> None:
     assert rows[4:] == [1, 1, 1]
 
 
-def test_retain_graph_and_what_is_not_supported() -> None:
+def test_retain_graph_and_unsupported_options() -> None:
     module = nn.Linear(2, 2)
     prepared = Mirrored(replicas=2, device="cpu").prepare(module)
     out = prepared(torch.ones(4, 2)).sum()

@@ -224,7 +224,7 @@ def test_asynchronous_training_learns(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("cluster", [(Eventual(), 2)], indirect=True)
-def test_nobody_waits_for_a_rank_under_eventual_consistency(cluster: LocalCluster) -> None:
+def test_no_rank_waits_under_eventual_consistency(cluster: LocalCluster) -> None:
     """Rank 1 does nothing, so that rank 0's training is that of one process on its own data."""
     expected = copy.deepcopy(NET)
     alone = momentum(expected)
@@ -330,12 +330,12 @@ def test_bfloat16_parameters_are_float32_on_the_servers(cluster: LocalCluster) -
         torch.testing.assert_close(found, torch.full((1, 8), 0.992, dtype=torch.bfloat16))
 
 
-def test_filters_that_dense_tables_do_not_take_are_told() -> None:
+def test_filters_that_dense_tables_do_not_take_are_reported() -> None:
     with pytest.raises(UsageError, match="delta-keys is for sparse tables"):
         ParameterServer(filters="delta-keys")
 
 
-def test_wrong_use_is_told(cluster: LocalCluster) -> None:
+def test_wrong_use_is_reported(cluster: LocalCluster) -> None:
     def make(**options: Any) -> tuple[ParameterServer, Net, Optimizer]:
         strategy = ParameterServer(**options)
         model = copy.deepcopy(NET)
@@ -388,7 +388,7 @@ def test_updates_by_hand_are_refused(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("cluster", [(BoundedDelay(tau=2), 1)], indirect=True)
-def test_a_program_may_say_what_servers_it_needs(cluster: LocalCluster) -> None:
+def test_a_program_may_name_the_servers_that_it_needs(cluster: LocalCluster) -> None:
     _ranks.here = Ranks()
     fit: list[dict[str, Any]] = [{"consistency": BoundedDelay(tau=2)}, {"replicas": 0}]
     for options in fit:
@@ -415,7 +415,7 @@ def test_sequential_is_sequential_however_gradients_are_joined(cluster: LocalClu
         ParameterServer(consistency=BoundedDelay(tau=0))
 
 
-def test_no_rule_and_no_float32_are_told(cluster: LocalCluster) -> None:
+def test_no_rule_and_no_float32_are_reported(cluster: LocalCluster) -> None:
     def check(rank: int) -> None:
         with ParameterServer() as strategy, pytest.raises(UsageError, match="LBFGS computes with complete parameters"):
             strategy.prepare(copy.deepcopy(NET), torch.optim.LBFGS(NET.parameters()))
@@ -427,7 +427,7 @@ def test_no_rule_and_no_float32_are_told(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("cluster", [(Sequential(), 1)], indirect=True)
-def test_a_server_that_dies_is_named(cluster: LocalCluster) -> None:
+def test_a_dying_server_is_named(cluster: LocalCluster) -> None:
     together = threading.Barrier(2)
 
     def check(rank: int) -> None:

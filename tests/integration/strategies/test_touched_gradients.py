@@ -234,7 +234,7 @@ def test_a_copy_of_a_model_is_watched_no_more(cluster: LocalCluster) -> None:
     run(check)
 
 
-def test_ranks_that_write_different_values_are_told(cluster: LocalCluster) -> None:
+def test_ranks_that_write_different_values_are_reported(cluster: LocalCluster) -> None:
     def check(rank: int) -> None:
         with ParameterServer() as strategy:
             model, optimizer = strategy.prepare(*make())

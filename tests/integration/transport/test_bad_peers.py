@@ -122,7 +122,7 @@ def test_wrong_token_is_refused_in_one_sentence(transport: SocketTransport) -> N
     ],
     ids=["http", "random", "no-hello", "empty", "garbled", "long", "endless", "version"],
 )
-def test_what_is_no_handshake_is_refused(transport: SocketTransport, sent: bytes, kind: type) -> None:
+def test_invalid_handshakes_are_rejected(transport: SocketTransport, sent: bytes, kind: type) -> None:
     with bystander(transport) as beside, beside.raw() as intruder:
         intruder.sendall(sent)
         answer = read_to_end(intruder)
@@ -209,7 +209,7 @@ def test_limits_are_the_callers() -> None:
             other.receive_header(10)
 
 
-def test_half_a_frame_then_silence_holds_nobody_up(transport: SocketTransport) -> None:
+def test_half_a_frame_then_silence_delays_no_other_peer(transport: SocketTransport) -> None:
     with bystander(transport) as beside:
         silent = transport.connect(beside.endpoint, Hello(role="worker", rank=1))
         silent.send(pack_header(ECHO, body_bytes=1000), bytes(500))
@@ -242,7 +242,7 @@ def test_a_server_that_is_none(transport: SocketTransport) -> None:
         transport.connect("no-such-host.invalid:1", WORKER)
 
 
-def test_a_reader_that_never_reads_holds_nobody_up() -> None:
+def test_a_peer_that_never_reads_delays_no_other_peer() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_backlog_bytes=1 << 22), send_timeout_s=0.3)
     with bystander(transport) as beside:
         deaf = transport.connect(beside.endpoint, WORKER)
@@ -334,7 +334,7 @@ def test_plain_text_to_a_tls_server(certificates: dict[str, TLS]) -> None:
             SocketTransport(TOKEN).connect(beside.endpoint.tcp, WORKER, timeout_s=0.3)
 
 
-def test_who_waits_for_a_host_that_knows_the_connection_no_more_hears_of_it() -> None:
+def test_a_lost_connection_is_reported_by_a_restarted_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         waiting = open_socket(Address("tcp", *listening.getsockname()), 5.0)
         with waiting, listening.accept()[0] as forgotten:

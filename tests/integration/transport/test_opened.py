@@ -135,7 +135,7 @@ def open_and_close(transport: Transport, target: Endpoint | Address | str, timeo
     asyncio.run(run())
 
 
-def test_who_awaits_has_the_peer_before_its_first_frame(either: Transport) -> None:
+def test_the_connection_is_ready_before_its_first_frame(either: Transport) -> None:
     known: list[Peer] = []
 
     class Knowing(Inbox):
@@ -156,7 +156,7 @@ def test_who_awaits_has_the_peer_before_its_first_frame(either: Transport) -> No
         asyncio.run(run())
 
 
-def test_a_connection_lost_while_it_is_opened_is_told_once(either: Transport) -> None:
+def test_a_connection_lost_while_it_is_opened_is_reported_once(either: Transport) -> None:
     async def run() -> int:
         inbox = Inbox()
         try:
@@ -194,7 +194,7 @@ def test_a_full_backlog_at_both_ends_dissolves() -> None:
         asyncio.run(run())
 
 
-def test_a_handler_that_fails_ends_the_connection(either: Transport, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_handler_ends_the_connection(either: Transport, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Inbox):
         def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
             raise KeyError("a bug")
@@ -214,7 +214,7 @@ def test_a_handler_that_fails_ends_the_connection(either: Transport, caplog: pyt
         handler.wait_until(lambda: len(handler.reasons) == 1)
 
 
-def test_the_server_refuses_what_is_no_frame_and_says_why(either: Transport) -> None:
+def test_the_server_rejects_invalid_frames_with_the_reason(either: Transport) -> None:
     async def run(garbage: bytes) -> None:
         inbox = Inbox()
         peer = await either.open(inbox, served.endpoint, SERVER)
@@ -240,7 +240,7 @@ def test_errors_are_for_the_server_to_send(either: Transport) -> None:
 
 
 @pytest.mark.parametrize("kind", [int(FrameKind.WELCOME), FIRST_APPLICATION_KIND - 1, 200])
-def test_what_a_server_may_not_send(kind: int) -> None:
+def test_frames_that_a_server_may_not_send(kind: int) -> None:
     class Rude(EchoHandler):
         def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
             peer.send(pack_header(kind, body_bytes=(1 << 60) if kind == 200 else 0))
@@ -278,7 +278,7 @@ _CHALLENGE = (
     ],
     ids=["nothing", "smtp", "version", "welcome", "long", "garbled", "challenge", "twice"],
 )
-def test_what_is_no_server(words: tuple[bytes, ...], kind: type[Exception], message: str) -> None:
+def test_addresses_without_a_server(words: tuple[bytes, ...], kind: type[Exception], message: str) -> None:
     with fake_server(*words) as where, pytest.raises(kind, match=message):
         open_and_close(SocketTransport(TOKEN), where)
 
@@ -314,7 +314,7 @@ _ESCAPED = r"an unauthenticated peer reported UsageError: '\\x1b\]0;title\\x07\\
         ((_CHALLENGE, pack_header(FrameKind.REFUSED, body_bytes=5000)), ProtocolError, "5040 bytes"),
     ],
 )
-def test_what_an_unproved_peer_says_is_neither_believed_nor_shown_raw(
+def test_text_of_an_unauthenticated_peer_is_neither_trusted_nor_shown_raw(
     reach: Callable[[SocketTransport, str], None], words: tuple[bytes, ...], kind: type[Exception], message: str
 ) -> None:
     with fake_server(*words) as where, pytest.raises(PacelineError, match=message) as caught:
@@ -352,7 +352,7 @@ def test_another_version_is_told_ours() -> None:
     asyncio.run(run())
 
 
-def test_nobody_there_and_nobody_who_answers() -> None:
+def test_no_listener_and_a_silent_listener() -> None:
     transport = SocketTransport(TOKEN)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         where = f"127.0.0.1:{mute.getsockname()[1]}"
@@ -365,7 +365,7 @@ def test_nobody_there_and_nobody_who_answers() -> None:
         open_and_close(transport, "no-such-host.invalid:1")
 
 
-def test_an_endpoint_whose_unix_socket_is_gone_is_reached_by_tcp() -> None:
+def test_an_endpoint_without_its_unix_socket_is_reached_by_tcp() -> None:
     transport = SocketTransport(TOKEN)
     with serve_in_thread(EchoHandler(), transport) as served:
         gone = Endpoint(served.endpoint.tcp, Address.parse("unix://@paceline-no-such-name"), host_identity())

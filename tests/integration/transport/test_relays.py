@@ -65,7 +65,7 @@ def talk(channel: Channel, size: int) -> None:
 
 @pytest.mark.parametrize("size", [100, 1_000_000])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_relay_does_to_frames_ends_the_connection(transport: SocketTransport, fault: str, size: int) -> None:
+def test_frames_changed_by_a_relay_end_the_connection(transport: SocketTransport, fault: str, size: int) -> None:
     handler = EchoHandler()
     with serve_in_thread(handler, transport) as served, relay(served.endpoint.tcp, FAULTS[fault]) as between:
         channel = transport.connect(between.address, WORKER)
@@ -80,7 +80,7 @@ def test_what_a_relay_does_to_frames_ends_the_connection(transport: SocketTransp
         assert handler.num_frames == {"a replay": 2, "a frame of its own": 1}.get(fault, 1)
 
 
-def test_what_the_server_says_is_sealed_too(transport: SocketTransport) -> None:
+def test_frames_of_the_server_are_sealed_too(transport: SocketTransport) -> None:
     for size in (100, 1_000_000):
         with serve_in_thread(EchoHandler(), transport) as served, socket.create_server(("127.0.0.1", 0)) as trap:
 
@@ -190,7 +190,7 @@ def test_a_recording_is_no_proof(transport: SocketTransport) -> None:
         assert handler.num_frames == 1
 
 
-def test_where_nobody_can_be_in_between_frames_carry_no_tags(certificates: dict[str, TLS]) -> None:
+def test_local_frames_carry_no_tags(certificates: dict[str, TLS]) -> None:
     plain, secured = SocketTransport(TOKEN), SocketTransport(TOKEN, tls=certificates["ours"])
     for transport in (plain, secured):
         with serve_in_thread(EchoHandler(), transport) as served, relay(served.endpoint.tcp) as between:

@@ -55,7 +55,7 @@ def test_it_is_the_command_s_and_closed_with_it(started: list[_Recorded]) -> Non
         ["predict", "train", "x.svm"],
     ],
 )
-def test_who_forks_nothing_starts_none(started: list[_Recorded], words: list[str]) -> None:
+def test_commands_without_forks_start_no_fork_server(started: list[_Recorded], words: list[str]) -> None:
     with cli.start_fork_server(words) as found:
         assert found is None
     assert started == []

@@ -40,7 +40,7 @@ _VALUES = {
 
 
 @pytest.mark.parametrize("name", [*OF_MINIBATCHES, *OF_BLOCKS])
-def test_what_the_other_solver_takes_is_refused(
+def test_options_of_the_other_solver_are_rejected(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever its value, with one sentence that names it, before there is a look at any file or cluster."""

@@ -41,7 +41,7 @@ def _in_callback(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("lose", [_in_callback, _Freed])
-def test_a_signal_whose_exception_is_ignored_is_raised_again(lose: Callable[[int], object], number: int) -> None:
+def test_a_signal_with_an_ignored_exception_is_raised_again(lose: Callable[[int], object], number: int) -> None:
     def lose_and_wait() -> None:
         lose(number)
         time.sleep(30.0)

@@ -32,7 +32,7 @@ def test_contiguous_arrays_are_taken_where_they_lie() -> None:
 
 
 @pytest.mark.parametrize("way", [lambda a: a.T, lambda a: a[::2], lambda a: a[:, ::-1]], ids=["T", "rows", "backwards"])
-def test_what_has_gaps_is_copied_and_given_back(way: object) -> None:
+def test_arrays_with_gaps_are_copied_and_written_back(way: object) -> None:
     assert callable(way)
     whole = np.zeros((4, 3), np.float32)
     array = way(whole)
@@ -71,7 +71,7 @@ def test_files_in_memory_are_arrays_too(tmp_path: Path) -> None:
         (None, "got NoneType"),
     ],
 )
-def test_what_is_no_array_of_numbers_is_refused(array: object, told: str) -> None:
+def test_non_numeric_arrays_are_rejected(array: object, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         ArrayMemory(array)
 

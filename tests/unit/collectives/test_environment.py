@@ -54,7 +54,7 @@ def test_alone() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "1.5", "٣"])
-def test_what_is_no_number_is_refused(text: str) -> None:
+def test_invalid_numbers_are_rejected(text: str) -> None:
     with pytest.raises(UsageError, match=r"RANK is .* a whole number"):
         environment({"RANK": text})
 
@@ -63,7 +63,7 @@ def test_the_token_is_not_shown() -> None:
     assert "secret" not in repr(environment({"PACELINE_TOKEN": "secret", "RANK": "1"}))
 
 
-def test_what_tells_programs_of_one_host_apart() -> None:
+def test_programs_of_one_host_are_distinguished() -> None:
     assert environment({"PMIX_NAMESPACE": "prterun-1@1"}).job == "prterun-1@1"
     assert environment({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}).job == "7/0"
     assert environment({"SLURM_JOB_ID": ""}).job is None

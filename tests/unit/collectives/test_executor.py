@@ -131,7 +131,7 @@ def test_all_to_all_with_uneven_and_empty_blocks(size: int, scale: int, lazy: bo
         np.testing.assert_array_equal(output, np.concatenate(expected))
 
 
-def test_a_round_sends_what_was_there_when_it_began() -> None:
+def test_a_round_sends_the_values_from_its_beginning() -> None:
     # What comes is added where what goes lies, in another order; and block 2, which goes too, is written by a copy.
     num_items = 300_000
     arrays = [np.repeat([1.0 + rank, 10.0 + rank, 100.0 + rank], num_items) for rank in (0, 1)]

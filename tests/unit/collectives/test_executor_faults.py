@@ -295,7 +295,7 @@ def test_bytes_that_are_no_message_are_reported_to_all() -> None:
     assert "rank 2 sent invalid bytes" in str(results[0])
 
 
-def test_the_status_tells_who_is_waited_for() -> None:
+def test_the_status_names_the_missing_ranks() -> None:
     schedules = all_reduces("ring", 2)
     seen: list[Status] = []
     with open_meshes(2) as meshes:

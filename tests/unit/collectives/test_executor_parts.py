@@ -35,7 +35,7 @@ def test_the_culprit_is_found_by_where_the_ranks_are(
     assert tuple(find_culprits(answers, 17, (1,))) == guilty
 
 
-def test_what_is_said_of_a_culprit() -> None:
+def test_description_of_a_culprit() -> None:
     def said(status: Status | None) -> str:
         return find_culprits({1: status}, 17, (1,))[1]
 
@@ -83,7 +83,7 @@ def test_collisions_are_those_of_the_bytes(written: list[tuple[int, int]], read:
 
 
 @given(ranges, st.integers(0, 30), st.integers(0, 30), st.integers(1, 10))
-def test_what_is_left_of_a_message_is_told_by_bytes(
+def test_the_rest_of_a_message_is_given_in_bytes(
     spans: list[tuple[int, int]], done: int, low: int, nbytes: int
 ) -> None:
     left = [byte for span in spans for byte in range(*span)][done:]

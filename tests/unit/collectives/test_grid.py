@@ -147,7 +147,7 @@ def alone() -> Iterator[Group]:
         yield group
 
 
-def test_what_a_grid_refuses(alone: Group) -> None:
+def test_a_grid_rejects_invalid_arguments(alone: Group) -> None:
     grid = Grid(alone)
     read_only = np.zeros((3, 3))
     read_only.flags.writeable = False
@@ -297,7 +297,7 @@ def test_blocks_that_do_not_fit_together() -> None:
     assert sorted(done) == [0, 1]
 
 
-def test_what_is_refused_before_anything_is_sent_does_no_harm() -> None:
+def test_rejections_before_sending_do_no_harm() -> None:
     def exchange(group: Group) -> None:
         grid = Grid(group, (2, 1))
         for bad in (np.zeros((2, 3)), np.full((3, 3), None)):

@@ -58,7 +58,7 @@ def test_an_abort_ends_everything_and_names_its_rank(options: dict[str, Any]) ->
     run_ranks(2, call, within=timedelta(seconds=15), **options)
 
 
-def test_a_callback_does_not_wait_for_what_comes_after_it() -> None:
+def test_a_callback_does_not_wait_for_later_calls() -> None:
     is_added = threading.Event()
 
     def call(group: Group) -> None:
@@ -212,7 +212,7 @@ def test_a_wrong_target_of_an_uneven_all_to_all_leaves_the_group_alive(options: 
     run_ranks(2, call, **options)
 
 
-def test_what_out_has_no_room_for_is_a_mismatch() -> None:
+def test_a_too_small_out_is_a_mismatch() -> None:
     def call(group: Group) -> None:
         with pytest.raises(MismatchError, match=r"rank 1 expects 3 rows in all_to_all"):
             group.all_to_all(np.ones(2), send_sizes=[1, 1], out=np.ones(2 + group.rank))

@@ -79,7 +79,7 @@ def test_there_is_room_while_a_receive_waits_for_another_message_of_the_rank() -
     assert not matching.has_room(message(1, tag=3, size=60))
 
 
-def test_a_message_whose_rest_does_not_come_is_not_received() -> None:
+def test_an_incomplete_message_is_not_received() -> None:
     matching = Matching()
     first, second = message(1), message(1)
     matching.add_buffered(first)

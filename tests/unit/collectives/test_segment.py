@@ -50,7 +50,7 @@ def test_another_size_is_refused() -> None:
         Segment.open(one.path, 8192, pid=os.getpid())
 
 
-def test_no_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -59,7 +59,7 @@ def test_no_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         Segment.create(5 << 20)
 
 
-def test_no_room_to_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_to_map_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with Segment.create(4096) as one:
 
         def fail(*_: object) -> None:
@@ -72,7 +72,7 @@ def test_no_room_to_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has anonymous files")
-def test_what_is_no_segment_of_that_process_is_not_mapped(tmp_path: Path) -> None:
+def test_only_segments_of_the_process_are_mapped(tmp_path: Path) -> None:
     plain = tmp_path / "paceline"
     plain.write_bytes(bytes(4096))
     with plain.open("r+b") as file:

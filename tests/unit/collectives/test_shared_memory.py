@@ -103,7 +103,7 @@ def test_a_mismatch_names_both_calls(engines: list[SharedMemory]) -> None:
         assert "rank 7 called number 1" in str(error)
 
 
-def test_what_one_raises_the_other_hears(engines: list[SharedMemory]) -> None:
+def test_an_error_of_one_rank_reaches_the_other(engines: list[SharedMemory]) -> None:
     engines[0].abort(ZeroDivisionError("a bug"))
     engines[0].abort(ValueError("the second is not heard"))
     with pytest.raises(CollectiveError, match=r"rank 4 of group 'pair' failed: ZeroDivisionError a bug"):
@@ -129,7 +129,7 @@ def test_a_mismatch_of_very_many_sizes_says_how_many(engines: list[SharedMemory]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of others is read on Linux only")
-def test_one_whose_memory_cannot_be_read_is_named(engines: list[SharedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_unreadable_memory_is_named(engines: list[SharedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "DYING_S", 0.01)
     steps.publish_word(np.uint64(engines[1].control + steps.PROCESS), np.uint64(1 << 30))  # no such process
 

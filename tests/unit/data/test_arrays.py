@@ -100,7 +100,7 @@ def test_rows_that_are_not_finite_are_malformed(tmp_path: Path) -> None:
         ({"indptr": ["0", "2"], "indices": [1, 2], "data": [1.0, 2.0]}, "no valid csr matrix"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any], told: str) -> None:
+def test_mismatches_are_rejected(tmp_path: Path, arrays: dict[str, Any], told: str) -> None:
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(DataError, match=told):
         read(tmp_path / "x.npz")

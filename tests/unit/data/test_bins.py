@@ -63,7 +63,7 @@ def test_bent_effects_get_bins_and_straight_ones_none(effect) -> None:  # type: 
     assert fit_scale(cells, "auto", quantity).edges
 
 
-def test_what_scales_are_called() -> None:
+def test_names_of_scales() -> None:
     for how in ("quantile:2", "quantile:1024", "log-bins"):
         check_numeric_scale(how)
     for how in ("quantile:1", "quantile:1025"):

@@ -71,7 +71,7 @@ def test_a_file_with_a_header_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "x.gz"])
-def test_rows_longer_than_what_is_looked_at_first(tmp_path: Path, name: str) -> None:
+def test_rows_longer_than_the_first_sample(tmp_path: Path, name: str) -> None:
     """A megabyte each; their labels are those of whole rows."""
     pairs = b" ".join(b"%d:1" % i for i in range(120_000))
     path = write(tmp_path / name, b"".join(b"%d %s\n" % (i % 2, pairs) for i in range(7)))

@@ -66,7 +66,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_the_second_pass_reads_what_the_first_wrote(source: Path, folder: Path, parsed: list[int]) -> None:
+def test_the_second_pass_reads_the_cache_of_the_first(source: Path, folder: Path, parsed: list[int]) -> None:
     plain = read(open_dataset(source, shard_bytes=10_000))
     first = open_dataset(source, shard_bytes=10_000, cache_dir=folder)
     assert_same(read(first), plain)
@@ -151,7 +151,9 @@ def flip_indptr(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [damage_nothing, cut, empty, flip_footer, cut_inside, flip_indptr, flip_label, flip_version]
 )
-def test_a_broken_cache_is_ignored_and_written_anew(source: Path, folder: Path, parsed: list[int], damage: Any) -> None:
+def test_a_broken_cache_is_ignored_and_written_again(
+    source: Path, folder: Path, parsed: list[int], damage: Any
+) -> None:
     plain = read(open_dataset(source, cache_dir=folder))
     (entry,) = folder.iterdir()
     good = entry.read_bytes()
@@ -164,7 +166,7 @@ def test_a_broken_cache_is_ignored_and_written_anew(source: Path, folder: Path, 
     assert dataset.cache_error is None
 
 
-def test_a_source_that_changed_is_parsed_anew(source: Path, folder: Path, parsed: list[int]) -> None:
+def test_a_source_that_changed_is_parsed_again(source: Path, folder: Path, parsed: list[int]) -> None:
     read(open_dataset(source, cache_dir=folder))
     status = source.stat()
     source.write_bytes(TEXT.replace(b"2999:", b"7777:") + BAD)
@@ -175,7 +177,7 @@ def test_a_source_that_changed_is_parsed_anew(source: Path, folder: Path, parsed
     assert len(parsed) > count
 
 
-def test_labels_that_changed_beside_arrays_are_read_anew(tmp_path: Path, folder: Path) -> None:
+def test_labels_that_changed_next_to_arrays_are_read_again(tmp_path: Path, folder: Path) -> None:
     np.save(tmp_path / "x.npy", np.ones((4, 2)))
     for labels in ([0, 1, 0, 1], [1, 0, 1, 0]):
         np.save(tmp_path / "x.y.npy", labels)
@@ -187,7 +189,7 @@ def test_labels_that_changed_beside_arrays_are_read_anew(tmp_path: Path, folder:
 
 
 @pytest.mark.parametrize("after", [TEXT.replace(b"2999:", b"7777:"), TEXT[:40_000], TEXT + TEXT])
-def test_a_source_that_changes_while_it_is_read_is_told_and_leaves_nothing_to_later_runs(
+def test_a_source_that_changes_while_it_is_read_is_reported_and_leaves_nothing_to_later_runs(
     source: Path, folder: Path, after: bytes
 ) -> None:
     """The open file is still the former one, and the name is that of the new one."""

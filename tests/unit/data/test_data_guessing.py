@@ -76,7 +76,7 @@ def test_integers_of_a_column_with_missing_ones() -> None:
     assert judge(["1.5", *with_missing], "site_id", "")[0] == "numeric"
 
 
-def test_what_parquet_says_counts() -> None:
+def test_types_of_parquet_columns_are_used() -> None:
     assert judge([1, 2] * 200, type="text")[0] == "categorical"
     assert judge([1, 2] * 2000, type="float")[0] == "numeric"
     assert judge(["true", "false"] * 20, type="boolean")[0] == "categorical"
@@ -128,7 +128,7 @@ def test_a_number_as_the_label_is_a_place_and_tells_no_header(tmp_path: Path) ->
     assert sum(look.labels.values()) == 201
 
 
-def test_copies_of_rows_do_not_hide_what_identifies_rows(tmp_path: Path) -> None:
+def test_copied_rows_do_not_hide_identifiers(tmp_path: Path) -> None:
     rows = [f"{i % 2},{10**9 + 7919 * i},{'ab'[i % 3 == 0]},{i % 37}\n" for i in range(500)]
     (tmp_path / "x.csv").write_text("bought,user_id,site,age\n" + "".join(rows + rows[:100]))
     look = sample_data([tmp_path / "x.csv"], reading=ReadOptions(label="bought"))
@@ -181,7 +181,7 @@ def test_blanks_around_names_do_not_hide_the_label(tmp_path: Path) -> None:
     assert (columns.label, columns.numeric) == ("y", ("x",))
 
 
-def test_labels_that_are_all_alike_and_text_that_is_not_utf8_are_told(tmp_path: Path) -> None:
+def test_labels_that_are_all_alike_and_text_that_is_not_utf8_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     rows = "".join(f"{'rougé' if row % 2 else 'bleu'},{row / 8},1\n" for row in range(60))
     path.write_bytes(f"colour,x,y\n{rows}".encode("latin-1"))

@@ -109,7 +109,7 @@ def test_quotes_that_are_none(tmp_path: Path) -> None:
     ]
 
 
-def test_a_large_share_of_malformed_lines_is_told() -> None:
+def test_a_large_share_of_malformed_lines_is_reported() -> None:
     assert BadData(40, []).sentence(60).startswith("40 malformed lines, 40% of all, were skipped (--strict")
     assert BadData(1, []).sentence(2).startswith("1 malformed line, 33% of all, was skipped (--strict")
     assert BadData(40, []).sentence(1000).startswith("40 malformed lines were skipped (--strict")
@@ -128,7 +128,7 @@ def test_malformed_rows_are_described(tmp_path: Path, name: str) -> None:
     assert again == {"rows_read": 60, "count": 20, "first": f"{path}: it has 2 cells where the first row has 3: ',3'"}
 
 
-def test_what_is_shown_of_json_lines(tmp_path: Path) -> None:
+def test_description_of_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(
         '{"click": 0, "site": "", "price": 0.30000000000000004}\n{"click": 1, "site": "a", "price": 2}\n{\n'

@@ -258,7 +258,7 @@ def test_texts_that_identify_rows_are_left_out(tmp_path: Path, cell: str) -> Non
     assert look.columns.names == ["label", "b"]
 
 
-def test_text_beside_other_columns_and_in_quotes(tmp_path: Path) -> None:
+def test_text_next_to_other_columns_and_in_quotes(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text('y,a,note,n,more\n1,p,"Say ""Hi"", to\nMAX!",2,x\n0,q,,,Été “été”\n0,r,z,bad,z\n')
     columns = Columns("y", ("a",), ("n",), text=("more", "note"))
     found = read(tmp_path / "x.csv", columns)

@@ -76,7 +76,7 @@ def test_rare_features_get_the_scale_of_rare_ones() -> None:
 
 
 @given(st.data())
-def test_apply_is_what_it_says(data: st.DataObject) -> None:
+def test_apply_scales_values(data: st.DataObject) -> None:
     n, keys = data.draw(st.integers(1, 6)), [3, 9, 2**63]
     rows = [data.draw(st.lists(st.sampled_from(keys), unique=True)) for _ in range(n)]
     flat = np.array([key for row in rows for key in row], np.uint64)

@@ -76,7 +76,7 @@ def test_named_columns_and_converted_data_have_classes_too(tmp_path: Path) -> No
     assert (look.columns.classes, look.labels) == (("benign", "malignant"), {0.0: 100, 1.0: 100})
 
 
-def test_what_is_told_of_words(tmp_path: Path) -> None:
+def test_description_of_word_labels(tmp_path: Path) -> None:
     path = str(write_rows(tmp_path / "x.csv", "csv", _ROWS))
     found = describe_data([path], reading=ReadOptions(label="class"))
     assert (found["labels"], found["positive"], found["warning"]) == (

@@ -160,7 +160,7 @@ def test_a_label_is_found_in_capitals(tmp_path: Path, name: str) -> None:
     assert usual_label(["Y", "y"]) == "y"
 
 
-def test_classes_are_told() -> None:
+def test_classes_are_reported() -> None:
     two, three = ("ham", "spam"), ("a", "b", "c")
     said = "labels are words: ham is 0, and spam is 1, the positive one (--positive 'ham' swaps them)"
     assert describe_classes(two, "clicks") == said
@@ -186,7 +186,7 @@ def test_words_are_told_as_they_are_read() -> None:
     assert describe_label_words(["no", "yes"], clicks_where(0.0)).endswith("no as 1, yes as 0")
 
 
-def test_words_of_json_lines_are_told(tmp_path: Path) -> None:
+def test_words_of_json_lines_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"label": "Yes", "a": "no"}\n{"label": "n", "a": "t"}\n{"label": true, "a": "y"}\n')
     assert sample_data([path]).label_words == ("n", "yes")

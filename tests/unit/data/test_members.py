@@ -67,7 +67,7 @@ def test_a_text_is_entered_anywhere(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 5])
-def test_a_file_that_is_cut_between_members_is_said_to_be(tmp_path: Path, num_members: int) -> None:
+def test_a_file_that_is_cut_between_members_is_reported_to_be(tmp_path: Path, num_members: int) -> None:
     path, end = tmp_path / "x.svm.gz", 0
     whole = bgzf(TEXT)
     for _ in range(num_members):

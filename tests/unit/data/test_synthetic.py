@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["folder"]
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_invalid_specs_are_rejected(tmp_path: Path) -> None:
     for options in ({"rows": 0}, {"eval_rows": 0}, {"seed": -1}, {"seed": 1 << 64}, {"click_share": 0.0}):
         with pytest.raises(UsageError):
             ClickLogSpec(**options)

@@ -59,7 +59,7 @@ def test_data_is_that_of_a_file(bucket: str, tmp_path: Path, name: str, data: by
             np.testing.assert_array_equal(a.keys, b.keys)
 
 
-def test_what_is_kept_is_that_of_the_file_as_it_is(bucket: str, tmp_path: Path) -> None:
+def test_the_cached_copy_matches_the_current_file(bucket: str, tmp_path: Path) -> None:
     for lines, labels in ((b"1 1:1\n0 2:1\n", [1, 0]), (b"1 1:1\n1 2:1\n", [1, 1])):
         url = store(f"{bucket}/x.svm", lines)
         for _ in range(2):
@@ -68,7 +68,7 @@ def test_what_is_kept_is_that_of_the_file_as_it_is(bucket: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("after", [LINES[: len(LINES) // 3], LINES.replace(b"0.5", b"0.7")])
-def test_a_file_that_changes_while_it_is_read_is_told(bucket: str, after: bytes) -> None:
+def test_a_file_that_changes_while_it_is_read_is_reported(bucket: str, after: bytes) -> None:
     url = store(f"{bucket}/x.svm", LINES)
     with open_dataset(url, shard_bytes=5000) as dataset:
         shards = iter(range(dataset.num_shards(0) or 0))
@@ -87,7 +87,7 @@ def test_patterns(bucket: str) -> None:
         expand_pattern(f"{bucket}/night*")
 
 
-def test_what_is_wrong_is_said(bucket: str) -> None:
+def test_errors_are_reported(bucket: str) -> None:
     store(f"{bucket}/empty", b"")
     with pytest.raises(DataError, match="memory://bucket/none does not exist"):
         stat_file(f"{bucket}/none")
@@ -102,7 +102,7 @@ def test_what_is_wrong_is_said(bucket: str) -> None:
         open_dataset(url).num_shards(0)
 
 
-def test_what_is_a_url() -> None:
+def test_urls_are_recognized() -> None:
     assert all(is_url(each) for each in ("s3://a/b", "simplecache::s3://a/b", "https://a/b?c"))
     assert not any(is_url(each) for each in ("a", "/a://b", "C:/a", "a:b", Path("s3://a")))
     assert full_path("x").startswith("/")

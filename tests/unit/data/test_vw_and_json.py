@@ -375,7 +375,7 @@ def test_identifiers_and_codes_are_no_numbers(tmp_path: Path) -> None:
     assert open_dataset(path).columns == Columns("y", ("u.id",), is_open=True)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_mismatches_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text('{"a": 1}\n' * 5)
     with pytest.raises(

@@ -100,7 +100,7 @@ def test_ranges_keep_their_bounds() -> None:
     np.testing.assert_allclose(found.values, 1, rtol=1e-6)
 
 
-def test_a_list_that_was_forgotten_is_asked_for() -> None:
+def test_a_list_that_was_forgotten_is_requested() -> None:
     chain = FilterChain([KeyCaching()])
     ours, theirs = chain.memory(sends=True), chain.memory(sends=False)
     assert theirs is not None
@@ -170,12 +170,12 @@ def test_no_more_memory_is_taken_than_allowed() -> None:
         (["quantize:8"], "expected filters such as"),
     ],
 )
-def test_what_is_no_chain(filters: list[Any], message: str) -> None:
+def test_invalid_chains_are_rejected(filters: list[Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         FilterChain(filters)
 
 
-def test_what_is_no_filter_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_user_filters_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "FILTERS", dict(base.FILTERS))
 
     @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ def test_chains_have_a_text() -> None:
 
 
 @pytest.mark.parametrize(("bits", "pulled"), [(8, 8), (4, 4), (2, 4), (1, 4)])
-def test_what_is_pulled_keeps_four_bits_unless_it_is_said_otherwise(bits: int, pulled: int) -> None:
+def test_pulls_keep_four_bits_by_default(bits: int, pulled: int) -> None:
     """Of pulled values no error is kept, so fewer bits would be a model of noise."""
     requests = [KeyCaching(), Quantize(bits=bits)]
     assert str(TableFilters(requests).answers) == f"quantize:{pulled}"
@@ -253,9 +253,7 @@ def own(kind: Any, **members: Any) -> Any:
         (RowFilter, {"rescale": lambda self: np.nan}, r": rescale\(\) is nan, expected a finite number"),
     ],
 )
-def test_what_a_filter_of_ones_own_does_wrong_is_said_with_its_name(
-    kind: type[Filter], members: dict[str, Any], message: str
-) -> None:
+def test_errors_of_user_filters_name_the_filter(kind: type[Filter], members: dict[str, Any], message: str) -> None:
     keys, values = np.arange(4, dtype=np.uint64), np.ones(4, np.float32)
 
     def send(chosen: Any) -> Any:

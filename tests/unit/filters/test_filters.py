@@ -80,7 +80,7 @@ def test_values_come_back_within_the_bound(chosen: ValueFilter, values: list[flo
 
 
 @pytest.mark.parametrize("chosen", [each for each in VALUE_FILTERS if each.preserves == "unbiased"], ids=str)
-def test_what_is_rounded_by_chance_is_right_on_average(chosen: ValueFilter) -> None:
+def test_random_rounding_is_right_on_average(chosen: ValueFilter) -> None:
     random = np.random.default_rng(7)
     values, count = random.standard_normal(300).astype(np.float32), 2000
     found = np.array([through(chosen, values, seed_of(7, seed)) for seed in range(count)], np.float64)
@@ -99,7 +99,7 @@ def test_values_take_as_many_bytes_as_they_say(chosen: ValueFilter, bits: int) -
 
 @pytest.mark.parametrize("seed", [5, None], ids=["by chance", "to the nearest"])
 @pytest.mark.parametrize("chosen", VALUE_FILTERS, ids=str)
-def test_what_is_not_finite_does_not_become_a_number(chosen: ValueFilter, seed: int | None) -> None:
+def test_non_finite_values_stay_non_finite(chosen: ValueFilter, seed: int | None) -> None:
     values = np.array([1.0, np.nan, -np.inf, np.inf, 3.4e38, 0, 0], np.float32)
     values.view(np.uint32)[5:] = 0x7F800001, 0xFF80FFFF  # NaN, told from infinities by their lower half alone
     data, found = np.empty(chosen.num_bytes(len(values)), np.uint8), np.empty_like(values)
@@ -115,7 +115,7 @@ def test_what_is_not_finite_does_not_become_a_number(chosen: ValueFilter, seed: 
 
 @pytest.mark.parametrize("chosen", [each for each in ROW_FILTERS if each.keeps_residual], ids=str)
 @pytest.mark.parametrize("dim", [1, 3])
-def test_what_is_held_back_goes_out_later(chosen: RowFilter, dim: int) -> None:
+def test_held_back_rows_are_sent_later(chosen: RowFilter, dim: int) -> None:
     random = np.random.default_rng(3)
     selection = RowSelection(chosen, dim)
     pushed, sent = np.zeros((1000, dim), np.float64), np.zeros((1000, dim), np.float64)
@@ -158,7 +158,7 @@ def test_rows_that_are_not_finite_go_out_at_once_and_are_not_kept(chosen: RowFil
     assert len(keys) == 1
 
 
-def test_rows_that_overflow_with_what_was_held_back_go_out() -> None:
+def test_rows_that_overflow_with_their_residual_are_sent() -> None:
     selection, huge = RowSelection(RandomK(1e-9), 1), np.full(1, 3e38, np.float32)
     assert len(selection.choose(KEYS[:1], huge, 0, seed_of(0))[0]) == 0
     assert selection.choose(KEYS[:1], huge, 1, seed_of(1))[1].tolist() == [np.inf]
@@ -172,7 +172,7 @@ def test_top_k_takes_the_largest() -> None:
     assert len(RowSelection(TopK(0.5), 1).choose(KEYS[:0], np.ones(0, np.float32), 0, 0)[0]) == 0
 
 
-def test_what_is_skipped_by_chance_is_right_on_average() -> None:
+def test_random_skipping_is_right_on_average() -> None:
     values, sums = np.ones(1000, np.float32), np.zeros(1000)
     selection = RowSelection(RandomSkip(0.25), 1)
     for seed in range(400):
@@ -237,7 +237,7 @@ def test_long_messages_are_packed_and_come_back(chosen: ByteFilter) -> None:
 
 
 @pytest.mark.parametrize("chosen", BYTE_FILTERS, ids=str)
-def test_what_unpacks_to_more_than_it_says_takes_no_memory(chosen: ByteFilter) -> None:
+def test_data_that_unpacks_to_too_much_takes_no_memory(chosen: ByteFilter) -> None:
     bomb = chosen.pack(np.zeros(1 << 26, np.uint8))
     tracemalloc.start()
     try:
@@ -251,7 +251,7 @@ def test_what_unpacks_to_more_than_it_says_takes_no_memory(chosen: ByteFilter) -
         tracemalloc.stop()
 
 
-def test_zstd_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     described = Zstd().describe()
     monkeypatch.setitem(sys.modules, "zstandard", None)
     for make in (Zstd, lambda: parse_filter("zstd:3"), lambda: from_description(described)):
@@ -306,7 +306,7 @@ def test_filters_have_a_text(text: str, expected: Filter) -> None:
         ("key-caching:0", "from 1 to 4096"),
     ],
 )
-def test_what_is_no_filter(text: str, message: str) -> None:
+def test_invalid_filters_are_rejected(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_filter(text)
 
@@ -323,7 +323,7 @@ def test_both_ends_must_have_the_same_version() -> None:
         from_description({**fields, "bits": [8]})
 
 
-def test_every_filter_says_what_it_is() -> None:
+def test_every_filter_describes_itself() -> None:
     for name, kind in FILTERS.items():
         assert kind.name == name
         assert kind.preserves in ("exact", "unbiased", "bounded", "nothing")

@@ -92,7 +92,7 @@ def test_fewer_bytes_go_out() -> None:
     "text",
     ["float16", "quantize:8", "quantize:2", "quantize:1", "top-k:0.05", "random-k:0.2", "random-k:0.2,quantize:2"],
 )
-def test_descent_reaches_what_it_reaches_without(text: str) -> None:
+def test_descent_reaches_the_unfiltered_optimum(text: str) -> None:
     """Least squares on three ranks: what is taken of a gradient comes later."""
     random, size, dim = np.random.default_rng(7), 3, 400
     inputs = random.standard_normal((size, 600, dim)).astype(np.float32) / np.float32(np.sqrt(dim))
@@ -122,7 +122,7 @@ def test_descent_reaches_what_it_reaches_without(text: str) -> None:
         *("random-k:0.1", "random-k:0.1,float16", "random-k:0.001,bfloat16"),
     ],
 )
-def test_all_ranks_see_what_is_not_finite_and_none_keeps_it(text: str, value: float) -> None:
+def test_all_ranks_see_non_finite_values_and_none_stores_them(text: str, value: float) -> None:
     """By that a loss that was scaled too far is told; whatever chance chooses."""
     means = means_of(text, 2, 600)
     grads = np.ones(600, np.float32)
@@ -139,7 +139,7 @@ def test_all_ranks_see_what_is_not_finite_and_none_keeps_it(text: str, value: fl
     assert np.isfinite(found[0]).all()
 
 
-def test_one_rank_has_what_it_had() -> None:
+def test_one_rank_keeps_its_values() -> None:
     grads = np.random.default_rng(1).standard_normal(100).astype(np.float32)
     found, num_bytes = drive([means_of("quantize:1", 1, 100)[0].average(grads)])
     assert num_bytes == 0
@@ -163,7 +163,7 @@ def test_one_rank_has_what_it_had() -> None:
         ("zip", "filter 'zip' is unknown"),
     ],
 )
-def test_what_is_not_for_gradients(filters: str, message: str) -> None:
+def test_filters_unsuitable_for_gradients(filters: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         gradient_filters(filters)
     assert str(gradient_filters([TopK(0.5), Quantize(4)])) == str(parse_filters("top-k:0.5,quantize:4"))

@@ -109,7 +109,7 @@ def test_modules_without_filters_are_refused(
         import_filter_modules(["own_module"])
 
 
-def test_what_is_no_module() -> None:
+def test_invalid_modules_are_rejected() -> None:
     with pytest.raises(UsageError, match="expected a list of module names"):
         import_filter_modules("signs")
     with pytest.raises(UsageError, match="move it into a module of its own"):
@@ -119,7 +119,7 @@ def test_what_is_no_module() -> None:
         parse_filters("zip:1")
 
 
-def test_filters_of_ones_own_cannot_write_to_what_they_are_given() -> None:
+def test_user_filters_cannot_write_to_their_arguments() -> None:
     @dataclasses.dataclass(frozen=True)
     class Halves(RowFilter):
         name, preserves, keeps_residual = "halves", "nothing", False

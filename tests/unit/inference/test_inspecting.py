@@ -61,7 +61,7 @@ def test_a_model_of_which_all_weights_are_zero(tmp_path: Path) -> None:
     assert (table.nonzero, table.largest_weights, table.histogram.counts) == (0, [], [])
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_invalid_models_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no model"):
         inspect_model(tmp_path)
     rule, start = to_fields(SGD(lr=1.0)), to_fields(Zeros())

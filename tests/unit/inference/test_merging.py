@@ -75,7 +75,7 @@ def test_training_goes_on_from_the_mean(tmp_path: Path) -> None:
     assert before[:, 2].sum() == pytest.approx(squares, rel=1e-5)
 
 
-def test_what_has_no_mean_is_refused(tmp_path: Path) -> None:
+def test_models_without_a_mean_are_rejected(tmp_path: Path) -> None:
     lr = SparseLogisticRegression().describe()
     one, other = trained(tmp_path / "one", 1, lr), trained(tmp_path / "other", 2, {**lr, "format": "vw"})
     with pytest.raises(UsageError, match=r"one and .*other differ in format, libsvm and vw"):

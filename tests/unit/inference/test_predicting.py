@@ -111,7 +111,7 @@ class TestColumns:
         with pytest.raises(UsageError, match="row 2 has no 'age': expected site, device, age; a missing value is None"):
             paceline.load(csv_model).predict(rows)
 
-    def test_a_column_of_which_nothing_is_known_is_told(self, csv_model: Path) -> None:
+    def test_a_column_of_which_nothing_is_known_is_reported(self, csv_model: Path) -> None:
         strange = {"site": ["News"] * 300, "age": [1.0] * 300, "device": ["phone"] * 300}
         with pytest.warns(UserWarning, match="none of the first 256 values of column 'site', such as 'News'"):
             paceline.load(csv_model).predict(strange)
@@ -232,7 +232,7 @@ class TestCriteo:
             assert message in str(raised.value)
 
 
-def test_what_a_model_says_of_itself(csv_model: Path, tmp_path: Path) -> None:
+def test_description_of_a_model(csv_model: Path, tmp_path: Path) -> None:
     model = paceline.load(csv_model)
     text = "lr: 7 features, trained on csv, categorical: site, device, numeric: age; from"
     assert repr(model) == f"<LoadedModel {text} {csv_model}>"

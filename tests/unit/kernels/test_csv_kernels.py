@@ -120,7 +120,7 @@ def expect(
     quoting=st.booleans(),
     trims=st.booleans(),
 )
-def test_what_python_writes_is_read_as_python_reads_it(
+def test_numbers_written_by_python_are_read_exactly(
     rows: list[list[str]], separator: str, end: str, quoting: bool, trims: bool
 ) -> None:
     out = io.StringIO(newline="")

@@ -95,7 +95,7 @@ def test_both_halves_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert psutil.Process().children() == before
 
 
-def test_who_compiles_beside_goes_with_its_parent() -> None:
+def test_a_compiling_process_ends_with_its_parent() -> None:
     code = "import subprocess, sys\nfrom paceline.launch import kernels\n"
     code += "command = [sys.executable, '-c', kernels._COMPILE_VALUES + 'import time; time.sleep(600)']\n"
     code += "print(subprocess.Popen(command, stdin=subprocess.PIPE).pid, flush=True)\nsys.stdin.read()"
@@ -138,7 +138,7 @@ def run_with_cache(cache_dir: Path, before: str = "") -> list[str]:
     return result.stdout.split()
 
 
-def test_cache_says_what_it_holds(tmp_path: Path) -> None:
+def test_the_cache_reports_its_contents(tmp_path: Path) -> None:
     assert run_with_cache(tmp_path) == ["False", "True", "0"]
     assert run_with_cache(tmp_path) == ["True", "True", "1"]
     # Another file of the package has changed: what was inlined from it is stale.

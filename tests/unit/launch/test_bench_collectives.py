@@ -46,7 +46,7 @@ def test_sizes_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",", "4,,8", "x", "4X", "-4", "0", "1.5K", "K", "4 K", "٣", "1KB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--sizes .*: got .*, expected bytes such as 4, 16K or 100M") as caught:
         parse_sizes(text)
     assert "\n" not in str(caught.value)
@@ -111,7 +111,7 @@ def test_json_has_these_keys() -> None:
     }  # fmt: skip
 
 
-def test_what_was_measured_is_said() -> None:
+def test_measurements_are_reported() -> None:
     text = format_footer(BenchPlan(ranks=4, sizes=(4,)), 0.125)
     assert text.startswith("all_reduce of float32, in place; 4 ranks on ")
     assert "Medians over 9 interleaved rounds" in text

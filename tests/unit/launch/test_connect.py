@@ -25,13 +25,13 @@ def test_finds_the_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -
             assert client.role == "observer"
 
 
-def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_SCHEDULER", raising=False)
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     with pytest.raises(UsageError, match="PACELINE_SCHEDULER"):
         paceline.connect()
 
 
-def test_nobody_there() -> None:
+def test_no_scheduler_listens() -> None:
     with pytest.raises(AddressError, match="no process listens there"):
         paceline.connect("127.0.0.1:1", token="a token for tests")

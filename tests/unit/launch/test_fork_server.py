@@ -84,7 +84,7 @@ def test_a_fork_begins_as_a_new_interpreter_would(
     assert [other.poll() for other in others] == [None, None]
 
 
-def test_how_forks_end_is_told(fork: Callable[..., Forked], capfd: pytest.CaptureFixture[str]) -> None:
+def test_how_forks_end_is_reported(fork: Callable[..., Forked], capfd: pytest.CaptureFixture[str]) -> None:
     failed, killed, waiting = fork("raise"), fork("sleep"), fork("wait")
     assert failed.wait(20.0) == 1
     assert "ValueError: an error of the child" in capfd.readouterr().err
@@ -101,7 +101,7 @@ def test_how_forks_end_is_told(fork: Callable[..., Forked], capfd: pytest.Captur
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems show a process as it was started")
-def test_forks_show_what_they_are(fork: Callable[..., Forked]) -> None:
+def test_forks_show_their_commands(fork: Callable[..., Forked]) -> None:
     process = fork("sleep")
     assert line(process) == b"sleeps\n"
     words = [word.strip() for word in psutil.Process(process.pid).cmdline()]
@@ -121,7 +121,7 @@ def test_forks_outlive_their_fork_server(server: ForkServer, fork: Callable[...,
     assert process.wait(20.0) == 255  # nobody knows
 
 
-def test_nobody_waits_for_a_fork_server_that_is_stopped(server: ForkServer, fork: Callable[..., Forked]) -> None:
+def test_no_call_waits_for_a_stopped_fork_server(server: ForkServer, fork: Callable[..., Forked]) -> None:
     process = fork("sleep")
     assert line(process) == b"sleeps\n"
     stopped = psutil.Process(process.pid).parent()
@@ -184,7 +184,7 @@ def test_files_of_the_current_folder_are_not_taken_for_modules(
     assert (parents == {os.getpid()}) == (not forks)
 
 
-def test_who_has_the_number_of_one_that_has_ended_gets_no_signal(fork: Callable[..., Forked]) -> None:
+def test_a_process_with_a_reused_number_gets_no_signal(fork: Callable[..., Forked]) -> None:
     """How one has ended is known a moment after the system may have given its number to another process."""
     ended, other = fork("sleep"), fork("sleep")
     assert [line(ended), line(other)] == [b"sleeps\n"] * 2

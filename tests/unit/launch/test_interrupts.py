@@ -26,7 +26,7 @@ def test_a_signal_waits_for_the_check() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_signal_nobody_checked_for_comes_at_the_end() -> None:
+def test_an_unchecked_signal_is_raised_at_the_end() -> None:
     done = []
 
     def work() -> None:

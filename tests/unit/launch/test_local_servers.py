@@ -75,7 +75,7 @@ def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
     assert said.count("\n") == 1
 
 
-def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_death_is_reported_to_every_caller(servers: RunServers, capsys: pytest.CaptureFixture[str]) -> None:
     """The link's thread, which has to send heartbeats, may not be held up by standard error."""
     with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, observer=True) as client:
         cluster = client.link.view

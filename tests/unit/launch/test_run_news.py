@@ -23,7 +23,7 @@ def test_a_death_is_said_when_another_server_has_joined() -> None:
     assert news.take_lines() == []
 
 
-def test_what_takes_a_place_and_dies_before_it_joins_is_not_said() -> None:
+def test_replacements_that_die_before_they_join_are_not_reported() -> None:
     news = make_news(1, 2)
     news.add_when_replaced("server 1", "the first")
     news.add_when_replaced("server 1", "the second")
@@ -45,7 +45,7 @@ def test_of_two_deaths_at_once_each_waits_for_a_server() -> None:
     assert news.take_lines() == ["1 died"]
 
 
-def test_the_first_map_says_nothing_of_who_has_joined() -> None:
+def test_the_first_view_reports_no_joins() -> None:
     news = News()
     news.add("the scheduler died")
     news.add_when_replaced("server 1", "died")

@@ -126,7 +126,7 @@ class TestBlame:
             (1, [b"Exception in thread Thread-1:", *LOST_TO_1], True),
         ],
     )
-    def test_what_a_failure_of_rank_0_comes_from(self, status: int, said: list[bytes], expected: bool) -> None:
+    def test_the_cause_of_a_failure_of_rank_0(self, status: int, said: list[bytes], expected: bool) -> None:
         assert is_consequence(RankFailure(0, status, tuple(said))) is expected
 
     @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ class TestBlame:
         assert last_words([b"before", *OWN, *chain, *LOST, b"after"]) == [*OWN, *chain, *LOST, b"after"]
         assert last_words([*LOST, b"went on", *OWN]) == OWN
 
-    def test_what_is_said_in_the_end(self) -> None:
+    def test_the_final_message(self) -> None:
         told = describe_failure(RankFailure(1, 1, tuple(OWN)), world_size=4, seconds=12.3, num_held=7, log_dir=None)
         assert told.startswith(
             b"paceline run: rank 1 of 4 failed with exit status 1 after 12 s; the other ranks were ended; 7"
@@ -214,7 +214,7 @@ class TestTracebacks:
         assert due is not None
         assert shown.overdue(due) == [(0, LOST)]
 
-    def test_what_a_program_logs_and_survives_is_shown(self) -> None:
+    def test_logged_exceptions_of_a_program_are_shown(self) -> None:
         shown = Tracebacks()
         assert feed(shown, 0, [*OWN, b"next"], 0.0) == [*OWN, b"next"]
         assert feed(shown, 1, [*OWN, b"next"], 0.1) == []

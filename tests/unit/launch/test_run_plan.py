@@ -47,7 +47,7 @@ def test_threads(nproc: int, own: str | None, threads: int | None, told: str | N
     assert {plan.environment.get("OMP_NUM_THREADS") for plan in plans} == {told}
 
 
-def test_servers_and_replicas_are_told() -> None:
+def test_servers_and_replicas_are_reported() -> None:
     layout = lay_out_node(nproc_per_node=1, nnodes=1, node_rank=0, master_addr=None, master_port=None)
     choice = choose_strategy("mirrored", processes=1, replicas=3)
     (plan,) = plan_ranks(layout, choice, {}, token="t", scheduler="tcp://h:1", threads=None, cores=8)
@@ -58,7 +58,7 @@ def test_servers_and_replicas_are_told() -> None:
     assert "PACELINE_REPLICAS" not in plan.environment  # it is the servers' business
 
 
-def test_filters_are_told() -> None:
+def test_filters_are_reported() -> None:
     layout = lay_out_node(nproc_per_node=1, nnodes=1, node_rank=0, master_addr=None, master_port=None)
     outer = {"PACELINE_FILTERS": "top-k:1", "PACELINE_PULL_FILTERS": "zstd"}
     for filters, pulled in (("quantize:4", "none"), (None, None)):
@@ -161,7 +161,7 @@ def test_a_described_cluster() -> None:
         ({"server": ["a:1"], "worker": ["b:1", "a:1"]}, "has the address a:1 twice, for server 0 and worker 1"),
     ],
 )
-def test_what_is_wrong_with_a_description_is_said(found: Any, said: str) -> None:
+def test_errors_of_a_cluster_description_are_reported(found: Any, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_cluster(json.dumps(found), "c.json")
     assert said in str(caught.value)

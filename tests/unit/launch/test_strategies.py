@@ -15,7 +15,7 @@ from paceline.strategies import STRATEGIES, choose_strategy, needs_servers
     ("processes", "servers", "name"),
     [(1, None, "one-device"), (2, None, "all-reduce"), (2, 0, "all-reduce"), (1, 1, "hybrid"), (3, 2, "hybrid")],
 )
-def test_what_nobody_said(processes: int, servers: int | None, name: str) -> None:
+def test_defaults(processes: int, servers: int | None, name: str) -> None:
     assert choose_strategy(None, processes=processes, servers=servers).name == name
 
 
@@ -57,7 +57,7 @@ def test_consistency() -> None:
         ({"name": "parameter-server", "consistency": "soon"}, "'soon'"),
     ],
 )
-def test_what_cannot_be(options: dict[str, Any], said: str) -> None:
+def test_impossible_options_are_rejected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         choose_strategy(processes=1, **options)
     assert said in str(caught.value)

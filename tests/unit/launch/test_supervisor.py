@@ -42,7 +42,7 @@ def hear(process: ChildProcess) -> bytes:
     return process.stdout.readline()
 
 
-def test_what_ends_with_its_input_is_not_killed(supervisor: Supervisor) -> None:
+def test_processes_that_end_with_their_input_are_not_killed(supervisor: Supervisor) -> None:
     child = supervisor.start("obedient", lambda: python(OBEDIENT))
     hear(child.process)
     supervisor.close(PATIENCE_S)
@@ -50,14 +50,14 @@ def test_what_ends_with_its_input_is_not_killed(supervisor: Supervisor) -> None:
     assert supervisor.living() == []
 
 
-def test_what_does_not_end_is_killed(supervisor: Supervisor) -> None:
+def test_processes_that_do_not_end_are_killed(supervisor: Supervisor) -> None:
     child = supervisor.start("stubborn", lambda: python(STUBBORN), is_foreign=True)
     hear(child.process)
     supervisor.close(0.1, signal.SIGTERM)
     assert child.status() == -signal.SIGKILL
 
 
-def test_what_a_foreign_program_has_started_ends_with_it(supervisor: Supervisor) -> None:
+def test_children_of_a_foreign_program_end_with_it(supervisor: Supervisor) -> None:
     """Even in a session of its own, where no signal to the program's group comes."""
     child = supervisor.start("foreign", lambda: python(PARENT), is_foreign=True)
     started = psutil.Process(int(hear(child.process)))

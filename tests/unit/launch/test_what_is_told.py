@@ -67,7 +67,7 @@ def test_the_running_loss_forgets_the_beginning() -> None:
     assert running.add(129_000, 95_400.0, 258_000.0) == 0.3
 
 
-def test_the_mean_loss_is_one_of_examples_as_often_as_they_count() -> None:
+def test_the_mean_loss_is_weighted() -> None:
     assert mean_loss({"examples": 100.0, "weight": 4000.0, "loss": 2000.0}) == 0.5
     assert mean_loss({}) == 0.0
 

@@ -40,7 +40,7 @@ def test_a_folder_that_others_can_enter_is_passed_over(tmp_path: Path) -> None:
     assert list((tmp_path / "last" / "paceline").iterdir())
 
 
-def test_a_link_that_somebody_else_has_put_there_is_passed_over(tmp_path: Path) -> None:
+def test_a_foreign_link_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "last").mkdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "paceline").symlink_to(tmp_path / "elsewhere")

@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     assert threading.active_count() == threads
 
 
-def test_what_is_set_can_be_got(store: Store) -> None:
+def test_stored_values_are_returned(store: Store) -> None:
     store.set("key", b"value")
     store.set("empty", b"")
     store.set("large", bytes(1 << 20))
@@ -64,7 +64,7 @@ def test_a_key_is_written_once(store: Store) -> None:
     assert store.get("key", soon()) == b"other"
 
 
-def test_a_get_waits_for_its_key_and_holds_up_nobody(store: Store) -> None:
+def test_a_get_waits_for_its_key_and_delays_no_other_call(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(store.get, f"key {number // 2}", soon()) for number in range(8)]
         for number in range(4):
@@ -73,7 +73,7 @@ def test_a_get_waits_for_its_key_and_holds_up_nobody(store: Store) -> None:
 
 
 @pytest.mark.parametrize("wait_s", [0.05, -1.0])
-def test_a_key_that_nobody_sets_is_named(store: Store, wait_s: float) -> None:
+def test_a_key_that_is_never_set_is_named(store: Store, wait_s: float) -> None:
     with pytest.raises(DeadlineError, match=r"'.*address of rank 3'.* not set"):
         store.get("address of rank 3", soon(wait_s))
     store.set("address of rank 3", b"here")
@@ -112,14 +112,14 @@ def test_exchange_gives_everybody_all_values(store: Store) -> None:
         assert [each.result() for each in values] == [[b"0", b"1", b"2", b"3"]] * 4
 
 
-def test_exchange_names_who_did_not_come(store: Store) -> None:
+def test_exchange_names_missing_ranks(store: Store) -> None:
     store.set("group 'all'/rank 2", b"2")
     with pytest.raises(RankLostError, match="ranks 1 and 3 of 4 did not come to group 'all'") as lost:
         exchange(store, 0, 4, b"0", soon(0.05), description="group 'all'")
     assert lost.value.ranks == (1, 3)
 
 
-def test_collect_waits_for_all_and_says_which_are_missing(store: Store) -> None:
+def test_collect_waits_for_all_and_reports_which_are_missing(store: Store) -> None:
     store.set("a", b"1")
     assert store.collect(["a", "b"], 0.0) == [b"1", None]
     assert store.collect(["b", "a"], soon(0.05)) == [None, b"1"]
@@ -182,7 +182,7 @@ def test_the_network_store_wants_the_token() -> None:
     store.close()
 
 
-def test_closing_wakes_who_waits() -> None:
+def test_closing_wakes_waiting_threads() -> None:
     owner = served()
     other = NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
     with ThreadPoolExecutor(1) as pool:

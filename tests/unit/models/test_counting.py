@@ -101,7 +101,7 @@ def test_occurrences() -> None:
     assert out.tolist() == [0, 3, 0, 1]
 
 
-def test_only_what_has_occurred_often_enough_is_learned() -> None:
+def test_only_frequent_features_are_learned() -> None:
     """Features 5 and 6 come twice in the minibatch; of feature 7, which comes once, there was one before."""
     model = make_model("lr", min_count=2, count_cells=1 << 16)
     keys = np.array([5, 6, 5, 7, 6, 8], np.uint64)

@@ -58,7 +58,7 @@ def margin(model: DeepModel, vectors: Array, layers: list[Array]) -> float:
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_what_they_compute(name: str) -> None:
+def test_outputs_of_deep_models(name: str) -> None:
     """With numbers that are missing, and a feature that is too rare for factors."""
     model = make_deep(name, dim=2, hidden=(4, 3), layout=LAYOUT, factor_min_count=5, offset=0.25)
     x, y, z = (name_seed(column) for column in LAYOUT.numeric)

@@ -30,7 +30,7 @@ def make_pairs(seed: int) -> Batch:
     return Batch(labels.astype(np.float32), indptr, categories.reshape(-1).astype(np.uint64))
 
 
-def test_what_no_linear_model_learns() -> None:
+def test_interactions_that_no_linear_model_learns() -> None:
     batch, labels = make_pairs(0), make_pairs(1).labels
     rule = FTRL(alpha=0.1, l1=0.0)
     linear, _ = train(SparseLogisticRegression(), batch, rule, epochs=6, unseen=make_pairs(1))

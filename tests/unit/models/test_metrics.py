@@ -86,7 +86,7 @@ def test_evaluate_has_the_single_metrics() -> None:
     assert (found.examples, found.positives) == (100, int(labels.sum()))
 
 
-def test_metrics_that_labels_do_not_have_are_told_in_words() -> None:
+def test_metrics_that_labels_do_not_have_are_reported_in_words() -> None:
     assert (
         evaluate([0, 0], [0.5, 0.5]).sentence() == "no AUC (all labels are negative), log loss 0.6931, accuracy 0.0000"
     )
@@ -142,7 +142,7 @@ def test_without_examples_nothing_is_defined() -> None:
         ([0, 1], ["a", "b"], "real numbers"),
     ],
 )
-def test_what_cannot_be_judged_is_refused(labels: Any, predictions: Any, complaint: str) -> None:
+def test_unusable_predictions_are_rejected(labels: Any, predictions: Any, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         auc(labels, predictions)
     with pytest.raises(UsageError, match=complaint):

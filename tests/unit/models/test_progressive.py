@@ -56,7 +56,7 @@ def test_all_workers_together() -> None:
     assert found[-1].loss == pytest.approx((0.6 * 256 + 0.3 * 96) / 352)
 
 
-def test_what_may_still_change_is_not_told() -> None:
+def test_unsettled_losses_are_not_reported() -> None:
     quick, slow = a_pass(9, 0.6), a_pass(3, 0.3)
     assert [each.examples for each in progressive_losses(summed(quick, slow), 2)] == [128]
     assert progressive_losses(summed(quick), 2) == []

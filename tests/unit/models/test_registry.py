@@ -115,7 +115,7 @@ def test_every_key_once_and_empty_batches(name: str) -> None:
         assert predictions.dtype == np.float32
 
 
-def test_what_a_model_does_not_take() -> None:
+def test_unsupported_settings_of_models() -> None:
     assert make_model("lr", dim=None) == make_model()
     with pytest.raises(UsageError, match=r"model='svm': expected one of lr"):
         make_model("svm")

@@ -105,7 +105,7 @@ def test_a_terminal_is_redrawn_by_itself_and_an_update_after_the_end_writes_noth
     assert len(file.getvalue()) == length
 
 
-def test_what_a_program_prints_to_a_file_stays_out_of_the_terminal(
+def test_output_to_a_file_stays_out_of_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     console, file = console_for(True)
@@ -171,7 +171,7 @@ def test_rate_of_a_steady_count() -> None:
         assert meter.per_s == pytest.approx(300 if step else 0)
 
 
-def test_rate_forgets_what_is_behind_the_window() -> None:
+def test_rate_ignores_counts_before_the_window() -> None:
     meter = RateMeter(timedelta(seconds=2))
     for second in range(10):
         meter.add(second, 100 * second)
@@ -187,7 +187,7 @@ def test_rate_falls_while_nothing_happens_and_samples_are_rare() -> None:
     assert meter.per_s == 100.0
 
 
-def test_rate_starts_anew_when_the_count_falls() -> None:
+def test_rate_starts_again_when_the_count_falls() -> None:
     meter = RateMeter()
     meter.add(0, 1000)
     meter.add(1, 2000)

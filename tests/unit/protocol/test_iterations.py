@@ -217,7 +217,7 @@ def test_a_fill_is_reported_though_some_leave_or_finish() -> None:
     assert iterations.may_report(ALL)
 
 
-def test_a_fill_is_reported_though_one_goes_whose_pushes_it_waited_for() -> None:
+def test_a_fill_is_reported_after_an_awaited_worker_leaves() -> None:
     # Found by a reviewer: the drain or join hung until one worker completed an iteration alone.
     replication, iterations = filled_behind(1, 2)
     admit(iterations, 2, 0, 0, 0b01)

@@ -67,7 +67,7 @@ def test_a_leave_moves_only_the_servers_buckets_to_their_first_replicas(servers:
 
 
 @pytest.mark.parametrize("num_servers", [2, 3, 8, 16])
-def test_load_is_even_within_what_chance_allows(num_servers: int) -> None:
+def test_load_is_even_within_random_variation(num_servers: int) -> None:
     mean = NUM_BUCKETS / num_servers
     spread = math.sqrt(mean * (1 - 1 / num_servers))
     for first in range(0, 500, 100):

@@ -148,7 +148,7 @@ def test_a_former_primary_refuses_pushes_but_forwards_them() -> None:
     assert handle(first, Acknowledged(B, 4)) == [Acknowledge("two")]
 
 
-def test_after_a_change_a_replica_promises_nothing_to_whom_a_push_came_from() -> None:
+def test_after_a_change_a_replica_owes_no_answer_to_the_sender() -> None:
     # Found by the simulation: the server before may live by the old map, in which it would acknowledge the push to its
     # sender, though the new primary has never seen it.
     middle = server(B, ((A, B, C), None, 0b1))
@@ -448,7 +448,7 @@ def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
     assert first.place.short == 0
 
 
-def test_a_replica_that_dies_leaves_a_push_without_an_answer_until_there_is_another() -> None:
+def test_a_dying_replica_leaves_a_push_without_an_answer_until_there_is_another() -> None:
     first = Replication(A, min_replicas=1)
     handle(first, change(1, ((A, B), None, 0b1)))
     handle(first, Pushed("push", 9, 0, 0b1))

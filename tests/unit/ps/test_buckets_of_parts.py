@@ -257,7 +257,7 @@ def test_ranges_are_restricted_to_their_elements(
     np.testing.assert_array_equal(read(part, every), read(replica, every))
 
 
-def test_a_range_stays_what_it_was_when_first_counted() -> None:
+def test_a_range_keeps_its_first_count() -> None:
     part = part_of("dense", 0b1111)
     part.set_primary(0b0101)
     counted, kept = Selection(None, 0, SIZE), Selection(None, 0, SIZE)

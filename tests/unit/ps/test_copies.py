@@ -7,7 +7,7 @@ import numpy as np
 from paceline.ps.client.exchange import Copies
 
 
-def test_copies_do_not_change_with_what_they_are_of() -> None:
+def test_copies_do_not_change_with_their_source() -> None:
     keys, grads = np.arange(5, dtype=np.uint64), np.arange(7, dtype=np.float32)
     (first, second), memory = Copies().copy([keys, grads])
     keys[:], grads[:] = 0, 0

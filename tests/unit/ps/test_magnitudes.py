@@ -121,7 +121,7 @@ def test_bounds_stay_low_through_long_training(rule: UpdateRule) -> None:
 
 
 @pytest.mark.parametrize("rule", [SGD(lr=1.0), Momentum(lr=1.0, momentum=1.0), FTRL(alpha=1.0)], ids=str)
-def test_what_was_not_looked_at_is_found_out(rule: UpdateRule) -> None:
+def test_unseen_magnitudes_are_measured(rule: UpdateRule) -> None:
     part = part_of(rule, "sparse")
     key, grads = Selection(np.zeros(1, np.uint64)), np.full(3, 1e36, np.float32)
     while push(part, key, grads):
@@ -175,7 +175,7 @@ OTHERS = [case.rule for name, case in RULE_CASES.items() if name in RULES and no
 
 
 @pytest.mark.parametrize(("rule", "kind"), in_tables([*SETTINGS, *OTHERS]), ids=str)
-def test_a_trial_is_what_the_push_will_be(rule: UpdateRule, kind: str) -> None:
+def test_a_trial_equals_the_push(rule: UpdateRule, kind: str) -> None:
     random = np.random.default_rng(3)
     part = part_of(rule, kind)
     part.push(Selection(np.arange(20, dtype=np.uint64)), random.normal(size=20 * part.dim).astype(np.float32))

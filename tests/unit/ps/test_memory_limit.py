@@ -69,7 +69,7 @@ def test_a_table_beyond_its_limit_is_the_same_to_the_bit(
     assert mapped_files(tmp_path) == 0
 
 
-def test_keys_are_looked_up_behind_what_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookups_follow_the_prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path)))
     store, keys = SparseStore(dim=1, memory=memory), keys_of(40_000, 0)
     store.push(keys, np.ones(len(keys), np.float32))
@@ -117,7 +117,7 @@ def test_sizes_are_read(text: str, size: int | None) -> None:
     assert parse_size(text) == size
 
 
-def test_what_cannot_be_a_limit_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_invalid_limits_are_rejected_in_a_sentence(tmp_path: Path) -> None:
     assert MemoryLimit.parse(None, None) is None
     with pytest.raises(UsageError, match="--memory-limit 8X: expected a positive number of bytes such as 512M"):
         MemoryLimit.parse("8X", None)
@@ -129,7 +129,7 @@ def test_what_cannot_be_a_limit_is_refused_in_a_sentence(tmp_path: Path) -> None
         MemoryLimit(num_bytes=0)
 
 
-def test_a_folder_in_memory_is_told(tmp_path: Path) -> None:
+def test_a_folder_in_memory_is_reported(tmp_path: Path) -> None:
     if not Path("/dev/shm").is_mount():
         pytest.skip("no tmpfs at /dev/shm")
     limit = MemoryLimit(num_bytes=1, spill_dir="/dev/shm")
@@ -137,7 +137,7 @@ def test_a_folder_in_memory_is_told(tmp_path: Path) -> None:
     assert limit.warning.startswith("/dev/shm is a tmpfs")
 
 
-def test_few_mappings_are_told_at_the_start_and_when_they_are_used_up(
+def test_few_mappings_are_reported_at_the_start_and_when_they_are_used_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = MemoryLimit(num_bytes=1, spill_dir=str(tmp_path))

@@ -44,7 +44,7 @@ def view(pages: Pages) -> npt.NDArray[np.uint8]:
     return array
 
 
-def test_growth_keeps_what_is_there(way: str) -> None:
+def test_growth_keeps_existing_rows(way: str) -> None:
     pages = Pages(1000)
     assert pages.address % mmap.PAGESIZE == 0
     assert not view(pages).any()
@@ -93,7 +93,7 @@ def test_nothing_changes_where_memory_is_out(monkeypatch: pytest.MonkeyPatch) ->
     assert len(store) == 10_000
 
 
-def test_what_is_written_in_parts_only() -> None:
+def test_pages_written_in_parts() -> None:
     length = 1 << 22
     lazy = LazyFloats(length, used=length // 2)
     assert lazy.array.dtype == np.float32

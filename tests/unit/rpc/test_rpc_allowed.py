@@ -54,7 +54,7 @@ class Outer:
 HERE = __name__
 
 
-def test_what_a_module_defines_is_found_by_its_name() -> None:
+def test_definitions_of_a_module_are_found_by_name() -> None:
     allowed = Allowed([HERE])
     assert allowed.resolve(qualified_name(function)) is function
     assert allowed.resolve(f"{HERE}:Outer.plain") is Outer.plain
@@ -66,7 +66,7 @@ def test_what_a_module_defines_is_found_by_its_name() -> None:
     "name",
     ["imported", "os.getcwd", "os", "_private", "Outer.__init__", "Outer._hidden", "function.__globals__", "", "a..b"],
 )
-def test_what_it_only_imports_or_hides_is_not_reached(name: str) -> None:
+def test_imported_and_private_names_are_not_reached(name: str) -> None:
     with pytest.raises(UsageError, match=r"not allowed here|has no"):
         Allowed([HERE]).resolve(f"{HERE}:{name}")
 
@@ -125,7 +125,7 @@ def test_methods_of_allowed_classes() -> None:
 
 
 @pytest.mark.parametrize("bad", [lambda: 0, "nothing"])
-def test_what_has_no_name(bad: Callable[[], int] | str) -> None:
+def test_objects_without_a_name(bad: Callable[[], int] | str) -> None:
     with pytest.raises(UsageError):
         qualified_name(bad)
 
@@ -179,7 +179,7 @@ def _is_allowed(find: Callable[..., Any], *names: Any) -> bool:
     return True
 
 
-def test_of_torch_only_what_computes_with_tensors() -> None:
+def test_only_tensor_functions_of_torch_are_allowed() -> None:
     """All names that it has: nothing that opens files, compiles or sets what holds for the process is among them."""
     torch = pytest.importorskip("torch")
     allowed = Allowed(["torch"])

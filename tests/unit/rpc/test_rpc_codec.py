@@ -136,7 +136,7 @@ def test_named_tuples_and_ordered_dictionaries_keep_their_kind() -> None:
         Decoding(memoryview(b""), Allowed()).decode(packed(9, [f"{__name__}:Step", {"at": 1}]))
 
 
-def test_arrays_travel_beside_the_message_without_a_copy() -> None:
+def test_arrays_travel_next_to_the_message_without_a_copy() -> None:
     array, odd = np.arange(1000.0), np.arange(3, dtype=np.uint8)
     encoding = Encoding()
     meta = encoding.encode((odd, array))
@@ -149,7 +149,7 @@ def test_arrays_travel_beside_the_message_without_a_copy() -> None:
     back[0][:] = 7
 
 
-def test_what_is_not_contiguous_is_sent_too() -> None:
+def test_non_contiguous_arrays_are_sent_too() -> None:
     array = np.arange(12.0).reshape(3, 4)
     np.testing.assert_array_equal(there_and_back(array.T), array.T)
     scalar = there_and_back(np.float32(2.5))
@@ -178,7 +178,7 @@ def test_tensors() -> None:
             Encoding().encode([bad])
 
 
-def test_what_else_is_of_torch() -> None:
+def test_other_objects_of_torch() -> None:
     torch = pytest.importorskip("torch")
     sent = [torch.float64, torch.device("cpu"), torch.device("cuda:1"), torch.Size([2, 3])]
     back = there_and_back(sent)
@@ -241,7 +241,7 @@ class Plain:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_pickle_only_where_both_say_so() -> None:
+def test_pickle_only_where_both_report_it() -> None:
     assert there_and_back([Plain()], pickle=True) == [Plain()]
     with pytest.raises(UsageError, match=r"\[0\]\['k'\]\[1\] cannot be sent: it is of type .*Plain"):
         there_and_back([{"k": (1, Plain())}])
@@ -251,7 +251,7 @@ def test_pickle_only_where_both_say_so() -> None:
         Decoding(memoryview(b""), Allowed()).decode(meta)
 
 
-def test_what_cannot_be_sent_is_named_with_its_place() -> None:
+def test_unsendable_objects_are_named_with_their_place() -> None:
     encoding = Encoding()
     with pytest.raises(UsageError, match=r"args\[1\]\.y\[0\] of the call cannot be sent: it is of type .*Plain"):
         encoding.encode_call((), "m:f", (1, Point(1.0, [Plain()])), {})
@@ -322,7 +322,7 @@ def test_hostile_values_are_refused(meta: bytes) -> None:
         Decoding(memoryview(bytearray(8)), Allowed()).decode(meta)
 
 
-def test_a_body_that_is_too_long_is_refused() -> None:
+def test_a_too_long_body_is_refused() -> None:
     with pytest.raises(ProtocolError, match="body of 8 bytes"):
         Decoding(memoryview(bytearray(8)), Allowed()).decode(msgspec.msgpack.encode(1))
 

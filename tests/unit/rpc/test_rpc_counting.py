@@ -30,7 +30,7 @@ def test_the_last_holder_frees() -> None:
     assert len(owned) == 0
 
 
-def test_a_holder_that_dies_gives_back_everything() -> None:
+def test_a_dying_holder_gives_back_everything() -> None:
     owned = OwnedObjects()
     b = A._replace(number=2)
     owned.create(A, 1)

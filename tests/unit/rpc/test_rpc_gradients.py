@@ -49,7 +49,7 @@ def test_gradients_of_others_are_told_apart_by_message() -> None:
         part.sent(99)
 
 
-def test_contexts_end_with_who_began_them() -> None:
+def test_contexts_end_with_their_owner() -> None:
     pytest.importorskip("torch")
     from paceline.rpc.autograd import GradientContexts
 

@@ -55,7 +55,7 @@ def test_options_of_torch_are_read_too() -> None:
     check_backend(torch_rpc.BackendType.TENSORPIPE)
 
 
-def test_what_is_told_by_options_or_arguments() -> None:
+def test_settings_come_from_options_or_arguments() -> None:
     assert settings_of(None, None, None, None) == (None, 60, 64)
     assert settings_of(None, "a:1", 5, 8) == ("a:1", 5, 8)
     options = TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=5)

@@ -175,7 +175,7 @@ def test_a_failure_comes_back_as_its_class() -> None:
         failure_of(b"\x01", "w1", "m:f")
 
 
-def test_a_failure_keeps_what_its_class_was_given() -> None:
+def test_a_failure_keeps_its_arguments() -> None:
     def told(error: BaseException) -> Exception:
         return failure_of(failure_meta(error, with_trace=True), "w1", "m:f")
 
@@ -337,7 +337,7 @@ def test_bodies_in_memory_that_is_not_shared_are_refused(flags: int) -> None:
 
 
 @pytest.mark.skipif(not can_share(), reason="bodies are not shared on this platform")
-def test_what_a_fork_sees_stays_as_it_is() -> None:
+def test_a_fork_sees_unchanged_values() -> None:
     near, far = socket.socketpair(socket.AF_UNIX)
     with near, far:
         sender = SharedBodies.make()

@@ -59,7 +59,7 @@ def test_functions_go_by_name_and_methods_with_their_object() -> None:
         target_of(lambda: 0)
 
 
-def test_what_a_partial_holds_stands_in_front() -> None:
+def test_arguments_of_a_partial_come_first() -> None:
     half = functools.partial(functools.partial(add, 1, z=5), z=6)
     assert call_of(half, (2,), None) == Call(f"{HERE}:add", (1, 2), {"z": 6})
     assert call_of(half, [2], {"z": 7}) == Call(f"{HERE}:add", (1, 2), {"z": 7})
@@ -73,6 +73,6 @@ def test_what_a_partial_holds_stands_in_front() -> None:
         call_of(half, (), bad)
 
 
-def test_methods_of_what_cannot_be_sent_say_what_to_do() -> None:
+def test_methods_of_unsendable_objects_suggest_a_remedy() -> None:
     with pytest.raises(UsageError, match=r"method\(\) is a method of an object .*Plain\); create the object"):
         Encoding().encode_call((), target_of(Plain().method), (), {})

@@ -112,7 +112,7 @@ def test_bad_bodies_are_refused(numbered: Path, body: bytes, status: int, messag
     assert (found, message in json.loads(text)["error"]) == (status, True), text
 
 
-def test_whoever_sends_no_end_is_answered_when_the_server_ends(numbered: Path) -> None:
+def test_incomplete_requests_are_answered_when_the_server_ends(numbered: Path) -> None:
     service = PredictionService(ModelSource(numbered), 1.0)
 
     async def receive() -> dict[str, Any]:
@@ -179,7 +179,7 @@ def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path, caplog
     assert source.model.num_features == 2
 
 
-def test_what_cannot_be_served_is_told(numbered: Path, tmp_path: Path) -> None:
+def test_unservable_models_are_reported(numbered: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no model"):
         serve(tmp_path, host="127.0.0.1", port=0)
     with pytest.raises(AddressError, match="port 70000: expected 0 to 65535"):

@@ -252,7 +252,7 @@ def test_tables_of_arrow() -> None:
         ({"a": [1, 2, 3, 4]}, "X is a dict: expected an array, a sparse matrix or a DataFrame"),
     ],
 )
-def test_what_is_no_array_of_numbers(X: Any, message: str) -> None:
+def test_non_numeric_examples_are_rejected(X: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         LogisticRegression().fit(X, [0, 1, 0, 1])
     model = LogisticRegression().fit([[0.0], [1.0]] * 8, [0, 1] * 8)
@@ -289,7 +289,7 @@ def test_training_on_a_cluster_of_this_machine() -> None:
     np.testing.assert_allclose(there.predict(X), here.predict(X), rtol=1e-4)
 
 
-def test_a_factorization_machine_learns_what_pairs_say() -> None:
+def test_a_factorization_machine_learns_effects_of_pairs() -> None:
     X, y = pairs()
     linear, machine = (
         kind(l1=0.0, random_state=0).fit(X[:2000], y[:2000]) for kind in (LogisticRegression, FactorizationMachine)
@@ -332,7 +332,7 @@ def test_a_factorization_machine_is_pickled_saved_and_trained_on(tmp_path: Path)
     np.testing.assert_allclose(loaded, model.predict_proba(X)[:, 1], atol=1e-6)
 
 
-def test_what_is_exported_predicts_as_a_factorization_machine(tmp_path: Path) -> None:
+def test_exported_weights_predict_as_the_factorization_machine(tmp_path: Path) -> None:
     """By the formula that the documentation has, of values as they are scaled."""
     random = np.random.default_rng(4)
     X = random.normal(40, 15, (800, 3)) * [1, 10, 100]

@@ -76,7 +76,7 @@ def test_a_snapshot(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
     directory.close()
 
 
-def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     own = process_mark()
@@ -95,7 +95,7 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"out", *(name for name, stays in there.items() if stays)}
 
 
-def test_a_cache_is_rid_of_what_killed_processes_have_left(tmp_path: Path) -> None:
+def test_a_cache_removes_files_of_killed_processes(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     young, old = (tmp_path / f"{'0' * 24}-{at}.shard.{process_mark()[:8]}{ended.pid:08x}.0.tmp" for at in range(2))

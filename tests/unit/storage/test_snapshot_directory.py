@@ -171,7 +171,7 @@ def test_a_manifest_of_another_snapshot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["part", "manifest"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_only_regular_files_are_awaited(tmp_path: Path, name: str) -> None:
     part = part_of(tmp_path, 4, 1)
     write_manifest(tmp_path / folder_name(4), manifest_of(4, use(part)))
     path = tmp_path / (part.file if name == "part" else f"{folder_name(4)}/manifest.json")

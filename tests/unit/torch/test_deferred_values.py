@@ -73,7 +73,7 @@ class BrokenScale(Scale):
         raise ValueError("no such file")
 
 
-def test_who_has_no_reset_parameters_is_named() -> None:
+def test_modules_without_reset_parameters_are_named() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(3, 3), Scale())
     with pytest.raises(UsageError, match=r"1 \(Scale\) is on the meta device with factor.*reset_parameters"):

@@ -229,7 +229,7 @@ def test_rule_follows_the_optimizer_and_its_scheduler() -> None:
     assert embedder.tables["b"].spec.update["lr"] == 2.0
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_errors_are_reported() -> None:
     embedding = Embedding(DIM, name="ads")
     with pytest.raises(UsageError, match=r"'ads' has no table yet.*strategy.prepare"):
         embedding(torch.tensor([1]))

@@ -179,7 +179,7 @@ class Doubling(nn.Module):
         return x * 2 if self.training else x
 
 
-def test_what_a_model_does_follows_its_modes() -> None:
+def test_behaviour_follows_the_modes_of_the_model() -> None:
     whole, x = Modal(), torch.randn(2, DIM)
     parted = pt.partition(copy.deepcopy(whole), x, ["cpu", "cpu"], {"first": 0, "last": 1})
     for change in ("train", "eval"):
@@ -197,7 +197,7 @@ def run_once(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [model(x)]
 
 
-def test_what_a_partitioned_model_is_not_for_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_uses_of_a_partitioned_model_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     parted = pt.partition(model, torch.ones(2, 3), ["cpu", "cpu"], {"0": 0, "1": 1})
     for dump in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
@@ -255,7 +255,7 @@ def test_a_planner_spreads_the_parameters(tmp_path: Path) -> None:
         pt.partition(layers, torch.randn(2, 16), ["cpu", "cpu"], memory=[4000, 4000])
 
 
-def test_the_example_of_the_docs_prints_what_they_say(
+def test_the_example_of_the_docs_prints_the_documented_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).parents[3] / "docs/guides/partitioning.md").read_text(encoding="utf-8")
@@ -323,7 +323,7 @@ class Counting(Frozen):
 
 
 @pytest.mark.parametrize("kind", [Noise, Frozen, Counting])
-def test_what_a_trace_leaves_out_is_kept(kind: type[nn.Module]) -> None:
+def test_untraced_attributes_are_kept(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     whole, x = kind(), torch.randn(2, DIM)
     model = copy.deepcopy(whole)
@@ -356,7 +356,7 @@ class Optional(nn.Module):
         return {"h": h, "y": [self.last(h * mask)]}
 
 
-def test_arguments_without_tensors_may_decide_what_is_done() -> None:
+def test_arguments_without_tensors_may_select_branches() -> None:
     whole, x = Optional(), torch.randn(4, DIM)
     parted = pt.partition(copy.deepcopy(whole), x, ["cpu", "cpu"], {"first": 0, "last": 1})
     parted.load_state_dict(whole.state_dict())
@@ -407,7 +407,7 @@ class ByValue(nn.Module):
         (ByValue(), ["cpu"], {}, "ByValue cannot be cut: .* torch.fx: .* torch.export"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
+def test_impossible_partitions_are_rejected_in_a_sentence(
     model: nn.Module, devices: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

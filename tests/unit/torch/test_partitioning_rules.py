@@ -83,7 +83,7 @@ def test_a_value_travels_once_to_each_device_that_takes_it(
     assert set(found) == expected
 
 
-def test_a_value_that_is_sent_ends_its_segment() -> None:
+def test_a_sent_value_ends_its_segment() -> None:
     operations = [*chain("a", "b", "c"), Operation("far", ("a",)), Operation("sum", ("c", "far"))]
     cut = cut_graph(operations, {"a": 0, "b": 0, "c": 0, "far": 1, "sum": 0}, ["sum"])
     assert [(each.device, each.operations) for each in cut.segments] == [
@@ -93,7 +93,7 @@ def test_a_value_that_is_sent_ends_its_segment() -> None:
     assert cut.destinations["a"] == [1]
 
 
-def test_what_takes_nothing_runs_with_what_takes_it() -> None:
+def test_operations_without_inputs_run_with_their_consumers() -> None:
     operations = [Operation("weight"), *chain("a", "b"), Operation("c", ("b", "weight"))]
     cut = cut_graph(operations, {"weight": 0, "a": 0, "b": 1, "c": 0}, ["c"])
     assert [each.operations for each in cut.segments] == [("a",), ("b",), ("weight", "c")]
@@ -111,7 +111,7 @@ def test_places_by_name() -> None:
         place_by_name(operations, paths, {"fist": 0})
 
 
-def test_what_a_module_does_is_on_one_device() -> None:
+def test_a_module_runs_on_one_device() -> None:
     check_together({"a": 0, "b": 0}, [["a", "b"]])
     with pytest.raises(UsageError, match="a is on device 0, b is on device 1"):
         check_together({"a": 0, "b": 1}, [["a", "b"]])

@@ -37,7 +37,7 @@ class Model(nn.Module):
             self.head.weight = self.words.weight
 
 
-def test_units_that_nobody_named() -> None:
+def test_default_units() -> None:
     blocks, beside = ["encoder.blocks.0", "encoder.blocks.1"], ["words", "head"]
     assert set(choose_units(Model(), least=1)) == {*blocks, *beside, "encoder.norm", "top.0", "top.2"}
     assert set(choose_units(Model(), least=30)) == {*blocks, *beside}

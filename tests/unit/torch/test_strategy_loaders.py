@@ -242,7 +242,7 @@ def test_the_embedder_sees_each_batch_before_its_turn() -> None:
         ),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(make: Callable[[], Any], words: list[str]) -> None:
+def test_unsupported_loaders_are_rejected(make: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         make()
     for word in words:

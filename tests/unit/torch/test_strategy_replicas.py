@@ -37,7 +37,7 @@ def test_gather_and_scatter_are_inverse() -> None:
     assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
 
 
-def test_outputs_that_do_not_fit_are_told() -> None:
+def test_outputs_that_do_not_fit_are_reported() -> None:
     check_outputs([[torch.rand(8, 3), None, "a"], [torch.rand(4, 3), None, "a"]], [4, 2])  # rows by time steps
     with pytest.raises(UsageError, match=r"shape \(2, 4, 8\) for 4 examples.*must be the batch"):
         check_outputs([[torch.rand(2, 4, 8)], [torch.rand(2, 2, 8)]], [4, 2])
@@ -49,7 +49,7 @@ def test_outputs_that_do_not_fit_are_told() -> None:
         check_outputs([[threading.Lock()]], [4])
 
 
-def test_batches_that_cannot_be_split_are_told() -> None:
+def test_batches_that_cannot_be_split_are_reported() -> None:
     with pytest.raises(UsageError, match=r"shapes \(30, 2\), \(29,\).*first dimension"):
         split([torch.rand(30, 2), torch.rand(29)], 2)
     with pytest.raises(UsageError, match="batch of 0 examples"):

@@ -75,7 +75,7 @@ def test_lazily_conjugated_and_negated_tensors_are_sent_as_they_read() -> None:
     assert _world().group.all_reduce(negated).tolist() == -2
 
 
-def test_what_cannot_be_a_result_is_refused() -> None:
+def test_invalid_results_are_rejected() -> None:
     conjugated, negated = _conjugated()
     group, ones = _world().group, torch.ones(2, 3)
     expanded = torch.zeros(3).expand(2, 3)
@@ -136,7 +136,7 @@ def test_wrong_sizes_of_an_all_to_all_are_refused_before_it_begins() -> None:
     dist.barrier()
 
 
-def test_a_message_that_fails_ends_its_future() -> None:
+def test_a_failing_message_ends_its_future() -> None:
     sending = dist.isend(torch.ones(2), 0)
     receiving = dist.irecv(torch.zeros(3), 0)
     assert sending is not None
@@ -145,7 +145,7 @@ def test_a_message_that_fails_ends_its_future() -> None:
         receiving.get_future().wait()
 
 
-def test_a_future_is_done_after_what_follows_the_call() -> None:
+def test_a_future_is_done_after_its_follow_up() -> None:
     """The ticket of a call is done a moment before its result has been copied to where it is wanted."""
     ticket, copying, copied = CollectiveTicket(), threading.Event(), threading.Event()
 

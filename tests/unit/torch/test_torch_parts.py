@@ -40,7 +40,7 @@ def test_public_names() -> None:
     assert dist.Backend("paceline") == "paceline"
 
 
-def test_without_torch_the_error_says_what_to_install() -> None:
+def test_without_torch_the_error_names_the_package_to_install() -> None:
     program = "import sys; sys.modules['torch'] = None; import paceline.torch"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "ImportError: paceline.torch needs PyTorch" in ran.stderr
@@ -104,7 +104,7 @@ def test_errors_are_of_both_kinds() -> None:
     assert in_torch_terms(usage, _TERMS) is usage
 
 
-def test_errors_of_a_part_of_the_ranks_say_who_that_is_in_the_program() -> None:
+def test_errors_of_a_subgroup_name_global_ranks() -> None:
     part = Terms(timedelta(seconds=2), (0, 2, 5))
     lost = in_torch_terms(RankLostError("rank 1 died", (1,)), part)
     assert str(lost) == "rank 1 died; ranks are numbers in this process group, where 1 is rank 2 of the program"

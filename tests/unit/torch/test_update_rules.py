@@ -64,7 +64,7 @@ def records(part: DensePart) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_rule_does_what_torch_does_and_takes_over_its_state(name: str) -> None:
+def test_a_rule_equals_torch_and_adopts_its_state(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     parameter = torch.nn.Parameter(torch.randn(SIZE, generator=generator))
     optimizer = KNOWN[name]([parameter])

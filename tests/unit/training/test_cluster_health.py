@@ -14,7 +14,7 @@ def state(lost_workers: int = 0, **fields: Any) -> JobState:
     return JobState(done=0, total=4, finished=False, failed=None, **rest)
 
 
-def test_that_a_job_waits_for_workers_is_said_once() -> None:
+def test_that_a_job_waits_for_workers_is_reported_once() -> None:
     said: list[str] = []
     client: Any = SimpleNamespace(
         link=SimpleNamespace(num_replacements=0), servers=SimpleNamespace(routes=SimpleNamespace(server_ranks=()))

@@ -172,7 +172,7 @@ def test_blocks_are_as_large_whatever_the_rows_are(tmp_path: Path) -> None:
     assert_same(read_all(open_dataset(tmp_path / "out")), read_all(open_dataset(tmp_path / "x.svm")))
 
 
-def test_a_damaged_block_is_told_and_left_out(source: Path, out: Path) -> None:
+def test_a_damaged_block_is_reported_and_left_out(source: Path, out: Path) -> None:
     with BlockFile(out) as file:
         entries = file.entries
     assert len(entries) == 1
@@ -203,7 +203,7 @@ def test_a_damaged_block_is_told_and_left_out(source: Path, out: Path) -> None:
         list(dataset.batches(100))
 
 
-def test_a_file_of_damaged_blocks_alone_is_said_to_be_damaged(out: Path) -> None:
+def test_a_file_of_damaged_blocks_alone_is_reported_to_be_damaged(out: Path) -> None:
     with BlockFile(out) as file:
         (entry,) = file.entries
     data = bytearray(out.read_bytes())
@@ -296,7 +296,7 @@ def test_it_is_described_as_its_sources_were(source: Path, out: Path) -> None:
     assert found["labels"] == {"0": 1575, "1": 1425}
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp_path: Path) -> None:
+def test_mismatches_are_rejected_in_a_sentence(source: Path, out: Path, tmp_path: Path) -> None:
     other = tmp_path / "x.svm"
     other.write_text(SOURCES["libsvm"])
     convert(other, tmp_path / "svm")
@@ -364,7 +364,7 @@ def test_columns_may_stand_in_another_order(tmp_path: Path) -> None:
     assert_same(read_all(open_dataset([p, q])), Batch.concatenate([read_all(open_dataset(p))] * 2))
 
 
-def test_lists_stay_beside_numbers_that_are_scaled(tmp_path: Path) -> None:
+def test_lists_stay_next_to_numbers_that_are_scaled(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -392,7 +392,7 @@ def test_lists_stay_beside_numbers_that_are_scaled(tmp_path: Path) -> None:
             assert set(model.layout.fields_of(next(dataset.batches(200))).tolist()) == {0, 1}
 
 
-def test_nothing_stays_of_what_was_interrupted(source: Path, tmp_path: Path) -> None:
+def test_an_interruption_leaves_no_files(source: Path, tmp_path: Path) -> None:
     def interrupt(num_examples: int) -> None:
         raise KeyboardInterrupt
 

@@ -47,7 +47,7 @@ def test_factors_are_found_where_pairs_matter() -> None:
     assert found.optimism is not None
 
 
-def test_what_is_given_is_not_changed() -> None:
+def test_given_settings_are_not_changed() -> None:
     sample = sample_batch(make_pairs(0).slice(0, 300))
     found = search(SparseFactorizationMachine(dim=4, factor_l2=0.02, factor_min_count=2), sample, passes=5)
     assert (found.model.factor_l2, found.model.factor_min_count) == (0.02, 2)  # type: ignore[attr-defined]

@@ -101,7 +101,7 @@ def test_column_scaling_returns_scaled_rows_and_keeps_its_argument() -> None:
     assert batch.values.tolist() == [3.0]
 
 
-def test_the_trial_takes_what_is_better_beyond_chance_and_else_the_usual() -> None:
+def test_the_trial_prefers_the_usual_scale_unless_another_is_clearly_better() -> None:
     x, labels = bent()
     sample = sample_batch(examples(x, labels))
     edges = np.quantile(x[:, 0], np.arange(1, 16) / 16).astype(np.float32).tolist()

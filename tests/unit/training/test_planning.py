@@ -48,7 +48,7 @@ def test_all_is_found_on_the_data(data: Path) -> None:
     assert plan_training(TrainOptions(data=[data])).settings() == plan.settings()
 
 
-def test_what_is_given_stays(data: Path) -> None:
+def test_given_settings_stay(data: Path) -> None:
     plan = plan_training(TrainOptions(data=[data], epochs=3, batch_size=7, update=FTRL(alpha=0.01, l1=2.0)))
     assert (plan.epochs, plan.batch_size, plan.update) == (3, 7, FTRL(alpha=0.01, l1=2.0))
     other = plan_training(TrainOptions(data=[data], update=SGD(lr=0.1)))
@@ -71,7 +71,7 @@ def test_tune_keeps_the_default_where_no_other_setting_is_better(
         assert wide.settings() == default.settings()
 
 
-def test_widely_tries_what_is_not_given(data: Path) -> None:
+def test_tuning_tries_missing_settings(data: Path) -> None:
     wide = TrainOptions(data=[data], adapt="widely")
     tried = [0.1, 0.175, 0.35]
     assert any(plan_training(wide).update.alpha == pytest.approx(alpha, rel=0.01) for alpha in tried)  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def test_bad_numbers_and_empty_data(data: Path) -> None:
         plan_training(TrainOptions(data=[data], format="libsvm"))
 
 
-def test_going_on_takes_the_former_rule_but_for_what_is_given(data: Path, tmp_path: Path) -> None:
+def test_continuing_uses_the_former_rule_except_for_given_settings(data: Path, tmp_path: Path) -> None:
     train_locally(TrainOptions(data=[data], epochs=1, update=FTRL(alpha=0.2, l1=0.5, l2=0.1), save=tmp_path / "m"))
     further = TrainOptions(data=[data], init_from=tmp_path / "m")
     assert plan_training(further).update == FTRL(alpha=0.2, l1=0.5, l2=0.1)

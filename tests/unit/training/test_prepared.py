@@ -105,7 +105,7 @@ def test_keeps_nothing_that_is_not_read_again_alike(log: Log, changes: dict[str,
 
 
 @pytest.mark.parametrize("changes", [{"batch_size": 32}, {"weighting": Weighting(classes={"1": 3.0})}])
-def test_other_minibatches_are_read_anew(log: Log, changes: dict[str, object]) -> None:
+def test_other_minibatches_are_read_again(log: Log, changes: dict[str, object]) -> None:
     shards, model, job = PreparedShards(), make_model("lr"), make_job(log, **changes)
     before = read_pass(shards, log, 0, make_job(log), model)
     num_first = log.num_read
@@ -114,7 +114,7 @@ def test_other_minibatches_are_read_anew(log: Log, changes: dict[str, object]) -
     assert after == read_pass(PreparedShards(), log, 1, job, model) != before
 
 
-def test_a_file_that_changes_is_an_error(log: Log) -> None:
+def test_a_changing_file_is_an_error(log: Log) -> None:
     shards, job, model = PreparedShards(), make_job(log), make_model("lr")
     read_pass(shards, log, 0, job, model)
     log.path.write_bytes(log.path.read_bytes() + b"\n")

@@ -53,7 +53,7 @@ def with_labels(labels: np.ndarray) -> ExampleSample:
     return ExampleSample(batch, np.arange(0, n, 256), n, True)
 
 
-def test_a_pass_is_what_workers_and_servers_do() -> None:
+def test_a_trial_pass_equals_a_real_pass() -> None:
     """Against the arithmetic of minibatches and the update rule in NumPy."""
     sample, rule = make_sample(300), FTRL(alpha=0.1, l1=0.5)
     unique, ids = np.unique(sample.batch.keys, return_inverse=True)
@@ -231,7 +231,7 @@ def test_very_few_examples(n: int) -> None:
     assert tune(make_sample(n), 0.0, 8, [FTRL()], is_mixed=False)[0].passes >= 1
 
 
-def test_what_is_hardly_better_on_few_examples_is_not_taken() -> None:
+def test_small_gains_on_few_examples_are_ignored() -> None:
     """Losses count with half of what they may be low by, by chance: the usual 8 passes are the likeliest."""
     usual = HeldOutLosses.of(np.tile([0.4, 0.8], 10), np.ones(20))
     noisy = HeldOutLosses.of(np.tile([0.9, 0.2], 10), np.ones(20))
@@ -328,7 +328,7 @@ def test_rates_that_drift_are_those_of_now() -> None:
         assert 1 / (1 + np.exp(-model.offset)) == pytest.approx(now, rel=0.02)
 
 
-def test_continuing_takes_what_was_found() -> None:
+def test_continuing_uses_the_tuned_settings() -> None:
     assert SparseLogisticRegression().continued_from(SparseLogisticRegression(offset=-2.0)) == SparseLogisticRegression(
         offset=-2.0
     )

@@ -86,7 +86,7 @@ def test_balanced() -> None:
     assert balance({-1.0: 1, 16777215.0: 1}) == {"-1": 1.0, "16777215": 1.0}
 
 
-def test_what_users_write() -> None:
+def test_options_as_users_write_them() -> None:
     assert parse_class_weights("balanced") == "balanced"
     assert parse_class_weights("0:1,1:5.5") == {"0": 1.0, "1": 5.5}
     assert parse_class_weights("-3:1,16777215:2") == {"-3": 1.0, "16777215": 2.0}

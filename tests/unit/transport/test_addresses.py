@@ -52,7 +52,7 @@ def test_an_address_is_read_and_written(text: str, address: Address, written: st
         "http://a:1",
     ],
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_invalid_addresses_are_rejected(text: str) -> None:
     with pytest.raises(AddressError, match="is not an address; use"):
         Address.parse(text)
 

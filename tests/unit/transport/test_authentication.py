@@ -43,7 +43,7 @@ class Handshake:
         return self.client.finish(msgspec.msgpack.encode(welcome))
 
 
-def test_both_ends_learn_who_the_other_is() -> None:
+def test_both_ends_learn_the_identity_of_the_peer() -> None:
     both = Handshake()
     met = both.finish(both.answer(both.ask()))
     assert (met.role, met.rank, met.protocol) == ("server", 1, 2)
@@ -109,7 +109,7 @@ def test_known_answers() -> None:
         (Hello(role="worker", cluster="two"), "", "belongs to another cluster"),
     ],
 )
-def test_who_is_meant_for_another_is_refused_by_both_ends(asking: Hello, listener: str, reason: str) -> None:
+def test_a_connection_for_another_peer_is_rejected_by_both_ends(asking: Hello, listener: str, reason: str) -> None:
     both = Handshake(asking=asking, listener=listener)
     welcome = both.answer(both.ask())
     with pytest.raises(AddressError, match=reason):
@@ -118,7 +118,7 @@ def test_who_is_meant_for_another_is_refused_by_both_ends(asking: Hello, listene
         both.finish(welcome)
 
 
-def test_who_is_wanted_is_taken() -> None:
+def test_the_expected_peer_is_accepted() -> None:
     for asking, answering in (
         (Hello(role="worker", to="server", cluster="one"), SERVER),
         (WORKER, SERVER),  # does not know the cluster yet

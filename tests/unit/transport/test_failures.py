@@ -14,7 +14,7 @@ def test_an_error_is_raised_as_its_class_with_its_lines() -> None:
     assert str(error) == "one sentence\nand another"
 
 
-def test_no_report_has_what_a_terminal_obeys() -> None:
+def test_reports_have_no_control_characters() -> None:
     meta = msgspec.msgpack.encode({"error": "\x1b]0;title\x07", "message": "\x1b[2J\r\u202e" + "!" * 1_000_000})
     error = error_of(meta)
     assert type(error) is PeerError
@@ -22,7 +22,7 @@ def test_no_report_has_what_a_terminal_obeys() -> None:
     assert len(str(error)) < 2200
 
 
-def test_what_is_no_report() -> None:
+def test_invalid_reports_are_rejected() -> None:
     for meta in (b"", b"\xc1", msgspec.msgpack.encode({"error": 1, "message": ""})):
         assert type(error_of(meta)) is ProtocolError
 

@@ -39,7 +39,7 @@ def test_a_header_comes_back(fields: tuple[int, ...]) -> None:
     assert unpack_header(b"before" + packed, 6) == (MAGIC, 2, *fields)
 
 
-def test_the_layout_is_what_the_page_says() -> None:
+def test_the_layout_is_as_documented() -> None:
     packed = pack_header(3, flags=4, table=5, request=6, epoch=7, clock=8, sequence=9, meta_bytes=10, body_bytes=11)
     fields = [packed[a:b] for a, b in zip(OFFSETS, [*OFFSETS[1:], 40], strict=True)]
     assert fields[0] == b"PL"
@@ -49,7 +49,7 @@ def test_the_layout_is_what_the_page_says() -> None:
 OFFSETS = [0, 2, 3, 4, 6, 8, 12, 16, 20, 28, 32]
 
 
-def test_what_is_no_header_is_named() -> None:
+def test_invalid_headers_are_named() -> None:
     with pytest.raises(ProtocolError, match=r"b'GET / HTTP/1\.1"):
         unpack_header(b"GET / HTTP/1.1\r\n" + bytes(40))
     with pytest.raises(ProtocolError, match="40 bytes, got 39"):

@@ -108,7 +108,7 @@ def test_an_idle_connection_holds_no_buffer() -> None:
         assert len(each.got) == 4
 
 
-def test_who_has_proved_nothing_has_a_small_buffer() -> None:
+def test_an_unauthenticated_peer_has_a_small_buffer() -> None:
     stranger = Collector(is_greeted=False)
     assert len(stranger.get_buffer(-1)) == Limits().max_handshake_bytes
     stranger.allow_application(Limits(), stranger.keep)

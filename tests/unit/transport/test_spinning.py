@@ -65,7 +65,7 @@ def test_where_it_would_have_paid_to_look_longer_it_looks_longer(monkeypatch: py
     assert asleep == [5.0] * 4
 
 
-def test_on_one_core_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_core_no_thread_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spinning, "num_cores", lambda: 1)
     assert Spinner().poll(lambda timeout_ms: [1]) == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.transport.security.unauthenticated import LogRateLimit, UnauthenticatedConnections
 
 
-def test_below_the_limit_nobody_goes() -> None:
+def test_below_the_limit_no_connection_is_closed() -> None:
     strangers: UnauthenticatedConnections[int] = UnauthenticatedConnections(3)
     assert [strangers.add(number, "a") for number in range(3)] == [None] * 3
     strangers.remove(0)

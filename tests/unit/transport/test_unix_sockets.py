@@ -51,7 +51,7 @@ def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch: pyte
     remove_unix(address)
 
 
-def test_the_kernel_says_whose_the_other_end_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_identifies_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = socket.socketpair()
     try:
         assert not is_other_user(ends[0])

@@ -115,7 +115,7 @@ def test_the_end_of_a_link_names_the_rank() -> None:
             ends[0].send_nowait([memoryview(b"x")])
 
 
-def test_who_connects_to_a_dead_rank_hears_so_at_once() -> None:
+def test_connecting_to_a_dead_rank_fails_immediately() -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
         links = Mesh(made[0], "all", 0, infos)
@@ -127,7 +127,7 @@ def test_who_connects_to_a_dead_rank_hears_so_at_once() -> None:
         assert time.monotonic() - start < 20
 
 
-def test_who_awaits_a_dead_rank_hears_so_soon() -> None:
+def test_waiting_for_a_dead_rank_fails_soon() -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
         links = Mesh(made[1], "all", 1, infos)
@@ -154,7 +154,7 @@ def test_another_token_is_refused() -> None:
     stranger.close()
 
 
-def test_a_closed_mesh_makes_no_links_and_wakes_who_waits() -> None:
+def test_a_closed_mesh_makes_no_links_and_wakes_waiting_threads() -> None:
     with meshes(2) as links, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(links[1].link, 0, soon())
         links[1].close()
@@ -165,14 +165,14 @@ def test_a_closed_mesh_makes_no_links_and_wakes_who_waits() -> None:
             links[1].link(0, soon())
 
 
-def test_no_link_to_oneself_or_nobody() -> None:
+def test_no_link_to_the_own_or_an_unknown_rank() -> None:
     with meshes(2) as links:
         for rank in (0, 2, -1):
             with pytest.raises(UsageError):
                 links[0].link(rank, soon())
 
 
-def test_close_wakes_who_polls() -> None:
+def test_close_wakes_polling_threads() -> None:
     with meshes(2) as links:
         ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
         poller = select.poll()

@@ -18,7 +18,7 @@ from paceline.transport.client import open_socket
 from .ranks import nodes, soon
 
 
-def test_what_a_node_says_of_itself() -> None:
+def test_description_of_a_node() -> None:
     with nodes(2) as (first, second):
         info = NodeInfo.decode(first.info.encode())
         assert info == first.info
@@ -55,7 +55,7 @@ def test_tcp_has_no_delay() -> None:
         second.accept("all", 0, "collective", soon()).close()
 
 
-def test_silent_clients_hold_up_nobody() -> None:
+def test_silent_clients_do_not_delay_other_clients() -> None:
     with nodes(2) as (first, second):
         silent = [open_socket(second.info.endpoint.best(), 5.0) for _ in range(20)]
         with first.connect(second.info, "all", 0, "collective", soon()):
@@ -65,7 +65,7 @@ def test_silent_clients_hold_up_nobody() -> None:
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_crowd_of_strangers_holds_up_nobody(kind: str) -> None:
+def test_many_strangers_do_not_delay_members(kind: str) -> None:
     with nodes(2) as (first, second):
         address = getattr(second.info.endpoint, kind)
         silent = [open_socket(address, 5.0) for _ in range(200)]
@@ -124,7 +124,7 @@ def test_another_process_at_the_address_is_noticed() -> None:
             first.connect(before, "all", 0, "collective", soon())
 
 
-def test_close_removes_the_socket_and_wakes_who_waits() -> None:
+def test_close_removes_the_socket_and_wakes_waiting_threads() -> None:
     with nodes(2) as (first, second), ThreadPoolExecutor(1) as pool:
         unix = first.info.endpoint.unix
         assert unix is not None
@@ -140,7 +140,7 @@ def test_close_removes_the_socket_and_wakes_who_waits() -> None:
         silent.close()
 
 
-def test_what_is_forgotten_is_closed() -> None:
+def test_forgotten_nodes_are_closed() -> None:
     with nodes(2) as (first, second), first.connect(second.info, "all", 0, "collective", soon()) as there:
         taken = second.accept("all", 0, "collective", soon())
         with first.connect(second.info, "all", 0, "collective", soon()) as again:

@@ -135,7 +135,7 @@ def test_to_another_thread_of_the_same_rank() -> None:
         assert [each.result(5.0) for each in waiting] == [b"self"] * 3
 
 
-def test_large_messages_move_while_nobody_waits() -> None:
+def test_large_messages_are_transferred_without_a_waiting_thread() -> None:
     size = 100 << 20
     with talkers(2) as ends:
         buffers = [np.zeros(size, np.uint8), np.zeros(size, np.uint8)]
@@ -153,7 +153,7 @@ def test_large_messages_move_while_nobody_waits() -> None:
         assert (buffers[1] == 1).all()
 
 
-def test_what_nobody_asked_for_is_kept_up_to_the_limit() -> None:
+def test_unrequested_messages_are_stored_up_to_the_limit() -> None:
     with talkers(2, max_buffered_bytes=1 << 20) as ends:
         block = bytes(300_000)
         pending = [ends[0].send(memoryview(block), 1, tag) for tag in range(200)]
@@ -174,7 +174,7 @@ def test_a_receive_of_a_later_message_is_not_held_up_by_the_limit() -> None:
 
 @pytest.mark.parametrize("posted_first", [True, False])
 @pytest.mark.parametrize(("size", "what"), [(7, "int8[8]"), (8, "uint8[8]"), (0, ""), (5_000_000, "int8[8]")])
-def test_a_mismatch_is_told_to_both_sides(posted_first: bool, size: int, what: str) -> None:
+def test_a_mismatch_is_reported_to_both_sides(posted_first: bool, size: int, what: str) -> None:
     with talkers(2) as ends:
         waiting = ends[0].receive(empty(1), 1, 9)
         if not posted_first:
@@ -225,7 +225,7 @@ def test_a_message_that_does_not_come_names_rank_and_tag() -> None:
 
 
 @pytest.mark.parametrize("has_talked", [True, False])
-def test_the_end_of_a_rank_is_noticed_by_who_awaits_it(has_talked: bool) -> None:
+def test_waiting_ranks_notice_the_end_of_a_rank(has_talked: bool) -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
         ends = [PointToPoint(node, "all", rank, infos) for rank, node in enumerate(made)]
@@ -246,7 +246,7 @@ def test_the_end_of_a_rank_is_noticed_by_who_awaits_it(has_talked: bool) -> None
         ends[0].close()
 
 
-def test_what_was_sent_before_the_end_is_received() -> None:
+def test_messages_sent_before_the_end_are_received() -> None:
     for _ in range(20):
         with talkers(2) as ends:
             send(ends[0], b"hi", 1)
@@ -272,7 +272,7 @@ def test_any_rank_is_awaited_until_all_others_have_gone() -> None:
         assert lost.value.ranks == (1, 2)
 
 
-def test_close_ends_what_is_under_way() -> None:
+def test_close_ends_pending_messages() -> None:
     with talkers(2) as ends, ThreadPoolExecutor(2) as pool:
         awaited = [ends[0].receive(empty(4), 1, tag) for tag in range(2)]
         unawaited = ends[0].receive(empty(4), None, 9)
@@ -326,7 +326,7 @@ def test_a_message_of_an_impossible_size_costs_its_sender_the_connection(nbytes:
         end.close()
 
 
-def test_what_cannot_be_sent_is_refused_at_once() -> None:
+def test_unsendable_arrays_are_rejected_immediately() -> None:
     with talkers(2) as ends:
         gaps = view(np.zeros((4, 4), np.float32)[:, ::2])
         calls: list[Callable[[], Pending]] = [

@@ -71,7 +71,7 @@ def test_ranks_meet_in_any_order() -> None:
         meeting.close()
 
 
-def test_alone_needs_nobody() -> None:
+def test_a_single_rank_needs_no_rendezvous() -> None:
     for meeting in (rendezvous(variables=NOTHING), rendezvous(0, 1, "10.0.0.1:1", variables=NOTHING)):
         meeting.store.set("key", b"value")
         assert (meeting.rank, meeting.world_size, meeting.address) == (0, 1, None)
@@ -84,7 +84,7 @@ def told(rank: int, port: int, run: str = "run/0", **other: object) -> Environme
     return Environment(rank=rank, master_port=port, **values)  # type: ignore[arg-type]
 
 
-def test_the_environment_says_what_is_not_given() -> None:
+def test_the_environment_completes_the_arguments() -> None:
     port = free_ports()
     meetings = on_ranks(2, lambda rank: rendezvous(variables=told(rank, port, local_rank=rank)))
     assert [(meeting.rank, meeting.local_rank) for meeting in meetings] == [(0, 0), (1, 1)]
@@ -128,13 +128,13 @@ def test_under_torchrun_two_programs_find_their_own() -> None:
         (Environment(rank=0, world_size=2, master_addr="10.0.0.1", master_port=1), "PACELINE_TOKEN"),
     ],
 )
-def test_what_is_missing_is_said(environment: Environment, message: str) -> None:
+def test_missing_settings_are_reported(environment: Environment, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         rendezvous(variables=environment)
 
 
 @pytest.mark.parametrize("address", ["unix:///tmp/x", "127.0.0.1:0", "nonsense"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_addresses_are_rejected(address: str) -> None:
     with pytest.raises(PacelineError, match=address):
         rendezvous(0, 2, address, variables=NOTHING)
 
@@ -164,13 +164,13 @@ def test_another_token() -> None:
     assert "another token for" not in str(refused.value)
 
 
-def test_nobody_is_there() -> None:
+def test_no_process_listens() -> None:
     port = free_ports()
     with pytest.raises(DeadlineError, match=rf"rank 0 has not served the rendezvous at 127\.0\.0\.1:{port} within"):
         meet(1, 2, port, timeout_s=0.1)
 
 
-def test_something_else_is_there() -> None:
+def test_another_program_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def speak() -> None:
@@ -185,7 +185,7 @@ def test_something_else_is_there() -> None:
         speaker.join()
 
 
-def test_something_silent_is_there() -> None:
+def test_a_silent_program_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         start = time.monotonic()
         with pytest.raises(DeadlineError, match="before its first frame"):

@@ -62,7 +62,7 @@ def test_rounds_are_a_logarithm(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 65))
-def test_in_the_double_binary_tree_nobody_is_inner_twice(size: int) -> None:
+def test_in_the_double_binary_tree_no_rank_is_inner_twice(size: int) -> None:
     algorithm = ALGORITHMS["all_reduce"]["double-binary-tree"]
     for rank, schedule in enumerate(algorithm.schedules(size)):
         # A block goes up to one parent and down to the children, at most two; a leaf only sends up.
@@ -131,12 +131,12 @@ def test_hierarchical_with_one_rank_on_each_host_is_the_algorithm_of_the_leaders
         ("broadcast", "central", {"rank": 0, "size": 4, "pieces": 0}, "0 pieces"),
     ],
 )
-def test_what_is_refused(collective: str, name: str, options: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_rejected(collective: str, name: str, options: dict[str, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
         ALGORITHMS[collective][name].schedule(**options)
 
 
-def test_supports_says_what_is_refused() -> None:
+def test_supports_matches_the_rejections() -> None:
     algorithm = ALGORITHMS["all_gather"]["recursive-doubling"]
     assert [size for size in range(20) if algorithm.supports(size)] == [1, 2, 4, 8, 16]
 

@@ -159,7 +159,7 @@ def test_a_deadlock_of_receives_is_found() -> None:
         check("all_reduce", two_ranks(rounds[0], rounds[1]))
 
 
-def test_a_round_sends_what_was_there_when_it_began() -> None:
+def test_a_round_sends_the_values_from_its_beginning() -> None:
     swap = [(Receive(1, ALL, reduce=True), Send(1, ALL))], [(Send(0, ALL), Receive(0, ALL, reduce=True))]
     check("all_reduce", two_ranks(*swap))
 
@@ -193,7 +193,7 @@ def test_messages_of_two_lengths_are_found() -> None:
         check("broadcast", schedules)
 
 
-def test_reading_what_was_never_written_is_found() -> None:
+def test_reading_unwritten_values_is_found() -> None:
     schedules = two_ranks([(Receive(1, ALL),)], [(Send(0, ALL),)])
     with pytest.raises(ScheduleError, match="rank 1 in round 0: block 0 is read, but is still empty"):
         check("broadcast", schedules)

@@ -198,7 +198,7 @@ def test_copies_cost_nothing_and_empty_rounds_neither() -> None:
     assert predict([], 8, LINK) == 0.0
 
 
-def test_ranks_that_wait_for_ever_are_told() -> None:
+def test_ranks_that_wait_for_ever_are_reported() -> None:
     with pytest.raises(ScheduleError, match="rank 1 in round 0 of 2 waits forever"):
         run([], [(Receive(0, ONE),), ()])
 

@@ -123,7 +123,7 @@ def test_blocks_are_as_many_as_the_ratio_says() -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 25))
-def test_what_moves_with_a_block_is_what_may_be_under_way(num_steps: int, max_delay: int) -> None:
+def test_a_moving_block_carries_its_pending_updates(num_steps: int, max_delay: int) -> None:
     together = [set(moving_with(step, num_steps, max_delay)) for step in range(num_steps)]
     for a in range(num_steps):
         for b in range(num_steps):

@@ -135,7 +135,7 @@ def test_a_report_counts_when_its_shard_is_done_and_that_is_known_when_the_repor
     assert ledger.take_news() is None
 
 
-def test_shards_done_after_one_whose_report_is_not_taken_become_known_with_it() -> None:
+def test_later_shards_become_known_with_a_delayed_report() -> None:
     """The counters of the later one include the earlier one's, which may have to be done again."""
     ledger = JobLedger(1, spec((4,)), 2, [0, 1])
     worker, other = Worker(0), Worker(1)

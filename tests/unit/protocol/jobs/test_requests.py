@@ -139,7 +139,7 @@ def test_a_dead_workers_shards_are_leased_again() -> None:
         first.take_lease(number)
 
 
-def test_a_worker_that_leaves_is_not_lost() -> None:
+def test_a_leaving_worker_is_not_lost() -> None:
     cluster = Cluster(2)
     number = cluster.post((1,))
     cluster.workers[0].take_lease(number)
@@ -237,7 +237,7 @@ def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
     assert cluster.post() > 5, "another poster may have posted it"
 
 
-def test_a_job_whose_poster_does_not_come_back_is_over_for_its_workers() -> None:
+def test_a_job_of_a_lost_poster_ends_for_its_workers() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
     cluster.jobs.restore([remembered(worker, JobMemory(record=JobRecord(number=4), working=True))], (), 0.0, term=2)

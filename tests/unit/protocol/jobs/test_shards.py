@@ -128,7 +128,7 @@ def test_strided_leaves_a_lost_workers_part_to_the_others() -> None:
     assert shards.progress() == (6, 6)
 
 
-def test_strided_what_a_lost_worker_left_comes_before_the_next_epoch() -> None:
+def test_strided_shards_of_a_lost_worker_come_before_the_next_epoch() -> None:
     shards = Shards([4], epochs=2, assignment="strided", num_workers=2)
     feed(shards, WorkerLost(1))
     assert drain(shards, 0) == [(e, 0, s) for e in (0, 1) for s in (0, 2, 1, 3)]

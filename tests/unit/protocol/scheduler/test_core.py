@@ -195,7 +195,7 @@ def test_a_server_that_joins_is_welcomed_when_its_view_is_committed_and_then_fil
     assert holders(scheduler.view, a) == ALL & ~moving
 
 
-def test_what_is_said_of_another_version_fills_nobody() -> None:
+def test_reports_of_another_version_complete_no_fill() -> None:
     scheduler, _, _ = started(1)
     b = scheduler.register(server("b"), is_extra=True)
     view = scheduler.view
@@ -328,7 +328,7 @@ def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
     ]
 
 
-def test_a_silent_server_goes_where_others_have_what_it_has() -> None:
+def test_a_silent_server_is_expelled_if_replicas_have_its_buckets() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     c.is_silent = True
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
@@ -363,7 +363,7 @@ def test_the_last_server_that_has_a_bucket_is_waited_for_however_long() -> None:
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(mine)]
 
 
-def test_a_silent_server_stays_for_what_only_it_has() -> None:
+def test_a_silent_server_with_a_last_copy_stays() -> None:
     """Of what others have too it is no member any more, and has to be filled again."""
     scheduler, (a,), _ = started(1, replicas=1)
     b = scheduler.register(server("b"), is_extra=True)
@@ -397,7 +397,7 @@ def test_a_server_that_is_heard_again_before_its_view_is_committed_stays_as_it_w
     assert scheduler.all(events.Removed) == []
 
 
-def test_a_server_that_is_heard_again_keeps_what_it_has_though_another_was_filled_meanwhile() -> None:
+def test_a_returning_server_keeps_its_buckets_although_another_was_filled() -> None:
     scheduler, (a, b), _ = started(2, replicas=2)
     c = scheduler.register(server("c"), is_extra=True)
     a.prepares = False
@@ -478,7 +478,7 @@ def test_nothing_is_published_while_too_few_servers_are_heard() -> None:
     assert scheduler.member(w) is not None
 
 
-def test_whoever_is_known_to_have_ended_is_not_needed() -> None:
+def test_an_ended_member_is_not_needed() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     scheduler.kill(b, c)
     assert set(scheduler.view.servers) == {a.incarnation}
@@ -500,7 +500,7 @@ def test_one_of_two_servers_that_do_not_reach_each_other_is_expelled() -> None:
     assert c.fate == events.DeclareDead(scheduler.last(events.DeclareDead).peer, removed.reason)
 
 
-def test_a_server_that_is_cut_off_stays_while_nobody_else_has_what_it_has() -> None:
+def test_a_cut_off_server_with_a_last_copy_stays() -> None:
     scheduler, (a, b), _ = started(2)
     view = scheduler.view
     scheduler.pass_time(5 * TIMEOUT_S, unreachable={"s0": (b.incarnation,), "s1": (a.incarnation,)})
@@ -548,7 +548,7 @@ def test_servers_that_all_drain_are_all_released() -> None:
     assert scheduler.all(events.BucketsLost) == []  # they have not gone yet
 
 
-def test_who_drains_stays_when_those_that_were_to_relieve_it_die() -> None:
+def test_a_draining_server_stays_when_its_successors_die() -> None:
     """It was released as the last of all, and what only it had went with it."""
     scheduler, (a, b), _ = started(2)
     scheduler.drain(a)
@@ -600,7 +600,7 @@ def test_a_server_that_is_draining_and_ends_is_dead_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_makes_nobody_overdue(jump_s: float) -> None:
+def test_a_clock_jump_makes_no_member_overdue(jump_s: float) -> None:
     scheduler, _, (w,) = started(1, 1)
     view = scheduler.view
     scheduler.pass_time(3 * HEARTBEAT_S)
@@ -615,7 +615,7 @@ def test_a_clock_that_jumps_makes_nobody_overdue(jump_s: float) -> None:
     assert scheduler.view.excludes(w.incarnation)
 
 
-def test_a_scheduler_that_slept_believes_nothing_of_what_servers_said_of_each_other() -> None:
+def test_a_suspended_scheduler_discards_complaints() -> None:
     scheduler, (a, _, c), _ = started(3, replicas=1)
     view = scheduler.view
     unreachable = {"s0": (c.incarnation,), "s2": (a.incarnation,)}
@@ -625,7 +625,7 @@ def test_a_scheduler_that_slept_believes_nothing_of_what_servers_said_of_each_ot
     assert scheduler.view is view
 
 
-def test_without_a_clock_nobody_is_overdue() -> None:
+def test_without_a_clock_no_member_is_overdue() -> None:
     scheduler, _, (w,) = started(1, 1)
     w.is_silent = True
     scheduler.now_s += 100 * TIMEOUT_S

@@ -65,7 +65,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     assert scheduler.core.awaited == ()
 
 
-def test_nobody_hears_of_the_take_over_before_a_quorum_has_its_view() -> None:
+def test_the_takeover_is_published_after_a_quorum_has_its_view() -> None:
     former, (a, b), (w,) = started(2, 1, replicas=1)
     lose(former)
     a.prepares = b.prepares = False
@@ -98,7 +98,7 @@ def test_after_a_while_a_majority_is_enough() -> None:
     assert isinstance(w.fate, events.DeclareDead)
 
 
-def test_a_minority_is_not_enough_and_says_whom_it_waits_for() -> None:
+def test_a_minority_is_not_enough_and_names_missing_members() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
@@ -175,7 +175,7 @@ def test_one_that_accepts_a_minority_does_without_only_where_it_must() -> None:
     assert scheduler.all(events.BucketsLost) == []
 
 
-def test_whoever_is_known_to_have_ended_is_not_waited_for() -> None:
+def test_an_ended_member_is_not_awaited() -> None:
     former, (a, b, c), (v, w) = started(3, 2, replicas=1)
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
@@ -189,7 +189,7 @@ def test_whoever_is_known_to_have_ended_is_not_waited_for() -> None:
     assert scheduler.last(events.TakenOver).dead == (b.member, w.member)
 
 
-def test_whoever_has_probably_ended_is_not_waited_for_where_a_majority_is_back() -> None:
+def test_a_probably_ended_member_is_not_awaited_if_a_majority_is_back() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
@@ -254,7 +254,7 @@ def test_where_all_servers_have_ended_their_members_are_sent_away_and_the_cluste
     assert scheduler.view.version == 1
 
 
-def test_who_has_ended_of_the_former_cluster_is_nobody_of_a_new_one() -> None:
+def test_ended_members_of_the_former_cluster_are_not_in_a_new_one() -> None:
     """It gives the same incarnations, and its views need as many servers as any."""
     former, servers, (w,) = started(3, 1, replicas=1)
     lose(former)
@@ -280,7 +280,7 @@ def test_one_that_replaces_another_gives_its_members_time_to_come() -> None:
     assert new.cluster == "next"
 
 
-def test_one_that_replaces_nobody_turns_to_members_that_come() -> None:
+def test_a_scheduler_without_a_predecessor_adopts_arriving_members() -> None:
     former, (a,), _ = started(1)
     lose(former)
     scheduler = successor(num_servers=2)
@@ -291,7 +291,7 @@ def test_one_that_replaces_nobody_turns_to_members_that_come() -> None:
     assert scheduler.core.name == "ours"
 
 
-def test_a_server_that_holds_what_nobody_else_has_is_not_passed_over_for_a_new_cluster() -> None:
+def test_a_server_with_a_last_copy_prevents_a_new_cluster() -> None:
     former, (a, b, c), (w,) = started(3, 1, replicas=1)
     lose(former)
     scheduler = successor(num_servers=1, replaces=True)
@@ -320,7 +320,7 @@ def test_workers_alone_are_passed_over_for_a_new_cluster() -> None:
 # Who comes later.
 
 
-def test_an_absent_server_that_nobody_can_do_without_stays_a_member() -> None:
+def test_an_absent_indispensable_server_stays_a_member() -> None:
     former, (a, b, c), _ = started(3, num_buckets=16)
     mine = holders(former.view, c)
     lose(former)
@@ -335,7 +335,7 @@ def test_an_absent_server_that_nobody_can_do_without_stays_a_member() -> None:
     assert chains(scheduler.view) == chains(former.view)
 
 
-def test_a_worker_of_whom_no_view_tells_is_taken_in_though_it_comes_late() -> None:
+def test_a_late_worker_in_no_view_is_admitted() -> None:
     former, (a,), (w,) = started(1, 1)
     a.is_silent = w.is_silent = True  # the view with the new worker does not reach them
     new, rival = former.register(worker("new"), 5), former.register(worker("rival"), 6)
@@ -367,7 +367,7 @@ def lose_with_a_worker_that_no_view_names() -> tuple[Node, Node]:
     return a, new
 
 
-def test_a_worker_of_whom_no_view_tells_is_sent_away_if_others_have_what_it_was_given() -> None:
+def test_a_worker_in_no_view_is_rejected_if_its_leases_were_granted_again() -> None:
     """Else its shards are done, and counted, by it and by others."""
     a, new = lose_with_a_worker_that_no_view_names()
     new.has_worked = True
@@ -378,7 +378,7 @@ def test_a_worker_of_whom_no_view_tells_is_sent_away_if_others_have_what_it_was_
     assert isinstance(new.fate, events.DeclareDead)
 
 
-def test_a_worker_of_whom_no_view_tells_goes_on_with_what_it_was_given_if_it_comes_in_time() -> None:
+def test_a_timely_worker_in_no_view_keeps_its_leases() -> None:
     a, new = lose_with_a_worker_that_no_view_names()
     new.has_worked = True
     scheduler = successor()
@@ -389,7 +389,7 @@ def test_a_worker_of_whom_no_view_tells_goes_on_with_what_it_was_given_if_it_com
     assert scheduler.member(new) == new.member
 
 
-def test_a_worker_of_whom_no_view_tells_is_gone_by_none_until_it_has_had_time_to_come() -> None:
+def test_a_worker_in_no_view_has_time_to_return() -> None:
     """Else servers refuse it for good, and it is taken in a moment later."""
     a, new = lose_with_a_worker_that_no_view_names()
     scheduler = successor()
@@ -406,7 +406,7 @@ def test_a_worker_of_whom_no_view_tells_is_gone_by_none_until_it_has_had_time_to
     assert scheduler.member(later) is not None
 
 
-def test_a_worker_of_whom_no_view_tells_is_gone_when_a_later_one_is() -> None:
+def test_a_worker_in_no_view_is_lost_with_a_later_one() -> None:
     a, new = lose_with_a_worker_that_no_view_names()
     scheduler = successor()
     scheduler.rejoin(a)
@@ -419,7 +419,7 @@ def test_a_worker_of_whom_no_view_tells_is_gone_when_a_later_one_is() -> None:
     assert isinstance(new.fate, events.DeclareDead)
 
 
-def test_one_of_whom_no_view_told_and_that_was_removed_is_not_taken_in_again() -> None:
+def test_a_removed_worker_in_no_view_is_not_admitted_again() -> None:
     former, (a,), (w,) = started(1, 1)
     a.is_silent = w.is_silent = True
     new = former.register(worker("new"))
@@ -486,7 +486,7 @@ def test_members_that_never_heard_their_welcome_register_again() -> None:
     assert scheduler.last(events.TakenOver).dead == ()
 
 
-def test_whoever_wants_to_join_meanwhile_joins_when_it_has_taken_over() -> None:
+def test_members_that_arrive_during_a_takeover_join_after_it() -> None:
     former, (a,), _ = started(1)
     lose(former)
     a.prepares = False
@@ -552,7 +552,7 @@ def test_a_server_that_drains_is_released_by_the_next_scheduler() -> None:
     assert scheduler.view.servers.keys() == {a.incarnation}
 
 
-def test_who_drains_alone_stays_when_another_scheduler_takes_over() -> None:
+def test_a_single_draining_server_stays_after_a_takeover() -> None:
     """It was released as the last of all, and what only it had went with it."""
     former, (a, b), _ = started(2)
     former.drain(a)
@@ -780,7 +780,7 @@ def test_a_voter_of_the_view_before_is_awaited_and_named_though_no_newer_view_na
 # While the first view is prepared.
 
 
-def test_a_scheduler_that_takes_over_and_hears_too_few_says_so() -> None:
+def test_a_scheduler_that_takes_over_and_hears_too_few_reports_it() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     lose(former)
     b.prepares = False
@@ -844,7 +844,7 @@ def test_one_that_leaves_while_the_first_view_is_prepared_is_not_welcomed() -> N
     assert scheduler.last(events.TakenOver).dead == (w.member,)
 
 
-def test_who_has_ended_of_one_cluster_has_not_ended_of_another() -> None:
+def test_deaths_of_one_cluster_do_not_count_in_another() -> None:
     """Members of two come to one address; a server of the other was expelled, and what it had was lost."""
     _, servers, workers = started(3, 2, replicas=1, cluster="a")
     _, others, _ = started(3, replicas=1, cluster="b", salt=9)

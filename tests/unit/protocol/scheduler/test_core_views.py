@@ -50,7 +50,7 @@ def test_a_view_is_committed_when_a_quorum_of_the_servers_has_it() -> None:
     assert all(node.views.committed is prepare.view for node in others)
 
 
-def test_whoever_is_no_voter_does_not_make_a_quorum() -> None:
+def test_only_voters_make_a_quorum() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     extra = join(scheduler, "x")
     view = scheduler.view
@@ -65,7 +65,7 @@ def test_whoever_is_no_voter_does_not_make_a_quorum() -> None:
     assert scheduler.view is view
 
 
-def test_nobody_is_a_member_of_a_chain_before_it_knows() -> None:
+def test_no_server_joins_a_chain_before_it_is_informed() -> None:
     scheduler, (a,), _ = started(1)
     b = join(scheduler, "b")
     view = scheduler.view
@@ -164,7 +164,7 @@ def test_a_fill_that_was_reported_counts_also_for_the_next_proposal() -> None:
     assert all(len(members) == 2 for members, _ in chains(scheduler.view).values())
 
 
-def test_a_fill_whose_server_fell_silent_is_planned_again_when_it_is_heard() -> None:
+def test_a_fill_of_a_silent_server_is_planned_again_when_it_returns() -> None:
     scheduler, (a,), _ = started(1)
     b = join(scheduler, "b")
     view = scheduler.view
@@ -184,7 +184,7 @@ def test_a_fill_whose_server_fell_silent_is_planned_again_when_it_is_heard() -> 
     assert scheduler.all(events.Removed) == []
 
 
-def test_a_fill_whose_server_fell_silent_keeps_nobody_from_going_on() -> None:
+def test_a_fill_of_a_silent_server_blocks_no_view() -> None:
     """As a member it would have to prepare the view, though the one that filled it is silent too."""
     scheduler, (a, b), (w,) = started(2, 1)
     c = join(scheduler, "c")
@@ -208,7 +208,7 @@ def test_a_server_dies_that_was_to_be_filled() -> None:
     assert scheduler.all(events.BucketsLost) == []
 
 
-def test_whoever_filled_another_and_died_has_lost_nothing() -> None:
+def test_a_server_that_filled_another_and_died_loses_nothing() -> None:
     """What was reported holds, though its view is not committed yet."""
     scheduler, (a,), _ = started(1)
     b = join(scheduler, "b")
@@ -222,9 +222,7 @@ def test_whoever_filled_another_and_died_has_lost_nothing() -> None:
 
 @pytest.mark.parametrize("num_others", [0, 1])
 @pytest.mark.parametrize("is_silent_before", [False, True])
-def test_whoever_was_filled_by_one_that_died_is_waited_for_though_it_is_silent(
-    num_others: int, is_silent_before: bool
-) -> None:
+def test_a_silent_server_filled_by_a_dead_one_is_awaited(num_others: int, is_silent_before: bool) -> None:
     scheduler, others, _ = started(1 + num_others)
     a = others[0]
     b = join(scheduler, "b")
@@ -275,7 +273,7 @@ def test_one_that_comes_again_is_asked_again_to_prepare() -> None:
     assert x.member is not None
 
 
-def test_a_view_that_only_adds_workers_is_prepared_by_nobody() -> None:
+def test_a_view_that_only_adds_workers_needs_no_preparation() -> None:
     scheduler, (a,), _ = started(1)
     a.prepares = False
     scheduler.said = []
@@ -317,7 +315,7 @@ def test_versions_rise_only_with_the_chains() -> None:
     assert a.views.committed is scheduler.view
 
 
-def test_where_nobody_is_left_to_be_asked_a_view_is_committed_at_once() -> None:
+def test_a_view_without_voters_is_committed_immediately() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
     scheduler.kill(a, b)
     assert [each.node for each in scheduler.view.members] == ["w0"]

@@ -37,7 +37,7 @@ def test_a_change_of_a_view_that_has_not_come_is_an_error() -> None:
         MemberState().take(change)
 
 
-def test_who_is_released_or_expelled_does_not_come_back() -> None:
+def test_released_and_expelled_members_do_not_return() -> None:
     released, expelled = MemberState(), MemberState()
     released.take(messages.Ended(reason="the end"))
     expelled.take(messages.Expelled(reason="silence"))

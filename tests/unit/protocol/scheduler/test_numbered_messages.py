@@ -9,7 +9,7 @@ def numbers(messages: list[SentMessage]) -> list[int]:
     return [each.number for each in messages]
 
 
-def test_what_the_scheduler_has_is_not_sent_again() -> None:
+def test_received_messages_are_not_resent() -> None:
     end = MemberEnd()
     for number in range(1, 5):
         end.add(number, is_call=bool(number % 2))

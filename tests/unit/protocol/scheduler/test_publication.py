@@ -68,7 +68,7 @@ def test_the_first_view_is_committed_at_once() -> None:
     assert offers.publication.committed is first
 
 
-def test_what_is_not_new_is_not_published() -> None:
+def test_unchanged_views_are_not_published() -> None:
     offers = Offers()
     offers.begin(group(1))
     assert offers.offer(group(1)) is None
@@ -159,7 +159,7 @@ def test_ended_servers_need_not_answer_and_released_ones_no_more_than_others() -
     committed(offers.offer(group(3), ended={1, 2}))
 
 
-def test_a_scheduler_that_takes_over_has_a_higher_term_and_skips_what_may_be_known() -> None:
+def test_a_takeover_raises_the_term_and_skips_possible_epochs() -> None:
     former = Offers(salt=7)
     latest = former.begin(group(1, 2))
     offers = Offers(salt=2)

@@ -125,7 +125,7 @@ def test_a_view_without_workers_has_those_of_the_newest_that_names_them() -> Non
     assert coming.evidence.missing(NOBODY) == (member("w4"),)
 
 
-def test_where_nobody_knows_the_workers_none_is_excluded() -> None:
+def test_unknown_workers_are_not_excluded() -> None:
     coming = Coming()
     coming.back("w3", view(9, "s1", "w3", "w4").without_workers())
     assert [each.node for each in coming.evidence.latest.members] == ["s1"]
@@ -142,7 +142,7 @@ def test_members_in_no_view_are_excluded_only_if_they_could_be_in_it() -> None:
     assert coming.names(members) == ["s1", "o8", "w51"]
 
 
-def test_it_waits_for_whoever_has_posted_the_latest_job() -> None:
+def test_recovery_waits_for_the_poster_of_the_latest_job() -> None:
     coming = Coming()
     seen = view(1, "w1")
     coming.back("w1", seen, job=job(2))
@@ -183,7 +183,7 @@ def test_a_quorum_is_of_the_servers_of_the_newest_view_that_have_buckets() -> No
     assert not coming.evidence.has_quorum(NOBODY, 0)
 
 
-def test_where_there_are_no_buckets_nobody_is_needed() -> None:
+def test_without_buckets_no_server_is_needed() -> None:
     coming = Coming()
     coming.back("w1", view(1, "s2", "w1", voters=()))
     assert coming.evidence.has_quorum(NOBODY, 1)
@@ -242,7 +242,7 @@ def test_it_asks_for_promises_and_takes_over_when_it_has_them() -> None:
     assert succession.absent() == succession.leaving() == []
 
 
-def test_servers_that_are_needed_are_waited_for_after_the_time_out() -> None:
+def test_needed_servers_are_waited_for_after_the_time_out() -> None:
     coming = Coming()
     coming.back("s1", view(3, "s1", "s2", "s3"))
     assert coming.recovery.decide((), 9.0) == []
@@ -253,7 +253,7 @@ def test_servers_that_are_needed_are_waited_for_after_the_time_out() -> None:
     assert coming.recovery.decide((), 11.0) == []  # it is said once
 
 
-def test_a_cluster_whose_servers_have_ended_is_given_up() -> None:
+def test_a_cluster_without_servers_is_given_up() -> None:
     coming = Coming()
     peer = coming.back("w2", view(3, "s1", "w2"))
     coming.recovery.ended(1)

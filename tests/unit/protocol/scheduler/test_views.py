@@ -27,7 +27,7 @@ def view(*groups: ChainGroup, servers: tuple[int, ...] = (), workers: tuple[int,
     return View(1, epoch, 1, tuple(members), groups, last_incarnation=100)
 
 
-def test_what_a_view_says() -> None:
+def test_contents_of_a_view() -> None:
     seen = view(group(1, 2), group(3, filling=4, buckets=2), servers=(5,), workers=(7, 8))
     assert seen.order == (1, 1)
     assert seen.servers == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
@@ -38,7 +38,7 @@ def test_what_a_view_says() -> None:
     assert not seen.excludes(101)  # it is newer than the view
 
 
-def test_a_view_without_workers_excludes_nobody() -> None:
+def test_a_view_without_workers_excludes_no_member() -> None:
     seen = view(group(1), workers=(7,)).without_workers()
     assert seen.is_partial
     assert [each.incarnation for each in seen.members] == [1]
@@ -58,7 +58,7 @@ def test_a_view_without_workers_excludes_nobody() -> None:
         (view(group(1, filling=2), workers=(7,)), False),
     ],
 )
-def test_only_new_workers_need_nobody_to_be_asked(after: View, is_more: bool) -> None:
+def test_new_workers_need_no_votes(after: View, is_more: bool) -> None:
     assert after.only_adds_workers(view(group(1), workers=(7,))) == is_more
 
 
@@ -115,7 +115,7 @@ def test_as_many_may_fail_as_there_are_replicas(num_voters: int, replicas: int) 
     assert may_commit(range(num_voters), range(num_left, num_voters), range(num_left), replicas)
 
 
-def test_who_gains_a_bucket() -> None:
+def test_members_that_gain_a_bucket() -> None:
     before = [group(1, 2, buckets=0b011), group(2, filling=3, buckets=0b100)]
     assert gaining(before, before) == frozenset()
     assert gaining(before, [group(2, 1, buckets=0b011), group(2, filling=3, buckets=0b100)]) == frozenset()
@@ -144,7 +144,7 @@ def test_a_proposal_is_accepted_by_a_quorum_of_the_voters_before_it() -> None:
     assert one.is_accepted(())
 
 
-def test_nobody_gains_a_bucket_without_the_view_by_which_it_does() -> None:
+def test_no_member_gains_a_bucket_without_its_view() -> None:
     one = proposal(view(group(1, filling=2)), view(group(1, 2)))
     one.prepared.add(1)
     assert not one.is_accepted(())
@@ -174,7 +174,7 @@ def test_those_that_go_do_not_count_for_a_proposal() -> None:
     assert three.is_accepted(())
 
 
-def test_a_member_acts_on_what_is_committed_and_keeps_what_is_prepared() -> None:
+def test_a_member_applies_committed_views_and_stores_prepared_ones() -> None:
     known: KnownViews = KnownViews()
     first, second, third = (view(group(1), epoch=epoch) for epoch in (1, 2, 3))
     assert KnownViews().newest is None

@@ -246,7 +246,7 @@ class Run:
         self.scheduler = Watched(self.watch, name, **self.options, replaces=self.random.random() < 0.5)
 
 
-def test_the_core_does_to_incarnations_what_its_table_says() -> None:
+def test_the_core_follows_the_table_of_incarnations() -> None:
     watch = Watch(MEMBER)
     for number, seed in enumerate((*RARE, *range(5000))):
         if number >= 200 and watch.has_seen_all:

@@ -187,7 +187,7 @@ def half_again(run: Run) -> None:
     assert run.states == {"whole": "withheld", "half": "pending"}
 
 
-def test_a_server_does_what_its_table_says() -> None:
+def test_a_server_follows_its_table() -> None:
     watch, random = Watch(PUSH), Random(5)
     rare(Run(random, watch))
     rare(Run(random, watch, min_replicas=2))

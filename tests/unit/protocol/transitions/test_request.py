@@ -89,7 +89,7 @@ class Run:
         return out
 
 
-def test_a_client_does_what_its_table_says() -> None:
+def test_a_client_follows_its_table() -> None:
     watch, random = Watch(REQUEST), Random(6)
     for _ in range(500):
         run = Run(random, watch)

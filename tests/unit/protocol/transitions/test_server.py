@@ -78,7 +78,7 @@ class Run:
         return "servers_changed", self.planner.servers_changed(self.servers, self.leaving & self.servers.keys())
 
 
-def test_the_planner_does_what_its_table_says() -> None:
+def test_the_planner_follows_its_table() -> None:
     watch, random = Watch(SERVER), Random(2)
     for _ in range(150):
         run = Run(random, watch)

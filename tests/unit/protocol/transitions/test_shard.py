@@ -90,7 +90,7 @@ class Run:
                 self.watch.saw((OUTSIDE,), "restore", after)
 
 
-def test_the_pool_does_what_its_table_says() -> None:
+def test_the_pool_follows_its_table() -> None:
     watch, random = Watch(SHARD), Random(4)
     for _ in range(80):
         run = Run(random, watch)

@@ -23,7 +23,7 @@ def sight(gate: Gate, worker: int) -> Sight:
     return "counting" if worker in gate.lagging(1000) else "finished", clock
 
 
-def test_the_gate_does_what_its_table_says() -> None:
+def test_the_gate_follows_its_table() -> None:
     watch, random = Watch(WORKER), Random(1)
     for _ in range(100):
         gate = Gate(random.choice(CONSISTENCIES), random.randrange(3))

@@ -54,7 +54,7 @@ def test_of_signs_of_life_the_newest_is_kept() -> None:
     assert outgoing.since(0) == [kept, newest]
 
 
-def test_who_leaves_may_say_so_twice() -> None:
+def test_a_leaving_member_may_report_it_twice() -> None:
     outgoing = MemberEnd()
     message = add(outgoing, messages.Leave(), answer=Future())
     assert not message.is_numbered

@@ -95,7 +95,7 @@ def test_one_that_has_only_to_be_reaped_has_ended(child: subprocess.Popen[bytes]
     assert started(child.pid) is None
 
 
-def test_a_process_that_ends_is_told_of_once_its_connection_is_broken(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_ends_is_reported_once_its_connection_is_broken(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         watched.watch.watch(member(3, process_of(child)), connected=True)
         watched.watch.disconnected(3)
@@ -109,7 +109,7 @@ def test_a_process_that_ends_is_told_of_once_its_connection_is_broken(child: sub
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there are no process descriptors")
-def test_a_process_that_ends_is_told_of_though_its_connection_does_not_break(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_ends_is_reported_though_its_connection_does_not_break(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         watched.watch.watch(member(3, process_of(child)), connected=True)
         child.kill()
@@ -156,7 +156,7 @@ def test_an_incarnation_that_another_process_gets_stands_for_that(
     run(scenario)
 
 
-def test_only_those_that_are_kept_are_told_of(child: subprocess.Popen[bytes]) -> None:
+def test_only_those_that_are_kept_are_reported(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         for incarnation in (3, 4):
             watched.watch.watch(member(incarnation, process_of(child)), connected=False)
@@ -172,7 +172,7 @@ def endpoint(port: int) -> Endpoint:
     return Endpoint(Address.parse(f"tcp://127.0.0.1:{port}"))
 
 
-def test_nobody_at_an_address_of_this_host_is_an_end() -> None:
+def test_no_listener_on_this_host_is_an_end() -> None:
     """The process is of another host as far as it says: of a container here, say."""
 
     async def scenario(watched: Watched) -> None:
@@ -188,7 +188,7 @@ def test_nobody_at_an_address_of_this_host_is_an_end() -> None:
     run(scenario)
 
 
-def test_nobody_at_an_address_of_another_host_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_listener_on_another_host_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]

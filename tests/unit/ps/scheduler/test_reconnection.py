@@ -17,7 +17,7 @@ def test_a_connection_that_breaks_is_made_again_at_once_and_one_that_is_refused_
     assert retry.remaining_s(18.0) == 60.0
 
 
-def test_who_was_welcomed_has_all_its_patience_again() -> None:
+def test_a_welcome_restores_the_patience() -> None:
     retry = Reconnection(60.0, time_s=0.0)
     retry.lost(10.0, heartbeat_s=1.0)
     retry.connected(30.0)

@@ -44,7 +44,7 @@ def test_hyperparameters_change_and_both_declarations_are_good_then() -> None:
 
 
 @pytest.mark.parametrize(("name", "rule"), [("a", Adam(lr=0.1)), ("b", SGD(lr=0.5))])
-def test_another_rule_is_refused_and_so_is_a_table_that_nobody_declared(name: str, rule: Any) -> None:
+def test_another_rule_and_an_undeclared_table_are_rejected(name: str, rule: Any) -> None:
     tables = Tables()
     tables.declare(spec("a"))
     with pytest.raises(UsageError):
@@ -56,7 +56,7 @@ def known(number: int, table: TableSpec) -> KnownTable:
     return KnownTable(number=number, declared=table, spec=table)
 
 
-def test_what_members_know_is_taken_over_and_numbers_go_on_from_there() -> None:
+def test_tables_of_members_are_adopted_and_numbers_continue() -> None:
     tables = Tables()
     changed = KnownTable(number=3, declared=spec("a"), spec=spec("a", lr=0.5))
     tables.restore([changed, known(3, spec("a")), known(1, spec("b"))])

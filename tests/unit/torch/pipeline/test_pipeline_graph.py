@@ -280,7 +280,7 @@ def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward:
 
 
 @pytest.mark.parametrize("split_backward", [False, True])
-def test_stages_do_what_the_model_does(split_backward: bool) -> None:
+def test_stages_compute_the_same_as_the_model(split_backward: bool) -> None:
     torch.manual_seed(0)
     whole = Net().eval()
     expected = whole(X)
@@ -336,7 +336,7 @@ def test_shared_parameters_and_skipped_values_are_known() -> None:
     assert partition.modules_of(1) == "blocks.1.linear to blocks.2.drop"
 
 
-def test_a_layer_that_raises_is_named() -> None:
+def test_a_raising_layer_is_named() -> None:
     model = Net()
     partition = cut(traced(model, X), [3], [0, 1], model)
     with pytest.raises(LayerError, match=r"^first$"):

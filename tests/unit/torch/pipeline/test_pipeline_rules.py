@@ -57,7 +57,7 @@ def test_the_split_is_the_best_of_all() -> None:
         assert slowest(times, crossing, tuple(cuts)) == pytest.approx(best)
 
 
-def test_a_split_keeps_the_memory_limit_or_says_what_does_not_fit() -> None:
+def test_a_split_keeps_the_memory_limit_or_names_the_layer_that_does_not_fit() -> None:
     layers = layers_of([9.0, 1.0, 1.0, 1.0], parameter_bytes=1 << 20)
     assert split_layers(layers, 2, lambda cut: 0.0) == [1]
     limits = StageLimits(memory_bytes=4 << 20, bytes_per_parameter_byte=2.0)
@@ -90,7 +90,7 @@ def test_1f1b_keeps_fewer_microbatches_than_gpipe() -> None:
     assert in_flight == {"1f1b": [4, 3, 2, 1], "gpipe": [8, 8, 8, 8]}
 
 
-def test_what_a_schedule_cannot_take_is_said() -> None:
+def test_limits_of_schedules_are_reported() -> None:
     with pytest.raises(UsageError, match=r"1f1b needs as many microbatches as stages: a batch has 2, .* 4 stages"):
         orders_of("1f1b", 4, 2)
     with pytest.raises(UsageError, match="dualpipev cannot take 5 microbatches over 4 processes"):
@@ -121,7 +121,7 @@ def test_a_step_has_sends_first_gradients_and_an_update() -> None:
     assert step_s(plain, transfer_s=1.0, sending_s=0.5) == 11.5
 
 
-def test_a_backward_in_halves_takes_what_halving_takes() -> None:
+def test_a_split_backward_needs_splittable_layers() -> None:
     times = StageTimes(forward_s=1.0, backward_s=2.0, weights_s=0.5, halving_s=0.25, first_s=4.0)
     assert [times.of(Action(kind, 0, 1)) for kind in ("F", "B", "I", "W")] == [1.0, 2.0, 1.75, 0.5]
     assert [times.of(Action(kind, 0, 0)) for kind in ("F", "B", "I", "W")] == [1.0, 6.0, 1.75, 4.5]
@@ -198,7 +198,7 @@ def test_a_plan_is_the_fastest_that_is_predicted() -> None:
         make_plan(measured([1.0] * 8), tight, 32, link, 2.0, lambda stages: [3])
 
 
-def test_what_was_measured_is_told_beside_what_was_predicted() -> None:
+def test_measured_times_are_shown_next_to_predictions() -> None:
     link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
     options = options_of(stages=2, schedule="1f1b", microbatches="2")
     plan = make_plan(measured([1.0] * 8), options, 8, link, 2.0, lambda stages: None)

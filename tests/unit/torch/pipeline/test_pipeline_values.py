@@ -58,7 +58,7 @@ def test_a_class_that_is_not_here_is_named(name: str) -> None:
         put_together({"n": ["paceline.torch.strategies.pipeline.run.values", name, {"d": {}}]}, [])
 
 
-def test_what_goes_whole_to_microbatches_is_said_and_where_it_may_have_the_batch() -> None:
+def test_unsplit_arguments_are_reported_with_a_possible_batch_dimension() -> None:
     x, state, mask = torch.ones(8, 3), torch.ones(2, 8, 4), torch.ones(3)
     assert describe_cut({"x": x}, 8) == ""
     assert describe_cut({"x": x, "mask": mask}, 8).endswith("and have all of mask [3]")

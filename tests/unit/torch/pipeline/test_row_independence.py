@@ -64,7 +64,7 @@ X = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(1))
         Noisy(),
     ],
 )
-def test_models_whose_rows_are_apart_pass_and_stay_as_they_were(model: nn.Module) -> None:
+def test_models_with_independent_rows_pass_unchanged(model: nn.Module) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     check(model, X)
@@ -88,7 +88,7 @@ def test_the_argument_that_rows_share_is_named() -> None:
         check(Contrast(), X[:, 0], keys=X[:, 1])
 
 
-def test_a_batch_beside_itself_is_refused() -> None:
+def test_a_batch_next_to_itself_is_refused() -> None:
     with pytest.raises(UsageError, match=r"rows of x \[8, 30\] depends on other rows"):
         check(Own(lambda x: x @ x.T), X.flatten(1))
 
