@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 from tests.memory_transport import MemoryTransport
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.faults import unpack_abort
-from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Abort, Heads, MessageKind, Scanner
-from paceline.collectives.network.verdicts import CurrentCall, received, to_error, unexpected
+from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Heads, MessageKind, Scanner
+from paceline.collectives.network.verdicts import CurrentCall, received, unexpected
 from paceline.collectives.p2p.matching import Matching
 from paceline.collectives.p2p.pending import ABORT, MESSAGE, Receiving, pack
 from paceline.collectives.p2p.progress import READ
@@ -100,7 +101,7 @@ class HeadsEpisode(Episode):
 
     def _take(self, frame: Any) -> None:
         abort = unpack_abort(frame) if frame.header.kind == MessageKind.ABORT else unexpected(PLACE, 1, frame)
-        to_error(received(PLACE, abort), "world")
+        received(PLACE, abort).error("world")
 
     def _stream(self) -> bytes:
         random = self.random

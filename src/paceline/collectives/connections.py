@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.founding import Founding, GroupLayout
 from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.engine import Choose, NetworkEngine
 from paceline.collectives.network.executor import ScheduleExecutor, Status
-from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.layered import Layered
 from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.p2p.point_to_point import PointToPoint
@@ -100,7 +100,7 @@ class Connections:
         """Make the other ranks raise this error in their current or next call. Runs in the thread of calls."""
         if not isinstance(error, GroupClosedError):
             report = self._to_report(error)
-            self._abort = self._abort or _verdicts.abort_of(report)
+            self._abort = self._abort or Abort.of(report)
             if self._point_to_point is not None:
                 self._point_to_point.fail(report)
         if self.shared is not None:
@@ -110,7 +110,7 @@ class Connections:
 
     def interrupt(self, error: CollectiveError) -> None:
         """End another thread's current call on this rank and the other ranks. The caller then calls :meth:`abort`."""
-        self._abort = self._abort or _verdicts.abort_of(error)
+        self._abort = self._abort or Abort.of(error)
         if self.shared is not None:
             self.shared.abort(error)
         if self._executor is not None:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.blocks import collide, remaining_overlaps
 from paceline.collectives.network.culprits import Status, find_culprits
-from paceline.collectives.network.frames import Abort, Heads, MessageKind, Scanner, pack_abort
+from paceline.collectives.network.frames import Heads, MessageKind, Scanner, pack_abort
 from paceline.errors import ProtocolError
 
 CALL = CollectiveCall("barrier")

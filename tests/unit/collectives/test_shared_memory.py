@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall, shorten
 from paceline.collectives.engine import Area, Order, Reduction
 from paceline.collectives.shared import faults
 from paceline.collectives.shared.engine import DIRECT_BYTES, SharedMemory
-from paceline.collectives.shared.faults import FailureReport
 from paceline.collectives.shared.segment import Segment
 from paceline.errors import CollectiveError, MismatchError, RankLostError
 from paceline.kernels import combine, steps
@@ -160,7 +160,7 @@ def test_one_that_has_left_is_named(engines: list[SharedMemory]) -> None:
     ],
 )
 def test_stories_keep_kind_text_and_ranks(error: BaseException, kind: type[CollectiveError]) -> None:
-    told = FailureReport.of(error).error()
+    told = Abort.of(error).error("g")
     assert type(told) is kind
     assert str(told) == str(error)
     assert getattr(told, "ranks", ()) == getattr(error, "ranks", ())

@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.network.frames import Abort
 from paceline.errors import name_ranks
 
 _MAX_THREADS: Final = 64

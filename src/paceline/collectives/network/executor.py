@@ -10,12 +10,13 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Final, NoReturn
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.blocks import Blocks
 from paceline.collectives.network.culprits import RequestStatus, Status
 from paceline.collectives.network.faults import find_abort, read_frame, spread, unpack_abort
-from paceline.collectives.network.frames import Abort, Heads, MessageKind
+from paceline.collectives.network.frames import Heads, MessageKind
 from paceline.collectives.network.links import LinkSet
 from paceline.collectives.network.patience import LINGER_S, Disagreement, GroupEnded, Patience, TooLate
 from paceline.collectives.network.receiving import Combine, LinkBroken, PeerMessages, Scratch, UnexpectedMessage
@@ -180,7 +181,7 @@ class ScheduleExecutor:
             read_from = (*read_from, *abort.ranks)
         time_s = time.monotonic()
         self._end_group(abort, read_from, min(time_s + LINGER_S, max(patience.deadline, time_s + _ABORT_S)))
-        raise _verdicts.to_error(abort, self._group) from signal.__cause__
+        raise abort.error(self._group) from signal.__cause__
 
     def _explain(self, current: CurrentCall, peer: PeerMessages) -> tuple[Abort, Sequence[int]]:
         """Return the ABORT for an unexpected message, and the ranks whose links need not be read again."""
@@ -195,7 +196,7 @@ class ScheduleExecutor:
             return _verdicts.garbled(current, peer.rank, error), (peer.rank,)
 
     def _end_group(self, abort: Abort, read_from: Collection[int], deadline: float) -> None:
-        self._failure = str(_verdicts.to_error(abort, self._group))
+        self._failure = str(abort.error(self._group))
         try:
             peers = [self._peers.get(link.rank) or PeerMessages(link) for link in self._links.connected()]
             spread(abort, peers, read_from=read_from, deadline=deadline)
@@ -203,7 +204,7 @@ class ScheduleExecutor:
             self._links.close()
 
     def _interruption_abort(self) -> Abort | None:
-        return None if self._interruption is None else _verdicts.abort_of(self._interruption)
+        return None if self._interruption is None else Abort.of(self._interruption)
 
     def _set_waiting_for(self, ranks: tuple[int, ...]) -> None:
         if ranks != self._status.waiting_for:

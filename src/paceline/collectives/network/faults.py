@@ -15,7 +15,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from paceline.collectives.network.frames import Abort, Head, MessageKind, pack_abort
+from paceline.collectives.aborts import Abort
+from paceline.collectives.network.frames import Head, MessageKind, pack_abort
 from paceline.collectives.network.receiving import PeerMessages
 from paceline.errors import PacelineError, ProtocolError
 from paceline.transport.decoding import UNREADABLE, register_type

@@ -17,10 +17,11 @@ import functools
 import struct
 from collections import deque
 from enum import IntEnum
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.errors import ProtocolError
 
@@ -39,19 +40,6 @@ class MessageKind(IntEnum):
 
     DATA = 1
     ABORT = 2
-
-
-class Abort(msgspec.Struct, frozen=True, array_like=True):
-    """The reason for the end of a group, forwarded to all ranks."""
-
-    kind: Literal["mismatch", "lost", "error"]
-    message: str
-    """Text of the error."""
-    ranks: tuple[int, ...]
-    """Lost ranks, or the rank that failed."""
-    calls: dict[int, CollectiveCall]
-    """For a mismatch: the known calls with number ``sequence``, by rank."""
-    sequence: int
 
 
 class MessageHeader(NamedTuple):

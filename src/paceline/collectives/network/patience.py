@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.culprits import RequestStatus, Search, find_culprits, first_abort
-from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.links import LinkSet
 from paceline.collectives.network.rounds import Round
 

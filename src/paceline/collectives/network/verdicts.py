@@ -10,9 +10,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall, describe_mismatch
-from paceline.collectives.network.frames import Abort, Head
-from paceline.errors import CollectiveError, MismatchError, RankLostError, name_ranks
+from paceline.collectives.network.frames import Head
+from paceline.errors import CollectiveError, name_ranks
 from paceline.transport.decoding import UNREADABLE, register_type
 
 _REFUSES: Final = "the group refuses further work"
@@ -55,16 +56,8 @@ def failed(current: CurrentCall, error: BaseException) -> Abort:
 def of_error(current: CurrentCall, error: BaseException) -> Abort:
     """Return the ABORT for an error of this rank. The text of a CollectiveError is forwarded unchanged."""
     if isinstance(error, CollectiveError):
-        return msgspec.structs.replace(abort_of(error), sequence=current.sequence)
+        return msgspec.structs.replace(Abort.of(error), sequence=current.sequence)
     return failed(current, error)
-
-
-def abort_of(error: CollectiveError) -> Abort:
-    """Return the ABORT for an error whose text already names the ranks and the call."""
-    text = str(error)[:_MAX_TEXT]
-    if isinstance(error, RankLostError):
-        return Abort("lost", text, error.ranks, {}, -1)
-    return Abort("mismatch" if isinstance(error, MismatchError) else "error", text, (), {}, -1)
 
 
 def garbled(current: CurrentCall, rank: int, error: Exception) -> Abort:
@@ -109,14 +102,3 @@ def received(current: CurrentCall, abort: Abort) -> Abort:
     if abort.kind != "mismatch" or not abort.calls or abort.sequence != current.sequence:
         return abort
     return msgspec.structs.replace(abort, calls={**abort.calls, current.rank: current.call})
-
-
-def to_error(abort: Abort, group: str) -> CollectiveError:
-    """Return the error that a rank raises for an ABORT."""
-    if abort.kind == "lost":
-        return RankLostError(abort.message, abort.ranks)
-    if abort.kind == "error":
-        return CollectiveError(abort.message)
-    if abort.calls:
-        return describe_mismatch(abort.calls, group, abort.sequence)
-    return MismatchError(abort.message)

@@ -8,8 +8,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.network.culprits import Status, find_silent
-from paceline.collectives.network.frames import Abort
 from paceline.collectives.p2p.matching import Message, Posted
 from paceline.collectives.p2p.progress import Waitable
 from paceline.errors import CollectiveError, MismatchError, ProtocolError, RankLostError, UsageError

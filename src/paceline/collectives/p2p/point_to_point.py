@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.network.culprits import RequestStatus, Search, first_abort
-from paceline.collectives.network.frames import Abort
-from paceline.collectives.network.verdicts import abort_of, to_error
 from paceline.collectives.p2p.connecting import Streams
 from paceline.collectives.p2p.matching import MAX_BUFFERED_BYTES, Matching
 from paceline.collectives.p2p.pending import Pending, Receiving, Sending, check, pack_abort_message
@@ -198,7 +197,7 @@ class PointToPoint(Ends):
 
     @override
     def abort_received(self, abort: Abort) -> None:
-        self._end(to_error(abort, self.group))
+        self._end(abort.error(self.group))
 
     @override
     def failed(self, error: CollectiveError) -> None:
@@ -276,7 +275,7 @@ class PointToPoint(Ends):
         if self._error is not None or self._progress.is_closed:
             return
         self._error = error
-        self._streams.abort_message = pack_abort_message(abort_of(error))
+        self._streams.abort_message = pack_abort_message(Abort.of(error))
         is_reported = self._fail_all(error) or is_reported
         if self._on_failure is not None:
             self._on_failure(error, is_reported)

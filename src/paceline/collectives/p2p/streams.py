@@ -11,7 +11,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from paceline.collectives.network.frames import Abort
+from paceline.collectives.aborts import Abort
 from paceline.collectives.network.mesh import connection_closed
 from paceline.collectives.p2p.matching import Matching, Message
 from paceline.collectives.p2p.pending import ABORT, HEADER, Receiving, Sending, mismatch, unpack, unpack_abort_message

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall, describe_mismatch
 from paceline.collectives.engine import Order
 from paceline.collectives.shared.segment import Segment
-from paceline.errors import CollectiveError, MismatchError, RankLostError, name_ranks
+from paceline.errors import CollectiveError, RankLostError, name_ranks
 from paceline.kernels import steps
 from paceline.meeting.watching import Watch, is_stopped
 from paceline.transport import register_type
@@ -24,32 +25,6 @@ _EARLY_S: Final = 0.1
 DYING_S: Final = 1.0
 _REPORT_BYTES: Final = 3000
 _MAX_BLAMED: Final = 100
-
-
-class FailureReport(msgspec.Struct, frozen=True):
-    """The reason for the end of a group, for the other ranks."""
-
-    kind: str
-    message: str
-    ranks: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, error: BaseException) -> FailureReport:
-        """Return the report of an error."""
-        if isinstance(error, MismatchError):
-            return cls("mismatch", str(error))
-        return cls("lost" if isinstance(error, RankLostError) else "error", str(error), getattr(error, "ranks", ()))
-
-    def cut(self) -> FailureReport:
-        """Return the report, truncated to fit into the segment."""
-        text = self.message.encode()[:_REPORT_BYTES].decode(errors="ignore")
-        return FailureReport(self.kind, text, self.ranks[:_MAX_BLAMED])
-
-    def error(self) -> CollectiveError:
-        """Return the error to raise."""
-        if self.kind == "mismatch":
-            return MismatchError(self.message)
-        return RankLostError(self.message, self.ranks) if self.kind == "lost" else CollectiveError(self.message)
 
 
 class SharedFaults:
@@ -140,17 +115,19 @@ class SharedFaults:
         header = self._segment.address
         if not steps.claim(np.uint64(header + steps.CLAIMED)):
             return
-        report = FailureReport.of(error)
-        if report.kind == "error" and not isinstance(error, CollectiveError):
+        abort = Abort.of(error)
+        if not isinstance(error, CollectiveError):
             own = self._members[self._rank]
             text = f"rank {own} of group {self._name!r} failed: {type(error).__name__} {error}"
-            report = FailureReport("error", text.strip(), (own,))
-        self._write(steps.STORY, msgspec.msgpack.encode(report.cut()))
+            abort = Abort("error", text.strip(), (own,))
+        text = abort.message.encode()[:_REPORT_BYTES].decode(errors="ignore")
+        abort = Abort(abort.kind, text, abort.ranks[:_MAX_BLAMED])  # fits into the segment
+        self._write(steps.STORY, msgspec.msgpack.encode(abort))
         steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
 
     def reported_error(self) -> CollectiveError:
         """Return the error that another rank has reported."""
-        return msgspec.msgpack.decode(self._read(steps.STORY), type=register_type(FailureReport)).error()
+        return msgspec.msgpack.decode(self._read(steps.STORY), type=register_type(Abort)).error(self._name)
 
     def describe(self, order: Order) -> CollectiveError:
         """Publish this rank's call; return the error that lists the calls of all ranks."""

@@ -1,0 +1,43 @@
+"""The reason for the end of a group: sent to the other ranks, which raise the same error. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from paceline.collectives.calls import CollectiveCall, describe_mismatch
+from paceline.errors import CollectiveError, MismatchError, RankLostError
+
+_MAX_TEXT: Final = 100_000
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True):
+    """The reason for the end of a group."""
+
+    kind: Literal["mismatch", "lost", "error"]
+    message: str
+    """Text of the error."""
+    ranks: tuple[int, ...] = ()
+    """Lost ranks, or the rank that failed."""
+    calls: dict[int, CollectiveCall] = {}
+    """For a mismatch: the known calls with number ``sequence``, by rank."""
+    sequence: int = -1
+
+    @classmethod
+    def of(cls, error: BaseException) -> Abort:
+        """Return the reason for an error whose text names the ranks and the call."""
+        kind: Literal["mismatch", "lost", "error"] = "error"
+        if isinstance(error, MismatchError):
+            kind = "mismatch"
+        elif isinstance(error, RankLostError):
+            kind = "lost"
+        return cls(kind, str(error)[:_MAX_TEXT], tuple(getattr(error, "ranks", ())))
+
+    def error(self, group: str) -> CollectiveError:
+        """Return the error that a rank of the group raises."""
+        if self.kind == "lost":
+            return RankLostError(self.message, self.ranks)
+        if self.kind == "error":
+            return CollectiveError(self.message)
+        return describe_mismatch(self.calls, group, self.sequence) if self.calls else MismatchError(self.message)
