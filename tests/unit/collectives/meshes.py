@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from paceline.collectives.network.links import Link, LinkSet
+from paceline.collectives.network.mesh import Link, Mesh
 from paceline.errors import RankLostError
 
 _T = TypeVar("_T")
@@ -48,25 +48,25 @@ class PairLink(Link):
         self.socket.close()
 
 
-class PairLinks(LinkSet):
+class PairLinks(Mesh):
     """The links of one rank; if they are lazy, both ranks must ask for one."""
 
     def __init__(self, rank: int, size: int, board: _Board) -> None:
         self.rank = rank
         self.size = size
         self._board = board
-        self._links: dict[int, PairLink] = {}
+        self._pairs: dict[int, PairLink] = {}
 
     def link(self, rank: int, deadline: float) -> PairLink:
-        if rank not in self._links:
-            self._links[rank] = PairLink(rank, self._board.end(self.rank, rank, deadline))
-        return self._links[rank]
+        if rank not in self._pairs:
+            self._pairs[rank] = PairLink(rank, self._board.end(self.rank, rank, deadline))
+        return self._pairs[rank]
 
     def connected(self) -> Sequence[PairLink]:
-        return list(self._links.values())
+        return list(self._pairs.values())
 
     def close(self) -> None:
-        for link in self._links.values():
+        for link in self._pairs.values():
             link.close()
 
 

@@ -11,7 +11,7 @@ from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.engine import Area, Order, Reduction
 from paceline.collectives.network.engine import NetworkEngine
 from paceline.collectives.network.executor import ScheduleExecutor
-from paceline.collectives.network.links import LinkSet
+from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.schedules import ALGORITHMS
 from paceline.kernels import combine
 
@@ -29,7 +29,7 @@ def test_every_schedule_reduces_and_scales(algorithm: str, size: int) -> None:
     sources = [np.full(1001, rank, np.float16) for rank in range(size)]
     targets = [np.zeros(1001, np.float16) for _ in range(size)]
 
-    def reduce(meshes: Sequence[LinkSet], rank: int) -> None:
+    def reduce(meshes: Sequence[Mesh], rank: int) -> None:
         executor = ScheduleExecutor(meshes[rank], group="g")
         network = NetworkEngine(meshes[rank], executor, [0] * size, lambda collective, num_bytes: "ring")
         reduction = Reduction(combine.combiner("float16"), combine.SUM, 1.0 / size, 2)

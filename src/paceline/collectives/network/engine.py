@@ -13,7 +13,7 @@ from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.network.executing import execute, scale
 from paceline.collectives.network.executor import Blocks, ScheduleExecutor
 from paceline.collectives.network.layered import Layered
-from paceline.collectives.network.links import LinkSet
+from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.schedules import ALGORITHMS, Schedule
 
 _PIECE_BYTES: Final = 1 << 18
@@ -28,7 +28,7 @@ class NetworkEngine(Engine):
 
     def __init__(
         self,
-        links: LinkSet,
+        links: Mesh,
         executor: ScheduleExecutor,
         hosts: Sequence[int],
         choose: Choose,

@@ -7,17 +7,17 @@ One thread runs calls, one at a time; any thread may call :meth:`ScheduleExecuto
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
 from typing import Final, NoReturn
 
 from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
+from paceline.collectives.last_messages import ClosingConnection, send_and_close
 from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.blocks import Blocks
 from paceline.collectives.network.culprits import RequestStatus, Status
-from paceline.collectives.network.faults import find_abort, read_frame, spread, unpack_abort
-from paceline.collectives.network.frames import Heads, MessageKind
-from paceline.collectives.network.links import LinkSet
+from paceline.collectives.network.faults import find_abort, read_frame, unpack_abort
+from paceline.collectives.network.frames import Heads, MessageKind, pack_abort
+from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.network.patience import LINGER_S, Disagreement, GroupEnded, Patience, TooLate
 from paceline.collectives.network.receiving import Combine, LinkBroken, PeerMessages, Scratch, UnexpectedMessage
 from paceline.collectives.network.round_loop import RoundLoop
@@ -38,7 +38,7 @@ _CONNECT_S: Final = 2.5
 class ScheduleExecutor:
     """Run the calls of one rank of a group, until the first error ends the group."""
 
-    def __init__(self, links: LinkSet, *, group: str, request_status: RequestStatus | None = None) -> None:
+    def __init__(self, links: Mesh, *, group: str, request_status: RequestStatus | None = None) -> None:
         """``request_status`` is used in long calls, to find the ranks that cause the delay."""
         self._links = links
         self._group = group
@@ -93,7 +93,7 @@ class ScheduleExecutor:
         except (UnexpectedMessage, LinkBroken, _LostError, TooLate, Disagreement, GroupEnded) as signal:
             self._fail(current, signal, patience)
         except BaseException as error:
-            self._end_group(_verdicts.failed(current, error), (), time.monotonic() + LINGER_S)
+            self._end_group(_verdicts.failed(current, error), time.monotonic() + LINGER_S)
             raise
         self._status = Status(sequence, None, ())
 
@@ -105,7 +105,7 @@ class ScheduleExecutor:
         """End the group for a call that failed outside :meth:`run`. The connected ranks raise the error."""
         if not self._failure:
             current = CurrentCall(self._group, self._links.rank, call, sequence)
-            self._end_group(_verdicts.of_error(current, error), (), time.monotonic() + LINGER_S)
+            self._end_group(_verdicts.of_error(current, error), time.monotonic() + LINGER_S)
 
     def _run(
         self,
@@ -162,7 +162,6 @@ class ScheduleExecutor:
         signal: UnexpectedMessage | LinkBroken | _LostError | TooLate | Disagreement | GroupEnded,
         patience: Patience,
     ) -> NoReturn:
-        read_from: Collection[int] = ()  # ranks whose links need not be read again
         if isinstance(signal, TooLate):
             abort = _verdicts.late(current, patience.culprits(current.sequence, signal.ranks), patience.timeout_s)
         elif isinstance(signal, GroupEnded):
@@ -174,32 +173,35 @@ class ScheduleExecutor:
         elif isinstance(signal, LinkBroken):
             found = find_abort(signal.peer, time.monotonic() + _ABORT_S)
             abort = _verdicts.received(current, found) if found else _verdicts.lost(current, (signal.peer.rank,))
-            read_from = (signal.peer.rank,)
         else:
-            abort, read_from = self._explain(current, signal.peer)
-        if abort.kind == "lost":
-            read_from = (*read_from, *abort.ranks)
+            abort = self._explain(current, signal.peer)
         time_s = time.monotonic()
-        self._end_group(abort, read_from, min(time_s + LINGER_S, max(patience.deadline, time_s + _ABORT_S)))
+        self._end_group(abort, min(time_s + LINGER_S, max(patience.deadline, time_s + _ABORT_S)))
         raise abort.error(self._group) from signal.__cause__
 
-    def _explain(self, current: CurrentCall, peer: PeerMessages) -> tuple[Abort, Sequence[int]]:
-        """Return the ABORT for an unexpected message, and the ranks whose links need not be read again."""
+    def _explain(self, current: CurrentCall, peer: PeerMessages) -> Abort:
+        """Return the ABORT for an unexpected message."""
         try:
             frame = read_frame(peer, time.monotonic() + LINGER_S)
             if frame is None:
-                return _verdicts.lost(current, (peer.rank,)), (peer.rank,)
+                return _verdicts.lost(current, (peer.rank,))
             if frame.header.kind == MessageKind.ABORT:
-                return _verdicts.received(current, unpack_abort(frame)), (peer.rank,)
-            return _verdicts.unexpected(current, peer.rank, frame), ()
+                return _verdicts.received(current, unpack_abort(frame))
+            return _verdicts.unexpected(current, peer.rank, frame)
         except ProtocolError as error:
-            return _verdicts.garbled(current, peer.rank, error), (peer.rank,)
+            return _verdicts.garbled(current, peer.rank, error)
 
-    def _end_group(self, abort: Abort, read_from: Collection[int], deadline: float) -> None:
+    def _end_group(self, abort: Abort, deadline: float) -> None:
         self._failure = str(abort.error(self._group))
+        message = memoryview(pack_abort(abort))
         try:
-            peers = [self._peers.get(link.rank) or PeerMessages(link) for link in self._links.connected()]
-            spread(abort, peers, read_from=read_from, deadline=deadline)
+            closing = []
+            for link in self._links.connected():
+                peer = self._peers.get(link.rank)
+                unsent = peer.sends[0].unsent if peer is not None and peer.sends else []
+                if link.fileno() >= 0:
+                    closing.append(ClosingConnection(link.socket, [*unsent, message]))
+            send_and_close(closing, deadline)
         finally:
             self._links.close()
 

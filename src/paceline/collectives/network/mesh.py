@@ -7,9 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-from typing_extensions import override
-
-from paceline.collectives.network.links import Link, LinkSet
 from paceline.errors import (
     AddressError,
     AuthenticationError,
@@ -28,35 +25,40 @@ _CHECK_S = 1.0
 """Interval at which a rank that waits for a connection checks that the other rank is alive."""
 
 
-class SocketLink(Link):
-    """A link that owns a connected non-blocking socket."""
+class Link:
+    """A bidirectional byte stream to one rank, on a non-blocking socket. One thread may send while another receives."""
 
     def __init__(self, rank: int, connected: socket.socket) -> None:
         self.rank = rank
-        self._socket = connected
+        self.socket = connected
 
-    @override
     def fileno(self) -> int:
-        """Return -1 after the link is closed."""
-        return self._socket.fileno()
+        """Return the descriptor, for ``select.poll``; -1 after the link is closed."""
+        return self.socket.fileno()
 
-    @override
     def send_nowait(self, buffers: Sequence[memoryview]) -> int:
+        """Send as many bytes as the system accepts without waiting; return their number.
+
+        Raises RankLostError if the connection is broken.
+        """
         try:
             if len(buffers) == 1:
-                return self._socket.send(buffers[0])
-            return self._socket.sendmsg(buffers[:_MAX_BUFFERS])
+                return self.socket.send(buffers[0])
+            return self.socket.sendmsg(buffers[:_MAX_BUFFERS])
         except BlockingIOError:
             return 0
         except OSError as error:
             raise self._broken(error) from None
 
-    @override
     def receive_nowait(self, buffer: memoryview) -> int:
+        """Receive available bytes into ``buffer``; return their number, possibly 0.
+
+        Raises RankLostError if the connection is broken or closed.
+        """
         if not buffer.nbytes:
             return 0
         try:
-            received = self._socket.recv_into(buffer)
+            received = self.socket.recv_into(buffer)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -65,13 +67,12 @@ class SocketLink(Link):
             raise self._broken(None)
         return received
 
-    @override
     def close(self) -> None:
         """Close the link, and wake the thread that polls it."""
-        shut(self._socket)
+        shut(self.socket)
 
     def _broken(self, error: OSError | None) -> RankLostError | GroupClosedError:
-        if self._socket.fileno() < 0:
+        if self.socket.fileno() < 0:
             return GroupClosedError(f"the link to rank {self.rank} was closed on this rank during a call")
         return connection_closed(self.rank, error)
 
@@ -84,7 +85,7 @@ def connection_closed(rank: int, error: OSError | None) -> RankLostError:
     )
 
 
-class Mesh(LinkSet):
+class Mesh:
     """The links of one rank, created at first use. The lower rank of a pair connects, the higher one accepts."""
 
     def __init__(
@@ -99,11 +100,15 @@ class Mesh(LinkSet):
         self._purpose: Purpose = purpose
         self._lock = threading.Lock()
         self._making = [threading.Lock() for _ in infos]
-        self._links: dict[int, SocketLink] = {}
+        self._links: dict[int, Link] = {}
         self._is_closed = False
 
-    @override
     def link(self, rank: int, deadline: float) -> Link:
+        """Return the link to a rank; connect it before ``deadline`` (a time of ``time.monotonic``).
+
+        Both ranks must call this method. Raises RankLostError if the other rank is dead or does not connect in time,
+        AuthenticationError if it has another token.
+        """
         link = self._links.get(rank)
         if link is not None:
             return link
@@ -111,23 +116,23 @@ class Mesh(LinkSet):
             raise UsageError(f"rank {self.rank} of {self.size} has no link to rank {rank}")
         with self._making[rank]:
             if rank not in self._links:
-                self._add(SocketLink(rank, self._connect(rank, deadline)))
+                self._add(Link(rank, self._connect(rank, deadline)))
             return self._links[rank]
 
-    @override
     def connected(self) -> Sequence[Link]:
+        """Return the established links."""
         with self._lock:
             return list(self._links.values())
 
-    @override
     def close(self) -> None:
+        """Close every link. Idempotent."""
         with self._lock:
             self._is_closed = True
             links = list(self._links.values())
         for link in links:
             link.close()
 
-    def _add(self, link: SocketLink) -> None:
+    def _add(self, link: Link) -> None:
         with self._lock:
             if not self._is_closed:
                 self._links[link.rank] = link

@@ -9,7 +9,7 @@ from typing import Final
 from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.culprits import RequestStatus, Search, find_culprits, first_abort
-from paceline.collectives.network.links import LinkSet
+from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.network.rounds import Round
 
 LINGER_S: Final = 1.0
@@ -58,7 +58,7 @@ class Patience:
         self,
         timeout_s: float,
         request_status: RequestStatus | None,
-        links: LinkSet,
+        links: Mesh,
         set_waiting_for: Callable[[tuple[int, ...]], None],
         call: CollectiveCall,
         sequence: int,

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.collectives.network.blocks import Ranges, remaining_overlaps
 from paceline.collectives.network.frames import HEADER_BYTES, MAX_HEAD_BYTES, MessageKind, Scanner, unpack_header
-from paceline.collectives.network.links import Link
+from paceline.collectives.network.mesh import Link
 from paceline.collectives.network.sending import Blocker, OutgoingMessage
 from paceline.errors import ProtocolError, RankLostError
 

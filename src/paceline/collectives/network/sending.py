@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from paceline.collectives.network.blocks import Ranges, remaining_overlaps, scatter
-from paceline.collectives.network.links import Link
+from paceline.collectives.network.mesh import Link
 
 _MAX_BUFFERS: Final = 512  # per sendmsg; IOV_MAX is 1024
 

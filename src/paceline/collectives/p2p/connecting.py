@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
+from paceline.collectives.last_messages import ClosingConnection, send_and_close
 from paceline.collectives.network.mesh import unreachable
-from paceline.collectives.p2p.closing import ClosingConnection, send_and_close
 from paceline.collectives.p2p.matching import Matching
 from paceline.collectives.p2p.pending import Receiving
 from paceline.collectives.p2p.progress import READ, ProgressLoop

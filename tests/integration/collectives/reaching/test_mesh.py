@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from paceline.collectives.network.links import Link
-from paceline.collectives.network.mesh import Mesh
+from paceline.collectives.network.mesh import Link, Mesh
 from paceline.errors import AuthenticationError, GroupClosedError, RankLostError, UsageError
 from paceline.meeting.node import Node, NodeInfo
 
