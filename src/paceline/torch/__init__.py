@@ -29,7 +29,7 @@ except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
 from paceline.autoload import BACKEND, register
-from paceline.torch.backend.registration import PacelineProcessGroup
+from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.torch.compiling import keep_out_of_graphs
 from paceline.torch.embeddings import Embedding, EmbeddingBag
 from paceline.torch.gradient_filters import filter_hook

@@ -1,4 +1,4 @@
-"""The process group of ``init_process_group("paceline")``, and the creation of its group of ranks."""
+"""Create the process group of ``init_process_group("paceline")``."""
 
 from __future__ import annotations
 
@@ -17,22 +17,11 @@ from paceline.meeting.credentials import choose_secret, derive_token
 from paceline.meeting.rendezvous import is_loopback, own_host
 from paceline.meeting.store import SealedStore
 from paceline.torch.backend.errors import Terms, in_torch_terms
-from paceline.torch.backend.moving import Moving
-from paceline.torch.backend.reducing import Reducing
+from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.torch.backend.store import TorchStore
 from paceline.transport import TLS
 
 _LOOPBACK: Final = "127.0.0.1"
-
-
-class PacelineProcessGroup(Reducing, Moving):
-    """The ranks of a torch.distributed group, over a :class:`paceline.collectives.Group`.
-
-    Made by ``init_process_group`` and ``new_group``. ``torch.distributed`` calls its methods, and so does the C++ code
-    of DistributedDataParallel and of the functional collectives: their names and arguments are PyTorch's. Dense and
-    contiguous tensors on the CPU are not copied. An error of a peer is raised by ``wait()`` or by the call itself, as
-    Paceline's error that is a ``torch.distributed.DistBackendError`` too.
-    """
 
 
 def create(options: Any) -> PacelineProcessGroup:

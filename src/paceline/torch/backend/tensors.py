@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,32 @@ After: TypeAlias = Callable[[], None]
 
 _KNOWN: Final = frozenset(getattr(torch, name) for name in DTYPES)
 _SAME_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def first_tensor(arguments: tuple[Any, ...]) -> Tensor | None:
+    """Return the first tensor of a call's first two arguments, which may be lists of lists."""
+    for argument in arguments[:2]:
+        while isinstance(argument, (list, tuple)) and argument:
+            argument = argument[0]
+        if isinstance(argument, Tensor):
+            return argument
+    return None
+
+
+def only(tensors: Sequence[Any]) -> Any:
+    """Return the only tensor of a list; PyTorch's lists are for several devices in one process."""
+    if len(tensors) != 1:
+        raise UsageError(f"got {len(tensors)} tensors, expected one")
+    return tensors[0]
+
+
+def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
+    """Return the rows of every rank's part. An error during the call would end the group, so check before it."""
+    num_rows = tensor.shape[0] if tensor.dim() else 0
+    rows = list(splits) or [num_rows // size] * size
+    if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
+        raise UsageError(f"got {name} splits {rows} for {num_rows} rows and {size} ranks; they must add up to the rows")
+    return rows
 
 
 def movable(tensor: Tensor) -> Tensor:
