@@ -26,7 +26,7 @@ from paceline.torch.embeddings import (
     RowTable,
     find_embeddings,
 )
-from paceline.torch.embeddings.tables import LocalTable, RowTicket
+from paceline.torch.embeddings.tables import LocalTable, RowDeclaration, RowTicket
 from paceline.torch.strategies.base import choose_device
 
 NUM_KEYS = 10
@@ -303,9 +303,8 @@ class CountedTables(LocalTables):
         self.lead = lead
         self.made: list[CountedTable] = []
 
-    def table(self, *settings: Any) -> CountedTable:
-        plain = super().table(*settings)
-        table = CountedTable(plain.spec, settings[2], settings[3])
+    def table(self, name: str, declared: RowDeclaration) -> CountedTable:
+        table = CountedTable(name, declared)
         table.requests = []
         self.made.append(table)
         return table
@@ -387,7 +386,7 @@ def test_replicated_tables_are_those_of_one_process() -> None:
 
     def work(group: Group) -> tuple[Any, Any]:
         tables = ReplicatedTables(group)
-        wide, deep = (tables.table(name, 3, rule, Normal(std=1.0), 0) for name in ("wide", "deep"))
+        wide, deep = (tables.table(name, RowDeclaration(3, rule, Normal(std=1.0), 0)) for name in ("wide", "deep"))
         for number, step in enumerate(steps):
             keys, grads = step[group.rank]
             if number == 3 and group.rank == 1:
@@ -405,7 +404,7 @@ def test_replicated_tables_are_those_of_one_process() -> None:
     found = run_ranks(3, work)
     assert all(np.array_equal(rows, found[0][0]) for rows, _ in found)
     assert all("rank 1" in str(error) for _, error in found)  # each of them knows, nobody waits
-    whole: RowTable = LocalTables().table("deep", 3, rule, Normal(std=1.0), 0)
+    whole: RowTable = LocalTables().table("deep", RowDeclaration(3, rule, Normal(std=1.0), 0))
     assert isinstance(whole, LocalTable)
     for number, step in enumerate(steps):
         summed = np.zeros((9, 3), np.float32)

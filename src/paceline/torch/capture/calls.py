@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections import defaultdict
@@ -149,3 +150,23 @@ def _sequence_like(value: Any, parts: list[Any]) -> Any:
     if isinstance(value, torch.Size) and not all(isinstance(part, int) for part in parts):
         return tuple(parts)
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+@contextlib.contextmanager
+def undone(module: nn.Module) -> Iterator[None]:
+    """Restore buffers, gradients and the random state at the end."""
+    before = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
+    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in before and not torch.equal(buffer, before[name]):  # else a pending backward may still use it
+                    buffer.copy_(before[name])

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.ps import SGD, Initializer, UpdateRule
+from paceline.ps import SGD, UpdateRule
 from paceline.torch.embeddings.distinct import sum_equal_keys
 from paceline.torch.embeddings.gradients import RowGradients
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag
 from paceline.torch.embeddings.source import LastKeys, Prefetcher, RowSource
-from paceline.torch.embeddings.tables import Push, RowFilters, RowTable, RowTables
+from paceline.torch.embeddings.tables import Push, RowDeclaration, RowTable, RowTables
 from paceline.torch.update_rules import rule_of
 
 
@@ -30,7 +30,7 @@ class Embedder:
         self._followers: list[_Follower] = []
         self._prefetcher = None if tables.lead is None else Prefetcher(tables.lead)
         self._hooks: list[Any] = []
-        self._declared: dict[str, _Declaration] = {}
+        self._declared: dict[str, RowDeclaration] = {}
         self._last_keys = LastKeys()
 
     def serve(self, embeddings: Mapping[str, Embedding | EmbeddingBag], optimizers: Sequence[Optimizer]) -> None:
@@ -55,7 +55,7 @@ class Embedder:
     ) -> RowTable:
         rule = _rule_for(name, module, optimizer, group)
         name = module.name or name
-        declaration = _Declaration(module.dim, rule, module.initializer, module.seed, module.filters)
+        declaration = RowDeclaration(module.dim, rule, module.initializer, module.seed, module.filters)
         first = self._declared.setdefault(name, declaration)
         if declaration != first:
             raise UsageError(
@@ -63,7 +63,7 @@ class Embedder:
                 "them equal, or give them different names"
             )
         if name not in self.tables:
-            table = self._row_tables.table(name, *declaration)
+            table = self._row_tables.table(name, declaration)
             self.tables[name] = table
             if module.update is None and optimizer is not None and group is not None:
                 self._followers.append(_Follower(table, optimizer, group, rule))
@@ -135,16 +135,6 @@ class Embedder:
             hook.remove()
         self._hooks = []
         self._row_tables.close()
-
-
-class _Declaration(NamedTuple):
-    """The settings that two embeddings of one table must agree on."""
-
-    dim: int
-    update: UpdateRule
-    initializer: Initializer
-    seed: int
-    filters: RowFilters | None
 
 
 class _Follower:

@@ -9,7 +9,6 @@ from typing_extensions import override
 from paceline.ps import (
     RULES,
     Client,
-    Initializer,
     SparseTable,
     UpdateRule,
     from_fields,
@@ -19,7 +18,7 @@ from paceline.ps import (
 )
 from paceline.ps.messages import TableSpec
 from paceline.tables.types import Floats, Keys
-from paceline.torch.embeddings.tables import Push, RowFilters, RowTable, RowTables, RowTicket
+from paceline.torch.embeddings.tables import Push, RowDeclaration, RowFilters, RowTable, RowTables, RowTicket
 
 _NO_FILTERS = RowFilters()
 
@@ -86,21 +85,14 @@ class ClusterTables(RowTables):
         self.lead = 0 if client.consistency.tau == 0 else 1
 
     @override
-    def table(
-        self,
-        name: str,
-        dim: int,
-        rule: UpdateRule,
-        initializer: Initializer,
-        seed: int,
-        filters: RowFilters | None = None,
-    ) -> ClusterTable:
+    def table(self, name: str, declared: RowDeclaration) -> ClusterTable:
         """Return the table. Raises TableMismatchError if another rank declared it differently."""
+        dim, rule, initializer, seed, filters = declared
         pushed, pulled = self._filters if filters is None else filters
-        declared = self._client.sparse_table(
+        made = self._client.sparse_table(
             name, dim=dim, update=rule, initializer=initializer, seed=seed, filters=pushed, pull_filters=pulled
         )
-        table = ClusterTable(self._client, declared)
+        table = ClusterTable(self._client, made)
         table.set_update(rule)  # the table may exist from an earlier training, with another learning rate
         return table
 

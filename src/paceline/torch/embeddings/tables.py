@@ -29,6 +29,18 @@ class RowFilters(NamedTuple):
     pull_filters: tuple[Filter, ...] | None = None
 
 
+class RowDeclaration(NamedTuple):
+    """The settings that two embeddings of one table must agree on."""
+
+    dim: int
+    """Number of float32 in a row."""
+    update: UpdateRule
+    initializer: Initializer
+    seed: int
+    filters: RowFilters | None = None
+    """Filters of messages to servers; None: the strategy's."""
+
+
 class RowTicket(Protocol):
     """Rows in flight."""
 
@@ -80,19 +92,8 @@ class RowTables(ABC):
     None: an early request has no advantage."""
 
     @abstractmethod
-    def table(
-        self,
-        name: str,
-        dim: int,
-        rule: UpdateRule,
-        initializer: Initializer,
-        seed: int,
-        filters: RowFilters | None = None,
-    ) -> RowTable:
-        """Return a table of rows of `dim` float32.
-
-        Messages to servers use `filters`; None: the strategy's.
-        """
+    def table(self, name: str, declared: RowDeclaration) -> RowTable:
+        """Return a table of rows."""
 
     @abstractmethod
     def push(self, pushes: Sequence[Push]) -> None:
@@ -110,9 +111,16 @@ class LocalTable(RowTable):
 
     is_shared = False
 
-    def __init__(self, spec: TableSpec, rule: UpdateRule, initializer: Initializer) -> None:
-        self._spec = spec
-        self._initializer = initializer
+    def __init__(self, name: str, declared: RowDeclaration) -> None:
+        dim, rule, self._initializer, seed, _ = declared
+        self._spec = TableSpec(
+            name=name,
+            kind="sparse",
+            dim=dim,
+            update=to_fields(rule),
+            initializer=to_fields(self._initializer),
+            seed=seed % 2**63,
+        ).with_update(to_fields(rule))
         self._lock = threading.Lock()
         self._store = self._make(rule)
 
@@ -179,16 +187,8 @@ class LocalTables(RowTables):
     """Every row in this process, for strategies with one process."""
 
     @override
-    def table(
-        self,
-        name: str,
-        dim: int,
-        rule: UpdateRule,
-        initializer: Initializer,
-        seed: int,
-        filters: RowFilters | None = None,
-    ) -> LocalTable:
-        return LocalTable(_spec(name, dim, rule, initializer, seed), rule, initializer)
+    def table(self, name: str, declared: RowDeclaration) -> LocalTable:
+        return LocalTable(name, declared)
 
     @override
     def push(self, pushes: Sequence[Push]) -> None:
@@ -212,16 +212,8 @@ class ReplicatedTables(RowTables):
         self._local = LocalTables()
 
     @override
-    def table(
-        self,
-        name: str,
-        dim: int,
-        rule: UpdateRule,
-        initializer: Initializer,
-        seed: int,
-        filters: RowFilters | None = None,
-    ) -> LocalTable:
-        found = self._tables[name] = self._local.table(name, dim, rule, initializer, seed)
+    def table(self, name: str, declared: RowDeclaration) -> LocalTable:
+        found = self._tables[name] = self._local.table(name, declared)
         return found
 
     @override
@@ -261,14 +253,3 @@ class ReplicatedTables(RowTables):
             unique, summed = sum_equal_keys(keys, [part[:, 2:] for _, part in parts], table.spec.dim)
             if len(unique):
                 table.apply(unique, summed * np.float32(1.0 / len(sizes)))
-
-
-def _spec(name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> TableSpec:
-    return TableSpec(
-        name=name,
-        kind="sparse",
-        dim=dim,
-        update=to_fields(rule),
-        initializer=to_fields(initializer),
-        seed=seed % 2**63,
-    ).with_update(to_fields(rule))

@@ -203,7 +203,7 @@ class AllReduce(Strategy):
         source = counts.index(max(counts))
         state = self.gather_optimizer_state()
         described: list[list[Any]] = [
-            [number, key, _describe(value)] for number, entry in state.items() for key, value in entry.items()
+            [number, key, describe_entry(value)] for number, entry in state.items() for key, value in entry.items()
         ]
         described = group.broadcast_object(described if self.rank == source else None, root=source)
         shared: dict[int, dict[str, Any]] = {}
@@ -230,7 +230,8 @@ def broadcast_values(model: nn.Module) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
-def _describe(value: Any) -> tuple[str, Any]:
+def describe_entry(value: Any) -> tuple[str, Any]:
+    """Return dtype and shape of a tensor in an optimizer's state; ``"value"`` and the value for other entries."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch."), list(value.shape)
     return "value", value

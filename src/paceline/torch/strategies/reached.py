@@ -7,7 +7,7 @@ module averages or rejects them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -144,27 +144,48 @@ def average_gradients(group: Group, parameters: list[nn.Parameter]) -> None:
     """Replace gradients by their mean over all ranks; a missing gradient counts as zero if another rank has one."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
     is_present = group.all_reduce(flags, "max").tolist()
+    average_present(group, [parameter for parameter, has in zip(parameters, is_present, strict=True) if has])
+
+
+def average_present(
+    group: Group,
+    parameters: Sequence[nn.Parameter],
+    gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
+    set_gradient: Callable[[nn.Parameter, Tensor], None] = lambda parameter, grad: setattr(parameter, "grad", grad),
+) -> None:
+    """Replace the gradients of all these parameters by their mean over all ranks; a missing one counts as zero."""
     chunk: list[nn.Parameter] = []
-    for parameter in (
-        candidate for candidate, has_gradient in zip(parameters, is_present, strict=True) if has_gradient
-    ):
+    for parameter in parameters:
         if chunk and sum(member.numel() for member in chunk) + parameter.numel() > _AT_ONCE:
-            _average(group, chunk)
+            _average(group, chunk, gradient_of, set_gradient)
             chunk = []
         chunk.append(parameter)
     if chunk:
-        _average(group, chunk)
+        _average(group, chunk, gradient_of, set_gradient)
 
 
-def _average(group: Group, parameters: list[nn.Parameter]) -> None:
-    grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-    dense = [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
-    flat = torch.cat([grad.detach().to("cpu", torch.float32).reshape(-1) for grad in dense])
+@torch.no_grad()
+def _average(
+    group: Group,
+    parameters: Sequence[nn.Parameter],
+    gradient_of: Callable[[nn.Parameter], Tensor | None],
+    set_gradient: Callable[[nn.Parameter, Tensor], None],
+) -> None:
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(sizes), dtype=torch.float32)
+    parts = torch.split(flat, sizes)
+    for parameter, part in zip(parameters, parts, strict=True):
+        grad = gradient_of(parameter)
+        if grad is not None:
+            dense = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
+            part.copy_(dense.reshape(-1))
     group.all_reduce(flat, "mean", out=flat)
-    parts = torch.split(flat, [parameter.numel() for parameter in parameters])
-    for parameter, grad, part in zip(parameters, dense, parts, strict=True):
-        grad.copy_(part.view(grad.shape))
-        parameter.grad = grad
+    for parameter, part in zip(parameters, parts, strict=True):
+        grad = gradient_of(parameter)
+        if grad is not None and grad.layout is torch.strided:
+            grad.copy_(part.view(grad.shape))
+        else:
+            set_gradient(parameter, part.view(parameter.shape).to(parameter, copy=True))
 
 
 def mean_of_closure(group: Group, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -8,22 +8,20 @@ UsageError.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from paceline.collectives import Group
 from paceline.errors import UsageError
 from paceline.torch.strategies.ranks import Ranks
+from paceline.torch.strategies.reached import average_present
 from paceline.torch.strategies.server.dense_tables import Slot
-from paceline.torch.strategies.server.watched import set_gradient
+from paceline.torch.strategies.server.watched import gradient_of, set_gradient
 
 _CALM_STEPS = 3  # steps without an access to gradients before they are sent early
 _NEVER = -(1 << 30)  # stays below 0 with any number of steps added
 _LOOP = "is in backward(), or past the loop"
-_AT_ONCE = 1 << 20  # elements
 
 
 class HandsOn:
@@ -117,8 +115,8 @@ class HandsOn:
             return
         self._becomes_early = min(num_calm for _, num_calm, _ in states) >= _CALM_STEPS
         are_present = [any(flags) for flags in zip(*(rank_flags for _, _, rank_flags in states), strict=True)]
-        for slots in _chunks([slot for slot, present in zip(self._slots, are_present, strict=True) if present]):
-            _average(group, slots)
+        parameters = [slot.parameter for slot, present in zip(self._slots, are_present, strict=True) if present]
+        average_present(group, parameters, gradient_of, set_gradient)
         for slot in self._slots:
             slot.is_averaged = True
             slot.gradient.close()
@@ -167,41 +165,3 @@ class HandsOn:
             slot.num_backward = 0
             slot.is_averaged = False
             slot.gradient.close()
-
-
-def _chunks(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    chunk: list[Slot] = []
-    size = 0
-    for slot in slots:
-        if chunk and size + slot.size > _AT_ONCE:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(slot)
-        size += slot.size
-    if chunk:
-        yield chunk
-
-
-@torch.no_grad()
-def _average(group: Group, slots: Sequence[Slot]) -> None:
-    flat = torch.zeros(sum(slot.size for slot in slots), dtype=torch.float32)
-    parts: list[tuple[Slot, Tensor]] = []
-    start = 0
-    for slot in slots:
-        part = flat[start : start + slot.size].view(slot.parameter.shape)
-        start += slot.size
-        grad = slot.grad
-        if grad is not None:
-            part.copy_(_dense(grad))
-        parts.append((slot, part))
-    group.all_reduce(flat, "mean", out=flat)
-    for slot, part in parts:
-        grad = slot.grad
-        if grad is not None and grad.layout is torch.strided:
-            grad.copy_(part)
-        else:
-            set_gradient(slot.parameter, part.to(slot.parameter, copy=True))
-
-
-def _dense(grad: Tensor) -> Any:
-    return grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.torch.strategies.all_reduce import describe_entry
 from paceline.torch.strategies.pipeline.loop.absent import AbsentGrad, NormOf
 from paceline.torch.strategies.pipeline.run.partition import Partition
 from paceline.torch.strategies.pipeline.run.routing import shared_parameters
@@ -149,7 +150,9 @@ def gather_state(
     `keepers`: by the parameter's number.
     """
     own = {number: entries for number, entries in state.items() if keepers[number] == rank}
-    described = [[number, name, _describe(value)] for number, entries in own.items() for name, value in entries.items()]
+    described = [
+        [number, name, describe_entry(value)] for number, entries in own.items() for name, value in entries.items()
+    ]
     gathered: dict[int, dict[str, Any]] = {}
     for source, rows in enumerate(pg.group.all_gather_objects(described)):
         for number, name, (kind, value) in rows:
@@ -164,9 +167,3 @@ def gather_state(
                 value = tensor
             gathered.setdefault(number, {})[name] = value
     return gathered
-
-
-def _describe(value: Any) -> tuple[str, Any]:
-    if isinstance(value, Tensor):
-        return str(value.dtype).removeprefix("torch."), list(value.shape)
-    return "value", value

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import CallArguments, unfold
-from paceline.torch.capture.trial_calls import undone
+from paceline.torch.capture.calls import CallArguments, undone, unfold
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Relative to the largest value. Rounding causes a hundredth of this difference."""
