@@ -30,7 +30,7 @@ def write(path: Path, num_good: int, num_bad: int, bad: str = "no row\n") -> Pat
 def test_a_training_fails_if_too_many_rows_are_malformed(tmp_path: Path) -> None:
     options = TrainOptions(data=[write(tmp_path / "x.csv", 188, 12)], epochs=1, save=tmp_path / "model")
     expected = (
-        r"12 of the 200 rows read \(6.0%\) are malformed, more than --max-malformed 0.05 allows; the first is .* 3: "
+        r"12 of the 200 rows read \(6.0%\) are malformed, more than --max-malformed 0.05 allows. The first is .* 3: "
     )
     with pytest.raises(DataError, match=expected):
         plan_training(resolve_files(options)[0])

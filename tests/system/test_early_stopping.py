@@ -46,7 +46,7 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     running.wait_line("pass 2: on the validation file")
     running.signal(signal.SIGINT)
     stopped = running.wait()
-    line = next(line for line in stopped.err.splitlines() if "the best until now, is saved in model" in line)
+    line = next(line for line in stopped.err.splitlines() if "the best so far, is saved in model" in line)
     assert stopped.status == 130
     number = int(line.split("the model of pass ")[1].split(",")[0])
     [told] = [line for line in stopped.err.splitlines() if f" pass {number}: on the validation file" in line]

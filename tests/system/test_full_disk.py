@@ -64,7 +64,7 @@ def test_a_full_disk_and_one_to_be_read_only(paceline: Commands, click_log: tupl
 
     finished, (*told, last) = train("--epochs", "14", "--save", model)
     assert finished.status == 1
-    assert last == f"paceline: no space left to save the model in {model}; an existing model there is unchanged"
+    assert last == f"paceline: no space left to save the model in {model}. An existing model in it is unchanged"
     assert told
     for number, line in enumerate(told, 2):
         why = f"server 0: no space left in {snapshots}"

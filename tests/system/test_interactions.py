@@ -37,7 +37,7 @@ def test_interactions_of_two_columns_are_learned(paceline: Commands, tmp_path: P
     assert {"a=v0^b=w0", "a=v0^b=w1", "a=v1^b=w0", "a=v1^b=w1"} <= set(names)
     other = paceline.run(*common, "--init-from", "model", "--interactions", "a:noise")
     assert other.status == 2
-    assert "Train it further with the same" in other.err
+    assert "to continue its training" in other.err
     assert paceline.succeed(*common, "--init-from", "model", "--eval", data, "--json").json["auc"] > 0.99
 
 

@@ -24,7 +24,7 @@ def start(paceline: Commands, click_log: tuple[Path, Path], *arguments: str) -> 
 
 def sentences(text: str) -> list[str]:
     """What was said besides the losses before learning, what was chosen, and how good a model of so many passes is."""
-    others = ("since last", "(from a look at", "may have learned nothing")
+    others = ("since last", "(chosen on", "may have learned nothing")
     lines = [line for line in text.splitlines() if not any(other in line for other in others)]
     return [line for line in lines if line.strip(" 0123456789.,%-")]
 
@@ -126,14 +126,14 @@ def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path
     """What it had is served by the other one, and the training ends as if nothing had been."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
     running = start(paceline, click_log, "--epochs", "15", *options)
-    told = "a server died: its replicas serve its rows, and another server takes its place"
+    told = "a server died"
     running.children("server")[-1].kill()
     running.wait_line(told)
     finished = running.wait()
     assert finished.status == 0, finished
     result = parse_json(finished.out)
     assert (result["examples"], result["lost_workers"], result["eval_examples"]) == (15 * 12_000, 0, 4_000)
-    assert sentences(finished.err) == [f"paceline: {told}"]
+    assert [sentence.startswith(f"paceline: {told}") for sentence in sentences(finished.err)] == [True]
 
 
 @pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
@@ -144,7 +144,7 @@ def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], co
     )
     (scheduler,) = running.children("scheduler")
     scheduler.kill()
-    running.wait_line("another one has taken its place")
+    running.wait_line("the scheduler died")
     (scheduler,) = running.children("scheduler")
     scheduler.kill()
     finished = running.wait()
@@ -152,7 +152,7 @@ def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], co
     result = parse_json(finished.out)
     assert result["examples"] == 25 * 12_000
     assert (result["lost_workers"], result["eval_examples"]) == (0, 4_000)
-    assert sentences(finished.err) == ["paceline: the scheduler died: another one has taken its place"] * 2
+    assert [sentence.startswith("paceline: the scheduler died") for sentence in sentences(finished.err)] == [True] * 2
 
 
 @pytest.mark.thorough

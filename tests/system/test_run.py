@@ -266,7 +266,7 @@ def test_a_lost_server_is_named(paceline: Commands, tmp_path: Path) -> None:
     server.kill()
     finished = running.wait(PROMPT_S)
     assert finished.status == 1
-    assert finished.err == "paceline run: server 0 was killed by SIGKILL; the ranks cannot continue and were ended\n"
+    assert finished.err == "paceline run: server 0 was killed by SIGKILL. The ranks cannot continue and were ended\n"
 
 
 def test_a_static_cluster(forking: Commands, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def kill(running: Running, role: str, scheduler: str) -> None:
     """Kill a process, and wait until another one is in its place."""
     running.children(role)[-1].kill()
     if role == "scheduler":
-        running.wait_line("the scheduler was killed by SIGKILL: another one replaces it")
+        running.wait_line("the scheduler was killed by SIGKILL. Another scheduler replaces it")
         wait_cluster(SocketTransport(_TOKEN), scheduler, 10.0)
     else:
         running.wait_line("another server replaces it")
@@ -146,7 +146,7 @@ def test_a_killed_server_leaves_no_trace_in_the_model(replicated: Commands, tmp_
     assert len(differences) == 2
     assert max(differences) < 1e-5
     said = [
-        "paceline run: the scheduler was killed by SIGKILL: another one replaces it\n",
+        "paceline run: the scheduler was killed by SIGKILL. Another scheduler replaces it\n",
         _LINE,
     ]
     assert re.fullmatch("".join(said), finished.err), finished.err
@@ -172,7 +172,7 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
     assert finished.status == 1
     said = (
         r"paceline run: servers? [01]( and 1)? died: 512 of 512 buckets of the tables were lost, because they had no "
-        r"replica; the ranks cannot continue and were ended\n"
+        r"replica. The ranks cannot continue and were ended\n"
     )
     assert re.fullmatch(said, finished.err), finished.err
     assert our_processes(replicated.environment[MARK]) == []

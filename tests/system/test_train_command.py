@@ -227,7 +227,7 @@ def test_a_training_that_learns_nothing_reports_it(paceline: Commands, tmp_path:
     how = ["--label", "click", "--categorical", "id", "--workers", "1", "-q", "--epochs", "1", "--lr", "1"]
     trained = paceline.succeed("train", "noise.csv", *how)
     assert "the model may have learned nothing: the log loss, " in trained.err
-    assert "is not better than 0.69" in trained.err
+    assert "is no better than 0.69" in trained.err
 
 
 def test_kinds_of_columns_are_reported(paceline: Commands, tmp_path: Path) -> None:
@@ -283,9 +283,9 @@ def test_labels_that_are_words(paceline: Commands, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("result,site,age\n" + "".join(rows))
     common = ["train", "x.csv", "--label", "result", "--workers", "1", "--epochs", "1"]
     trained = paceline.succeed(*common, "--save", "won", "--eval", "x.csv")
-    assert "lost is 0, and won is 1, the positive one (--positive 'lost' swaps them)" in trained.err
+    assert "lost is 0, and won is 1, the positive label (--positive 'lost' swaps them)" in trained.err
     trained = paceline.succeed(*common, "--save", "lost", "--positive", "lost")
-    assert "won is 0, and lost is 1, the positive one" in trained.err
+    assert "won is 0, and lost is 1, the positive label" in trained.err
     for model, is_first in (("won", True), ("lost", False)):
         found = paceline.succeed("predict", model, "x.csv", "--json", "--output", "p.txt").json
         assert found["auc"] == 1

@@ -39,7 +39,7 @@ def test_members_of_another_version(
         assert (refused.status, refused.out, len(refused.err.splitlines())) == (1, "", 1), refused
         assert "paceline 9.8.7" in refused.err
         assert f"paceline {__version__}" in refused.err
-        assert "install the same version" in refused.err
+        assert "nstall the same version" in refused.err
     ours = paceline.start("server", "--scheduler", address, "--token-file", "token")
     ours.wait_line("listening on")
     end(scheduler, ours)

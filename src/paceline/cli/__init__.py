@@ -17,8 +17,9 @@ _HELP = ("-h", "--help")
 
 
 def main() -> None:
-    """Run ``paceline``; exit with 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C, 143 and 129 after SIGTERM
-    and SIGHUP.
+    """Run ``paceline``; exit with 0, 1 for a failure, 2 for wrong usage, 128 plus the number after a signal.
+
+    SIGINT (Ctrl-C) gives 130, SIGTERM 143 and SIGHUP 129.
     """
     try:
         with start_fork_server(sys.argv[1:]) as fork_server:
@@ -26,7 +27,7 @@ def main() -> None:
     except KeyboardInterrupt:  # while modules are imported, or at the very end
         _fail("interrupted", 130)
     except RuntimeError as error:
-        # Python up to 3.11 wraps an exception in __set_name__, such as Ctrl-C while a dataclass is created.
+        # Python up to 3.11 wraps exceptions raised in __set_name__, such as Ctrl-C during the creation of a dataclass.
         if not isinstance(error.__cause__, KeyboardInterrupt):
             raise
         _fail("interrupted", 130)
@@ -40,11 +41,11 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
     from .app import app
 
     raise_on_sigterm()
-    # Typer contains a copy of click, so click's exception class has no public name: take it from a subclass.
+    # Typer contains a copy of click, whose exception class has no public name. Get it from a subclass.
     wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
     commands: Any = typer.main.get_command(app)
     try:
-        # Not app(), which handles signals itself.
+        # Do not call app(), because it handles signals itself.
         with commands.make_context("paceline", words, obj=fork_server) as context:
             context.command.invoke(context)
     except typer.Exit as error:
@@ -68,7 +69,7 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
     except PacelineError as error:
         _fail(_message(error), 1)
     except BrokenPipeError:
-        # The reader of standard output has closed it. Without this, Python would flush again at exit and fail.
+        # The reader closed standard output. Redirect it, because Python would flush again at exit and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -77,9 +78,9 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
 
 @contextlib.contextmanager
 def start_fork_server(words: Sequence[str]) -> Iterator[ForkServer | None]:
-    """Start a fork server until the block ends, if `words` trains on processes of its own; else yield None.
+    """If `words` trains on its own processes, start a fork server and end it with the block; otherwise yield None.
 
-    Call it before anything else: the fork server loads for half a second, while this process imports Typer and parses.
+    Call this first, because the fork server loads for half a second, while this process imports Typer and parses.
     """
     starts = words[:1] == ["train"] and len(words) > 1
     if not starts or any(word in _HELP or word.startswith("--scheduler") for word in words):
@@ -99,6 +100,6 @@ def _message(error: Exception) -> str:
 
 def _fail(text: str, status: int) -> None:
     raise_no_more()
-    with contextlib.suppress(OSError):  # a terminal that is closed
+    with contextlib.suppress(OSError):  # the terminal is closed
         print(f"paceline: {text}", file=sys.stderr)
     sys.exit(status)

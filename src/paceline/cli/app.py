@@ -1,4 +1,4 @@
-"""The tree of commands."""
+"""Define the tree of commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RUN_CONTEXT = {
     "allow_interspersed_args": False,  # arguments after the script belong to the script
     "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") or "_" in name else name,
 }
-"""Settings of Typer's context. As in torchrun, --nproc_per_node is the same as --nproc-per-node."""
+"""Settings of Typer's context. As in torchrun, --nproc_per_node is an alias of --nproc-per-node."""
 
 
 @expand_flags

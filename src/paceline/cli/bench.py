@@ -77,12 +77,12 @@ def bench_collectives(
     op: Annotated[
         str, typer.Option(help="all_reduce, broadcast, all_gather, reduce_scatter, all_to_all or barrier.")
     ] = "all_reduce",
-    ranks: Annotated[int, typer.Option(min=2, help="Processes that take part.")] = 2,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 2,
     sizes: Annotated[
-        str | None, typer.Option(help="Bytes, in units of 1024; default 4,1K,16K,64K,256K,1M,4M,16M,100M.")
+        str | None, typer.Option(help="Sizes in bytes (K = 1024); default 4,1K,16K,64K,256K,1M,4M,16M,100M.")
     ] = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="Compare with this library only: gloo, mpi, or paceline for none.")
+        list[str] | None, typer.Option(help="Compare only with this library: gloo, mpi, or paceline for no comparison.")
     ] = None,
     algorithm: Annotated[str | None, typer.Option(help="Algorithm to measure instead of the tuner's choice.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, float64, int32 or int64.")] = "float32",

@@ -61,7 +61,7 @@ def convert(
     columns: options.ColumnFlags,
     weight: options.Weight = None,
     feature_names: Annotated[
-        bool, typer.Option("--feature-names", help="Keep the names of features; this reads the data twice.")
+        bool, typer.Option("--feature-names", help="Store the names of features; this reads the data twice.")
     ] = False,
     strict: options.Strict = False,
     json: options.Json = False,

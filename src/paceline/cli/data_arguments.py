@@ -1,4 +1,4 @@
-"""Data arguments of commands: files, patterns that the shell did not expand, and standard input."""
+"""Resolve data arguments of commands: files, patterns not expanded by the shell, and standard input."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STANDARD_INPUT = "-"
 
 
 def find_data(context: typer.Context, names: list[str] | None) -> list[str] | None:
-    """Return the files that arguments name. A callback of options.
+    """Return the files named by arguments. A callback of options.
 
-    A pattern of `*`, `?` or `[...]` stands for the matching files, sorted by name, and `-` for standard input, which
-    is copied to a temporary file until the command ends. Raises DataError if no file matches.
+    A pattern with `*`, `?` or `[...]` stands for the matching files, sorted by name. `-` stands for standard input,
+    which is copied to a temporary file until the command ends. Raises DataError if no file matches.
     """
     if names is None or context.resilient_parsing:
         return names
@@ -32,15 +32,15 @@ def find_data(context: typer.Context, names: list[str] | None) -> list[str] | No
 
 
 def find_sources(context: typer.Context, names: list[str]) -> list[str]:
-    """Do the same as :func:`find_data`, except for the last name: a file to write."""
+    """Do the same as :func:`find_data`, except for the last name, which is a file to write."""
     *sources, out = names
     return [*(find_data(context, sources) or ()), out]
 
 
 def expand_pattern(name: str) -> Sequence[str]:
-    """Return the files that match a pattern; a plain name, or the name of an existing file, stands for itself.
+    """Return the files that match a pattern. A plain name, or the name of an existing file, stands for itself.
 
-    Files with the labels of a matching array (``x.y.npy`` of ``x.npy``) are left out: readers find them.
+    Files with the labels of a matching array (``x.y.npy`` for ``x.npy``) are left out, because readers find them.
     """
     if "://" in name:
         from paceline.data.streams import expand_url, is_url
@@ -65,15 +65,15 @@ def _keep_standard_input(context: typer.Context) -> str:
 
     root = context.find_root()
     if STANDARD_INPUT in root.meta:
-        raise UsageError("'-' is named twice: standard input can be read once. Name it once")
+        raise UsageError("'-' is given twice, but standard input can be read only once. Pass it once")
     folder = root.meta[STANDARD_INPUT] = standard_input.make_folder()
-    root.call_on_close(folder.close)  # the command's own context is not closed if an argument is wrong
+    root.call_on_close(folder.close)  # the root context, because a wrong argument leaves the command's own context open
     try:
         path = standard_input.keep(sys.stdin.buffer, folder.path)
     except OSError as error:
         raise DataError(f"cannot copy standard input to {folder.path}: {error.strerror or error}") from error
     size = path.stat().st_size
     if not size:
-        raise DataError("standard input is empty: it has no line to read")
-    typer.echo(f"paceline: standard input, {size:,} bytes, is kept in {path} while this command runs", err=True)
+        raise DataError("standard input is empty. Pass at least one line")
+    typer.echo(f"paceline: standard input, {size:,} bytes, is stored in {path} while this command runs", err=True)
     return str(path)

@@ -14,23 +14,24 @@ from .data_arguments import find_data
 
 
 def predict(
-    model: Annotated[Path, typer.Argument(help="Directory that 'paceline train --save' wrote.")],
+    model: Annotated[Path, typer.Argument(help="Directory written by 'paceline train --save'.")],
     data: options.Data,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File for the predictions; standard output if not given.")
+        Path | None, typer.Option("--output", "-o", help="File for the predictions; default: standard output.")
     ] = None,
     format: options.Format = None,
     header: options.Header = "auto",
     strict: options.Strict = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print no losses of the predictions; warnings are still printed.")
+        bool,
+        typer.Option("--quiet", "-q", help="Do not print the losses of the predictions; warnings are still printed."),
     ] = False,
     json: options.Json = False,
 ) -> None:
     """Predict each line of data files with a saved model.
 
     Writes P(click), one per line. The losses go to standard error if there are labels.
-    With --json the final figures go to standard output as one object, and predictions only to --output.
+    With --json the final figures are one object on standard output, and predictions are written only to --output.
     Example: paceline predict model day4.tsv --output predictions.txt
     """
     from paceline.training.predict import run_prediction
@@ -45,10 +46,10 @@ def predict(
 
 
 def inspect(
-    model: Annotated[Path, typer.Argument(help="Directory that 'paceline train --save' wrote.")],
+    model: Annotated[Path, typer.Argument(help="Directory written by 'paceline train --save'.")],
     data: Annotated[
         list[str] | None,
-        typer.Option(callback=find_data, help="File to calibrate the model on; may be given several times."),
+        typer.Option(callback=find_data, help="File with data to check the calibration; may be given several times."),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Number of largest weights to show.")] = 20,
     html: Annotated[Path | None, typer.Option(help="File for one page with plots.")] = None,
@@ -58,9 +59,9 @@ def inspect(
 ) -> None:
     """Show the features, norms and weights of a saved model.
 
-    With --data it also predicts these files, compares predictions and clicks by tenths of the predictions, and names
-    the features that occur there, unless the model has names already (paceline train --feature-names).
-    Example: paceline inspect model --data day4.tsv --html model.html
+    With --data it also predicts these files, compares predictions with clicks in ten groups, and names the features
+    that occur in the files, unless the model already has names (paceline train --feature-names). Example: paceline
+    inspect model --data day4.tsv --html model.html
     """
     from paceline.data import Columns, detect_format
     from paceline.data.feature_names import read_feature_names
@@ -102,14 +103,14 @@ def inspect(
 
 def serve(
     model: Annotated[Path, typer.Argument(help="Directory of a model, or of a training's snapshots.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other hosts too.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other hosts too.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free port.")] = 8000,
     poll: Annotated[float, typer.Option(min=0.05, help="Seconds between checks for a newer model.")] = 1.0,
 ) -> None:
     """Serve predictions over HTTP until Ctrl-C.
 
     The paths are POST /predict, GET /health and GET /metrics.
-    If a newer model is saved in the directory, the server loads it and then replaces the old one, without a gap.
+    When a newer model appears in the directory, the server loads it and replaces the old model without a gap.
     Example: paceline serve model --port 8000
     Then: curl -d '[{"site": "news", "age": 31.5}]' localhost:8000/predict
     """
@@ -153,7 +154,7 @@ def merge(
     models: Annotated[list[Path], typer.Argument(help="Directories of linear models, trained on different data.")],
     save: Annotated[Path, typer.Option(help="Directory for the mean.")],
     shares: Annotated[
-        str | None, typer.Option(help="Weight of each model in the mean, separated by commas; default: all equal.")
+        str | None, typer.Option(help="Weights of the models in the mean, separated by commas; default: equal weights.")
     ] = None,
 ) -> None:
     """Write the mean of several linear models.
@@ -182,7 +183,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the nonzero weights, or the network, for other programs.
+    """Write a model's nonzero weights, or its network, for other programs.
 
     Example: paceline model export model weights.npz
     """

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Define options that several commands share."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ Data = Annotated[
     list[str],
     typer.Argument(
         callback=find_data,
-        help="Files to read, in this order, or patterns in quotes; .gz and .zst are decompressed; - is standard input.",
+        help="Files to read, in this order, or quoted patterns. .gz and .zst are decompressed; - is standard input.",
     ),
 ]
 Format = Annotated[
     str | None,
     typer.Option(
         "--format",
-        help="criteo, libsvm, libffm, vw, jsonl, csv, parquet, numpy or paceline; default: by the content.",
+        help="criteo, libsvm, libffm, vw, jsonl, csv, parquet, numpy or paceline; default: detected from the content.",
     ),
 ]
 Label = Annotated[
     str | None,
-    typer.Option(help="csv, parquet, jsonl: column of the label, by name or (not jsonl) number from 0."),
+    typer.Option(help="csv, parquet, jsonl: column of the label, by name or (except jsonl) number from 0."),
 ]
 Positive = Annotated[
     str | None,
     typer.Option(
-        help="The positive label, if labels are not 0 and 1: a number or a word; all other labels are negative."
+        help="The positive label (a number or a word) if labels are not 0 and 1. All other labels are negative."
     ),
 ]
 Header = Annotated[
-    str, typer.Option(help="csv: whether the first row has the names of the columns: yes, no or auto (by the values).")
+    str, typer.Option(help="csv: whether the first row has column names: yes, no or auto (detected from the values).")
 ]
 NumericScale = Annotated[
     str,
     typer.Option(
-        help="Scale of numbers; ignored for criteo. standard (mean 0, deviation 1), log (of logarithms), none; bins as "
-        "categories: quantile:N (N bins by quantiles), log-bins; or auto (the best predictor of the label).",
+        help="Scale of numbers, except for criteo: standard (mean 0, deviation 1), log (logarithms), none; categories: "
+        "quantile:N (N bins by quantiles), log-bins; or auto (the best predictor of the label).",
     ),
 ]
 Weight = Annotated[
     str | None,
-    typer.Option(help="csv, parquet, jsonl: column of the weight of each row, a number from 0 up."),
+    typer.Option(help="csv, parquet, jsonl: column with each row's weight, a number of 0 or more."),
 ]
 Strict = Annotated[bool, typer.Option(help="Stop at the first malformed line instead of skipping it.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Scheduler = Annotated[str | None, typer.Option(help="Address of the cluster's scheduler, HOST:PORT.")]
-TokenFile = Annotated[Path | None, typer.Option(help="File of the cluster's token (or set PACELINE_TOKEN).")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the cluster's token (or set PACELINE_TOKEN).")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,12 @@ class ColumnFlags:
     """The columns of the data."""
 
     categorical: str | None = option(
-        "csv, parquet, jsonl: categorical columns, separated by commas; columns without an option are guessed."
+        "csv, parquet, jsonl: categorical columns, separated by commas; the kinds of other columns are guessed."
     )
     numeric: str | None = option("csv, parquet, jsonl: numeric columns, separated by commas.")
-    text: str | None = option("csv, parquet: columns of text, separated by commas; each word is a feature.")
+    text: str | None = option("csv, parquet: text columns, separated by commas; each word is a feature.")
     ignore: str | None = option(
-        "csv, parquet: columns to leave out, separated by commas; '*' is all without another option."
+        "csv, parquet: columns to leave out, separated by commas; '*' leaves out all columns without another option."
     )
     header: Header = "auto"
 
@@ -97,7 +97,7 @@ def _split_names(text: str | None) -> tuple[str, ...]:
 def find_scheduler(given: str | None) -> str:
     found = given or environment().scheduler
     if not found:
-        raise UsageError("no scheduler: pass its address with --scheduler HOST:PORT or set PACELINE_SCHEDULER")
+        raise UsageError("no scheduler. Pass its address with --scheduler HOST:PORT or set PACELINE_SCHEDULER")
     from paceline.transport import Address
 
     try:
@@ -108,7 +108,7 @@ def find_scheduler(given: str | None) -> str:
 
 
 def find_token(file: Path | None, *, create: bool = False) -> str:
-    """Return the token from the file or the environment; with `create`, write a new one if the file is missing."""
+    """Return the token from the file or the environment; with `create`, create a missing file with a new token."""
     from paceline.transport import make_token, read_token
     from paceline.transport.security.authentication import check_token
 
@@ -126,7 +126,7 @@ def find_token(file: Path | None, *, create: bool = False) -> str:
     token_found = environment().token
     if token_found:
         return check_token(token_found, "PACELINE_TOKEN")
-    raise UsageError("no token: pass the cluster's token with --token-file FILE or set PACELINE_TOKEN")
+    raise UsageError("no token. Pass the cluster's token with --token-file FILE or set PACELINE_TOKEN")
 
 
 def find_positive(text: str | None) -> float | str | None:

@@ -1,4 +1,4 @@
-"""Parameters of commands, generated from dataclasses."""
+"""Generate parameters of commands from dataclasses."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _METAVARS: Final = {
     str: "TEXT",
     str | None: "TEXT",
 }
-"""Placeholders for values in the help, by type."""
+"""Placeholders for values in the help text, by type."""
 
 _hints = functools.partial(get_type_hints, include_extras=True)
 
 
 class PanelCommand(typer.core.TyperCommand):
-    """A command whose help lists the options by panel, in the order of each panel's first option."""
+    """A command whose help lists options by panel, in the order of each panel's first option."""
 
     @override
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and the panels. Options without a panel, such as ``--help``, are in the first one."""
+        """Write the arguments and the panels. Options without a panel, such as ``--help``, go into the first panel."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -52,9 +52,9 @@ class PanelCommand(typer.core.TyperCommand):
 def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter of a command whose type is a dataclass by one parameter per field.
 
-    A field is a field of :mod:`paceline.command_options`, an ``Annotated`` parameter of Typer, or a dataclass with
-    fields of its own. The command receives the dataclasses with the values of the command line. Fields without a panel
-    are in the panel of their dataclass, or of the outer one.
+    A field is a field of :mod:`paceline.command_options`, an ``Annotated`` parameter of Typer, or another such
+    dataclass. The command receives the dataclasses with the values of the command line. Fields without a panel are in
+    the panel of their dataclass, or of the outer dataclass.
     """
     hints = _hints(command)
     parameters: list[Parameter] = []
@@ -73,7 +73,7 @@ def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given_options(flags: Any) -> list[str]:
-    """Return the names of a dataclass's options that are not None, those of nested dataclasses included."""
+    """Return the names of a dataclass's options that are not None, including those of nested dataclasses."""
     return [f"--{name.replace('_', '-')}" for name in given_values(flags)]
 
 
@@ -94,7 +94,7 @@ def _parameter(name: str, hint: Any, default: Any) -> Parameter:
 
 
 def _with_settings(flag: Field[Any], hint: Any, panel: str | None) -> Any:
-    """Return the type of a field with its settings, in the form that Typer reads."""
+    """Return a field's type with its settings in Typer's format."""
     if "parameter" not in flag.metadata:
         kind, *parameters = get_args(hint)
         return Annotated[(kind, *(_in_panel(parameter, kind, panel) for parameter in parameters))]

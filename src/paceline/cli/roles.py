@@ -1,4 +1,4 @@
-"""One process of a cluster: ``paceline scheduler | server | worker``."""
+"""``paceline scheduler | server | worker``: run one process of a cluster."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ if TYPE_CHECKING:
     from paceline.ps.messages import ClusterSettings
     from paceline.transport import TLS
 
-Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")]
-Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for the scheduler, if none answers at its address.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")]
+Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait until the scheduler answers.")]
 _WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """The cluster of a scheduler."""
+    """The settings of a scheduler's cluster."""
 
     servers: int = option("Number of servers.", default=1, min=1)
     workers: int = option("Number of workers that the first iteration waits for.", default=1, min=1)
     consistency: str = option("sequential, bounded:N or eventual.", default="bounded:4")
     stale: str = option("Stale gradients: accept, drop:N or compensate:STRENGTH.", default="accept")
-    replicas: int = option("Copies of every row: servers that may die without loss.", default=0, min=0)
+    replicas: int = option(
+        "Additional copies of every row, so that as many servers may die without loss.", default=0, min=0
+    )
     pushes: PushFlags
     heartbeat_timeout: float = option(
         "Seconds without a heartbeat before a process is declared dead.", default=10.0, min=0.5
@@ -54,7 +56,7 @@ def scheduler(
     *,
     cluster: ClusterFlags,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 7337,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free port.")] = 7337,
     replaces: Annotated[
         bool,
         typer.Option("--replaces", help="Wait for the previous cluster's members before starting a new cluster."),
@@ -62,15 +64,16 @@ def scheduler(
     accept_minority: Annotated[
         bool,
         typer.Option(
-            "--accept-minority", help="Take over a cluster without most of its servers: the missing ones are dead."
+            "--accept-minority",
+            help="Take over a cluster without most of its servers, and declare these dead.",
         ),
     ] = False,
     token_file: Annotated[
-        Path | None, typer.Option(help="File of the cluster's token; created (mode 0600) if it is missing.")
+        Path | None, typer.Option(help="File with the cluster's token; created (mode 0600) if it is missing.")
     ] = None,
     tls: TLSFlags,
 ) -> None:
-    """Run a cluster's scheduler. Start it first; Ctrl-C ends the cluster.
+    """Run a cluster's scheduler. Start it before the other processes; Ctrl-C ends the cluster.
 
     Example: paceline scheduler --servers 2 --workers 2 --token-file token
     """
@@ -95,8 +98,8 @@ def server(
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 0,
-    rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; default: the next free one.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free port.")] = 0,
+    rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; default: the next free rank.")] = None,
     join: Annotated[bool, typer.Option("--join", help="Join a running cluster that has all its servers.")] = False,
     memory: MemoryFlags,
     wait: Wait = _WAIT_S,
@@ -105,7 +108,8 @@ def server(
 ) -> None:
     """Run a parameter server until the cluster ends.
 
-    Ctrl-C or SIGTERM moves its rows to the other servers and then ends it; a second signal ends it immediately.
+    Ctrl-C or SIGTERM moves the server's rows to other servers and then ends the server; a second signal ends it at
+    once.
 
     Example: paceline server --scheduler 127.0.0.1:7337 --token-file token
     """
@@ -124,7 +128,7 @@ def server(
         memory_limit=limit,
         on_ready=lambda own, endpoint: typer.echo(f"paceline server {own}: listening on {endpoint}"),
         on_leaving=lambda: typer.echo(
-            "paceline server: leaves when its rows are on other servers; Ctrl-C or SIGTERM again ends it immediately"
+            "paceline server: moving rows to other servers before the end; Ctrl-C or SIGTERM again ends it immediately"
         ),
     )
 
@@ -134,7 +138,7 @@ def worker(
     *,
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="This worker's rank; default: the next free one.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="This worker's rank; default: the next free rank.")] = None,
     wait: Wait = _WAIT_S,
     filter_modules: FilterModuleFlags,
     tls: TLSFlags,
@@ -168,12 +172,12 @@ def _address(host: str, port: int) -> str:
 def _prepare_to_join(
     role: str, scheduler: str | None, token_file: Path | None, tls: TLS | None, wait_s: float
 ) -> Joining:
-    """Find the cluster by the options, load the kernels, and wait until a scheduler answers."""
+    """Find the cluster named by the options, load the kernels, and wait until a scheduler answers."""
     from paceline.launch import Joining, load_kernels, prepare_kernels
 
     joining = Joining(scheduler=options.find_scheduler(scheduler), token=options.find_token(token_file), tls=tls)
     prepare_kernels()
     load_kernels()
-    waiting = f"paceline {role}: waits for the scheduler at {joining.scheduler}, for {wait_s:g} s at most"
+    waiting = f"paceline {role}: waiting for the scheduler at {joining.scheduler}, at most {wait_s:g} s"
     joining.wait_scheduler(wait_s, lambda: typer.echo(waiting, err=True))
     return joining

@@ -1,4 +1,4 @@
-"""The options of ``paceline train --solver``."""
+"""Check the options of ``paceline train --solver``."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ OF_MINIBATCHES: Final = {
     "resume": "it takes no snapshots",
     "init_from": "it starts with weights of 0",
 }
-"""Options that proximal-blocks does not support, and the reasons."""
+"""Options that proximal-blocks does not support, with the reasons."""
 
 
 def choose_blocks(context: typer.Context, flags: TrainFlags) -> ProximalBlocks | None:
-    """Return the options of the block solver; None for the other solver. Raises UsageError."""
+    """Return the options of the block solver; None for the minibatch solver. Raises UsageError."""
     solver, model, consistency = flags.solver.solver, flags.model.model, flags.cluster.consistency
     given = [name for name in context.params if _is_given(context, name)]
     if solver == MINIBATCHES:
         of_blocks = [_option(name) for name in given if name in OF_BLOCKS]
         if of_blocks:
-            raise UsageError(f"{', '.join(of_blocks)}: only for --solver {PROXIMAL_BLOCKS}. Pass it too")
+            raise UsageError(f"{', '.join(of_blocks)}: only for --solver {PROXIMAL_BLOCKS}. Pass --solver too")
         return None
     if solver != PROXIMAL_BLOCKS:
         raise UsageError(f"--solver {solver}: expected {MINIBATCHES} or {PROXIMAL_BLOCKS}")

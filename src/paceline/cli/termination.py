@@ -1,4 +1,4 @@
-"""Raise signals that end this process as exceptions in its main thread; none of them is lost."""
+"""Raise signals that end this process as exceptions in its main thread, without losing one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AGAIN_S: Final = 0.02
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal ended this process: it ends as after Ctrl-C, with the exit status that shells expect."""
+    """A signal ended this process. The process ends as after Ctrl-C, with the exit status that shells expect."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__()
@@ -23,9 +23,9 @@ class Terminated(KeyboardInterrupt):
 def raise_on_sigterm() -> None:
     """Raise Terminated in the main thread at SIGTERM, so that ``finally`` and ``with`` blocks run.
 
-    The same holds for SIGHUP, which a closing terminal sends, unless it is ignored (nohup). Python ignores an
-    exception that is raised in a callback of C code (LLVM's, while it compiles) or while an object is freed. If it is
-    one of these, or Ctrl-C's, this process sends the signal to itself again a moment later.
+    SIGHUP, which a closing terminal sends, is treated in the same way unless it is ignored (nohup). Python ignores
+    exceptions raised in a callback of C code (LLVM's, while it compiles) or while an object is freed. If Python ignores
+    Terminated or Ctrl-C's exception, this process sends the signal to itself again a moment later.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _raise)
@@ -35,7 +35,7 @@ def raise_on_sigterm() -> None:
 
 
 def raise_no_more() -> None:
-    """Let the next signal end this process immediately: it is about to end anyway."""
+    """Let the next signal end this process immediately, because the process is about to end anyway."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is _raise:
             signal.signal(number, signal.SIG_DFL)
@@ -46,7 +46,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _send_again_or(report: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a hook for exceptions that Python ignores: send signals again, pass other exceptions to `report`."""
+    """Return a hook for ignored exceptions: send signals again, pass other exceptions to `report`."""
 
     def hook(ignored: Any) -> None:
         error = ignored.exc_value

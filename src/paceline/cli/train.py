@@ -48,7 +48,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
         tls=connection.tls.load(),
         quiet=flags.output.quiet,
         progressive=flags.output.progressive,
-        fork_server=context.obj,  # which main() has started
+        fork_server=context.obj,  # started by main()
     )
     if flags.solver.plot is not None:
         write_plot(flags.solver.plot, list(result.block_passes))
@@ -64,9 +64,9 @@ def _choose_options(context: typer.Context, flags: TrainFlags) -> TrainOptions:
     blocks = choose_blocks(context, flags)
     weights = flags.weights.parse()
     if flags.reading.count_cells is not None and flags.reading.min_count is None:
-        raise UsageError("--count-cells is for counted features: pass --min-count too, or leave it out")
+        raise UsageError("--count-cells is for counted features. Pass --min-count too, or leave --count-cells out")
     if flags.saving.feature_names and flags.saving.save is None:
-        raise UsageError("--feature-names saves names with the model: pass --save MODEL too")
+        raise UsageError("--feature-names saves names with the model. Pass --save MODEL too")
     plan = flags.saving.parse_snapshots()
     _check_cluster(flags, has_snapshots=plan is not None)
     return TrainOptions(
@@ -96,7 +96,7 @@ def _choose_options(context: typer.Context, flags: TrainFlags) -> TrainOptions:
 def _check_cluster(flags: TrainFlags, *, has_snapshots: bool) -> None:
     scheduler = flags.connection.scheduler
     if flags.saving.auto_resume and (not has_snapshots or scheduler is not None):
-        raise UsageError("--auto-resume needs --snapshot-every and a cluster of its own: leave --scheduler out")
+        raise UsageError("--auto-resume needs --snapshot-every and its own cluster. Leave --scheduler out")
     given = given_options(flags.cluster)
     if flags.connection.heartbeat_timeout is not None:
         given.append("--heartbeat-timeout")
@@ -106,9 +106,9 @@ def _check_cluster(flags: TrainFlags, *, has_snapshots: bool) -> None:
             "scheduler' or 'paceline server'"
         )
     if flags.connection.token_file is not None and scheduler is None:
-        raise UsageError("--token-file is for a running cluster: pass --scheduler too, or leave it out")
+        raise UsageError("--token-file is for a running cluster. Pass --scheduler too, or leave --token-file out")
     if flags.passes.tune and (flags.saving.resume or flags.saving.init_from or flags.update.update != "ftrl"):
-        raise UsageError("--tune tries rates of FTRL for a new model: leave it out")
+        raise UsageError("--tune tries FTRL's rates for a new model. Leave --tune out")
 
 
 def _print(result: TrainResult, save: Path | None) -> None:

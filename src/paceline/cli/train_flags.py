@@ -45,23 +45,23 @@ class ModelFlags:
         panel=_COMMON,
     )
     dim: int | None = option("fm, deepfm, dcn: factors per feature (8); ffm: factors per feature and column (4).")
-    factor_lr: float | None = option("Learning rate of the factors; default: found by trial.")
+    factor_lr: float | None = option("Learning rate of the factors; default: chosen by trials.")
     factor_l1: float | None = option("L1 penalty of the factors; default 0.")
-    factor_l2: float | None = option("L2 penalty of the factors; default: found by trial.")
-    factor_min_count: int | None = option("Occurrences that a feature needs to get factors; default: found by trial.")
-    hidden: str | None = option("deepfm, dcn: units of each hidden layer, as in 128,64; default 64,32.")
-    cross_layers: int | None = option("dcn: layers that cross columns; default 2.")
-    tower_lr: float | None = option("deepfm, dcn: learning rate of the layers (Adam); default: found by trial.")
+    factor_l2: float | None = option("L2 penalty of the factors; default: chosen by trials.")
+    factor_min_count: int | None = option("Occurrences after which a feature gets factors; default: chosen by trials.")
+    hidden: str | None = option("deepfm, dcn: number of units of each hidden layer, such as 128,64; default 64,32.")
+    cross_layers: int | None = option("dcn: number of layers that cross columns; default 2.")
+    tower_lr: float | None = option("deepfm, dcn: learning rate of the layers (Adam); default: chosen by trials.")
     tower_l1: float | None = option("deepfm, dcn: L1 penalty of the layers; default 0.")
-    tower_l2: float | None = option("deepfm, dcn: L2 penalty of the layers; default: found by trial.")
+    tower_l2: float | None = option("deepfm, dcn: L2 penalty of the layers; default: chosen by trials.")
     classes: str | None = option(
-        "softmax: number of classes (10: 0 to 9), or all labels as in 1,2,5; default: the labels in a sample."
+        "softmax: number of classes (10: 0 to 9), or all labels, such as 1,2,5; default: the labels in a sample."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadFlags:
-    """How the data is read, and its features."""
+    """How the data is read, and which features it has."""
 
     panel: ClassVar = "Data"
 
@@ -71,8 +71,8 @@ class ReadFlags:
     columns: options.ColumnFlags
     numeric_scale: options.NumericScale = "auto"
     interactions: str | None = option("Columns to combine into features: C1:C2,C3:*,C4:C5:C6; * is every column.")
-    min_count: int | None = option("Occurrences in the first pass that a feature needs to be learned; default 1.")
-    count_cells: int | None = option("Cells of the sketch that counts features; default 2^24.")
+    min_count: int | None = option("Occurrences in the first pass after which a feature is trained; default 1.")
+    count_cells: int | None = option("Number of cells of the sketch that counts features; default 2^24.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,26 +81,28 @@ class PassFlags:
 
     panel: ClassVar = "Training"
 
-    epochs: int | None = option("Passes over the data; default: found by trial on a sample.", min=1, panel=_COMMON)
+    epochs: int | None = option("Passes over the data; default: chosen by trials on a sample.", min=1, panel=_COMMON)
     order: str | None = option("Order of the examples in all passes except the last: shuffle (default) or file.")
     validation: list[str] | None = option(
-        "File whose loss ends the training once it stops falling; the best pass's model is saved.",
+        "Validation file. The training ends when its loss stops falling; the best pass's model is saved.",
         metavar="FILE",
         callback=find_data,
         panel="Early stopping",
     )
     patience: int | None = option(
-        "Passes without progress on --validation before the end; default 2.", panel="Early stopping"
+        "Passes without progress on --validation before the training ends; default 2.", panel="Early stopping"
     )
     min_delta: float | None = option(
-        "Least decrease of that loss that counts as progress; default 0.", panel="Early stopping"
+        "Smallest decrease of the validation loss that counts as progress; default 0.", panel="Early stopping"
     )
     expire_after: int | None = option(
-        "After each pass, drop features that were not seen for this many passes (1 to 62)."
+        "After each pass, drop features that did not occur for this many passes (1 to 62)."
     )
-    batch_size: int | None = option("Examples per minibatch of one worker; default: 8 to 256, by the data.", min=1)
+    batch_size: int | None = option(
+        "Examples per minibatch of one worker; default: 8 to 256, by the size of the data.", min=1
+    )
     tune: bool = option(
-        "Try a few learning rates and L1 penalties on a sample first.", "--tune", default=False, panel=_COMMON
+        "First try several learning rates and L1 penalties on a sample.", "--tune", default=False, panel=_COMMON
     )
 
     def parse(self, rates: RatePlan, blocks: ProximalBlocks | None) -> PassOptions:
@@ -132,16 +134,18 @@ class OwnClusterFlags:
 
     panel: ClassVar = "Cluster"
 
-    servers: int | None = option("Server processes, which hold the parameters; default 1.", min=1, panel=_COMMON)
+    servers: int | None = option("Server processes, which store the parameters; default 1.", min=1, panel=_COMMON)
     workers: int | None = option(
-        "Worker processes, which read the data; default: cores less servers.", min=1, panel=_COMMON
+        "Number of worker processes, which read the data; default: cores minus servers.", min=1, panel=_COMMON
     )
     consistency: str | None = option(
-        "sequential (as one process, reproducible), bounded:N or eventual; default bounded:4."
+        "sequential (reproducible, like one process), bounded:N or eventual; default bounded:4."
     )
     stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
     replicas: int | None = option(
-        "Copies of every row: servers that may die without loss; default 0.", min=0, panel=_FAILURES
+        "Additional copies of every row; as many servers may die without loss; default 0.",
+        min=0,
+        panel=_FAILURES,
     )
     pushes: PushFlags = in_panel(_FAILURES)
     memory: MemoryFlags = in_panel(_TRAFFIC)
@@ -168,7 +172,7 @@ class UpdateFlags:
 
     update: str = option("ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.", default="ftrl")
     lr: float | None = option(
-        "Learning rate (FTRL: alpha); default: by the data (FTRL), or by --update.", panel=_COMMON
+        "Learning rate (FTRL: alpha); default: depends on the data (FTRL) or on --update.", panel=_COMMON
     )
     beta: float | None = option("FTRL's beta; default 1.")
     l1: float | None = option("FTRL's L1 penalty; default 1.")
@@ -178,10 +182,10 @@ class UpdateFlags:
         "step[:PASSES[:FACTOR]]; not for --update ftrl.",
         default="constant",
     )
-    warmup: float = option("Passes, or the part of the first, in which the learning rate rises from 0.", default=0.0)
+    warmup: float = option("Passes, or the fraction of one, in which the learning rate rises from 0.", default=0.0)
 
     def parse_rule(self) -> UpdateRule | RuleChoice:
-        """Return the update rule; for FTRL, a function of the learning rate and the penalties that suit the data."""
+        """Return the update rule; for FTRL, a function from the data's learning rate and penalties to the rule."""
         from paceline.models.update import UPDATE_NAMES, make_update
 
         rule = make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta)
@@ -209,13 +213,13 @@ class SolverFlags:
 
     solver: str = option(
         "minibatches, or proximal-blocks: logistic regression to the optimum of its loss with --l1 and --l2, by "
-        "blocks of columns (delayed block proximal gradient); holds the data in workers' memory.",
+        "blocks of columns (delayed block proximal gradient). proximal-blocks keeps the data in the workers' memory.",
         default=MINIBATCHES,
     )
-    max_delay: int | None = option("Blocks in flight when the next one starts; default 0.", min=0)
-    block_ratio: float | None = option("Blocks per value of an average row; default 4.")
+    max_delay: int | None = option("Number of unfinished blocks when the next block starts; default 0.", min=0)
+    block_ratio: float | None = option("Number of blocks, divided by the values of an average row; default 4.")
     tolerance: float | None = option("Relative change of the objective that ends the training; default 1e-9.")
-    plot: Path | None = option("File (SVG) for a plot of the objective and the active columns by pass.")
+    plot: Path | None = option("SVG file for a plot of the objective and the active columns by pass.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +233,7 @@ class WeightFlags:
         "Weights of the labels: 0:1,1:5, or balanced (every class has the same total weight)."
     )
     keep_negatives: float = option(
-        "Fraction of negatives to train on. A kept negative has weight 1/fraction.", default=1.0
+        "Fraction of negatives to train on. Each of them has weight 1/fraction.", default=1.0
     )
 
     def parse(self) -> ExampleWeights:
@@ -247,10 +251,10 @@ class FilterFlags:
     panel: ClassVar = _TRAFFIC
 
     filters: str | None = option(
-        "Filters of pushes and pulls, such as key-caching,quantize:8,compress; MODULE:CLASS is your own filter; "
-        "none. Default: key-caching for servers on other machines."
+        "Filters of pushes and pulls, such as key-caching,quantize:8,compress, or none. MODULE:CLASS is your own "
+        "filter. Default: key-caching for servers on other machines."
     )
-    pull_filters: str | None = option("Filters of pulled values; default: as --filters.")
+    pull_filters: str | None = option("Filters of pulled values; default: the same as --filters.")
     modules: FilterModuleFlags
 
     def parse(self) -> TrafficFilters:
@@ -261,7 +265,7 @@ class FilterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFlags:
-    """The files to write, and the initial model."""
+    """The output files, and the initial model."""
 
     panel: ClassVar = _FAILURES
 
@@ -269,7 +273,7 @@ class SaveFlags:
     feature_names: bool = option(
         "Save the names of features with the model.", "--feature-names", default=False, panel="Output"
     )
-    cache: Path | None = option("Directory to keep parsed data in, for later passes and later runs.", panel=_TRAFFIC)
+    cache: Path | None = option("Directory that stores parsed data for later passes and later runs.", panel=_TRAFFIC)
     snapshot_every: str | None = option(
         "Interval between snapshots of the cluster: 30s, 5m, 1h, or a number of examples."
     )
@@ -279,10 +283,12 @@ class SaveFlags:
     snapshots: int | None = option("Snapshots to keep; default 3.", min=1)
     resume: Path | None = option("Continue from the newest complete snapshot in this directory, with the same data.")
     init_from: Path | None = option(
-        "Train this model further: a directory of --save or of snapshots.", panel="Training"
+        "Continue the training of this model: a directory of --save or of snapshots.", panel="Training"
     )
     auto_resume: bool = option(
-        "If more servers die than replicas, continue from the newest snapshot.", "--auto-resume", default=False
+        "If more servers die than there are replicas, continue from the newest snapshot.",
+        "--auto-resume",
+        default=False,
     )
 
     def parse_snapshots(self) -> SnapshotPlan | None:
@@ -292,7 +298,7 @@ class SaveFlags:
         if self.snapshot_every is None:
             for name, value in (("--snapshot-dir", self.snapshot_dir), ("--snapshots", self.snapshots)):
                 if value is not None:
-                    raise UsageError(f"{name} needs --snapshot-every: pass it too, or leave {name} out")
+                    raise UsageError(f"{name} needs --snapshot-every. Pass it too, or leave {name} out")
             return None
         seconds, examples = parse_every(self.snapshot_every)
         directory = self.snapshot_dir or self.resume
@@ -307,18 +313,22 @@ class SaveFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """Malformed lines, and the output of the command."""
+    """Treatment of malformed lines, and the output of the command."""
 
     panel: ClassVar = "Output"
 
     max_malformed: float = option(
-        "Fraction of malformed lines beyond which the training fails, if more than 10.", default=0.05, panel="Data"
+        "Largest fraction of malformed lines, if more than 10 are malformed; the training fails above it.",
+        default=0.05,
+        panel="Data",
     )
     strict: options.Strict = in_panel("Data", default=False)
     json: options.Json = False
     quiet: options.Quiet = False
     progressive: bool = option(
-        "Print the loss before learning (first pass), at doubling rows.", "--progressive", default=False
+        "In the first pass, print the loss before learning, each time the number of rows doubles.",
+        "--progressive",
+        default=False,
     )
 
 
@@ -361,7 +371,7 @@ class TrainFlags:
     solver: SolverFlags
 
     def parse_model(self) -> SparseModel:
-        """Return the model. Raises UsageError for an unknown model and for options that it does not have."""
+        """Return the model. Raises UsageError for an unknown model, and for options that the model does not have."""
         from paceline.models.deep.layers import parse_hidden
         from paceline.models.features.interactions import Interactions
         from paceline.models.registry import make_model

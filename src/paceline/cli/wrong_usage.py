@@ -1,4 +1,4 @@
-"""One sentence for arguments that Typer rejects."""
+"""Describe arguments that Typer rejects, in one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAME_OPTION: Final = {
     "--num-epochs": "--epochs",
     "--passes": "--epochs",
 }
-"""Names of options in other programs, and in this one."""
+"""Options of other programs, and the corresponding options of this program."""
 _EXPECTED: Final = (
     (r"valid integer|not a valid int", "a whole number"),
     (r"valid number|not a valid float", "a number"),
@@ -26,11 +26,11 @@ _EXPECTED: Final = (
     (r"greater than ([^ ]+)", r"a number greater than \1"),
     (r"less than or equal to ([^ ]+)", r"a number of at most \1"),
 )
-"""Phrases of Typer's messages, and the expected value."""
+"""Patterns for Typer's messages, and phrases for the expected value."""
 
 
 def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
-    """Return the problem, the value received and the remedy, given the words of the command line."""
+    """Return the problem, the received value and the remedy, given the words of the command line."""
     context = getattr(error, "ctx", None)
     more = "" if context is None else f". See '{context.command_path} --help'"
     unknown = getattr(error, "option_name", None)

@@ -1,4 +1,4 @@
-"""Malformed lines: the first ones in full, and the number of all."""
+"""Record malformed lines: the first few in full, and the total number."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from paceline.errors import printable
 
 NUM_KEPT = 5
-"""The number of bad lines that are recorded in full; further ones are counted."""
+"""The number of bad lines to record in full; later bad lines are only counted."""
 
 _MAX_TEXT = 80
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """One malformed line, or row of a binary file."""
+    """A malformed line, or a malformed row of a binary file."""
 
     file: str
     offset: int | None
-    """The first byte of the line in the decompressed text; None in binary files."""
+    """The offset of the line's first byte in the decompressed text; None in binary files."""
     row: int | None
-    """The number of the row, from 1, in binary files; otherwise None."""
+    """The row's number, from 1, in binary files; otherwise None."""
     text: str
-    """The line, shortened."""
+    """The shortened line."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class BadLines:
-    """The number of skipped lines, and the first ones."""
+    """The number of skipped lines, and descriptions of the first few."""
 
     count: int
     first: tuple[BadLine, ...]
@@ -43,14 +43,14 @@ def shorten(text: bytes | str) -> str:
 
 
 class BadLineLog:
-    """Counts bad lines by shard, so that a shard that is read again counts once."""
+    """Counts bad lines by shard, so that repeated reading of a shard counts once."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], int] = {}
         self._first: list[tuple[tuple[int, int], BadLine]] = []
 
     def begin(self, file: int, shard: int) -> None:
-        """Drop the lines that an earlier reading of this shard recorded."""
+        """Drop the lines that an earlier read of this shard recorded."""
         if self._counts.pop((file, shard), 0):
             self._first = [(where, line) for where, line in self._first if where != (file, shard)]
 
@@ -61,7 +61,7 @@ class BadLineLog:
             self._first += [(where, line) for line in first[: NUM_KEPT - len(self._first)]]
 
     def by_shard(self) -> dict[tuple[int, int], int]:
-        """Return the number of bad lines by file and shard, for shards that have any."""
+        """Return the number of bad lines by file and shard, for shards with bad lines."""
         return dict(self._counts)
 
     def total(self) -> BadLines:

@@ -19,9 +19,9 @@ class Batch:
 
     `labels` float32 [n]: 0 or 1, unless the data set reads labels as numbers. `indptr` int64 [n+1]: row i has the pairs
     ``indptr[i]`` to ``indptr[i+1]``, and ``indptr[0]`` is 0. `keys` uint64 [pairs]. `values` float32 [pairs]; None if
-    all are 1. `weights` float32 [n]; None if all are 1. `fields` uint32 [pairs]: the field of each pair
-    (:func:`paceline.kernels.hashing.field_of` its name); None if the position in the row determines it, or if there are
-    no fields.
+    all are 1. `weights` float32 [n]; None if all are 1. `fields` uint32 [pairs]: each pair's field, computed from its
+    name by :func:`paceline.kernels.hashing.field_of`; None if the position in the row determines the field, or if there
+    are no fields.
     """
 
     labels: npt.NDArray[np.float32]
@@ -37,13 +37,13 @@ class Batch:
         return len(self.labels)
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Return rows `start` to `stop` (excluded), without copying labels, keys or values."""
+        """Return rows `start` to `stop` (excluded) as views of labels, keys and values."""
         indptr = self.indptr[start : stop + 1]
         first, last = int(indptr[0]), int(indptr[-1])
         return self._part(slice(start, stop), indptr - first if first else indptr, slice(first, last))
 
     def take(self, rows: npt.NDArray[np.int64]) -> Batch:
-        """Return copies of the rows with these numbers, in this order."""
+        """Return copies of these rows, in this order."""
         return self._part(rows, *pairs_of(self.indptr, rows))
 
     def _part(self, rows: Any, indptr: npt.NDArray[np.int64], pairs: Any) -> Batch:
@@ -62,7 +62,7 @@ class Batch:
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
-        """Return the rows of all `batches` in order; without a batch, no rows."""
+        """Return the rows of all `batches` in order; an empty batch without `batches`."""
         if len(batches) == 1:
             return batches[0]
         if not batches:
@@ -94,7 +94,7 @@ class Batch:
 def pairs_of(
     indptr: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the `indptr` (int64 [rows + 1]) of the selected rows of a matrix, and the places of their pairs."""
+    """Return the `indptr` (int64 [rows + 1]) of the selected rows of a matrix, and the positions of their pairs."""
     starts = indptr[rows]
     sizes = indptr[rows + 1] - starts
     chosen = np.zeros(len(rows) + 1, np.int64)
@@ -107,7 +107,7 @@ def _or_ones(array: npt.NDArray[np.float32] | None, count: int) -> npt.NDArray[n
 
 
 def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:
-    """Cut `blocks` into batches of `batch_size` rows, except the last. Only rows at the ends of blocks are copied."""
+    """Split `blocks` into batches of `batch_size` rows, except the last. Copies only rows at the ends of blocks."""
     pending: list[Batch] = []
     missing = batch_size
     for block in blocks:
@@ -132,13 +132,13 @@ def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:
         yield Batch.concatenate(pending)
 
 
-_ROW_BYTES, _PAIR_BYTES = 16, 12  # a label, weight and place in `indptr`; a key and value
+_ROW_BYTES, _PAIR_BYTES = 16, 12  # a row has a label, a weight and an `indptr` element; a pair has a key and a value
 
 
 def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) -> Iterator[Batch]:
-    """Cut `batches` into batches of about `num_bytes`, and no more unless a single row is larger.
+    """Split `batches` into batches of at most `num_bytes`, unless a single row is larger.
 
-    If more than `multiple` rows fit, the number of rows is a multiple of it, except in the last batch.
+    If more than `multiple` rows fit, the number of rows is a multiple of `multiple`, except in the last batch.
     """
     pending: list[Batch] = []
     left = num_bytes
@@ -148,7 +148,7 @@ def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) ->
         while start < batch.num_examples:
             stop = int(np.searchsorted(sizes, sizes[start] + left, side="right")) - 1
             if stop == start and not pending:
-                stop += 1  # a larger row
+                stop += 1  # this row alone is larger
             if stop > start:
                 pending.append(batch.slice(start, stop))
                 left -= int(sizes[stop] - sizes[start])
@@ -166,12 +166,12 @@ def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) ->
 
 
 def _num_bytes(indptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the size in bytes of all rows before each: int64 [rows + 1]."""
+    """Return the size in bytes of all rows before each row: int64 [rows + 1]."""
     return _ROW_BYTES * np.arange(len(indptr)) + _PAIR_BYTES * indptr
 
 
 def fields_by_place(batch: Batch, categorical: Sequence[str]) -> npt.NDArray[np.uint32]:
-    """Return the field of each pair, for rows with one pair per categorical column, followed by numeric columns."""
+    """Return the fields of pairs, for rows with one pair per categorical column followed by numeric columns."""
     at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], np.diff(batch.indptr))
     of_categories = np.array([*map(field_of, categorical), 0], np.uint32)
     found = of_categories[np.minimum(at, len(categorical))]

@@ -1,4 +1,4 @@
-"""The columns of data files, and the conversion of Arrow columns to batches."""
+"""Describe the columns of data files, and convert Arrow columns to batches."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ _PLACE = re.compile(r"-?[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of csv and parquet files, or the fields of JSON lines, that are read."""
+    """The columns of csv and parquet files, or the fields of JSON lines, to read."""
 
     label: str
     categorical: tuple[str, ...] = ()
-    """Each value, as text, is a feature with value 1; so is a missing value."""
+    """Categorical columns. Each value, as text, is a feature with value 1; a missing value is a feature too."""
     numeric: tuple[str, ...] = ()
-    """Each column is one feature, whose value is the number. A row without the number lacks the feature."""
+    """Numeric columns. Each is one feature, whose value is the number. A row without the number lacks the feature."""
     scales: tuple[Scale, ...] = ()
     """The scale of each numeric column; without scales numbers are unchanged."""
     weight: str = ""
-    """The column with the weights of the examples; "" for none."""
+    """The column with the examples' weights; "" for no weights."""
     is_open: bool = False
-    """Whether all other fields of JSON lines are read too. Numbers are categories in `categorical` fields only."""
+    """Whether all other fields of JSON lines are read too. Only in `categorical` fields are numbers categories."""
     classes: tuple[str, ...] = ()
-    """The words that are labels, in the order of their numbers; none if labels are numbers."""
+    """The words that are labels, in the order of their numbers; empty if labels are numbers."""
     text: tuple[str, ...] = ()
-    """Columns of text; each word is a feature."""
+    """Text columns; each word is a feature."""
     header: str = "auto"
-    """Whether the first row of csv files has the names of the columns: yes, no, or auto."""
+    """Whether the first row of csv files has column names: yes, no, or auto."""
     trims: bool = True
-    """Whether blanks around categories are removed. Stored columns without this value keep them."""
+    """Whether blanks around categories are removed. Stored columns without this value keep the blanks."""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
         names = self.names
         if len(names) - bool(self.weight) < 2 and not self.is_open:
-            raise UsageError("columns name a label but no feature: name a categorical, numeric or text column too")
+            raise UsageError("columns name a label but no feature. Name a categorical, numeric or text column too")
         double = find_double(names)
         if double is not None:
             raise UsageError(
-                f"column '{double}' is named twice: a column is label, weight, categorical, numeric or text"
+                f"column '{double}' is named twice. Choose one of label, weight, categorical, numeric and text"
             )
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
-        """Return the columns from :meth:`to_fields`."""
+        """Create the columns from :meth:`to_fields`."""
         scales = tuple(map(Scale.from_fields, fields.get("scales", ())))
         categorical, numeric, classes, text = (
             tuple(fields.get(name, ())) for name in ("categorical", "numeric", "classes", "text")
@@ -71,7 +71,7 @@ class Columns:
         return cls(fields["label"], categorical, numeric, scales, weight, is_open, classes, text, header, trims)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return the columns as values for JSON and msgpack, without fields that are empty."""
+        """Return the nonempty fields as values for JSON and msgpack."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
         scales = [scale.to_fields() for scale in self.scales]
         optional = {"scales": scales, "weight": self.weight, "is_open": self.is_open, "classes": list(self.classes)}
@@ -87,12 +87,12 @@ class Columns:
 
     @property
     def unweighted(self) -> Columns:
-        """The columns without the weight, which predictions do not need."""
+        """The columns that predictions need: all except the weight."""
         return replace(self, weight="")
 
     @property
     def names(self) -> list[str]:
-        """All columns, in the order of reading."""
+        """All columns, in the order in which they are read."""
         return [self.label, *self.categorical, *self.numeric, *self.text, *([self.weight] if self.weight else [])]
 
     @property
@@ -102,7 +102,7 @@ class Columns:
         return kinds | dict.fromkeys(self.numeric, "numeric") | dict.fromkeys(self.text, "text")
 
     def describe_fault(self, name: str, *, is_missing: bool) -> str:
-        """Return the reason why a row is malformed whose cell in column `name` is invalid or missing."""
+        """Return why a row is malformed if its cell in column `name` is invalid or missing."""
         subject = f"its {'label' if name == self.label else 'weight' if name == self.weight else 'column'} '{name}'"
         if is_missing:
             return f"{subject} is missing"
@@ -111,10 +111,10 @@ class Columns:
             return f"{subject} is none of {', '.join(self.classes[:_MOST_CLASSES_SHOWN])}{more}"
         if name == self.label:
             return f"{subject} is neither a finite number nor one of {', '.join(LABEL_WORDS)}"
-        return f"{subject} is not a finite number" + (" from 0 up" if name == self.weight else "")
+        return f"{subject} is not a finite number" + (" of 0 or more" if name == self.weight else "")
 
     def check_in(self, path: str, names: Sequence[str], *, needs_label: bool = True) -> None:
-        """Raise UsageError unless a file with the columns `names` has each of these columns once.
+        """Raise UsageError unless a file with the columns `names` has each of these columns exactly once.
 
         Without `needs_label` the label may be missing.
         """
@@ -165,7 +165,7 @@ def is_list(type: Any) -> bool:
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """Return the first names of columns for a message, each in at most 80 printable characters."""
+    """Return the first column names for a message, each with at most 80 printable characters."""
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(map(shorten, names[:_MOST_NAMES])) + more
 
@@ -177,11 +177,11 @@ def find_double(names: Iterable[Any]) -> Any:
 def check_distinct(path: str, names: Sequence[str]) -> None:
     double = find_double(names)
     if double is not None:
-        raise UsageError(f"{path} has more than one column '{shorten(double)}' in its header: rename all but one")
+        raise UsageError(f"{path} has more than one column '{shorten(double)}' in its header. Rename all but one")
 
 
 def category_texts(column: Any) -> Any:
-    """Return the values of an Arrow column as categories: whole numbers of any type as integers."""
+    """Return an Arrow column's values as categories; whole numbers of any type become integers."""
     arrow = import_arrow()
     if arrow.types.is_string(column.type):
         return column
@@ -202,13 +202,13 @@ def are_integers(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
 
 
 def usual_label(names: Sequence[str]) -> str | None:
-    """Return the first usual name of a label, or None. A name in lower case has precedence."""
+    """Return the first usual name of a label, or None. Names in lower case have precedence."""
     found = (name for usual in LABEL_NAMES for name in sorted(names, reverse=True) if name.strip().lower() == usual)
     return next(found, None)
 
 
 def find_label(path: str, names: Sequence[str]) -> str:
-    """Return the column with a usual name of a label. Raises UsageError if there is none."""
+    """Return the column whose name is usual for a label. Raises UsageError if there is none."""
     label = usual_label(names)
     if label is None:
         raise UsageError(
@@ -232,7 +232,7 @@ def resolve_label(path: str, names: Sequence[str], label: str) -> str:
 
 @dataclass(slots=True)
 class Converted:
-    """A batch of the good rows of an Arrow table, and its malformed rows."""
+    """A batch with the valid rows of an Arrow table, and its malformed rows."""
 
     batch: Batch
     num_bad: int
@@ -240,7 +240,7 @@ class Converted:
 
 
 class Converter:
-    """Converts Arrow record batches, with columns in the order of ``columns.names``, to :class:`Batch`."""
+    """Converts Arrow record batches, whose columns are in the order of ``columns.names``, to :class:`Batch`."""
 
     def __init__(self, path: str, columns: Columns, *, needs_label: bool = True) -> None:
         from paceline.kernels.features.scaling import scale_numbers
@@ -312,7 +312,7 @@ class Converter:
         batch = Batch(label[good], indptr, keys[present], values, weights)
         num_numbers = present[good, num_categorical:].sum(axis=1)
         if lists:
-            by_column = np.array(self._seeds).astype(np.uint32)  # the lower halves
+            by_column = np.array(self._seeds).astype(np.uint32)  # the lower 32 bits
             batch.fields = np.broadcast_to(by_column, present.shape)[present]
         for name, lengths, elements in lists:
             batch = insert_lists(batch, field_of(name), lengths[good], elements[np.repeat(good, lengths)], num_numbers)
@@ -331,7 +331,7 @@ class Converter:
         return BadLine(self._path, None, first_row + row + 1, shorten(text), reason)
 
     def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:
-        """Write the keys of a column's values into every `stride`-th element of `out`."""
+        """Write the keys of a column's values to every `stride`-th element of `out`."""
         if self._arrow.types.is_dictionary(column.type) and len(column.dictionary) <= len(column):
             strings = self._arrow.concat_arrays([self._text(column.dictionary), self._arrow.array([""])])
             known = np.empty(len(strings), np.uint64)
@@ -342,7 +342,7 @@ class Converter:
         self._kernels.hash_strings(*self._buffers(self._text(column)), seed, out, first, stride)
 
     def _hash_lists(self, column: Any, seed: np.uint64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Return the number of elements in each list of a column, and the keys of all elements that are not missing."""
+        """Return the number of elements in each list of a column, and the keys of all elements except missing ones."""
         from pyarrow.compute import list_value_length
 
         elements = column.flatten()
@@ -392,7 +392,7 @@ class Converter:
         return scaled
 
     def _labels(self, column: Any) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return the column of the label, like :meth:`_numbers`."""
+        """Return the label column in the form of :meth:`_numbers`."""
         classes = self._columns.classes
         if not classes:
             return self._numbers(column, LABEL_WORDS)
@@ -408,9 +408,9 @@ class Converter:
     def _numbers(
         self, column: Any, words: dict[str, float]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return a column as float64, whether each row is valid or missing, and whether it is missing.
+        """Return a column as float64, a mask of valid or missing rows, and a mask of missing rows.
 
-        `words` have the given numbers.
+        `words` maps words to their numbers.
         """
         types = self._arrow.types
         is_text = (types.is_string, types.is_large_string, types.is_dictionary)

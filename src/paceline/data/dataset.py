@@ -1,4 +1,4 @@
-"""Data files as shards of minibatches, for workers."""
+"""Present data files to workers as shards of minibatches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKED_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
 
 Spec = dict[str, Any]
-"""The description from which another process opens the same dataset; values for JSON and msgpack."""
+"""A description that lets another process open the same dataset; values for JSON and msgpack."""
 
 
 def open_dataset(
@@ -40,14 +40,14 @@ def open_dataset(
     scaling: KeyScaling | None = None,
     needs_labels: bool = True,
 ) -> Dataset:
-    """Open data files of one format, in the order of reading, as a :class:`Dataset`.
+    """Open data files of one format, in this order, as a :class:`Dataset`.
 
-    `format` is one of :data:`FORMATS`; None detects it from the first file. `columns` applies to csv, parquet and JSON
-    lines; None guesses them from rows spread over the files. `shard_bytes` is the size of a shard in bytes of text
-    (parquet: a row group); None takes a 64th of all, between 256 KiB and 16 MiB. `strict` raises on the first malformed
-    line; otherwise malformed lines are skipped and counted. `cache_dir` stores parsed shards for later passes. `labels`
-    is the interpretation of labels (:mod:`paceline.data.labels`). `scaling` applies to formats without columns.
-    Without `needs_labels` a missing label is NaN.
+    `format` is one of :data:`FORMATS`; None detects the format of the first file. `columns` applies to csv, parquet and
+    JSON lines; None guesses the columns from rows spread over the files. `shard_bytes` is the size of a shard in bytes
+    of text (parquet: a row group); None means a 64th of all text, between 256 KiB and 16 MiB. With `strict` the first
+    malformed line raises; otherwise malformed lines are skipped and counted. `cache_dir` stores parsed shards for later
+    passes. `labels` is the interpretation of labels (:mod:`paceline.data.labels`). `scaling` applies to formats without
+    columns. If not `needs_labels`, a missing label is NaN.
 
     Raises DataError for a missing, empty or unreadable file, or an unknown format; UsageError for inconsistent
     arguments, or without pyarrow for parquet.
@@ -55,7 +55,7 @@ def open_dataset(
     if isinstance(paths, str | Path):
         paths = [paths]
     if not paths:
-        raise UsageError("no data file is given: name at least one")
+        raise UsageError("no data file is given. Pass at least one")
     files = [full_path(path) for path in paths]
     format = format or detect_format(files[0])
     kind = find_format(format)
@@ -69,7 +69,7 @@ def open_dataset(
     columns = kind.resolve(files, columns, needs_label=needs_labels)
     source_format = kind.source_of(files[0])
     if scaling is not None and not FORMATS[source_format].is_keyed:
-        raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
+        raise UsageError(f"values of {format} are not scaled by key. Leave scaling out")
     cache_path = None if cache_dir is None else Path(cache_dir)
     return Dataset(
         files, format, columns, shard_bytes, strict, cache_path, labels, scaling, source_format, needs_labels, sizes
@@ -77,10 +77,10 @@ def open_dataset(
 
 
 def open_spec(spec: Mapping[str, Any]) -> Dataset:
-    """Open the dataset of :meth:`Dataset.spec`, in any process with the same files."""
+    """Open the dataset described by :meth:`Dataset.spec`, in any process with the same files."""
     missing = [name for name in _SPEC_NAMES if name not in spec]
     if missing:
-        raise UsageError(f"the spec lacks {', '.join(missing)}: pass the result of Dataset.spec()")
+        raise UsageError(f"the spec lacks {', '.join(missing)}. Pass the result of Dataset.spec()")
     content = dict(spec)
     cache_dir = content["cache_dir"]
     columns = Columns.from_fields(content) if content["label"] else None
@@ -101,12 +101,12 @@ def open_spec(spec: Mapping[str, Any]) -> Dataset:
 
 
 class Dataset(Closing):
-    """Shards of several files, each read as a stream of :class:`Batch`; made by :func:`open_dataset`.
+    """Shards of several files, each read as a stream of :class:`Batch`; created by :func:`open_dataset`.
 
-    A file has the number of its place in `files`, a shard its number within the file. Reading is streamed, with about
-    1 MiB of text and its examples in memory. Readers of the last few files stay open, so shards in ascending order are
-    read without a search. A file that changes during the use of the data set is a DataError, also in processes that
-    opened it with :func:`open_spec`. For one thread at a time.
+    A file's number is its index in `files`; a shard's number is its index in the file. Reading is streamed, with about
+    1 MiB of text and its examples in memory. Readers of the most recently used files stay open, so shards in ascending
+    order need no search. If a file changes while the data set is in use, DataError is raised, also in processes that
+    opened it with :func:`open_spec`. Not thread-safe.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Dataset(Closing):
         self.files = tuple(files)
         self.format = format
         self.source_format = source_format or format
-        """The format that defines the features: for converted data the format of its sources."""
+        """The format that defines the features; for converted data this is the format of the sources."""
         self.columns = columns
         self.shard_bytes = shard_bytes
         self.strict = strict
@@ -134,7 +134,7 @@ class Dataset(Closing):
         self.scaling = scaling
         self.needs_labels = needs_labels
         self.cache_error: str | None = None
-        """Why caching stopped, for example because the disk is full. Reading continues without it."""
+        """Why caching stopped, for example because the disk is full. Reading continues without a cache."""
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
         self._kind = FORMATS[format]
         self.in_use = FilesInUse(self.files, self._kind, sizes)
@@ -143,17 +143,17 @@ class Dataset(Closing):
         self._idle = IdleFiles()
 
     def close(self) -> None:
-        """Close the files. Another read opens them again."""
+        """Close the files. The next read opens them again."""
         self._idle.close()
 
     @property
     def bad_lines(self) -> BadLines:
-        """The malformed lines of all shards that were read; a shard that is read again counts once."""
+        """The malformed lines of all shards read so far; repeated reading of a shard counts once."""
         return self._log.total()
 
     @property
     def bad_lines_by_shard(self) -> dict[tuple[int, int], int]:
-        """The number of malformed lines by file and shard, for shards that have any."""
+        """The number of malformed lines by file and shard, for shards with malformed lines."""
         return self._log.by_shard()
 
     @property
@@ -162,11 +162,11 @@ class Dataset(Closing):
         return self._cache is not None
 
     def can_enter(self, file: int) -> bool:
-        """Return whether a file can be read from any shard without parsing the shards before it."""
+        """Return whether any shard of a file can be read without parsing the earlier shards."""
         return self._kind.is_random_access or text_size(self.files[file], 0) is not None
 
     def num_shards(self, file: int) -> int | None:
-        """Return the number of shards of a file. For some compressed files it is None until their end was read."""
+        """Return a file's number of shards; None for some compressed files that were not read to the end."""
         if file not in self.in_use.num_shards:
             if self._kind.is_random_access:
                 self._give_back(file, self._take(file))
@@ -175,25 +175,25 @@ class Dataset(Closing):
         return self.in_use.num_shards.get(file)
 
     def ended(self, file: int) -> int | None:
-        """Return the file's number of shards, or None if it is not known yet. Does not access the disk."""
+        """Return the file's number of shards if it is known, without accessing the disk; otherwise None."""
         return self.in_use.num_shards.get(file)
 
     def read(self, file: int, shard: int, batch_size: int) -> Iterator[Batch]:
         """Return the examples of one shard, in order, in batches of exactly `batch_size` rows, except the last.
 
-        A shard after the file's end has none. The caller may write to the arrays. The iterator raises DataError for a
-        damaged file or another format, and, if `strict`, for the first malformed line.
+        A shard after the end of the file has no examples. The caller may write to the arrays. The iterator raises
+        DataError for a damaged file or another format and, if `strict`, for the first malformed line.
         """
         if not 0 <= file < len(self.files):
-            raise UsageError(f"file {file} does not exist: the dataset has {len(self.files)} files, numbered from 0")
+            raise UsageError(f"file {file} does not exist. The dataset has {len(self.files)} files, numbered from 0")
         if shard < 0 or batch_size < 1:
-            raise UsageError(f"shard {shard} with batches of {batch_size}: a shard is 0 or more, a batch 1 or more")
+            raise UsageError(f"shard {shard}, batches of {batch_size}: expected at least shard 0 and batches of 1")
         return rebatch(self._blocks(file, shard), batch_size)
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Return all examples of all files, in order, in batches of exactly `batch_size` rows, except the last."""
         if batch_size < 1:
-            raise UsageError(f"batches of {batch_size} rows: a batch is 1 or more")
+            raise UsageError(f"batches of {batch_size} rows: expected 1 or more")
         return rebatch(self.blocks(), batch_size)
 
     def blocks(self) -> Iterator[Batch]:
@@ -206,7 +206,7 @@ class Dataset(Closing):
                 yield from self._blocks(file, shard)
 
     def spec(self) -> Spec:
-        """Return the description from which :func:`open_spec` opens the same dataset in another process."""
+        """Return a description with which :func:`open_spec` opens the same dataset in another process."""
         no_columns = {"label": "", "categorical": [], "numeric": []}
         columns = no_columns if self.columns is None else self.columns.to_fields()
         return {
@@ -242,7 +242,7 @@ class Dataset(Closing):
         yield from self._parsed_blocks(file, shard)
 
     def _parsed_blocks(self, file: int, shard: int) -> Iterator[Batch]:
-        """Yield the shard from its file, and write it to the cache."""
+        """Yield the shard from its file and write it to the cache."""
         opened = self._take(file)
         writing = _Writing(self, file, opened.status, shard)
         is_complete = False
@@ -272,12 +272,12 @@ class Dataset(Closing):
             found = detect_format(self.files[file])
         except DataError:
             return error
-        return error if found == self.format else DataError(f"{error}; it looks like {found}: pass --format {found}")
+        return error if found == self.format else DataError(f"{error}. It looks like {found}. Pass --format {found}")
 
     def _take(self, file: int) -> OpenFile:
         opened = self._idle.take(file)
         if opened is None:
-            status = self.in_use.check(file)  # before it is opened
+            status = self.in_use.check(file)  # before opening the file
             settings = ReadSettings(
                 shard_bytes=self.shard_bytes,
                 num_bytes=status.num_bytes,
@@ -314,20 +314,20 @@ class Dataset(Closing):
 
 
 class FilesInUse:
-    """Checks that files do not change. `sizes` are the sizes in bytes on another host, None for any."""
+    """Checks that files do not change. `sizes` are expected sizes in bytes; None accepts any size."""
 
     def __init__(self, files: Sequence[str], format: Format, sizes: Sequence[int] | None) -> None:
         self.sizes = None if sizes is None else list(sizes)
         self.num_shards: dict[int, int] = {}
-        """The number of shards by file, once it is known."""
+        """The number of shards of each file for which it is known."""
         self._files = tuple(files)
         self._format = format
         self._statuses: dict[int, FileStatus] = {}
 
     def check(self, file: int) -> FileStatus:
-        """Return the status of a file. Raises DataError if it differs from the first call.
+        """Return the status of a file. Raises DataError if the status has changed since the first call.
 
-        A copy on another host must have the same size.
+        If the file is a copy of a file on another host, it must have the same size.
         """
         path = self._files[file]
         status = self._format.stat(path)
@@ -335,19 +335,19 @@ class FilesInUse:
         size = first.num_bytes if self.sizes is None else self.sizes[file]
         if status.num_bytes != size:
             raise DataError(
-                f"{path} has changed during its use, from {size:,} to {status.num_bytes:,} bytes: the rows read so far "
+                f"{path} has changed during its use, from {size:,} to {status.num_bytes:,} bytes. The rows read so far "
                 "may be of two versions. Run the command again when the file is complete"
             )
         if status != first:
             raise DataError(
-                f"{path} was written to during its use: the rows read so far may be of two versions. Run the command "
+                f"{path} was written to during its use. The rows read so far may be of two versions. Run the command "
                 "again when the file is complete"
             )
         return status
 
 
 class _Writing:
-    """Writes a shard to the cache while it is read. A failure ends caching, not reading."""
+    """Writes a shard to the cache while the shard is read. A failure ends caching, but not reading."""
 
     def __init__(self, dataset: Dataset, file: int, status: FileStatus, shard: int) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""The dialect of a csv file, detected from its beginning: the separator, and the names of the columns."""
+"""Detect the dialect of a csv file from its beginning: the separator, and the names of the columns."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAX_HEAD_BYTES = 1 << 24
 
 HEADERS = ("auto", "yes", "no")
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
-"""The usual names of labels, in any case. The first one that a file has is its label."""
+"""The usual names of labels, ignoring case. The first of these names in a file is the label."""
 SEPARATORS = (",", ";", "\t")
 LAST_SEPARATOR = "|"
-"""Tried last, because it separates the elements of lists within cells of other files."""
+"""A separator to try last, because other files use it between elements of lists within cells."""
 BLANKS = "\x1f"
-"""Replaces runs of blanks and tabs; :func:`mark_blanks` writes it into the text."""
+"""A byte that :func:`mark_blanks` writes in place of runs of blanks and tabs."""
 PREAMBLE = re.compile(rb'(?:\xef\xbb\xbf)?(?:"?sep=.?"?\r?\n)?', re.IGNORECASE)
-"""The bytes before the first row: a byte-order mark, and the line by which Excel declares the separator."""
+"""The bytes before the first row: a byte-order mark, and Excel's line that declares the separator."""
 _DECLARED = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 _BLANKS = re.compile(rb'"[^"\n]*"|(?<=[^ \t\r\n])[ \t]+(?=[^ \t\r\n\x1f])')
 _WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -34,7 +34,7 @@ NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 _ROWS, _BLANKS_SHARE = 200, 0.9
 PLACE = re.compile(r"c[1-9][0-9]*")
-"""The name of a column without a name: its place."""
+"""The name of a column that has no name: its position."""
 
 
 def check_header(header: str) -> None:
@@ -44,9 +44,9 @@ def check_header(header: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The separator of a csv file, and the names of its columns: of the first row, or ``c1``, ``c2``, ... for data.
+    """The separator of a csv file, and the names of its columns: from the first row, else ``c1``, ``c2``, ...
 
-    Names have no blanks around them, except wanted names with blanks.
+    Blanks around names are removed, except from wanted names with blanks.
     """
 
     separator: str
@@ -59,9 +59,9 @@ class Dialect:
 
 
 def read_lines(path: str) -> tuple[bytes, bool]:
-    """Return the first 64 KiB of a file (up to 16 MiB for a long first line), and whether this is the complete text.
+    """Return the first 64 KiB of a file (up to 16 MiB for a long first line), and whether this is the whole text.
 
-    Raises DataError for UTF-16 and UTF-32, by their byte-order marks.
+    Raises DataError for UTF-16 and UTF-32, detected by their byte-order marks.
     """
     num_bytes = HEAD_BYTES
     while True:
@@ -84,25 +84,25 @@ def head_of(path: str) -> str:
 
 
 def read_dialect(path: str, wanted: Sequence[str] = (), header: str = "auto") -> Dialect:
-    """Return the dialect of a csv file; see :func:`guess_dialect`. Raises DataError for another format."""
+    """Detect the dialect of a csv file with :func:`guess_dialect`. Raises DataError for another format."""
     text = head_of(path)
     dialect = guess_dialect(text, wanted, header)
     if dialect is None:
         first = shorten(text.partition("\n")[0])
         raise DataError(
             f"{path} does not look like csv: expected rows of one width, separated by commas, semicolons, tabs, | or "
-            f"blanks; its first line is '{first}'{hint_at_open_quote(text)}"
+            f"blanks. Its first line is '{first}'{hint_at_open_quote(text)}"
         )
     return dialect
 
 
 def mark_blanks(text: bytes | bytearray) -> bytes:
-    """Replace the last blank of each run between two cells, outside quotes, by :data:`BLANKS`; the length stays."""
+    """Replace the last blank of each run between two cells, outside quotes, by :data:`BLANKS`; keep the length."""
     return _BLANKS.sub(lambda run: run[0] if run[0][:1] == b'"' else run[0][1:].replace(b"\t", b" ") + b"\x1f", text)
 
 
 def parse_rows(text: str, separator: str, limit: int | None = None) -> list[list[str]]:
-    """Return the rows of a text until the first invalid one, without blanks around cells."""
+    """Return the rows of a text before the first invalid row, without blanks around cells."""
     rows: list[list[str]] = []
     if separator == BLANKS:
         text = mark_blanks(text.encode()).decode()
@@ -120,9 +120,9 @@ def parse_rows(text: str, separator: str, limit: int | None = None) -> list[list
 def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -> Dialect | None:
     """Return the dialect of a file that begins with `text`; None if it does not look like csv.
 
-    The separator is chosen so that most rows have the width of the first, or so that the first row has a `wanted` name.
-    Unless `header` is yes or no, the first row is a header if it has a wanted name. If `wanted` are places such as
-    ``c3``, it must have all of them. Without wanted names its words decide.
+    The separator is chosen so that most rows have as many cells as the first row, or so that the first row has a
+    `wanted` name. Unless `header` is yes or no, the first row is a header if it has a wanted name. If `wanted` are
+    positions such as ``c3``, the file must have all of them. Without wanted names the words of the first row decide.
     """
     found: list[tuple[bool, float, int, str, list[list[str]]]] = []
     declared = _DECLARED.match(text)
@@ -157,19 +157,19 @@ def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -
 
 
 def _is_aligned(text: str, separator: str) -> bool:
-    """Return whether runs of blanks separate the columns, although some lines have a tab."""
+    """Return whether runs of blanks separate the columns, even if some lines have a tab."""
     lines = text.splitlines()[:_ROWS]
     return separator == "\t" and sum("  " in line.strip() for line in lines) > len(lines) / 2
 
 
 def _are_mostly_numbers(rows: Sequence[Sequence[str]]) -> bool:
-    """Return whether at least half of the columns have only numbers and missing values below the first row."""
+    """Return whether at least half of the columns have only numbers and missing values after the first row."""
     columns = zip(*([row for row in rows[1:] if len(row) == len(rows[0])] or rows), strict=True)
     return 2 * sum(all(is_number(cell) or is_missing(cell) for cell in cells) for cells in columns) >= len(rows[0])
 
 
 def _is_header(first: list[str], data: list[list[str]]) -> bool:
-    """Return whether the words of the first row are names: at most half of them occur below in their own columns."""
+    """Return whether the first row's words are names: at most half of them occur below in the same column."""
     below = [[cell for cell in cells if not is_missing(cell)] for cells in zip(*data, strict=True)] or [[]] * len(first)
     words = [
         (cell, column) for cell, column in zip(first, below, strict=True) if not (is_number(cell) or is_missing(cell))
@@ -186,7 +186,7 @@ def hint_at_open_quote(text: str) -> str:
     if text.count('"') % 2 == 0:
         return ""
     number = next((number for number, line in enumerate(text.split("\n"), 1) if line.count('"') % 2), 0)
-    return f"; line {number:,} opens a quote and does not close it" if number else ""
+    return f". Line {number:,} opens a quote and does not close it" if number else ""
 
 
 def is_number(cell: str) -> bool:

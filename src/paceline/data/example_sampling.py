@@ -1,4 +1,4 @@
-"""Samples of the examples of a data set, for the choice of settings before a training."""
+"""Sample the examples of a data set, for the choice of settings before a training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_ROWS = 262_144
 MAX_PAIRS = 4 << 20
 _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 256
-_NUM_BLOCKS = 64  # of 1 MiB of text, or 32,768 rows, if files are read from their beginnings
+_NUM_BLOCKS = 64  # blocks of 1 MiB of text, or 32,768 rows, for files that are read from the beginning
 _CHUNK_ROWS = 256
 _GROUP_RUNS = 128  # 32,768 rows
 
 
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
-    """Return a sample of a data set, in runs of up to 256 neighbours; all examples of a small one.
+    """Return a sample of a data set in runs of up to 256 neighbours; a small data set is sampled completely.
 
-    Of plain text, 16 MiB are read in evenly spread pieces. Other files are read from their beginnings, in total 64
-    blocks of 1 MiB of text (parquet: 32,768 rows). Runs beyond `max_rows` or `max_pairs` are dropped evenly. Malformed
-    lines are skipped even if ``dataset.strict``. Raises the errors of :meth:`Dataset.read`.
+    From plain text, 16 MiB are read in evenly spread pieces. From the beginnings of other files, 64 blocks of 1 MiB of
+    text (parquet: 32,768 rows) are read in total. If the sample exceeds `max_rows` or `max_pairs`, runs are dropped
+    evenly. Malformed lines are skipped even if ``dataset.strict``. Raises the errors of :meth:`Dataset.read`.
     """
     sizes = [stat_file(file).num_bytes for file in dataset.files]
     has_pieces = not FORMATS[dataset.format].samples_beginnings and all(map(dataset.can_enter, range(len(sizes))))
@@ -57,8 +57,8 @@ def thin(sample: ExampleSample, most: int) -> tuple[Batch, int]:
     """Return about `most` examples of a sample, in their order, and the number of examples that they represent.
 
     Every k-th run of neighbours is selected, counted from the newest. If labels have two classes, the rarer class keeps
-    all its examples, up to half of `most`. Weights of the other class compensate for the lower share of its examples,
-    so that sums over both classes are unbiased up to one common factor.
+    all its examples, up to half of `most`. The examples of the other class get weights that compensate for the dropped
+    ones, so that sums over both classes are unbiased up to one common factor.
     """
     batch, n = sample.batch, sample.batch.num_examples
     if n <= most:
@@ -96,7 +96,7 @@ class _Pieces:
 
 
 class _Beginnings:
-    """Reads the beginnings of all files, with equally many blocks of each."""
+    """Reads the beginnings of all files, with the same number of blocks from each."""
 
     def __init__(self, reader: Dataset) -> None:
         self._reader = reader
@@ -128,7 +128,7 @@ class _Beginnings:
 
 
 class _Thinned:
-    """Collects every 2^k-th run of examples, with k large enough for the bounds."""
+    """Collects every 2^k-th run of examples, with k large enough for the limits."""
 
     def __init__(self, max_rows: int, max_pairs: int) -> None:
         self._bounds = np.array([max_rows, max_pairs])
@@ -139,7 +139,7 @@ class _Thinned:
     def add(self, run: Batch) -> None:
         self._seen_rows += run.num_examples
         if self._num_runs % self._stride == 0:
-            self._runs.append(run.copy())  # a slice would keep its whole block in memory
+            self._runs.append(run.copy())  # a slice would keep the whole block in memory
             self._size += _size(run)
             while len(self._runs) > 1 and (self._size > self._bounds).any():
                 self._runs = self._runs[::2]

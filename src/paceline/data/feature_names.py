@@ -1,4 +1,4 @@
-"""Names of features. Keys are hashes, so the names are found by reading the data again."""
+"""Find and store the names of features. Keys are hashes, so finding names requires reading the data again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.kernels.hashing import hash_bytes, name_seed
 from paceline.storage.durable_io import replacing
 
 FEATURE_NAMES = "feature-names.tsv"
-"""The file with the names in a model's directory."""
+"""The file in a model's directory with the names."""
 
 _ROWS = 16384
 
@@ -46,7 +46,7 @@ class NameFinder:
     def read_pairs(self, features: Iterator[tuple[str, str | None, str]]) -> None:
         """Add features until all wanted keys have names.
 
-        A feature has the text of its seed, its own text (None if the seed is the key), and its name.
+        A feature has the text of its seed, its own text (None if the seed is already the key), and its name.
         """
         seen: set[tuple[str, str | None]] = set()
         for outer, inner, name in features:
@@ -110,14 +110,14 @@ class _TextFile(io.RawIOBase):
 
 
 def write_feature_names(directory: Path, names: Mapping[int, str]) -> None:
-    """Write names to a model's directory: a line with key, tab and JSON string for each. Raises OSError."""
+    """Write names to a model's directory, one line per name with key, tab and JSON string. Raises OSError."""
     lines = [f"{key}\t{json.dumps(name, ensure_ascii=False)}\n" for key, name in sorted(names.items())]
     with replacing(directory / FEATURE_NAMES) as aside:
         aside.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def read_feature_names(directory: Path) -> dict[int, str]:
-    """Return the names in a model's directory; none if the file is missing. Raises ModelError."""
+    """Read the names in a model's directory; return no names if the file is missing. Raises ModelError."""
     names: dict[int, str] = {}
     try:
         with open(directory / FEATURE_NAMES, encoding="utf-8") as lines:

@@ -1,7 +1,7 @@
-"""Guesses the kinds of columns from rows spread over the files.
+"""Guess the kinds of columns from rows spread over the files.
 
-The rules are in guides/data.md. They judge a column by its distinct values and their
-frequencies. The same files have the same result.
+The rules are in guides/data.md. They judge a column by its distinct values and the frequencies of these values. The
+result for the same files is always the same.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from paceline.kernels.text.values import split_words
 
 NUM_EXAMPLES = 3
 IN_LISTS = "in lists"
-"""The reason why a column of lists is categorical."""
+"""The reason why columns of lists are categorical."""
 
-_LEAST_ROWS = 50  # distinct values in fewer rows say little
+_LEAST_ROWS = 50  # distinct values in fewer rows are weak evidence
 _FEW, _ROWS_PER_VALUE = 64, 20
-_LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15
+_LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15 digits
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0)?")
 _PADDED = re.compile(r"[+-]?0[0-9]+")
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
@@ -53,17 +53,17 @@ _ODD_NUMBERS = (
 _INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.I)
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _ROW_NAME = re.compile(r"(?:unnamed: ?[0-9]+|row[ ._]?(?:names?|numbers?)|index)?", re.I)
-"""The names that pandas and R give to row numbers: mostly none."""
+"""Names that pandas and R give to columns of row numbers, usually empty."""
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
 _MANY_DISTINCT = "integers, each in many rows"
-_LITTLE_EVIDENCE = 2.0  # nats: if the truth is a line, a table of rates seldom explains more
-_EVIDENCE = 10.0  # the same for many distinct values
+_LITTLE_EVIDENCE = 2.0  # nats: a table of rates seldom explains more if the relation is linear
+_EVIDENCE = 10.0  # nats, for many distinct values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """Options for reading data. Columns without an option are guessed."""
+    """Options for reading data. The kinds of other columns are guessed."""
 
     label: str | None = None
     """The column of the label, by name or number."""
@@ -74,12 +74,12 @@ class ReadOptions:
     """Columns to leave out; ``*`` stands for all columns without another option."""
     header: str = "auto"
     max_malformed: float = 0.05
-    """The largest allowed share of malformed rows."""
+    """The largest allowed fraction of malformed rows."""
 
     def __post_init__(self) -> None:
         check_header(self.header)
         if not 0 <= self.max_malformed <= 1:
-            raise UsageError(f"--max-malformed {self.max_malformed:g}: expected a share from 0 to 1")
+            raise UsageError(f"--max-malformed {self.max_malformed:g}: expected a fraction from 0 to 1")
 
     @property
     def given(self) -> list[str]:
@@ -93,7 +93,7 @@ class ReadOptions:
         return [name for name in given if name and name != "*"]
 
     def fit(self, path: str, columns: Columns, names: Sequence[str]) -> bool:
-        """Return whether files with columns `names` that were converted with `columns` agree with the options."""
+        """Return whether files with columns `names`, converted with `columns`, agree with the options."""
         label = columns.label if self.label is None else resolve_label(path, names, self.label)
         given, known = self.kinds(path, names, label), columns.kinds
         has_same_ignored = "*" not in given or {*columns.names} <= {*given, columns.label, columns.weight}
@@ -102,17 +102,17 @@ class ReadOptions:
         return label == columns.label and self.header in ("auto", columns.header) and has_same_ignored and all(fitting)
 
     def kinds(self, path: str, names: Sequence[str], label: str) -> dict[str, str]:
-        """Return the kind of each given column. Raises UsageError for unknown columns, two kinds, and the label."""
+        """Return the kind of each given column. Raises UsageError for unknown columns, two kinds, or the label."""
         found: dict[str, str] = {}
         for kind in ("categorical", "numeric", "text", "ignore"):
             for name in getattr(self, kind):
                 resolved = name if name == "*" and kind == "ignore" else resolve_label(path, names, name)
                 if found.setdefault(resolved, kind) != kind:
                     raise UsageError(
-                        f"--{kind} {name}: --{found[resolved]} names that column too: leave one option out"
+                        f"--{kind} {name}: --{found[resolved]} names this column too. Leave one option out"
                     )
         if label in found:
-            raise UsageError(f"--{found[label]} {label}: that column is the label: leave it out, or change --label")
+            raise UsageError(f"--{found[label]} {label}: this column is the label. Leave it out, or change --label")
         return found
 
 
@@ -124,7 +124,7 @@ def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTION
     """Guess the kinds of the columns of `sample` that `options` do not name.
 
     `weight` is the column with the examples' weights, if any. Messages name `path`. Raises UsageError without a label,
-    or without another column.
+    or without any other column.
     """
     label = options.label
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
@@ -163,7 +163,7 @@ def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTION
 
 
 def _check_commas(path: str, sample: TextTable, names: Sequence[str]) -> None:
-    """Raise UsageError for numbers with commas or signs, which would become text."""
+    """Raise UsageError for numbers with commas or signs, because they would be read as text."""
     for name in names:
         cells = [cell.strip() for cell in sample.column(name) if not is_missing(cell)]
         num_numbers = sum(map(is_number, cells))
@@ -172,19 +172,19 @@ def _check_commas(path: str, sample: TextTable, names: Sequence[str]) -> None:
             if len(odd) > len(cells) / 2 and num_numbers + len(odd) == len(cells):
                 shown = next((cell for cell in odd if not _THOUSANDS.fullmatch(cell)), odd[0])
                 raise UsageError(
-                    f"{path} has numbers with {marks}, such as '{shown}' in column '{name}': write them {advice}, or "
+                    f"{path} has numbers with {marks}, such as '{shown}' in column '{name}'. Write them {advice}, or "
                     f"pass --categorical {name} if they are text"
                 )
 
 
 def _without_copies(sample: TextTable) -> TextTable:
-    """Remove duplicate rows, unless most are: with duplicates no column would identify rows."""
+    """Remove duplicate rows, unless most rows are duplicates. Otherwise no column would identify rows."""
     rows = list(dict.fromkeys(map(tuple, sample.rows)))
     return sample if 2 * len(rows) < len(sample.rows) else TextTable(sample.names, sample.types, list(map(list, rows)))
 
 
 def describe_named(sample: TextTable, columns: Columns) -> Guesses:
-    """Return the guesses for named columns, with the words of the labels."""
+    """Return the guesses for named columns, including the words of the labels."""
     if not columns.classes:
         columns = replace(columns, classes=sample.classes(columns.label))
     guesses, kinds = [], columns.kinds
@@ -201,8 +201,8 @@ def _describe(name: str, kind: str, reason: str, counts: Mapping[str, int]) -> G
 def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], type: str = "") -> tuple[str, str]:
     """Return the kind of a column other than the label, and the reason.
 
-    `name` is empty if the header has no name, `cells` are in the order of the rows, `counts` has the frequencies of
-    cells that are not empty, and `type` is a type of :class:`TextTable`.
+    `name` is empty if the header has no name. `cells` are in the order of the rows, `counts` has the frequencies of
+    nonempty cells, and `type` is a type of :class:`TextTable`.
     """
     if type == "nested":
         return "left out", "holds structures"
@@ -229,7 +229,7 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
 
 
 def _are_sentences(cells: Sequence[str]) -> bool:
-    """Return whether most texts have blanks, and two words or more on average, which mostly occur in several texts."""
+    """Return whether most texts have blanks, and words (two or more per text) mostly recur in other texts."""
     words = [{*split_words(cell.encode("utf-8", "replace"))} for cell in cells]
     counts = Counter(word for text in words for word in text)
     have_blanks = sum(" " in cell for cell in cells) > len(cells) / 2
@@ -237,7 +237,7 @@ def _are_sentences(cells: Sequence[str]) -> bool:
 
 
 def _integer(cell: str) -> int:
-    """Return the integer of a cell, which may end in ``.0``, as in columns with missing numbers."""
+    """Return the integer in a cell, which may end in ``.0`` in columns with missing numbers."""
     return int(cell.removesuffix(".0"))
 
 
@@ -273,10 +273,10 @@ def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> t
 def _judge_by_label(
     cells: Sequence[str], labels: npt.NDArray[np.float64], kind: str, reason: str, num_columns: int
 ) -> tuple[str, str]:
-    """Return the kind of a column of frequent integers, and the reason, by the better explanation of the labels.
+    """Return the kind of a column of frequent integers, and the reason, by the model that explains the labels better.
 
-    The candidates are a line, and a rate for each value with a penalty for its parameters. Among many columns
-    (`num_columns`) more seem to have such rates by chance.
+    The candidates are a line, and a rate for each value with a penalty for its parameters. The more columns there are
+    (`num_columns`), the more of them seem to have such rates by chance.
     """
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and not math.isnan(labels[row])]
     numbers, labels = np.array([_integer(cells[row]) for row in rows], np.float64), labels[rows]
@@ -284,19 +284,19 @@ def _judge_by_label(
     table = table_loss(np.unique(numbers, return_inverse=True)[1], labels)
     better = (line - table) * len(rows)
     if kind == "categorical" and better < max(_LITTLE_EVIDENCE, math.log(num_columns)):
-        return "numeric", f"{reason}, and the label follows them evenly"
+        return "numeric", f"{reason}, and the label changes evenly with them"
     if kind == "numeric" and better > _EVIDENCE:
-        return "categorical", f"{reason}, and the label does not follow them evenly"
+        return "categorical", f"{reason}, and the label does not change evenly with them"
     return kind, reason
 
 
 def _is_counter(values: Sequence[int]) -> bool:
-    """Return whether distinct values ascend or descend from row to row."""
+    """Return whether distinct values increase or decrease from row to row."""
     return all(a < b for a, b in pairwise(values)) or all(a > b for a, b in pairwise(values))
 
 
 def _is_uniform(values: Sequence[int]) -> bool:
-    """Return whether many distinct values are uniform over their range, like random identifiers and few quantities."""
+    """Return whether many distinct values are uniform over their range, which is typical of identifiers."""
     ordered = sorted(values)
     low, width = ordered[0], ordered[-1] - ordered[0]
     quarters = (abs((ordered[len(ordered) * k // 4] - low) / width - k / 4) for k in (1, 2, 3))
@@ -304,7 +304,7 @@ def _is_uniform(values: Sequence[int]) -> bool:
 
 
 def _are_far_from_zero(values: Sequence[int]) -> bool:
-    """Return whether the middle 80% of the rows are much larger than their differences, like 100013 and 100217."""
+    """Return whether the middle 80% of values are much larger than their differences, such as 100013 and 100217."""
     ordered = sorted(values)
     low, high = ordered[len(ordered) // 10], ordered[len(ordered) - 1 - len(ordered) // 10]
     return min(abs(low), abs(high)) > 20 * (high - low) > 0
@@ -313,9 +313,9 @@ def _are_far_from_zero(values: Sequence[int]) -> bool:
 def _are_codes(values: Sequence[int]) -> bool:
     """Return whether values repeat more than twice as often as in a smooth distribution over the same range.
 
-    The middle 80% of the rows, without a value that most rows have, are cut into bins of equally many rows. In a bin of
-    m rows and R possible values a locally uniform distribution has R(1 - exp(-m/R)) distinct values on average.
-    Amounts, which are mostly round, are not codes.
+    The middle 80% of the rows are split into bins with equally many rows, except for a value that most rows have. In a
+    bin with m rows and R possible values, a locally uniform distribution has R(1 - exp(-m/R)) distinct values on
+    average. Amounts, which are mostly round numbers, are not codes.
     """
     if sum(value % 5 == 0 for value in values) * 2 > len(values):
         return False

@@ -1,7 +1,7 @@
-"""Scaling of values by key, so that one learning rate suits all features.
+"""Scale values by key, so that one learning rate suits all features.
 
-Files without columns (libsvm) do not describe their numbers: ages, amounts and shares may be mixed. A
-:class:`KeyScaling` is found on a sample of the examples. It is part of the data set's description and of the saved
+Files without columns (libsvm) do not describe their numbers, which may be ages, amounts and shares together. A sample
+of the examples determines a :class:`KeyScaling`. The scaling is part of the data set's description and of the saved
 model, and readers apply it.
 """
 
@@ -27,20 +27,20 @@ _SAME = 2.0**0.5
 _CENTRED_SHARE = 0.5
 
 _Entry: TypeAlias = tuple[float, float, float, bool, int]
-"""Mean, scale, unit, whether it is filled, and field of a key."""
+"""A key's mean, scale, unit, whether it is filled, and field."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyScaling:
-    """Scaling of values: (value - mean) / scale, at most 1,000 in size.
+    """Scaling of values: (value - mean) / scale, limited to an absolute value of 1,000.
 
     `keys` uint64 [n], ascending; `means` and `scales` float64 [n]. Values of other keys are divided by `other_scale`.
     `fields` uint32 [n] are the fields of the keys; None without fields. A *filled* key (bool [n]; None: keys with a
-    mean other than 0) is added to examples that lack it, as the scaled value of 0.
+    nonzero mean) is added to examples that lack it, with the scaled value of 0.
 
     With a `unit` u (float64 [n], 0 for none) sign(x) log(1 + |x|/u) replaces a value x. A key with `edges` (float32,
-    ascending) is cut into one more bin than edges: the value becomes a feature with the key of
-    :func:`paceline.data.scales.bins.key_bin_key` and the value 1.
+    ascending) has one more bin than edges: its value becomes a feature with value 1 and the key from
+    :func:`paceline.data.scales.bins.key_bin_key`.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -61,7 +61,7 @@ class KeyScaling:
         optional = (array for array in (self.fields, self.units, self.filled) if array is not None)
         lengths = {n, len(self.means), len(self.scales), *map(len, optional)}
         if not (len(lengths) == 1 and (self.scales > 0).all() and self.other_scale > 0):
-            raise UsageError(f"a scaling has a mean and a positive scale for each of its {n} keys")
+            raise UsageError(f"a scaling needs a mean and a positive scale for each of its {n} keys")
         if n > 1 and not (self.keys[1:] > self.keys[:-1]).all():
             raise UsageError("the keys of a scaling must ascend without duplicates")
         filled = np.flatnonzero(self.means if self.filled is None else self.filled)
@@ -77,7 +77,7 @@ class KeyScaling:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the weights of a linear model can be converted to weights for unscaled values."""
+        """Whether a linear model's weights can be converted to weights for unscaled values."""
         return not self.edges and (self.units is None or not self.units.any())
 
     @property
@@ -94,7 +94,7 @@ class KeyScaling:
         }
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the scaled examples. Filled keys are first in every row."""
+        """Return the scaled examples. Filled keys come first in every row."""
         values = np.ones(len(batch.keys)) if batch.values is None else batch.values.astype(np.float64)
         at = self._find(batch.keys)
         keys, scaled = self._changed(at, batch.keys, values)
@@ -105,7 +105,7 @@ class KeyScaling:
     def unscaled(
         self, keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return the weights for unscaled values, and their addition to the bias. The scaling must be linear.
+        """Return the weights for unscaled values, and the amount to add to the bias. The scaling must be linear.
 
         `keys` uint64 [n] and `weights` float32 [n, dim] belong to a linear model of scaled values.
         """
@@ -116,7 +116,7 @@ class KeyScaling:
         return weights.astype(np.float32), -(weights * means[:, np.newaxis]).sum(axis=0).astype(np.float32)
 
     def _find(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return the place of each key among the keys of the scaling; n for other keys."""
+        """Return the index of each key among the scaling's keys; n for other keys."""
         at = np.searchsorted(self.keys, keys)
         if len(self.keys):
             at[self.keys[np.minimum(at, len(self.keys) - 1)] != keys] = len(self.keys)
@@ -125,7 +125,7 @@ class KeyScaling:
     def _changed(
         self, at: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]]:
-        """Return scaled keys and values; `at` are the places of the keys, `values` the unscaled float64 values."""
+        """Return scaled keys and values; `at` has the indices of the keys, `values` the unscaled float64 values."""
         from paceline.kernels.features.scaling import MOST_DEVIATIONS
 
         means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
@@ -192,7 +192,7 @@ class KeyScaling:
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> KeyScaling:
-        """Return the scaling of :meth:`spec`. Raises UsageError for another description."""
+        """Create the scaling described by :meth:`spec`. Raises UsageError for another description."""
         try:
             keys = np.array(spec["keys"], np.uint64)
             means, scales = np.array(spec["means"], np.float64), np.array(spec["scales"], np.float64)
@@ -206,7 +206,7 @@ class KeyScaling:
 
 
 def _inverse(places: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-    """Return the index in `places` of each number up to n (int64 [n + 1]); -1 for numbers that it lacks."""
+    """Return the index in `places` of each number up to n (int64 [n + 1]); -1 for missing numbers."""
     found = np.full(n + 1, -1, np.int64)
     found[places] = np.arange(len(places))
     return found
@@ -218,11 +218,11 @@ def read_key_scaling(described: Mapping[str, Any]) -> KeyScaling | None:
 
 
 def find_key_scaling(batch: Batch) -> KeyScaling | None:
-    """Return the scaling that suits examples like these; None if all values are 1, or nearly so.
+    """Return the scaling for examples like these; None if all values are 1, or almost all.
 
-    A key's scale is the root mean square of its values, so signs and zeros stay. Keys with several values in more than
-    half of the examples are standardised instead: mean 0, standard deviation 1. Keys that occur fewer than 8 times get
-    the median scale of such keys, because they are usually of one kind.
+    A key's scale is the root mean square of its values, so signs and zeros remain. Keys with several values in more
+    than half of the examples are standardized instead, to mean 0 and standard deviation 1. Keys that occur fewer than 8
+    times get the median scale of such keys, because they are usually of one kind.
     """
     if batch.values is None or not batch.num_examples:
         return None
@@ -237,7 +237,7 @@ def find_key_scaling(batch: Batch) -> KeyScaling | None:
     if abs(np.log2(other_scale)) < 0.5:
         other_scale = 1.0
     n = batch.num_examples
-    is_two_valued = np.isclose(sums * sums, squares * count, rtol=1e-11, atol=0)  # one value other than 0
+    is_two_valued = np.isclose(sums * sums, squares * count, rtol=1e-11, atol=0)  # only one nonzero value
     deviations = np.sqrt(np.maximum(squares / n - (sums / n) ** 2, 0.0))
     centred = (count > _CENTRED_SHARE * n) & ~is_two_valued & (deviations > 1e-6 * scales)
     means = np.where(centred, sums / n, 0.0)
@@ -263,9 +263,9 @@ def with_scales(
     *,
     absent_is_zero: bool,
 ) -> KeyScaling | None:
-    """Return a scaling with logarithms or bins for the features whose scales have them, and unchanged otherwise.
+    """Return a scaling with logarithms or bins for features whose scales have them; other features do not change.
 
-    If `absent_is_zero`, examples that lack such a feature have its value 0.
+    If `absent_is_zero`, a missing feature of this kind has the value 0.
     """
     changed = [(feature, scale) for feature, scale in zip(features, scales, strict=True) if scale.edges or scale.unit]
     if not changed:

@@ -1,7 +1,7 @@
 """Labels: the values of cells, and their interpretation by a data set.
 
-The interpretation is a text, which can be sent to other processes: ``numbers`` for unchanged numbers; ``clicks`` for 1
-if a label is above 0, otherwise 0; ``clicks:2`` for 1 if a label is 2, otherwise 0.
+The interpretation is a text, which can be sent to other processes. ``numbers`` means unchanged numbers. ``clicks``
+means 1 for a label above 0, otherwise 0. ``clicks:2`` means 1 for the label 2, otherwise 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEGATIONS = ("no", "not", "non", "un")
 
 
 def clicks_where(positive: float | None) -> str:
-    """Return the interpretation of labels as clicks, with one positive label; None: labels above 0 are positive."""
+    """Return the interpretation of labels as clicks with one positive label; None: labels above 0 are positive."""
     return CLICKS if positive is None else f"{CLICKS}:{positive!r}"
 
 
@@ -39,7 +39,7 @@ def positive_in(labels: str) -> float | None:
 
 
 def read_as(labels: str, found: npt.NDArray[np.float32], *, unknown: bool = False) -> None:
-    """Replace the labels `found` (float32) by their interpretation. If labels may be `unknown`, NaN stays."""
+    """Replace the labels `found` (float32) by their interpretation. If labels may be `unknown`, NaN remains."""
     if labels == NUMBERS:
         return
     positive = positive_in(labels)
@@ -51,7 +51,7 @@ def read_as(labels: str, found: npt.NDArray[np.float32], *, unknown: bool = Fals
 
 
 def parse_positive(text: str) -> float | str:
-    """Return the label in an option: a number, or a word for :func:`resolve_positive`. Raises UsageError."""
+    """Parse the label in an option: a number, or a word for :func:`resolve_positive`. Raises UsageError."""
     if not text.strip() or (is_number(text) and abs(float(text)) > MAX_FLOAT32):
         raise UsageError(f"--positive {text}: expected a finite number or a word")
     return float(text) if is_number(text) else text.strip(_BLANKS)
@@ -60,7 +60,7 @@ def parse_positive(text: str) -> float | str:
 def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> float | None:
     """Return the number of the label `positive`, given the words that are labels (`classes`, empty for numbers).
 
-    None if it is positive by default. Raises UsageError for an unknown word.
+    Return None if this label is positive by default. Raises UsageError for an unknown word.
     """
     if not isinstance(positive, str):
         return positive
@@ -69,25 +69,25 @@ def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> fl
         if label is None:
             raise UsageError(
                 f"--positive {positive}: the labels of this data are numbers, because some are numbers or there are "
-                f"not 2 to {MOST_CLASSES} words: pass a number, or one of {', '.join(LABEL_WORDS)}"
+                f"not 2 to {MOST_CLASSES} words. Pass a number, or one of {', '.join(LABEL_WORDS)}"
             )
         return label
     if positive not in classes:
-        raise UsageError(f"--positive {positive}: no sampled row has this label: the labels are {_listed(classes)}")
+        raise UsageError(f"--positive {positive}: no sampled row has this label. The labels are {_listed(classes)}")
     at = list(classes).index(positive)
     return None if len(classes) == 2 and at == 1 else float(at)
 
 
 def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
-    """Return the words that are labels, in the order of their numbers; none if labels are numbers.
+    """Return the words that are labels, in the order of their numbers; no words if labels are numbers.
 
-    All distinct words decide. Words for 0 and 1, such as no and yes, are numbers only without other words, and only if
-    both numbers, or a single word, occur. The second of two words in alphabetical order is 1. A word for 0, or the
-    negation of the other word, such as "not spam", is 0.
+    The set of all distinct words decides. Words for 0 and 1, such as no and yes, are read as numbers only if there are
+    no other words, and only if both numbers occur, or a single word. Otherwise the alphabetically second of two words
+    is 1. But a word for 0, or the negation of the other word, such as "not spam", is 0.
     """
     words = {cell.strip(_BLANKS) for cell in cells if not is_missing(cell)}
     known = {read_label(word) for word in words}
-    is_one_number = len(known) == 1 and len({word[0].lower() for word in words}) > 1  # T and Y, or F and N
+    is_one_number = len(known) == 1 and len({word[0].lower() for word in words}) > 1  # such as T and Y, or F and N
     are_words = (None in known or is_one_number) and not any(map(is_number, words))
     if not are_words or not 2 <= len(words) <= MOST_CLASSES or not all(word.isprintable() for word in words):
         return ()
@@ -96,7 +96,7 @@ def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
 
 
 def _usual_place(word: str, words: set[str]) -> float:
-    """Return 0 or 1 if one of two words usually has that meaning, otherwise 0.5."""
+    """Return 0 or 1 if this one of two words usually has that meaning, otherwise 0.5."""
     negated = {f"{prefix}{blank}{name}".casefold() for prefix in _NEGATIONS for blank in ("", *"-_ ") for name in words}
     if word.casefold() in negated:
         return 0.0
@@ -104,7 +104,7 @@ def _usual_place(word: str, words: set[str]) -> float:
 
 
 def read_label(cell: str, classes: Sequence[str] = ()) -> float | None:
-    """Return the label of a cell: a number, or the number of a word, of `classes` if there are any; None if invalid."""
+    """Return the label in a cell: a number, or the number of a word (of `classes`, if any); None if invalid."""
     if classes:
         word = cell.strip(_BLANKS)
         return float(classes.index(word)) if word in classes else None
@@ -114,12 +114,12 @@ def read_label(cell: str, classes: Sequence[str] = ()) -> float | None:
 
 
 def count_labels(cells: Iterable[str], classes: Sequence[str] = ()) -> dict[float, int]:
-    """Return the number of cells with each label, by :func:`read_label`; invalid cells are skipped."""
+    """Return the number of cells with each label, read by :func:`read_label`; invalid cells are skipped."""
     return dict(Counter(value for cell in cells if (value := read_label(cell, classes)) is not None))
 
 
 def describe_no_numbers(cells: Iterable[str]) -> str | None:
-    """Return a description of texts in place of labels or weights; None if a cell is valid, or all are missing."""
+    """Describe texts in place of labels or weights; return None if a cell is valid, or all are missing."""
     texts: dict[str, None] = {}
     for cell in cells:
         if read_label(cell) is not None:
@@ -151,29 +151,29 @@ def describe_classes(classes: Sequence[str], labels: str = NUMBERS) -> str:
     positive = positive_in(labels)
     at = 1 if positive is None else int(positive)
     if len(classes) > 2:
-        return f"labels are words: {classes[at]} is 1, the positive one, and the other {len(classes) - 1} are 0"
-    text = f"labels are words: {classes[1 - at]} is 0, and {classes[at]} is 1, the positive one"
+        return f"labels are words: {classes[at]} is 1, the positive label, and the other {len(classes) - 1} are 0"
+    text = f"labels are words: {classes[1 - at]} is 0, and {classes[at]} is 1, the positive label"
     return text if positive is not None else f"{text} (--positive '{classes[0]}' swaps them)"
 
 
 def describe_not_binary(found: Mapping[float, int], labels: str = CLICKS, classes: Sequence[str] = ()) -> str | None:
-    """Describe labels that are not two classes although they are read as clicks; None for at most two classes.
+    """Describe labels that are read as clicks but are not two classes; return None for at most two classes.
 
-    `classes` are the words that are labels; none if labels are numbers.
+    `classes` are the words that are labels; empty if labels are numbers.
     """
     values, positive = sorted(found), positive_in(labels)
     listed = _listed([classes[int(value)] if classes else f"{value:g}" for value in values])
     if positive is not None:
         if not values or np.float32(positive) in np.array(values, np.float32):
             return None
-        return f"labels are {listed}, without {positive:g}, the positive one"
+        return f"labels are {listed}, without {positive:g}, the positive label"
     if labels == NUMBERS or len(values) < 2 or (len(values) == 2 and values[0] <= 0 < values[1]):
         return None
     return f"labels are {listed}, expected two" + ("" if classes else ": 0 and 1, or -1 and 1")
 
 
 def describe_one_label(found: Mapping[float, int], labels: str = CLICKS, classes: Sequence[str] = ()) -> str | None:
-    """Describe the only label of the sampled rows; None if they have several labels, or none."""
+    """Describe the only label of the sampled rows; return None if there are several labels, or none."""
     if len(found) != 1 or labels == NUMBERS:
         return None
     (value,) = found

@@ -1,4 +1,4 @@
-"""Interface and settings of readers, and the readers that stay open for the next shard."""
+"""Define the interface and the settings of readers, and keep readers open for the next shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.data.streams import FileStatus
 from paceline.errors import DataError
 
 Report = Callable[[int, Sequence[BadLine]], None]
-"""Receives the number of malformed lines, and descriptions of the first ones."""
+"""A callback for the number of malformed lines and descriptions of the first few."""
 
 BLOCK_BYTES = 1 << 20
 """The size of a block of text, which is read and parsed in one step."""
@@ -29,22 +29,23 @@ class ReadSettings:
     num_bytes: int
     columns: Columns | None = None
     needs_label: bool = True
-    """Whether a row without a label is malformed; otherwise its label is NaN."""
+    """Whether a row without a label is malformed; if not, the label is NaN."""
 
 
 class OtherFormatError(DataError):
-    """A file has another format than the reader's: none of its first lines is valid."""
+    """The format of a file differs from the reader's format, because none of the first lines is valid."""
 
 
 class ShardReader(Protocol):
-    """Reads shards of one file. It keeps its position, so shards in ascending order are read without a search."""
+    """Reads shards of one file. The reader keeps its position, so shards in ascending order need no search."""
 
     num_shards: int | None
-    """None while it is unknown."""
+    """The number of shards; None if unknown."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """Yield the shard's rows in batches of the reader's own size, with the labels of the file; none after the
-        last shard.
+        """Yield the shard's rows in batches of the reader's own size, with the labels of the file.
+
+        Yields nothing after the last shard.
         """
 
     def close(self) -> None:
@@ -53,24 +54,24 @@ class ShardReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file's reader, and the status of the file before it was opened."""
+    """A file's reader, and the status of the file before opening."""
 
     status: FileStatus
     reader: ShardReader
 
 
 class IdleFiles:
-    """The files that were read last; they stay open."""
+    """The most recently read files, which stay open."""
 
     def __init__(self) -> None:
         self._idle: dict[int, OpenFile] = {}
 
     def take(self, file: int) -> OpenFile | None:
-        """Remove and return the file with this number, if it is open. The caller owns it."""
+        """Remove and return the file with this number, if open. The caller then owns the file."""
         return self._idle.pop(file, None)
 
     def give_back(self, file: int, opened: OpenFile) -> None:
-        """Keep a file open. Close an older reader of this file, or the file that is idle for the longest time."""
+        """Keep a file open. Close an older reader of this file, or the file that has been idle for the longest time."""
         older = self.take(file)
         if older is not None:
             older.reader.close()

@@ -1,4 +1,4 @@
-"""A sample of data files, and the properties of the data that are derived from it."""
+"""Define a sample of data files, and properties of the data derived from it."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ class ExampleSample:
     batch: Batch
     starts: npt.NDArray[np.int64]
     num_examples: int
-    """The number of examples in the whole data set; an estimate, unless `is_whole`."""
+    """The number of examples in the whole data set; an estimate unless `is_whole`."""
     is_whole: bool
-    """Whether the sample has all examples of the data set."""
+    """Whether the sample contains all examples of the data set."""
     bad_lines: BadLines | None = None
     num_read: int = 0
-    """The number of examples that were read; the sample may have fewer."""
+    """The number of examples read, some of which may not be in the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """A sample of data files, and the properties of the data that were derived from it."""
+    """A sample of data files, and properties of the data derived from it."""
 
     files: tuple[str, ...]
     format: str
     labels: dict[float, int]
-    """The number of sampled rows with each label. For converted data, of all rows."""
+    """The number of sampled rows with each label; for converted data, of all rows."""
     columns: Columns | None = None
     guesses: Guesses | None = None
-    """The kinds of the columns, and the reasons."""
+    """The guessed kinds of the columns, with reasons."""
     has_guessed_columns: bool = False
     label_words: tuple[str, ...] = ()
-    """The words for the labels 0 and 1, if they are words such as yes and no."""
+    """The words for the labels 0 and 1, such as yes and no, if labels are words."""
     fields: tuple[str, ...] = ()
     """The namespaces or fields of rows, for formats without columns."""
     table: TextTable | None = None
@@ -53,16 +53,16 @@ class Sample:
     converted: tuple[ConvertedFile, ...] = ()
     """The converted files, closed."""
     examples: ExampleSample | None = None
-    """The examples that the scales of the columns were chosen on, if a trial chose them."""
+    """The examples used to choose the scales of the columns, if a trial chose the scales."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The words that are labels; none if labels are numbers."""
+        """The words that are labels; empty if labels are numbers."""
         return () if self.columns is None else self.columns.classes
 
     @property
     def header_note(self) -> str | None:
-        """A note that csv files have no header; None if they have one, or another format."""
+        """A note that the csv files have no header; None if they have a header or another format."""
         if self.table is None or self.table.has_header:
             return None
         last = self.table.names[-1]
@@ -80,4 +80,4 @@ def check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: S
         )
     texts = describe_no_numbers(weights)
     if texts is not None:
-        raise DataError(f"{path}: the weights, column '{columns.weight}', are {texts}: expected numbers from 0 up")
+        raise DataError(f"{path}: the weights, column '{columns.weight}', are {texts}: expected numbers of 0 or more")

@@ -1,7 +1,7 @@
-"""Pieces of text from places spread over files, because files may be sorted.
+"""Read pieces of text from positions spread over files, because files may be sorted.
 
-The same files have the same pieces. Of a gzip file they are the beginning, because the remainder can be reached only by
-decompressing the text before it.
+The same files give the same pieces. The pieces of a gzip file are its beginning, because reaching the remainder
+requires decompressing all text before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.kernels.text.values import number_text
 
 _PIECES = 64
 _PIECE_BYTES = 32 << 10
-_LONG_LINES_BYTES = 16 << 20  # the limit of text that is read only to complete lines
+_LONG_LINES_BYTES = 16 << 20  # limit for reading further text to complete lines
 _MOST_CLASSES = 64
 
 
@@ -32,14 +32,14 @@ class TextTable:
     """Rows of csv or parquet files, as text. A missing cell is empty; a list is a JSON list of texts.
 
     `types` are the types of the columns in parquet files: ``integer``, ``float``, ``boolean``, ``text``, ``list`` or
-    ``nested``. For csv they are empty.
+    ``nested``; empty for csv.
     """
 
     names: tuple[str, ...]
     types: tuple[str, ...]
     rows: list[list[str]]
     has_header: bool = True
-    """Whether the names are from the first file; otherwise they are places such as c1."""
+    """Whether the names come from the first file; otherwise they are positions such as c1."""
     _places: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,14 +51,14 @@ class TextTable:
         return [row[at] for row in self.rows]
 
     def counts(self, name: str) -> Counter[str]:
-        """Return the number of cells with each value of a column, without empty cells; of lists, of elements."""
+        """Return the number of nonempty cells with each value of a column; for lists, the number of elements."""
         cells = [cell for cell in self.column(name) if cell]
         if self.types[self._places[name]] == "list":
             cells = [element for cell in cells for element in json.loads(cell)]
         return Counter(cells)
 
     def classes(self, name: str) -> tuple[str, ...]:
-        """Return the words that are labels in a column; none if labels are numbers."""
+        """Return the words that are labels in a column; no words if labels are numbers."""
         return find_classes(self.column(name))
 
     def labels(self, name: str) -> npt.NDArray[np.float64] | None:
@@ -71,7 +71,7 @@ class TextTable:
 
 
 def places_of(names: Sequence[str]) -> dict[str, int]:
-    """Return the place of each column, of the first one for a repeated name."""
+    """Return the index of each column; for a repeated name, the first index."""
     return {name: at for at, name in reversed(list(enumerate(names)))}
 
 
@@ -83,14 +83,14 @@ def json_text(value: Any) -> str:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spread numbers below `count`, with the first and the last."""
+    """Return at most `most` evenly spread numbers below `count`, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [at * (count - 1) // (most - 1) for at in range(most)] if most > 1 else [0]
 
 
 def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield lines from places spread over the files: the file's number, the first byte, and the lines."""
+    """Yield lines from positions spread over the files: the file's number, the offset of the lines, and the lines."""
     chosen = spread(len(files), _PIECES)
     num_pieces = max(1, _PIECES // len(chosen))
     budget = _LONG_LINES_BYTES
@@ -109,7 +109,7 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
                 piece = _read(stream, length)
                 begin = _first_line(piece, start)
                 while not 0 <= begin < piece.rfind(b"\n") + 1 and len(piece) < budget:
-                    more = _read(stream, len(piece))  # a longer line
+                    more = _read(stream, len(piece))  # the line is longer
                     piece += more
                     begin = _first_line(piece, start)
                     if not more:
@@ -124,7 +124,7 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _first_line(piece: bytes, start: int) -> int:
-    """Return the beginning of the first complete line of a piece; -1 for none."""
+    """Return the start of the first complete line of a piece; -1 if there is none."""
     newline = piece.find(b"\n")
     return 0 if start == 0 else newline + 1 if 0 <= newline < len(piece) - 1 else -1
 

@@ -1,12 +1,12 @@
-"""Synthetic click logs of any size from a known model, so that the best possible AUC and log loss are known.
+"""Generate synthetic click logs of any size from a known model, so that the best possible AUC and log loss are known.
 
-A row has 13 integers and 26 categories, like Criteo's rows. Its label is drawn from a logistic model over the features
-of :mod:`paceline.data`. A feature's weight is a function of its key, so an integer has the weight of its ⌊ln(x)²⌋
-category, and a missing value is a category. No trained model can be better than the true probabilities, except by
-chance.
+A row has 13 integers and 26 categories, like Criteo's rows. The label is drawn from a logistic model over the features
+of :mod:`paceline.data`. A feature's weight is a function of its key, so an integer has the weight of its category
+⌊ln(x)²⌋, and a missing value is a category. Except by chance, no trained model can be better than the true
+probabilities.
 
-The same spec gives the same bytes on every machine: random bits are PCG64's raw output, rows are looked up in tables of
-integers, and the tables use operations with exact results in IEEE 754 or :mod:`decimal`. No kernel is compiled.
+The same spec gives the same bytes on every machine. Random bits are PCG64's raw output, and rows are looked up in
+tables of integers. The tables use only operations that are exact in IEEE 754 or :mod:`decimal`. No kernel is compiled.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class _IntegerShape(NamedTuple):
 
     median: int
     spread: str
-    """The spread of natural logarithms; text, because it becomes a Decimal."""
+    """The standard deviation of the natural logarithm, as text for conversion to Decimal."""
     shift: int
     missing: int
-    """The share of rows without the field, in thousandths."""
+    """Rows without the field, per thousand."""
     effect: int
-    """The standard deviation of the field's part of the logit, in thousandths."""
+    """The standard deviation of the field's contribution to the logit, in thousandths."""
 
 
 class _CategoryShape(NamedTuple):
-    """A field of categories; the k-th most frequent has a share proportional to 1 / (k + offset)."""
+    """A field of categories; the frequency of the k-th category is proportional to 1 / (k + offset)."""
 
     vocabulary: int
     offset: int
@@ -107,7 +107,7 @@ CATEGORIES = (
 assert (len(_INTEGERS), len(CATEGORIES)) == (CRITEO_INTEGERS, CRITEO_CATEGORIES)
 
 _CHUNK_ROWS = 8192
-_PILOT_ROWS = 1 << 15  # rows that determine the effects and the share of clicks
+_PILOT_ROWS = 1 << 15  # number of rows that determine the effects and the share of clicks
 _TRAIN, _EVAL, _PILOT = range(3)  # streams of random bits
 _SEGMENTS = 1 << 16
 _UNIT = 256  # a logit of 1 is this many units
@@ -123,34 +123,34 @@ class ClickLogSpec:
     """Settings of :func:`write_click_log`. The seed determines the model and the categories."""
 
     rows: int = 1_000_000
-    """Rows of the log for training. A longer log begins with the rows of a shorter one."""
+    """Rows of the training log. A longer log begins with the rows of a shorter log."""
     eval_rows: int = 100_000
-    """Rows of the file for evaluation, if there is one."""
+    """Rows of the evaluation file, if there is one."""
     seed: int = 0
     click_share: float = 0.25
     """The mean probability of a click, to within about 1%."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.eval_rows < 1:
-            raise UsageError(f"{self.rows} rows and {self.eval_rows} to evaluate: a file has at least 1 row")
+            raise UsageError(f"{self.rows} rows and {self.eval_rows} to evaluate: expected at least 1 row per file")
         if not 0 <= self.seed < 1 << 64:
-            raise UsageError(f"the seed is {self.seed}: it is an integer from 0 to 2^64-1")
+            raise UsageError(f"the seed is {self.seed}: expected an integer from 0 to 2^64-1")
         if not 0.01 <= self.click_share <= 0.99:
-            raise UsageError(f"the share of clicks is {self.click_share}: it is between 0.01 and 0.99")
+            raise UsageError(f"the share of clicks is {self.click_share}: expected 0.01 to 0.99")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClickLogTruth:
-    """Metrics of the true model on the evaluation file, or on the log if there is none."""
+    """Metrics of the true model on the evaluation file, or on the log if there is no evaluation file."""
 
     best_auc: float
-    """The AUC of the true probabilities against the drawn labels; exact; NaN if all labels are the same."""
+    """The exact AUC of the true probabilities for the drawn labels; NaN if all labels are equal."""
     best_log_loss: float
-    """Their mean log loss, in nats."""
+    """The mean log loss of the true probabilities, in nats."""
     examples: int
-    """The number of rows of that file."""
+    """The number of rows in the evaluated file."""
     clicks: int
-    """The number of its rows with label 1."""
+    """The number of rows with label 1 in the evaluated file."""
 
 
 def write_click_log(
@@ -158,13 +158,13 @@ def write_click_log(
 ) -> ClickLogTruth:
     """Write a synthetic click log in Criteo's format (tab-separated, about 244 bytes per row, not compressed).
 
-    `path` has ``spec.rows`` rows; `eval_path`, if given, ``spec.eval_rows`` other rows of the same model, which the
-    truth then refers to. A file gets its name when it is complete, and replaces an older one. Needs about 50 MB of
-    memory, and about two seconds for a million rows. Raises DataError if a file cannot be written.
+    `path` gets ``spec.rows`` rows. `eval_path`, if given, gets ``spec.eval_rows`` other rows from the same model, and
+    the returned truth then describes these rows. A file gets its name when it is complete, and replaces an older file.
+    Needs about 50 MB of memory, and two seconds per million rows. Raises DataError if a file cannot be written.
     """
     spec = ClickLogSpec() if spec is None else spec
     if eval_path is not None and os.path.realpath(path) == os.path.realpath(eval_path):
-        raise UsageError(f"both files are {path}: pass another name for the evaluation rows")
+        raise UsageError(f"both files are {path}. Pass another name for the evaluation rows")
     model = ClickModel(spec)
     histogram = _write(Path(path), model, _TRAIN, spec.rows)
     if eval_path is not None:
@@ -173,7 +173,7 @@ def write_click_log(
 
 
 def _write(path: Path, model: ClickModel, stream: int, rows: int) -> Ints:
-    """Write one file; return the number of rows with each label (first axis) and logit (second axis, in units)."""
+    """Write one file; return the number of rows by label (first axis) and logit (second axis, in units)."""
     histogram = np.zeros((2, 2 * _MAX_LOGIT + 1), np.int64)
     try:
         with replacing(path) as aside, open(aside, "wb") as file:
@@ -184,12 +184,12 @@ def _write(path: Path, model: ClickModel, stream: int, rows: int) -> Ints:
                 histogram[0] += np.bincount(logits[~labels], minlength=histogram.shape[1])
                 histogram[1] += np.bincount(logits[labels], minlength=histogram.shape[1])
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}; the click log is incomplete") from error
+        raise DataError(f"{path} cannot be written: {error.strerror or error}. The click log is incomplete") from error
     return histogram
 
 
 def _truth(histogram: Ints) -> ClickLogTruth:
-    """Return the exact AUC and the log loss of the true probabilities, from the counts of :func:`_write`."""
+    """Compute the exact AUC and the log loss of the true probabilities from the counts of :func:`_write`."""
     no_clicks, clicks = histogram
     total, total_clicks = int(histogram.sum()), int(clicks.sum())
     pairs = total_clicks * (total - total_clicks)
@@ -210,7 +210,7 @@ def _truth(histogram: Ints) -> ClickLogTruth:
 
 
 def click_thresholds() -> Ints:
-    """Return the probabilities times 2^32, rounded; element i is for a logit of i - _MAX_LOGIT units."""
+    """Return the probabilities times 2^32, rounded; element i belongs to a logit of i - _MAX_LOGIT units."""
     with localcontext() as context:
         context.prec = 25
         step, power, one = (Decimal(1) / _UNIT).exp(), Decimal(1), Decimal(1)
@@ -222,16 +222,16 @@ def click_thresholds() -> Ints:
 
 
 class _Field(NamedTuple):
-    """A field's values: distribution, text and weights."""
+    """The values of a field: distribution, text and weights."""
 
     first: npt.NDArray[np.uint32]
-    """[segments]: the first value for the upper 16 bits of a draw; the last value means missing."""
+    """The first value for the upper 16 bits of a draw, [segments]; the last value means missing."""
     width: npt.NDArray[np.uint32]
-    """[segments]: the number of values for the lower 16 bits of a draw."""
+    """The number of values for the lower 16 bits of a draw, [segments]."""
     text: npt.NDArray[Any]
     """Little-endian uint64 [values]: up to eight characters, the first in the lowest byte, padded with zeros."""
     weight: npt.NDArray[np.int32]
-    """[values], in units of logit."""
+    """The weight of each value in units of logit, [values]."""
 
     def draw(self, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         segment = bits >> np.uint32(16)
@@ -242,7 +242,7 @@ class _Field(NamedTuple):
 
 
 class ClickModel:
-    """The true model of one spec, and the rows drawn from it."""
+    """The true model of a spec, and rows drawn from it."""
 
     def __init__(self, spec: ClickLogSpec) -> None:
         self._seed = spec.seed
@@ -263,7 +263,7 @@ class ClickModel:
         self.intercept = self._find_intercept(logits, spec.click_share)
 
     def _find_intercept(self, logits: Ints, share: float) -> int:
-        """Return the least number of units for which the pilot's mean probability is at least `share`."""
+        """Return the smallest number of units for which the pilot's mean probability is at least `share`."""
         low, high = -_MAX_LOGIT, _MAX_LOGIT
         while low < high:
             middle = (low + high) // 2
@@ -278,7 +278,7 @@ class ClickModel:
         return np.clip(logits + (intercept + _MAX_LOGIT), 0, 2 * _MAX_LOGIT)
 
     def chunks(self, stream: int, rows: int) -> Iterator[tuple[npt.NDArray[Any], Ints]]:
-        """Yield the rows of a stream: cells [n, 40], valid until the next step, and logits [n] as places in tables."""
+        """Yield rows of a stream: cells [n, 40], valid until the next step, and logits [n] as indices of tables."""
         buffer = np.zeros((_CHUNK_ROWS, 1 + CRITEO_FEATURES), _CELL)
         buffer["end"] = _TAB
         buffer["end"][:, -1] = _NEWLINE
@@ -295,8 +295,8 @@ class ClickModel:
 
 
 def _random_bits(seed: int, stream: int, rows: int, chunk_rows: int) -> Iterator[npt.NDArray[np.uint32]]:
-    """Yield 32 random bits for each label and field, uint32 [n, 40]. They do not depend on the size of chunks."""
-    # The methods of Generator may change between versions of NumPy (NEP 19), the raw output does not.
+    """Yield 32 random bits for each label and field, uint32 [n, 40]. The bits do not depend on the size of chunks."""
+    # Use the raw output, because the methods of Generator may change between versions of NumPy (NEP 19).
     source = np.random.PCG64([seed, stream])
     for start in range(0, rows, chunk_rows):
         count = min(chunk_rows, rows - start)
@@ -305,8 +305,8 @@ def _random_bits(seed: int, stream: int, rows: int, chunk_rows: int) -> Iterator
 
 
 def _segments(shares: npt.NDArray[np.float64], missing: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Return first values and widths: the inverse distribution function, linear between 65,536 points."""
-    cumulative = np.cumsum(shares)  # sequential, so equal on all machines
+    """Return first values and widths of the inverse distribution function, linear between 65,536 points."""
+    cumulative = np.cumsum(shares)  # sequential, so the result is the same on all machines
     taken = _SEGMENTS * (1000 - missing) // 1000
     edges = np.searchsorted(cumulative, np.arange(taken) * (cumulative[-1] / taken), side="right")
     edges = np.append(edges, len(shares)).astype(np.uint32)
@@ -318,10 +318,10 @@ def _segments(shares: npt.NDArray[np.float64], missing: int) -> tuple[npt.NDArra
 
 
 def _integer_field(shape: _IntegerShape, seed: int, number: int) -> _Field:
-    """Make integers whose logarithm is a scaled sum of four bytes: nearly normal up to three deviations."""
+    """Return integers whose logarithm is a scaled sum of four bytes, nearly normal up to three deviations."""
     shares = np.ones(1)
     for _ in range(4):
-        shares = np.convolve(shares, np.ones(256))  # integers below 2^53, so exact
+        shares = np.convolve(shares, np.ones(256))  # exact, because the integers are below 2^53
     with localcontext() as context:
         context.prec = 25
         step = (Decimal(shape.spread) / Decimal("147.8")).exp()
@@ -351,7 +351,7 @@ def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
 
 
 def _weights(words: Words, seed: int, number: int) -> npt.NDArray[np.int32]:
-    """Return the raw weights of values of eight bytes, and of the missing value, as functions of their keys."""
+    """Return raw weights of values of eight bytes, and of the missing value, as functions of their keys."""
     field = field_seed(number)
     add_word: Any = hash_word  # the hash functions accept arrays too
     finish: Any = hash_end

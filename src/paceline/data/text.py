@@ -1,4 +1,4 @@
-"""The reader of the line formats (criteo, libsvm, vw, JSON lines): byte ranges to lines, lines to batches.
+"""Read the line formats (criteo, libsvm, vw, JSON lines): byte ranges to lines, lines to batches.
 
 A shard is a range of bytes of the decompressed text. A line belongs to the shard of its first byte, so each line is in
 exactly one shard.
@@ -22,7 +22,7 @@ from paceline.errors import DataError
 from paceline.kernels.text.codes import MISSING_LABEL
 
 MAX_LINE_BYTES = 1 << 24
-_PADDING = 64  # kernels may load eight bytes after the end, and a final newline may be added
+_PADDING = 64  # kernels may read eight bytes after the end, and a final newline may be added
 
 
 class TextWindow:
@@ -36,7 +36,7 @@ class TextWindow:
         self.buffer = bytearray(block_bytes + _PADDING)
         self.base = self.begin = self.end = 0
         self.num_bytes: int | None = None
-        """The length of the text, once its end was read."""
+        """The length of the text; None before the end was read."""
 
     @property
     def position(self) -> int:
@@ -86,7 +86,7 @@ class Block:
 class LineReader:
     """Reads the lines of byte ranges. All blocks share one buffer.
 
-    The invariant: the window begins with the first line that begins at `low` or later.
+    Invariant: the window begins with the first line that begins at `low` or later.
     """
 
     def __init__(self, path: str, block_bytes: int = BLOCK_BYTES) -> None:
@@ -97,14 +97,14 @@ class LineReader:
 
     @property
     def num_bytes(self) -> int | None:
-        """The length of the text, once its end was read."""
+        """The length of the text; None before the end was read."""
         return self._window.num_bytes
 
     def close(self) -> None:
         self._window.close()
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """Yield the lines that begin in [start, stop). A block is valid until the next one."""
+        """Yield the lines that begin in [start, stop). Each block is valid until the next one."""
         self._go_to(start)
         window = self._window
         grown = 0
@@ -161,7 +161,7 @@ class LineReader:
 
 @dataclass(slots=True)
 class Parsed:
-    """Result of a parser for a part of a block: rows, and the places and codes of the first bad lines."""
+    """A parser's result for part of a block: rows, and the positions and codes of the first bad lines."""
 
     batch: Batch
     position: int
@@ -203,7 +203,7 @@ def call_kernel(kernel: Any, num_counts: int, *arguments: Any) -> tuple[list[int
 
 
 class TextReader:
-    """Shards of a file with one example per line."""
+    """Shards of a text file with one example per line."""
 
     def __init__(self, path: str, format: str, parse: Parse, settings: ReadSettings) -> None:
         self._path = path
@@ -225,7 +225,7 @@ class TextReader:
         if self.num_shards is None and self._lines.num_bytes is not None:
             self.num_shards = -(-self._lines.num_bytes // self._shard_bytes)
             if not self._lines.num_bytes:
-                raise DataError(f"{self._path} is empty: it has no text after decompression")
+                raise DataError(f"{self._path} is empty after decompression")
 
     def parse_block(self, block: Block, report: Report) -> Iterator[Batch]:
         """Yield the batches of a block, and report malformed lines."""

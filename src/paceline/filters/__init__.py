@@ -1,4 +1,4 @@
-"""Filters for messages between workers and servers, one per file; see :mod:`.base`."""
+"""Filters for messages between workers and servers, one per file. :mod:`.base` explains them."""
 
 from .base import FILTERS, ByteFilter, Filter, KeyFilter, RowFilter, ValueFilter
 from .bfloat16 import BFloat16

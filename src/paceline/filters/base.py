@@ -1,20 +1,21 @@
-"""Interfaces of filters: frozen dataclasses that change messages, and their registry.
+"""Define the interfaces of filters, which are frozen dataclasses that change messages, and their registry.
 
-A filter is one file, of this package or of a user (:mod:`paceline.filters.modules`). Defining its class registers it in
-:data:`FILTERS`. A message between a worker and a server is a list of keys (uint64 [n]) with or without values (float32
-[n, dim]): a push has both, a pull has keys, and its reply has values. A :class:`~paceline.filters.chain.FilterChain`
-applies the filters in the order of their stages, each with its own interface:
+Each filter is a file of this package or of a user (:mod:`paceline.filters.modules`). Defining its class registers it in
+:data:`FILTERS`. A message between a worker and a server has keys (uint64 [n]), values (float32 [n, dim]), or both: a
+push has both, a pull has keys, and the reply to a pull has values. A :class:`~paceline.filters.chain.FilterChain`
+applies filters in the order of their stages, each through its own interface:
 
-1. :class:`RowFilter` selects, on the worker, the rows of a push that are sent.
+1. :class:`RowFilter` selects, on the worker, the rows of a push to send.
 
-2. :class:`KeyFilter` writes the keys in fewer bytes.
+2. :class:`KeyFilter` encodes the keys in fewer bytes.
 
-3. :class:`ValueFilter` writes the values in fewer bytes.
+3. :class:`ValueFilter` encodes the values in fewer bytes.
 
-4. :class:`ByteFilter` packs the remaining bytes.
+4. :class:`ByteFilter` compresses the remaining bytes.
 
-The server decodes a message before its tables, replicas and duplicate detection see it. Messages that are sent again,
-after a cut or to another server, use the decoded form, so that all copies are equal despite random rounding.
+The server decodes a message before it processes, replicates or deduplicates the message. When a message is sent again,
+after a lost connection or to another server, the sender uses the decoded form, so that all copies are equal despite
+random rounding.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from paceline.tables.types import Floats, Keys
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Preserves: TypeAlias = Literal["exact", "unbiased", "bounded", "nothing"]
-"""``exact``: every bit. ``unbiased``: the expectation over the filter's randomness. ``bounded``: each value, within an
-error that the class documents.
+"""``exact``: every bit. ``unbiased``: the expectation over the filter's randomness. ``bounded``: each value, up to a
+maximum error that the class documents.
 """
 
 FILTERS: Final[dict[str, type[Filter]]] = {}
@@ -41,15 +42,15 @@ FILTERS: Final[dict[str, type[Filter]]] = {}
 
 
 class Filter(ABC):
-    """A change of messages. Abstract: a filter is a subclass of one of the four kinds below."""
+    """A change of messages. Abstract: a filter is a subclass of one of the four kinds in this module."""
 
     name: ClassVar[str]
-    """The name, for example ``top-k``: in ``--filters``, and between processes."""
+    """The name in ``--filters`` and between processes, such as ``top-k``."""
     version: ClassVar[int] = 1
-    """Increment this when the wire format changes: both ends must have the same version."""
+    """Increment this number when the wire format changes, because both ends need the same version."""
     preserves: ClassVar[Preserves]
     ns_per_value: ClassVar[float]
-    """Approximate time of both ends for a value (a key in key filters), in messages of some thousand."""
+    """Approximate time per value (or key) on both ends together, in messages of several thousand."""
     stage: ClassVar[int]
     """The position in a chain."""
 
@@ -71,7 +72,7 @@ class Filter(ABC):
 
 
 class RowFilter(Filter, is_abstract=True):
-    """Selects the rows of a push that are sent. The server does not see it.
+    """Selects the rows of a push to send. The server does not know about it.
 
     With :attr:`keeps_residual` the worker keeps unsent rows and adds them to the next push of the same rows (error
     feedback). Such a filter only delays changes, as long as the rows are pushed again.
@@ -80,33 +81,33 @@ class RowFilter(Filter, is_abstract=True):
     stage: ClassVar[int] = 1
     keeps_residual: ClassVar[bool]
     needs_l1: ClassVar[bool] = False
-    """Whether it needs tables with an L1 penalty in their update rule, and calls of :meth:`choose_zeros`."""
+    """Whether the filter needs tables with an L1 penalty in their update rule, and calls of :meth:`choose_zeros`."""
 
     @abstractmethod
     def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
         """Return the rows to send in iteration `clock`; `rows` (float32 [n, dim]) include kept residuals."""
 
     def choose_zeros(self, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
-        """Return the rows to send of rows whose last pulled weights are 0, unsent since.
+        """Return the rows to send, for rows that were 0 in the last pull and have not been sent since.
 
-        Called for these rows in place of :meth:`choose`; `l1` is the penalty of the table's rule.
+        Called for such rows instead of :meth:`choose`; `l1` is the penalty in the table's rule.
         """
         return np.ones(len(rows), np.bool_)
 
     def rescale(self) -> float:
-        """Return the factor for the values of sent rows."""
+        """Return the factor that multiplies the values of sent rows."""
         return 1.0
 
 
 class KeyFilter(Filter, is_abstract=True):
-    """Writes keys in fewer bytes. A chain knows these filters by name, as they define the message format."""
+    """Encodes keys in fewer bytes. Chains know these filters by name, because they define the message format."""
 
     stage: ClassVar[int] = 2
     preserves: ClassVar[Preserves] = "exact"
 
 
 class ValueFilter(Filter, is_abstract=True):
-    """Writes values in fewer bytes; :meth:`num_bytes` depends only on their number."""
+    """Encodes values in fewer bytes; :meth:`num_bytes` depends only on the number of values."""
 
     stage: ClassVar[int] = 3
 
@@ -128,29 +129,30 @@ class ValueFilter(Filter, is_abstract=True):
     def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         """Write values (float32 [count]) to `out` (uint8). Randomness depends only on `seed` (64 bits).
 
-        Without a seed there is no randomness: the sender keeps the error, which must be smaller than the values.
+        Without a seed there is no randomness, because the sender keeps the error, which must be smaller than the
+        values.
         """
 
     @abstractmethod
     def decode(self, data: Bytes, out: Floats) -> None:
-        """Write the decoded values to `out`: the same at every call and on every host."""
+        """Write the decoded values to `out`, which must be equal in every call and on every host."""
 
 
 class ByteFilter(Filter, is_abstract=True):
-    """Packs bytes."""
+    """Compresses bytes."""
 
     stage: ClassVar[int] = 4
     preserves: ClassVar[Preserves] = "exact"
 
     @abstractmethod
     def pack(self, data: Bytes) -> Bytes:
-        """Return the packed bytes; a longer result is not sent."""
+        """Return the compressed bytes. If the result is longer, the original bytes are sent."""
 
     @abstractmethod
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
-        """Return the `num_bytes` unpacked bytes. Raises ValueError for input that :meth:`pack` does not return.
+        """Return the `num_bytes` decompressed bytes. Raises ValueError for input that :meth:`pack` does not return.
 
-        The input is untrusted: memory use must stay within `num_bytes`.
+        The input is untrusted, so memory use must stay within `num_bytes`.
         """
 
 
@@ -164,23 +166,23 @@ def check_class(kind: type[Filter]) -> None:
     other = FILTERS.get(name)
     if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise UsageError(
-            f"filter {name!r} already exists as {other.__module__}.{other.__qualname__}: give this one another name"
+            f"filter {name!r} already exists as {other.__module__}.{other.__qualname__}. Give this filter another name"
         )
 
 
 def from_description(fields: dict[str, Any]) -> Filter:
-    """Return the filter for the output of :meth:`Filter.describe`. Raises UsageError if it is unknown."""
+    """Create the filter for the output of :meth:`Filter.describe`. Raises UsageError if it is unknown."""
     settings = dict(fields)
     name, version = settings.pop("name", None), settings.pop("version", None)
     kind = FILTERS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise UsageError(
-            f"filter {str(name)[:99]!r} is unknown here, only {', '.join(sorted(FILTERS))} are known; for a filter of "
-            "your own, start this process with --filter-module MODULE, or filter_modules= for a local cluster"
+            f"filter {str(name)[:99]!r} is unknown here, only {', '.join(sorted(FILTERS))} are known. For your own "
+            "filter, start this process with --filter-module MODULE, or filter_modules= for a local cluster"
         )
     if version != kind.version:
         raise UsageError(
-            f"filter {name!r} has version {kind.version} here and version {str(version)[:20]} there: install the "
+            f"filter {name!r} has version {kind.version} here and version {str(version)[:20]} there. Install the "
             f"same version of {kind.__module__.partition('.')[0]} on both"
         )
     if not all(isinstance(setting, (int, float)) for setting in settings.values()):
@@ -192,9 +194,9 @@ def from_description(fields: dict[str, Any]) -> Filter:
 
 
 def parse_filter(text: str) -> Filter:
-    """Return the filter for a text such as ``quantize:8``: its name, then its settings in order.
+    """Create the filter for a text such as ``quantize:8``: its name, then its settings in order.
 
-    MODULE:CLASS can replace the name, for a class of an imported module.
+    MODULE:CLASS can replace the name, for a class in an imported module.
     """
     name, *arguments = text.strip().split(":")
     kind = FILTERS.get(name)
@@ -202,7 +204,7 @@ def parse_filter(text: str) -> Filter:
         kind, name, arguments = own, own.name, arguments[1:]
     elif (path := class_path(text)) is not None:
         raise UsageError(
-            f"filter {path[1]!r} of module {path[0]!r} is unknown here: check that the module has such a class, and "
+            f"filter {path[1]!r} of module {path[0]!r} is unknown here. Check that the module has such a class, and "
             f"start this process with --filter-module {path[0]}"
         )
     if kind is None:
@@ -227,7 +229,7 @@ def parse_filter(text: str) -> Filter:
 
 
 def class_path(text: str) -> tuple[str, str] | None:
-    """Return module and class if the text of a filter begins with them (``my_module:MyFilter``)."""
+    """Return module and class if a filter's text begins with them (``my_module:MyFilter``)."""
     found = re.match(r"\s*([^\W\d][\w.]*):([^\W\d]\w*)\s*(:|$)", text)
     is_builtin = found is not None and found[1] in FILTERS and FILTERS[found[1]].__module__.startswith("paceline.")
     return None if found is None or is_builtin else (found[1], found[2])
@@ -242,4 +244,4 @@ def check_share(chosen: Filter, share: float) -> None:
     """Raise UsageError unless a share of rows is above 0 and at most 1."""
     is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
     if not is_number or not 0 < share <= 1:
-        raise UsageError(f"{type(chosen).__name__}(share={share!r}): expected a number above 0, at most 1")
+        raise UsageError(f"{type(chosen).__name__}(share={share!r}): expected a number above 0 and at most 1")

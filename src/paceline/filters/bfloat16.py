@@ -1,4 +1,4 @@
-"""bfloat16: the upper half of a float32."""
+"""bfloat16: the upper 16 bits of a float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BFloat16(ValueFilter):
         rounded = magnitude + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # to even
         rounded = np.minimum(rounded, _LARGEST)  # finite values stay finite
         rounded = np.where(magnitude == _INFINITY, _INFINITY >> _SHIFT, rounded)
-        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # the upper half of a NaN may be an infinity
+        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # the upper half of a NaN may encode infinity
         out.view(np.uint16)[:] = rounded | ((bits & _SIGN) >> _SHIFT)
 
     @override

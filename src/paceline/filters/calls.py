@@ -1,4 +1,4 @@
-"""Checked calls of filters; a filter's mistake becomes an error that names the filter."""
+"""Call filters with checks, so that a filter's mistake becomes an error with the filter's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Array = TypeVar("_Array", bound="npt.NDArray[Any]")
 
 
 def num_bytes_of(chosen: ValueFilter | None, count: int) -> int:
-    """Return the number of bytes for `count` values with a filter, or without one."""
+    """Return the number of bytes for `count` values with a filter, or without a filter."""
     if chosen is None:
         return 4 * count
     try:
@@ -41,7 +41,7 @@ def write_values(chosen: ValueFilter | None, values: Floats, seed: int | None, o
 
 
 def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
-    """Read the values that :func:`write_values` wrote."""
+    """Read values written by :func:`write_values`."""
     if chosen is None:
         out.view(np.uint8)[:] = data
         return
@@ -81,7 +81,7 @@ def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, s
 
 
 def zeros_chosen_by(chosen_by: RowFilter, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
-    """Return the rows to send of rows with weights 0, bool [n]."""
+    """Return the rows to send, for rows with weights 0: bool [n]."""
     try:
         chosen = chosen_by.choose_zeros(_shown(chosen_by, rows), l1)
     except Exception as error:
@@ -90,7 +90,7 @@ def zeros_chosen_by(chosen_by: RowFilter, rows: Floats, l1: float) -> npt.NDArra
 
 
 def scale_of(chosen_by: RowFilter) -> float:
-    """Return the factor for the values of sent rows."""
+    """Return the factor that multiplies the values of sent rows."""
     try:
         scale = float(chosen_by.rescale())
     except Exception as error:
@@ -103,7 +103,7 @@ def scale_of(chosen_by: RowFilter) -> float:
 def _shown(chosen: Filter, array: _Array) -> _Array:
     """Return a read-only view for a user's filter, because the array may belong to the caller.
 
-    Paceline's own filters do not write to it, and their kernels are compiled for writeable arrays.
+    Paceline's own filters do not write to the array, and their kernels are compiled for writable arrays.
     """
     if type(chosen).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return array
@@ -133,7 +133,7 @@ def _kind_of(found: object) -> str:
 
 
 def _failed(chosen: Filter, method: str, error: Exception) -> Exception:
-    """Return the exception to raise for an exception of a filter's method."""
+    """Return the exception to raise after an exception in a filter's method."""
     if isinstance(error, (PacelineError, MemoryError)):
         return error
     return UsageError(f"filter {chosen.name!r} failed at {method}: {type(error).__name__}: {error}")

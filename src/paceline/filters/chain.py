@@ -1,8 +1,8 @@
-"""Chains of filters: their valid order, and the format of filtered messages.
+"""Define chains of filters: their valid order, and the format of filtered messages.
 
-A body begins with 16 bytes: the numbers of keys, values and bytes of keys (uint32 each), the form of the keys
-(:data:`STORED` etc.), whether the rest is packed, and zeros. The keys follow, padded to 4 bytes, then the values. All
-numbers are little-endian.
+A body begins with 16 bytes: the number of keys, the number of values and the size of the keys in bytes (uint32 each),
+the form of the keys (such as :data:`STORED`), whether the rest is compressed, and zeros. Keys follow, padded to 4
+bytes, then values. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAD = struct.Struct("<IIIBBxx")
 HEAD_BYTES: Final = _HEAD.size
 
 STORED: Final = 1
-"""The receiver must remember the keys under their digest."""
+"""The receiver must store the keys under their digest."""
 KNOWN: Final = 2
 """A digest replaces the keys."""
 DELTAS: Final = 4
@@ -43,14 +43,14 @@ DELTAS: Final = 4
 RANGE: Final = 8
 """The two bounds of a range replace the keys."""
 NUMBERS: Final = 16
-"""Known keys are numbers. The count of known keys precedes them."""
+"""Known keys are replaced by numbers. The count of known keys comes first."""
 _FORMS: Final = (0, STORED, KNOWN, DELTAS, STORED | DELTAS, NUMBERS, STORED | NUMBERS, RANGE)
 
 _Kind = TypeVar("_Kind", bound=Filter)
 
 
 class KeyMemory:
-    """Key lists and key numbers of one table at one end of a connection."""
+    """Lists and numbers of keys for one table, at one end of a connection."""
 
     def __init__(self, caching: KeyCaching | None, numbering: KeyNumbers | None, *, sends: bool) -> None:
         self.lists = None if caching is None else KeyLists(caching.megabytes << 20)
@@ -59,7 +59,7 @@ class KeyMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the keys at the receiver's end."""
+        """Return the size in bytes of the keys stored by the receiver."""
         lists = 0 if self.lists is None else self.lists.num_bytes
         return lists + (0 if self.received is None else self.received.num_bytes)
 
@@ -71,7 +71,7 @@ class KeyMemory:
 
 
 class UnknownKeysError(Exception):
-    """A message refers to keys that the receiver does not have: the sender must send them."""
+    """A message refers to keys that the receiver does not have, so the sender must send them."""
 
 
 class Decoded(NamedTuple):
@@ -83,11 +83,11 @@ class Decoded(NamedTuple):
     values: Floats
     """float32 [n * dim]; empty for a pull."""
     body: Bytes
-    """Keys followed by values."""
+    """The keys followed by the values."""
 
 
 class FilterChain:
-    """Filters in the order in which a sender applies them. Immutable; their state is in :class:`KeyMemory`."""
+    """Filters in the order of their use by a sender. Immutable; their state is in :class:`KeyMemory`."""
 
     def __init__(self, filters: Sequence[Filter] = ()) -> None:
         if not isinstance(filters, (list, tuple)):
@@ -97,9 +97,7 @@ class FilterChain:
             _check(chosen)
         stages = [chosen.stage for chosen in self.filters]
         if stages != sorted(stages) or len({chosen.name for chosen in self.filters}) < len(stages):
-            raise UsageError(
-                f"filters {self}: expected each once, in the order filters of rows, of keys, of values and of bytes"
-            )
+            raise UsageError(f"filters {self}: expected each filter once, in the order: rows, keys, values, bytes")
         self.rows = tuple(chosen for chosen in self.filters if isinstance(chosen, RowFilter))
         self.values = self._only(ValueFilter)  # type: ignore[type-abstract]
         self.bytes = self._only(ByteFilter)  # type: ignore[type-abstract]
@@ -108,12 +106,12 @@ class FilterChain:
         """Whether keys must be sorted."""
         self.numbering = self._only(KeyNumbers)
         if self.sorts and self.numbering is not None:
-            raise UsageError(f"filters {self}: delta-keys and key-numbers do the same; choose one")
+            raise UsageError(f"filters {self}: delta-keys and key-numbers do the same. Choose one")
 
     def _only(self, kind: type[_Kind]) -> _Kind | None:  # a chain has at most one
         found = [chosen for chosen in self.filters if isinstance(chosen, kind)]
         if len(found) > 1:
-            raise UsageError(f"filters {self}: {found[0].name} and {found[1].name} do the same; choose one")
+            raise UsageError(f"filters {self}: {found[0].name} and {found[1].name} do the same. Choose one")
         return found[0] if found else None
 
     def __str__(self) -> str:
@@ -124,14 +122,14 @@ class FilterChain:
         return bool(self.filters)
 
     def memory(self, *, sends: bool) -> KeyMemory | None:
-        """Return the memory for keys at one end of a connection; None if these filters need none."""
+        """Create the memory for keys at one end of a connection; return None if the filters need no memory."""
         if self.caching is None and self.numbering is None:
             return None
         return KeyMemory(self.caching, self.numbering, sends=sends)
 
     @property
     def is_exact(self) -> bool:
-        """Return whether every bit arrives."""
+        """Return whether the chain preserves every bit."""
         return all(chosen.preserves == "exact" for chosen in self.filters)
 
     def describe(self) -> list[dict[str, Any]]:
@@ -152,8 +150,8 @@ class FilterChain:
     ) -> Bytes:
         """Return the body for keys (or the bounds of a range) and values (float32 [n * dim], empty for a pull).
 
-        `memory` is the receiver's knowledge of keys. Rows are selected earlier, before a push is split. With a value
-        filter, the values that the receiver decodes are written to `read`, if given.
+        `memory` mirrors the keys known to the receiver. Row filters apply earlier, before a push is split. With a value
+        filter, the values that the receiver will decode are written to `read`, if given.
         """
         form, written = (RANGE, keys.view(np.uint8)) if is_range else self._write_keys(keys, memory)
         key_bytes = len(written)
@@ -186,11 +184,11 @@ class FilterChain:
     def decode(self, body: Bytes, memory: KeyMemory | None, max_bytes: int) -> Decoded:
         """Return the content of a body.
 
-        Raises UnknownKeysError if it refers to unknown keys, and ProtocolError if it does not come from these filters
-        or decodes to more than `max_bytes`.
+        Raises UnknownKeysError if the body refers to unknown keys, and ProtocolError if it was not written by these
+        filters or decodes to more than `max_bytes`.
         """
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
-        least = 0 if form == KNOWN else num_keys  # a key takes at least a byte
+        least = 0 if form == KNOWN else num_keys  # a key takes at least one byte
         most = 10 * num_keys + DIGEST_BYTES
         if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or not least <= key_bytes <= most:
             raise _malformed(f"{num_keys} keys in {key_bytes} bytes of form {form}, and {num_values} values")
@@ -238,7 +236,7 @@ class FilterChain:
         return self._packed(body, 0, len(values), 0, 0)
 
     def decode_values(self, body: Bytes, out: Floats) -> None:
-        """Write the values to `out`. Raises ProtocolError if their number differs."""
+        """Write the values to `out`. Raises ProtocolError if their number is wrong."""
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
         if num_keys or key_bytes or form or num_values != len(out):
             raise _malformed(f"{num_values} values, {len(out)} were requested")
@@ -268,11 +266,11 @@ class FilterChain:
         if is_packed and self.bytes is not None:
             try:
                 data = unpacked_by(self.bytes, data, num_bytes)
-            except UsageError:  # of a failing filter
+            except UsageError:  # the filter failed
                 raise
             except ValueError as error:
                 raise _malformed(str(error)) from None
-            if not data.flags.writeable:  # kernels require it
+            if not data.flags.writeable:  # kernels need a writable array
                 data = data.copy()
         if len(data) != num_bytes:
             raise _malformed(f"{len(data)} bytes after the head, {num_bytes} were expected")
@@ -282,14 +280,14 @@ class FilterChain:
 def _check(given: Any) -> None:
     """Raise UsageError unless a chain may have this filter."""
     if not isinstance(given, Filter):
-        raise UsageError(f"filters: {given!r} was given, expected filters such as paceline.Quantize(bits=8)")
+        raise UsageError(f"filters: got {given!r}, expected filters such as paceline.Quantize(bits=8)")
     if not hasattr(given, "__dataclass_fields__"):
         raise UsageError(
-            f"filter {given.name!r}: its class is not a dataclass, write @dataclasses.dataclass(frozen=True) above it"
+            f"filter {given.name!r}: its class is not a dataclass. Write @dataclasses.dataclass(frozen=True) above it"
         )
     if isinstance(given, KeyFilter) and not isinstance(given, (KeyCaching, KeyNumbers, DeltaKeys)):
         raise UsageError(
-            f"filter {given.name!r} is a key filter, and only key-caching, key-numbers and delta-keys can be: derive "
+            f"filter {given.name!r} is a key filter, but only key-caching, key-numbers and delta-keys can be. Derive "
             "your own from RowFilter, ValueFilter or ByteFilter"
         )
 
@@ -299,17 +297,17 @@ def _malformed(detail: str) -> ProtocolError:
 
 
 def from_descriptions(described: Sequence[dict[str, Any]]) -> FilterChain:
-    """Return the chain for the output of :meth:`FilterChain.describe`. Raises UsageError for unknown filters."""
+    """Create the chain for the output of :meth:`FilterChain.describe`. Raises UsageError for unknown filters."""
     return FilterChain([from_description(entry) for entry in described])
 
 
 def chain_of(filters: Sequence[Filter] | str) -> FilterChain:
-    """Return the chain for a list or a text. Raises UsageError."""
+    """Return the chain for a list or a text of filters. Raises UsageError."""
     return parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
 
 
 def parse_filters(text: str) -> FilterChain:
-    """Return the chain for a text such as ``key-caching,quantize:8,compress``; ``none`` is empty."""
+    """Parse a chain from a text such as ``key-caching,quantize:8,compress``; ``none`` means no filters."""
     if text.strip() == "none":
         return FilterChain()
     return FilterChain([parse_filter(entry) for entry in text.split(",") if entry.strip()])

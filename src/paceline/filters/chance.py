@@ -1,4 +1,4 @@
-"""Random numbers from a seed: messages do not depend on when and where they are computed."""
+"""Draw random numbers from a seed, so that messages do not depend on the time or place of their computation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a 64-bit seed for the message that these numbers identify."""
+    """Return a 64-bit seed for the message identified by these numbers."""
     seed = 0
     for number in numbers:
         seed = (seed + number + _GOLDEN) & MASK

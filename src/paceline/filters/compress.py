@@ -1,4 +1,4 @@
-"""General compression."""
+"""Compress bytes with zlib."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PIECE_BYTES = 1 << 16
 class Compress(ByteFilter):
     """Compresses the bytes of the other filters with zlib (RFC 1950). `level`: 1 (fast) to 9.
 
-    A longer result is not sent. It pays after :class:`Quantize`, where many values are zero, and after
-    :class:`DeltaKeys`; hashed keys and float32 hardly shrink.
+    If the result is longer, the original bytes are sent. Compression is useful after :class:`Quantize`, where many
+    values are zero, and after :class:`DeltaKeys`. Hashed keys and float32 values are hardly compressible.
     """
 
     level: int = 1
@@ -40,7 +40,7 @@ class Compress(ByteFilter):
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
         inflater, out, at = zlib.decompressobj(), np.empty(num_bytes, np.uint8), 0
         try:
-            for start in range(0, len(data), _PIECE_BYTES):  # in pieces, since a whole copy would double the memory
+            for start in range(0, len(data), _PIECE_BYTES):  # in pieces, because a whole copy would double the memory
                 given: Any = data[start : start + _PIECE_BYTES]
                 piece = inflater.decompress(given, num_bytes - at + 1)  # 0 would mean no limit
                 out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)[: num_bytes - at]

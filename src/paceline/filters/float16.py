@@ -18,7 +18,7 @@ _LARGEST = np.float32(65504)
 class Float16(ValueFilter):
     """Two bytes per value, rounded to 11 bits: relative error at most 2^-11, or 2^-25 absolute for values below 2^-14.
 
-    Finite magnitudes above 65504 become 65504; infinities and NaN are unchanged.
+    Finite values beyond ±65504 become ±65504; infinities and NaN do not change.
     """
 
     name: ClassVar[str] = "float16"

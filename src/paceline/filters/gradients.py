@@ -1,16 +1,16 @@
-"""The mean of all ranks' gradients with filters: one rank's part, without the network.
+"""Average the gradients of all ranks with filters: one rank's part, without the network.
 
 A :class:`GradientMean` handles one bucket: float32 [n], with the same n on every rank. :meth:`GradientMean.average` is
-a coroutine that yields the bytes to send and receives the other ranks' bytes, so that tests need no network.
+a coroutine that yields the bytes to send and receives the other ranks' bytes, so tests need no network.
 
-- With a :class:`~paceline.filters.base.ValueFilter`, values move as in an all-reduce: part i of each rank goes to rank
-  i, which sends the mean to all ranks. Both are rounded. Each rank keeps its rounding error and adds it to the next
-  gradient (Tang et al., "1-bit Adam", ICML 2021, section 4).
+- With a :class:`~paceline.filters.base.ValueFilter`, values move as in an all-reduce. Each rank sends its part i to
+  rank i, which sends the mean back to all ranks. Both messages are rounded. Each rank keeps its rounding error and adds
+  it to the next gradient (Tang et al., "1-bit Adam", ICML 2021, section 4).
 - :class:`~paceline.filters.TopK` sends each rank's largest values and their positions to all ranks.
 - :class:`~paceline.filters.RandomK` chooses the same positions on all ranks. Their values move as in an all-reduce.
   Each position belongs to a fixed rank, which can therefore keep the error of the mean.
 
-Unsent values are kept too. Every rank reads the same bytes, so replicas stay bit-identical.
+Unsent values are kept too. Every rank decodes the same bytes, so the replicas stay bit-identical.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALIGNMENT: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RankExchange:
-    """Bytes to send: uint8 [ranks, m] (row i to rank i), or uint8 [m] to all. The reply is [ranks, m]."""
+    """Bytes to send: uint8 [ranks, m] with row i for rank i, or uint8 [m] for all ranks. The reply is [ranks, m]."""
 
     data: Bytes
 
@@ -54,32 +54,32 @@ Averaging: TypeAlias = Generator[RankExchange, Bytes, Floats]
 
 
 def are_for_gradients(chosen: Filter) -> bool:
-    """Return whether a filter works for gradients that all ranks average."""
+    """Return whether a filter supports gradients that all ranks average."""
     return isinstance(chosen, (TopK, RandomK, ValueFilter))
 
 
 def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
-    """Return the chain for gradients. Raises UsageError for unsuitable filters."""
+    """Create the chain of filters for gradients. Raises UsageError for unsuitable filters."""
     chain = chain_of(filters)
     for chosen in chain.filters:
         if are_for_gradients(chosen):
             continue
         if isinstance(chosen, RowFilter):
-            raise UsageError(f"filter {chosen} is not for gradients that all ranks average: use top-k or random-k")
+            raise UsageError(f"filter {chosen} is not for gradients that all ranks average. Use top-k or random-k")
         reason = "they have no keys" if chosen.stage < ValueFilter.stage else "all ranks must send equally many bytes"
         raise UsageError(
-            f"filter {chosen} is not for gradients that all ranks average, because {reason}: use float16, bfloat16, "
+            f"filter {chosen} is not for gradients that all ranks average, because {reason}. Use float16, bfloat16, "
             "quantize, top-k or random-k"
         )
     if len(chain.rows) > 1:
-        raise UsageError(f"filters {chain}: {chain.rows[0]} and {chain.rows[1]} both choose values; use one")
+        raise UsageError(f"filters {chain}: {chain.rows[0]} and {chain.rows[1]} both choose values. Use one of them")
     if not chain:
-        raise UsageError("the list of filters is empty: leave it out")
+        raise UsageError("the list of filters is empty. Leave it out")
     return chain
 
 
 class GradientMean:
-    """Averages one bucket over the ranks repeatedly, and keeps the residual."""
+    """Averages one bucket over the ranks, step by step, and keeps the residual."""
 
     def __init__(self, chain: FilterChain, rank: int, size: int, residual: Floats, *, number: int = 0) -> None:
         self._choice = chain.rows[0] if chain.rows else None
@@ -114,7 +114,7 @@ class GradientMean:
             read = yield from self._add_up(chosen, part, out)
         else:
             if not np.isfinite(values).all():
-                part[:1] = np.nan  # all ranks must see non-finite values, whatever the random choice
+                part[:1] = np.nan  # all ranks must detect non-finite values, even if these are not chosen
             bounds = np.searchsorted(chosen, self._bounds)
             start = self._bounds[self._rank]
             own = chosen[bounds[self._rank] : bounds[self._rank + 1]] - start
@@ -125,14 +125,14 @@ class GradientMean:
         return out
 
     def fold_into_residual(self) -> None:
-        """Add :attr:`mean_residual` to :attr:`residual`, for a successor that starts with it."""
+        """Add :attr:`mean_residual` to :attr:`residual`, so that a successor can start with it."""
         if len(self.mean_residual):
             start = self._bounds[self._rank]
             self.residual[start : start + len(self.mean_residual)] += np.float32(self._size) * self.mean_residual
             self.mean_residual[:] = 0
 
     def _choose(self, choice: RowFilter, values: Floats) -> Positions:
-        """Return the positions to send, at least one: it can report values that are not finite."""
+        """Return the positions to send. There is at least one, which can report non-finite values."""
         seed = seed_of(self._number, self._count)
         chosen = rows_chosen_by(choice, self._keys, values.reshape(-1, 1), self._count, seed)
         return np.flatnonzero(chosen) if chosen.any() else np.arange(min(1, len(values)))
@@ -140,7 +140,7 @@ class GradientMean:
     def _average_all(
         self, values: Floats, bounds: Positions, own: Positions | slice
     ) -> Generator[RankExchange, Bytes, tuple[Floats, Floats]]:
-        """Return the mean of all ranks' values, and this rank's values as the others read them.
+        """Return the mean of all ranks' values, and this rank's values as the other ranks decode them.
 
         Rank i averages ``values[bounds[i] : bounds[i + 1]]``; `own` selects this rank's part of :attr:`mean_residual`.
         """
@@ -168,7 +168,7 @@ class GradientMean:
         return found, read
 
     def _add_up(self, chosen: Positions, values: Floats, out: Floats) -> Generator[RankExchange, Bytes, Floats]:
-        """Write the mean of all ranks' choices to `out`; return this rank's values as the others read them."""
+        """Write the mean of all ranks' choices to `out`; return this rank's values as the other ranks decode them."""
         count = len(chosen)
         width = self._num_bytes(count)
         row, read = np.zeros(width + 4 * count, np.uint8), np.empty_like(values)
@@ -187,7 +187,7 @@ class GradientMean:
         return -(-num_bytes_of(self._values, count) // _ALIGNMENT) * _ALIGNMENT
 
     def _write(self, values: Floats, row: Bytes, read: Floats) -> None:
-        """Write values to the start of a row, rounded to nearest since errors are kept; `read` gets them decoded."""
+        """Encode values at the start of a row, rounded to nearest because errors are kept; decode them into `read`."""
         row = row[: num_bytes_of(self._values, len(values))]
         write_values(self._values, values, None, row)
         read_values(self._values, row, read)

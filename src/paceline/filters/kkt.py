@@ -1,4 +1,4 @@
-"""Rows that cannot leave 0 yet (Li et al., OSDI 2014, section 5.1: Karush-Kuhn-Tucker filter)."""
+"""Hold back rows that cannot leave 0 yet (Li et al., OSDI 2014, section 5.1: Karush-Kuhn-Tucker filter)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class KKT(RowFilter):
-    """Sends a row with weights 0 once a gradient plus its kept residual exceeds (1 - margin) l1.
+    """Sends a row with weights 0 only if a gradient plus its kept residual exceeds (1 - margin) l1.
 
-    For tables with an L1 penalty, l1, in their update rule, such as :class:`~paceline.FTRL`: a smaller sum of gradients
-    leaves a weight at 0. The weights are those of the worker's last pull, if the row was not sent since. Other rows are
-    always sent. With `margin` of at least 1 - 1 / workers, the residuals of a row on all workers stay below l1.
+    The table's update rule, such as :class:`~paceline.FTRL`, must have an L1 penalty, l1: a smaller sum of gradients
+    leaves a weight at 0. The worker uses the weights of its last pull, unless the row has been sent since. Other rows
+    are always sent. If `margin` is at least 1 - 1 / workers, the sum of a row's residuals on all workers stays below
+    l1.
     """
 
     margin: float = 0.1

@@ -1,7 +1,7 @@
-"""Filters in users' modules.
+"""Import filters from users' modules.
 
-The start of a process determines the modules that it imports (``--filter-module``, `filter_modules`). A peer cannot:
-messages only name filters, and the receiver looks them up among its registered filters.
+The start of a process determines the modules that it imports (``--filter-module``, `filter_modules`). A peer cannot
+cause an import, because messages contain only names of filters, which the receiver looks up in its registry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.filters.base import FILTERS, Filter, class_path
 
 
 def import_filter_modules(names: Sequence[str], path: Sequence[str] = ()) -> None:
-    """Import modules that define filters, also from the current folder and from `path`.
+    """Import modules that define filters, from the usual places, the current folder and `path`.
 
     Raises UsageError for a module that is missing, fails or has no filter.
     """
@@ -36,7 +36,7 @@ def _import(name: str) -> None:
         )
     try:
         module = importlib.import_module(name)
-    except UsageError:  # from a filter in the module
+    except UsageError:  # raised by a filter in the module
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0]):
@@ -49,19 +49,19 @@ def _import(name: str) -> None:
 
 
 def modules_of(filters: Sequence[Filter]) -> list[str]:
-    """Return the user modules of filters, for processes that must import them."""
+    """Return the user modules that define these filters, which other processes must import."""
     modules = (type(chosen).__module__ for chosen in filters)
     return list(dict.fromkeys(module for module in modules if not module.startswith("paceline.")))
 
 
 def modules_named_in(text: str) -> list[str]:
-    """Return the modules of the filters that ``--filters`` names as MODULE:CLASS."""
+    """Return the modules named in ``--filters`` as MODULE:CLASS."""
     found = [class_path(entry) for entry in text.split(",")]
     return list(dict.fromkeys(path[0] for path in found if path is not None))
 
 
 def with_modules(text: str) -> str:
-    """Return ``--filters`` with users' filters as MODULE:CLASS, so that other processes can import them."""
+    """Return ``--filters`` with each user's filter as MODULE:CLASS, so that other processes can import it."""
     return ",".join(_with_module(entry.strip()) for entry in text.split(","))
 
 

@@ -16,7 +16,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(RowFilter):
-    """Sends each row of a push with probability `share`; unsent rows are kept and added up."""
+    """Sends each row of a push with probability `share`; the worker keeps and adds up unsent rows."""
 
     share: float
 

@@ -1,4 +1,4 @@
-"""Unsent parts of a worker's pushes to a table, by row (error feedback)."""
+"""Keep unsent parts of a worker's pushes to a table, by row (error feedback)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.tables.sparse_store import SparseStore
 from paceline.tables.types import Floats, Keys
 
 _MAX_RANGES: Final = 1024
-"""Number of ranges of a dense table with kept errors; programs push the same ranges repeatedly."""
+"""Number of ranges of a dense table whose errors are kept; programs push the same ranges repeatedly."""
 
 
 class HeldRows:
@@ -32,7 +32,7 @@ class HeldRows:
 
     def add(self, keys: Keys, change: Floats) -> None:
         """Add to the kept parts of the rows."""
-        self._store.push(keys, -change.reshape(-1))  # its rule is w ← w − x
+        self._store.push(keys, -change.reshape(-1))  # the store's rule is w ← w − x
 
 
 class ZeroRows:
@@ -47,13 +47,13 @@ class ZeroRows:
         return are_zero
 
     def note_pulled(self, keys: Keys, rows: Floats) -> None:
-        """Record the pulled values (float32 [n, dim]) of distinct rows."""
+        """Record the pulled values (float32 [n, dim]) for distinct rows."""
         change = np.logical_not(rows.any(axis=1)).astype(np.float32) - self._marks.read(keys)[:, 0]
         changed = change != 0
         self._marks.add(keys[changed], change[changed])
 
     def note_sent(self, keys: Keys) -> None:
-        """Record that rows are sent, for which :meth:`read` was true."""
+        """Record the sending of rows for which :meth:`read` was true."""
         self._marks.add(keys, np.full(len(keys), -1, np.float32))
 
 
@@ -67,14 +67,14 @@ class RowSelection:
         self._zeros = ZeroRows() if chosen_by.needs_l1 else None
 
     def note_pulled(self, keys: Keys, values: Floats) -> None:
-        """Record the pulled values (float32 [n * dim]) of distinct rows."""
+        """Record the pulled values (float32 [n * dim]) for distinct rows."""
         if self._zeros is not None:
             self._zeros.note_pulled(keys, values.reshape(-1, self._dim))
 
     def choose(self, keys: Keys, values: Floats, clock: int, seed: int, l1: float = 0.0) -> tuple[Keys, Floats]:
-        """Return the keys and values (float32 [n * dim]) to send; keep the others.
+        """Return the keys and values (float32 [n * dim]) to send; keep the other rows.
 
-        `l1` is the penalty of the table's rule.
+        `l1` is the penalty in the table's rule.
         """
         if not len(keys):
             return keys, values
@@ -94,7 +94,7 @@ class RowSelection:
         return keys[chosen], rows.reshape(-1)
 
     def _choose(self, keys: Keys, rows: Floats, clock: int, seed: int, l1: float) -> npt.NDArray[np.bool_]:
-        """Return the rows to send; always includes non-finite rows, which servers reject or count."""
+        """Return the rows to send. They include all non-finite rows, which servers reject or count."""
         chosen = rows_chosen_by(self._filter, keys, rows, clock, seed)
         if self._zeros is not None:
             are_zero = self._zeros.read(keys)
@@ -113,7 +113,7 @@ class RowSelection:
 
 
 class RowErrors:
-    """Errors of a value filter in the rows pushed to a sparse table, to add to their next pushes."""
+    """Rounding errors of a value filter in rows pushed to a sparse table, to add to the next pushes of these rows."""
 
     def __init__(self, dim: int) -> None:
         self._rows = HeldRows(dim)
@@ -128,9 +128,10 @@ class RowErrors:
 
 
 class ElementErrors:
-    """As :class:`RowErrors`, for a server's part of a dense table: elements by key, and ranges.
+    """Errors as in :class:`RowErrors` for a server's part of a dense table, by element and by range.
 
-    A range is identified by its bounds (uint64 [2]); the server may have only a part. Other bounds are another range.
+    A range is identified by its bounds (uint64 [2]), even if the server has only part of it. Other bounds are another
+    range.
     """
 
     def __init__(self) -> None:
@@ -157,12 +158,12 @@ class ElementErrors:
             self._elements[keys] = forget_non_finite(after)
 
     def forget_ranges(self) -> None:
-        """Drop the ranges, because the server has other parts now."""
+        """Drop the ranges, because the server now has other parts."""
         self._ranges.clear()
 
 
 def forget_non_finite(errors: Floats) -> Floats:
-    """Set infinities and NaN in `errors` to 0, or they would recur forever; return the same array."""
+    """Set infinities and NaN in `errors` to 0, because they would recur forever; return the same array."""
     is_finite = np.isfinite(errors)
     if not is_finite.all():
         errors[~is_finite] = 0
@@ -170,5 +171,5 @@ def forget_non_finite(errors: Floats) -> Floats:
 
 
 def quiet() -> np.errstate:
-    """Return a context without NumPy's warnings; servers or a loss scale report non-finite values."""
+    """Return a context that silences NumPy's warnings, because servers or a loss scale report non-finite values."""
     return np.errstate(over="ignore", invalid="ignore")

@@ -17,9 +17,9 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class Significant(RowFilter):
-    """Sends a row of a push once a value plus its kept residual exceeds `threshold` / (t + 1).
+    """Sends a row of a push only if a value plus its kept residual exceeds `threshold` / (t + 1).
 
-    t is the iteration, so that less and less is kept, and training converges to the same limit as without the filter.
+    t is the iteration. The threshold decreases, so training converges to the same limit as without the filter.
     """
 
     threshold: float

@@ -16,7 +16,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class TopK(RowFilter):
-    """Sends the `share` of rows with the largest norm of each push; unsent rows are kept and added up."""
+    """Sends the `share` of each push's rows with the largest norms; the worker keeps and adds up unsent rows."""
 
     share: float
 

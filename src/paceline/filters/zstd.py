@@ -1,4 +1,4 @@
-"""General compression by Zstandard (RFC 8878), with the package zstandard (extra ``paceline[zstd]``)."""
+"""Compress bytes with Zstandard (RFC 8878), using the package zstandard (extra ``paceline[zstd]``)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from paceline.filters.base import ByteFilter, Bytes
 from paceline.tables.settings import check_whole
 
 _of_thread = threading.local()
-"""Compressors by level, and a decompressor. A context serves one thread and costs more than a message to create."""
+"""A decompressor, and compressors by level. A context serves one thread; creating it takes longer than a message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Zstd(ByteFilter):
     """Compresses the bytes of the other filters with Zstandard. `level`: 1 (fast) to 19.
 
-    A longer result is not sent. Smaller and faster than :class:`Compress`; both ends need the package zstandard.
+    If the result is longer, the original bytes are sent. Smaller and faster than :class:`Compress`. Both ends need the
+    package zstandard.
     """
 
     level: int = 3

@@ -1,4 +1,4 @@
-"""Saved models as objects: loaded into this process, they predict arrays, frames and files."""
+"""Use saved models in this process: predict arrays, frames and files."""
 
 from paceline.inference.model import LoadedModel, load
 

@@ -1,4 +1,4 @@
-"""Convert arrays, sparse matrices and rows of pairs to batches: a column's number is its key."""
+"""Convert arrays, sparse matrices and rows of pairs to batches, with a column's number as its key."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class ArrayReader:
-    """Check and convert data for a model with the smallest and largest key `key_range`; None: not trained yet."""
+    """Checks and converts data for a model with the smallest and largest key `key_range`; None before training."""
 
     def __init__(self, key_range: tuple[int, int] | None) -> None:
         self._key_range = key_range
 
     def batches(self, X: Any) -> Iterator[Batch]:
-        """Yield the rows of an array, of an object that NumPy converts to an array, or of a SciPy sparse matrix."""
+        """Yield the rows of an array, an array-like object or a SciPy sparse matrix."""
         if hasattr(X, "tocsr"):
             return self._sparse(X)
         if not hasattr(X, "__len__"):
@@ -56,22 +56,22 @@ class ArrayReader:
 
     def _check(self, X: Any, dtype: np.dtype[Any]) -> None:
         if len(X.shape) != 2:
-            hint = "; a single example is X.reshape(1, -1)" if len(X.shape) == 1 else ""
+            hint = ". For a single example pass X.reshape(1, -1)" if len(X.shape) == 1 else ""
             raise UsageError(f"X has shape {X.shape}: expected two dimensions, examples by columns{hint}")
         if dtype.kind not in "fiub":
             raise UsageError(f"X has dtype {dtype}: expected numbers")
         if self._key_range is not None and self._key_range[1] >= X.shape[1]:
             first, last = self._key_range
-            hint = "; the number of a column is the key"
+            hint = ". The number of a column is its key"
             if first >= 1 and last == X.shape[1]:
-                hint = ": the keys start at 1, so load the data with a column 0 (load_svmlight_file: zero_based=True)"
+                hint = ". The keys start at 1, so load the data with a column 0 (load_svmlight_file: zero_based=True)"
             raise UsageError(
                 f"X has {X.shape[1]:,} columns, 0 to {X.shape[1] - 1:,}, but the model has keys from {first:,} to "
                 f"{last:,}{hint}"
             )
 
     def row_batches(self, rows: Sequence[Mapping[Any, Any]]) -> Iterator[Batch]:
-        """Yield rows that are dicts of values by key; a key may be text, as in JSON."""
+        """Yield rows that are dicts of values by key; a key may be text, because JSON has only such keys."""
         indptr = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         keys: list[Any] = [*chain.from_iterable(rows)]
         values: list[Any] = [*chain.from_iterable(row.values() for row in rows)]
@@ -103,7 +103,7 @@ def _number(value: Any, key: Any, row: int) -> float:
 def _batch(
     indptr: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[Any], first_row: int
 ) -> Batch:
-    """Return a batch with labels of zero, without missing values (NaN). Raises UsageError for values beyond float32."""
+    """Return a batch with all labels 0, without missing values (NaN). Raises UsageError for values beyond float32."""
     if values.dtype.kind == "f" and (missing := np.isnan(values)).any():
         indptr = indptr - np.append(0, np.cumsum(missing))[indptr]
         keys, values = keys[~missing], values[~missing]

@@ -28,17 +28,17 @@ FORMATS: Final = ("npz", "text", "onnx")
 
 
 def export_model(directory: str | os.PathLike[str], file: Path, format: str | None = None) -> int:
-    """Write the nonzero weights of a model to a file; return the number of features with one, or of network weights.
+    """Write a model's nonzero weights to a file; return the number of features with a weight, or of network weights.
 
     - ``npz``: arrays `keys` (uint64 [n]), `values` (float32 [n, dim]) and `bias` (float32 [dim]) per table, with the
-      prefix ``TABLE.``. For weights of scaled values also `scaling.keys`, `scaling.means`, `scaling.scales` and
-      `scaling.other_scale` (:class:`paceline.data.key_scaling.KeyScaling`); for logarithms and bins also
-      `scaling.units`, `scaling.filled`, `scaling.edges`, `scaling.edge_keys` (the key of each edge) and
-      `scaling.bin_keys` (per key, one more than edges).
+      prefix ``TABLE.``. Models with scaled values add `scaling.keys`, `scaling.means`, `scaling.scales` and
+      `scaling.other_scale` (:class:`paceline.data.key_scaling.KeyScaling`). Logarithms and bins add `scaling.units`,
+      `scaling.filled`, `scaling.edges`, `scaling.edge_keys` (the key of each edge) and `scaling.bin_keys` (per key,
+      one more than edges).
     - ``text``: a line ``KEY:WEIGHT`` per feature and ``Constant:WEIGHT`` for the bias; only for one number per feature.
     - ``onnx``: the network of a deep model.
 
-    `format` None: by the file's suffix. Raises UsageError if the model does not fit the format.
+    If `format` is None, the file's suffix determines it. Raises UsageError if the model does not fit the format.
     """
     format = format or _BY_SUFFIX.get(file.suffix, "text")
     if format not in FORMATS:
@@ -51,7 +51,7 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
     tables = {name: _nonzero(table_weights) for name, table_weights in weights.items()}
     first = next(iter(tables.values()))
     if format == "text" and (len(tables) > 1 or first.values.shape[1] > 1):
-        raise UsageError(f"{directory} has several numbers per feature, but text has one: export it --to npz")
+        raise UsageError(f"{directory} has several numbers per feature, but text has one. Export it --to npz")
     try:
         with replacing(file) as aside, open(aside, "wb") as out:
             if format == "npz":
@@ -68,8 +68,8 @@ def _export_network(stored: StoredModel, file: Path) -> int:
     model = _read_settings(stored)
     if not isinstance(model, DeepModel) or model.layout is None:
         raise UsageError(
-            f"the model in {stored.directory} is of kind {stored.described.get('kind')!r}, without a network for onnx: "
-            "export it --to npz"
+            f"the model in {stored.directory} is of kind {stored.described.get('kind')!r}, which has no network. "
+            "Export it --to npz"
         )
     layers = []
     for layer in model.layers:
@@ -88,7 +88,7 @@ def _export_network(stored: StoredModel, file: Path) -> int:
 
 
 def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
-    """Return the metadata of an ONNX file: how the network's outputs become predictions."""
+    """Return the metadata of an ONNX file, which explains the computation of predictions from the network's output."""
     assert model.layout is not None
     return {
         "paceline.model": model.name,
@@ -103,7 +103,7 @@ def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
 
 
 def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
-    """Return the scaling of values as arrays; none if the weights are for unscaled values."""
+    """Return the scaling of values as arrays; no arrays if the weights apply to unscaled values."""
     scaling = read_key_scaling(stored.described)
     if scaling is None or (scaling.is_linear and stored.described.get("kind") in LINEAR_MODELS):
         return {}
@@ -124,7 +124,7 @@ def _read_settings(stored: StoredModel) -> SparseModel | None:
 
 
 def _add_initial_factors(stored: StoredModel, weights: dict[str, Weights]) -> None:
-    """Add the initial factors of frequent features without a gradient so far, because predictions use them."""
+    """Add the initial factors of frequent features that have had no gradient, because predictions use these factors."""
     model = _read_settings(stored)
     if not isinstance(model, FactorModel):
         return
@@ -146,7 +146,7 @@ def _nonzero(weights: Weights) -> Weights:
 
 
 def _as_text(weights: Weights) -> str:
-    """Return ``Constant`` and the keys with their weights, in nine digits, which determine a float32."""
+    """Return lines for ``Constant`` and the keys with their weights; nine digits determine a float32."""
     lines = [f"Constant:{weights.bias[0]:.9g}"]
     lines += [
         f"{key}:{value:.9g}" for key, value in zip(weights.keys.tolist(), weights.values[:, 0].tolist(), strict=True)

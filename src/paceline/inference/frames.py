@@ -1,7 +1,7 @@
-"""Convert frames, dicts of columns and rows by name to batches, hashed as the readers of files hash them.
+"""Convert frames, dicts of columns and rows by name to batches, with the same hashes as the readers of files.
 
-A frame has `columns` and returns a column by name: pandas, polars, or a plain dict. This module does not import these
-libraries.
+A frame has `columns` and returns a column by name. Examples are pandas, polars and a plain dict. This module imports
+neither pandas nor polars.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def names_of(frame: Any) -> list[Any]:
     names = getattr(frame, "column_names", None) or (frame if isinstance(frame, Mapping) else frame.columns)
     double = find_double(names)
     if double is not None:
-        raise UsageError(f"the frame has more than one column {double!r}: rename all except one")
+        raise UsageError(f"the frame has more than one column {double!r}. Rename all except one")
     return list(names)
 
 
@@ -53,11 +53,11 @@ def list_names(names: Sequence[Any], most: int = 5) -> str:
 
 
 class FrameReader(ABC):
-    """Convert columns by name to batches."""
+    """Converts columns by name to batches."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._cells = itemgetter(*names, names[0])  # the first name twice, because one name alone returns no tuple
+        self._cells = itemgetter(*names, names[0])  # two names or more, because one name returns no tuple
 
     def batches(self, frame: Any) -> Iterator[Batch]:
         """Yield the rows of a frame or a dict of columns. Raises UsageError for a missing column."""
@@ -67,7 +67,7 @@ class FrameReader(ABC):
         missing = [name for name in self._names if found[name] is None]
         if missing:
             raise UsageError(
-                f"the frame has no column {list_names(missing)}: the model was trained with {list_names(self._names)}; "
+                f"the frame has no column {list_names(missing)}. The model needs {list_names(self._names)}, but "
                 f"the frame has {list_names(names) or 'none'}"
             )
         columns = {name: frame[found[name]] for name in self._names}
@@ -77,14 +77,14 @@ class FrameReader(ABC):
         return self._batches(columns)
 
     def row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
-        """Yield rows that are dicts by column name. Raises UsageError for a row without one of the columns."""
+        """Yield rows that are dicts by column name. Raises UsageError for a row that lacks one of the columns."""
         try:
             columns = list(zip(*map(self._cells, rows), strict=True))[:-1]
             return self._batches(dict(zip(self._names, columns, strict=True)))
         except KeyError:
             at, name = next((at, name) for at, row in enumerate(rows) for name in self._names if name not in row)
             raise UsageError(
-                f"row {at} has no {name!r}: expected {list_names(self._names)}; a missing value is None (null in JSON)"
+                f"row {at} has no {name!r}: expected {list_names(self._names)}. A missing value is None (null in JSON)"
             ) from None
 
     @abstractmethod
@@ -93,15 +93,15 @@ class FrameReader(ABC):
 
 @final
 class ColumnReader(FrameReader):
-    """Read frames for a model of a CSV (`from_text`) or Parquet file.
+    """Reads frames for a model trained on a CSV (`from_text`) or Parquet file.
 
-    `is_known` returns which keys the model has rows for; None during training. Only text and whole numbers have a
-    certain spelling as category: for a model of CSV data, other types are rejected. So are truth values in a numeric
-    column, because they are malformed in a CSV file; in a Parquet file they are 0 and 1.
+    `is_known` returns the keys for which the model has rows; None during training. Only text and whole numbers have a
+    unique spelling as a category, so a model of CSV data rejects other types. It also rejects booleans in a numeric
+    column, because they are malformed in a CSV file. In a Parquet file they are 0 and 1.
     """
 
     def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown | None) -> None:
-        self._columns = columns = replace(columns.unweighted, classes=())  # labels of frames are not read
+        self._columns = columns = replace(columns.unweighted, classes=())  # frames are read without labels
         super().__init__(columns.names[1:])
         self._from_text = from_text
         self._is_known = is_known
@@ -127,7 +127,7 @@ class ColumnReader(FrameReader):
         arrow, types = self._arrow, self._arrow.types
         kinds = {*map(type, column)} if type(column) is tuple else {object}
         try:
-            if kinds <= _TEXT:  # a shortcut for rows: they are few, and the general way is slower
+            if kinds <= _TEXT:  # faster for the few values of rows
                 return arrow.array(column, arrow.string())
             if kinds <= _FLOATS and name in self._columns.numeric:
                 return arrow.array(column, arrow.float64())
@@ -149,13 +149,13 @@ class ColumnReader(FrameReader):
             )
             if self._from_text and not is_certain:
                 raise UsageError(
-                    f"column {name!r} is categorical, but {found} here: pass the text of the CSV file (read it with "
+                    f"column {name!r} is categorical, but {found} here. Pass the text of the CSV file (read it with "
                     "dtype=str)"
                 )
             return array
         if name in self._columns.text:
             if not (is_text or types.is_null(found)):
-                raise UsageError(f"column {name!r} is text, but {found} here: pass text")
+                raise UsageError(f"column {name!r} is text, but {found} here. Pass text")
             return array
         numbers = (types.is_integer, types.is_floating, types.is_decimal, types.is_null)
         is_number = any(test(found) for test in numbers) or (types.is_boolean(found) and not self._from_text)
@@ -164,14 +164,14 @@ class ColumnReader(FrameReader):
         return array.cast(arrow.float64()) if types.is_null(found) else array
 
     def _holds_integers(self, array: Any, type: Any) -> bool:
-        """Return whether all floats are integers: pandas stores whole numbers with missing values so."""
+        """Return whether all floats are integers. Pandas stores whole numbers with missing values as floats."""
         if not self._arrow.types.is_floating(type):
             return False
         values = array.dictionary if self._arrow.types.is_dictionary(array.type) else array
         return bool(are_integers(values.drop_null().cast(self._arrow.float64()).to_numpy()).all())
 
     def _warn_unknown(self, rows: Any) -> None:
-        """Warn about columns whose first values are all unknown: their text differs from the training data's."""
+        """Warn about columns whose first values are all unknown, probably because their text has another form."""
         if self._is_known is None or rows.num_rows < _LOOKED_AT:
             return
         for name in self._columns.categorical:
@@ -181,14 +181,14 @@ class ColumnReader(FrameReader):
                 value = rows.column(rows.schema.get_field_index(name))[0].as_py()
                 warnings.warn(
                     f"the model knows none of the first {_LOOKED_AT} values of column {name!r}, such as {value!r}, and "
-                    "ignores them: check that they are written as in training",
+                    "ignores them. Check that they are written as in training",
                     stacklevel=6,
                 )
 
 
 @final
 class CriteoReader(FrameReader):
-    """Read frames for a model of Criteo's format: columns I1 to I13 and C1 to C26, converted to its lines."""
+    """Reads frames for a model of Criteo's format: converts columns I1 to I13 and C1 to C26 to lines."""
 
     def __init__(self) -> None:
         super().__init__(CRITEO_NAMES)
@@ -224,7 +224,7 @@ class CriteoReader(FrameReader):
 
 @final
 class JsonReader(FrameReader):
-    """Read frames for a model of JSON lines: rows are objects with any fields."""
+    """Reads frames for a model of JSON lines; rows are objects with any fields."""
 
     def __init__(self, columns: Columns) -> None:
         super().__init__([columns.label])
@@ -259,7 +259,7 @@ class JsonReader(FrameReader):
 
 
 def _describe_kinds(name: str, column: Any) -> str | None:
-    """Return a message with the first value of each type in a column; None for a column of one type."""
+    """Return a message with the first value of each type in a column; None if all values have one type."""
     first: dict[str, str] = {}
     for row, value in enumerate(column):
         if value is not None:
@@ -283,5 +283,5 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, float | np.floating) and float(value).is_integer():
         value = int(value)  # whole numbers with missing values become floats
     if isinstance(value, int | np.integer) and name.startswith("C"):
-        raise UsageError(f"column {name!r} holds the number {value}: expected text, as it stands in the file")
+        raise UsageError(f"column {name!r} holds the number {value}: expected the text in the file")
     return str(value)

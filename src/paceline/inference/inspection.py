@@ -28,7 +28,7 @@ _BINS = 21
 
 @dataclass(frozen=True)
 class Histogram:
-    """Number of values between each edge and the next."""
+    """Numbers of values between successive edges."""
 
     edges: list[float]
     counts: list[int]
@@ -36,7 +36,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class LargeWeight:
-    """The weight of a feature; a list if it has several."""
+    """The weight of a feature; a list if the feature has several weights."""
 
     key: int
     name: str | None
@@ -45,7 +45,7 @@ class LargeWeight:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """The values in a table, without the bias."""
+    """Statistics of the values in a table, without the bias."""
 
     name: str
     dim: int
@@ -56,7 +56,7 @@ class TableSummary:
     largest: float
     bias: float | list[float]
     histogram: Histogram
-    """Of the nonzero values."""
+    """Histogram of the nonzero values."""
     largest_weights: list[LargeWeight]
 
 
@@ -67,11 +67,11 @@ class ModelSummary:
     directory: str
     kind: str
     finished: bool
-    """False for an interrupted training."""
+    """False for an interrupted training or a snapshot."""
     paceline: str
     """The version of Paceline that wrote it."""
     description: dict[str, Any]
-    """The rest of its manifest: format, columns and settings."""
+    """The remaining manifest: format, columns and settings."""
     tables: list[TableSummary]
 
     def as_json(self) -> dict[str, Any]:
@@ -96,11 +96,11 @@ class TableDifference:
     l2_norms: tuple[float, float]
     distance: float
     cosine: float | None
-    """Of the angle between both; None if one is zero."""
+    """The cosine of the angle between the tables; None if one table is zero."""
     only_in: tuple[int, int]
-    """Features with a nonzero weight in one model only."""
+    """Numbers of features with a nonzero weight only in the first and only in the second model."""
     changed: int
-    """Features with different weights."""
+    """Number of features with different weights."""
     largest_changes: list[tuple[int, float | list[float], float | list[float]]]
     """Key, weight in the first model, weight in the second."""
 
@@ -108,7 +108,7 @@ class TableDifference:
 def inspect_model(
     directory: str | os.PathLike[str], top: int = 20, names: dict[int, str] | None = None
 ) -> ModelSummary:
-    """Return the summary of a saved model, with its `top` largest weights; `names` are names of keys."""
+    """Summarize a saved model with its `top` largest weights; `names` maps keys to names."""
     saved = read_stored_model(directory)
     described = dict(saved.described)
     kind, finished = str(described.pop("kind", "")), bool(described.pop("finished", True))
@@ -123,7 +123,7 @@ def inspect_model(
 
 
 def name_weights(summary: ModelSummary, files: Sequence[str], format: str, columns: Columns | None) -> ModelSummary:
-    """Return the summary with the names of its largest weights, for features that occur in the data files."""
+    """Return the summary with names for its largest weights, from features in the data files."""
     keys = [weight.key for table in summary.tables for weight in table.largest_weights]
     interactions = Interactions.of(summary.description.get("interactions"))
     scaling = read_key_scaling(read_stored_model(summary.directory).described)
@@ -141,7 +141,7 @@ def name_weights(summary: ModelSummary, files: Sequence[str], format: str, colum
 
 
 def compare_models(first: str | os.PathLike[str], second: str | os.PathLike[str], top: int = 20) -> ModelDifference:
-    """Compare two models of one kind, with the `top` largest changes. Raises UsageError for different kinds."""
+    """Compare two models of the same kind and list the `top` largest changes. Raises UsageError for different kinds."""
     one, other = read_stored_model(first), read_stored_model(second)
     kinds = [str(model.described.get("kind", "")) for model in (one, other)]
     _check_kind(one, kinds[0])
@@ -157,7 +157,7 @@ def compare_models(first: str | os.PathLike[str], second: str | os.PathLike[str]
 
 def _check_kind(saved: StoredModel, kind: str) -> None:
     if not kind or any(table.spec.kind != "sparse" for table in saved.tables):
-        raise UsageError(f"{saved.directory} holds tables of your own program: expected a model of 'paceline train'")
+        raise UsageError(f"{saved.directory} holds tables of your own program. Pass a model of 'paceline train'")
 
 
 def _summarize(name: str, weights: Weights, top: int, names: dict[int, str]) -> TableSummary:
@@ -212,7 +212,7 @@ def _sizes(values: Doubles) -> Doubles:
 
 
 def _largest(sizes: Doubles, top: int) -> list[int]:
-    """Return the indices of the largest sizes, without zeros."""
+    """Return the indices of the largest nonzero sizes."""
     top = min(top, len(sizes))
     found = np.argpartition(sizes, len(sizes) - top)[len(sizes) - top :] if top else np.zeros(0, np.int64)
     ordered = found[np.lexsort((found, -sizes[found]))]
@@ -229,7 +229,7 @@ NUM_GROUPS = 10
 
 @dataclass(frozen=True)
 class CalibrationGroup:
-    """Examples of similar predictions."""
+    """Examples with similar predictions."""
 
     count: int
     lowest: float
@@ -237,12 +237,12 @@ class CalibrationGroup:
     predicted: float
     """The mean prediction."""
     observed: float
-    """The mean label: for clicks, their fraction."""
+    """The mean label; for clicks this is their fraction."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Groups of equal size by prediction, for a model with one output, and the metrics of all examples."""
+    """Groups of equal size by prediction, and the metrics of all examples. The model has one output."""
 
     groups: list[CalibrationGroup]
     metrics: Evaluation
@@ -264,7 +264,7 @@ def group_by_prediction(labels: Floats, predictions: Floats, num_groups: int = N
 
 
 def calibrate_model(directory: Path, data: Sequence[str], format: str | None = None) -> Calibration:
-    """Predict data files with a saved model, and compare predictions and labels. Raises DataError without labels."""
+    """Predict data files with a saved model and compare predictions with labels. Raises DataError without labels."""
     predictor = Predictor(directory)
     with predictor.open_data(data, format) as dataset:
         found = list(predictor.predict(dataset))
@@ -273,7 +273,7 @@ def calibrate_model(directory: Path, data: Sequence[str], format: str | None = N
     labels, predictions = np.concatenate([labels for labels, _ in found]), np.concatenate([p for _, p in found])
     has_label = ~np.isnan(labels)
     if not has_label.any():
-        raise DataError(f"{data[0]} has no labels: calibration compares predictions with labels")
+        raise DataError(f"{data[0]} has no labels, but calibration compares predictions with labels")
     labels, predictions = labels[has_label], predictions[has_label]
     groups = group_by_prediction(labels, predictions) if predictions.ndim == 1 else []
     return Calibration(groups, predictor.model.evaluate(labels, predictions))

@@ -1,4 +1,4 @@
-"""Merge linear models that were trained on different data into their mean."""
+"""Merge linear models trained on different data by averaging their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.tables.settings import from_fields
 from paceline.tables.types import Doubles, Floats, Keys
 
 _NEUTRAL = {"offset": 0.0, "center": 0.0, "scale": 1.0, "mean": 1.0}
-"""Neutral values of the terms that a model adds to its margins or multiplies them by; merged weights include them."""
+"""Neutral values of constants that a model adds to or multiplies with its margins; merged weights include them."""
 _PER_MODEL = ("finished", "scaling", *_NEUTRAL)
 
 
@@ -28,9 +28,9 @@ def merge_models(
 ) -> int:
     """Write the mean of linear models of one kind to `out`, and return its number of features.
 
-    `shares` are the models' weights in the mean, for example their numbers of examples; None: all equal. A feature that
-    a model does not have counts as 0 (parameter averaging: McDonald, Hall, Mann, NAACL 2010). FTRL's sums of squares
-    are added, so that a training that continues from the mean (``--init-from``) has the learning rates of all the data.
+    `shares` weights the models, for example by their numbers of examples; None weights them equally. A feature that is
+    missing in a model counts as 0 (parameter averaging: McDonald, Hall, Mann, NAACL 2010). FTRL's sums of squares are
+    added, so that a training that continues from the mean (``--init-from``) has the learning rates of all the data.
     Raises UsageError for models that cannot be averaged.
     """
     if len(directories) < 2:
@@ -62,15 +62,15 @@ def _check(models: Sequence[StoredModel]) -> FTRL:
     for model in models:
         kind = model.described.get("kind")
         if kind not in LINEAR_MODELS or len(model.tables) != 1:
-            raise UsageError(f"{model.directory} is of kind {kind!r}: only {', '.join(LINEAR_MODELS)} have a mean")
+            raise UsageError(f"{model.directory} is of kind {kind!r}: only {', '.join(LINEAR_MODELS)} can be averaged")
         for name in sorted({*first.described, *model.described} - {*_PER_MODEL}):
             if first.described.get(name) != model.described.get(name):
                 difference = name
                 if name != "columns":
                     difference += f", {_shown(first.described, name)} and {_shown(model.described, name)}"
                 raise UsageError(
-                    f"{first.directory} and {model.directory} differ in {difference}: train one of them from the other "
-                    "with --init-from, so that both have the same"
+                    f"{first.directory} and {model.directory} differ in {difference}. Train one of them from the other "
+                    "with --init-from, so that both are equal in this"
                 )
     _check_scalings(models)
     rule = from_fields(RULES, first.tables[0].spec.update)
@@ -80,7 +80,7 @@ def _check(models: Sequence[StoredModel]) -> FTRL:
 
 
 def _check_scalings(models: Sequence[StoredModel]) -> None:
-    """Raise UsageError for models on different nonlinear scales: their weights cannot be converted."""
+    """Raise UsageError for models with different nonlinear scales, whose weights cannot be converted."""
     scalings = [read_key_scaling(model.described) for model in models]
     if all(scaling is None or scaling.is_linear for scaling in scalings):
         return
@@ -88,7 +88,7 @@ def _check_scalings(models: Sequence[StoredModel]) -> None:
     other = next((model for model, digest in zip(models, digests, strict=True) if digest != digests[0]), None)
     if other is not None:
         raise UsageError(
-            f"{models[0].directory} and {other.directory} have different logarithms or bins of numbers: train one "
+            f"{models[0].directory} and {other.directory} have different logarithms or bins of numbers. Train one "
             "from the other with --init-from, or all with --numeric-scale standard"
         )
 
@@ -105,7 +105,7 @@ def _add_squares(model: StoredModel, keys: Keys, squares: Doubles) -> None:
 
 
 def _records(mean: Doubles, squares: Doubles, rule: FTRL) -> Floats:
-    """Return FTRL's records: the weights, its sum z (computed from the weights) and its sum of squares n."""
+    """Return FTRL's records: the weights, the sum z (computed from the weights) and the sum of squares n."""
     z = -(np.sign(mean) * rule.l1 + mean * ((rule.beta + np.sqrt(squares)) / rule.alpha + rule.l2))
     records: Floats = np.hstack([mean, z, squares]).astype(np.float32)
     return records

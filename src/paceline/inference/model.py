@@ -25,22 +25,22 @@ _BATCH = 4096
 
 
 def load(directory: str | os.PathLike[str]) -> LoadedModel:
-    """Load the model that ``paceline train --save`` wrote. Raises ModelError for a directory without a model."""
+    """Load a model written by ``paceline train --save``. Raises ModelError for a directory without a model."""
     prepare_kernels()
     return LoadedModel(Path(directory), Predictor(directory))
 
 
 class LoadedModel:
-    """A saved model, loaded by :func:`load`. Several threads may use it."""
+    """A saved model, loaded by :func:`load`. Thread-safe."""
 
     def __init__(self, directory: Path, predictor: Predictor) -> None:
         self.directory = directory
-        """The directory that it was loaded from."""
+        """The directory of the saved model."""
         self._predictor = predictor
 
     @property
     def kind(self) -> str:
-        """Name of the model: ``lr`` is a logistic regression."""
+        """Name of the model, such as ``lr`` for a logistic regression."""
         return self._predictor.model.name
 
     @property
@@ -56,7 +56,7 @@ class LoadedModel:
 
     @property
     def columns(self) -> Columns | None:
-        """Columns of the training data; None unless it had named columns."""
+        """Columns of the training data; None if the columns had no names."""
         return self._predictor.columns
 
     @property
@@ -73,10 +73,11 @@ class LoadedModel:
         return f"{text}; from {self.directory}>"
 
     def predict(self, X: Any, *, strict: bool = True) -> Floats:
-        """Return the probability of a click of each example (float32 [n]), in order.
+        """Return the predictions for examples, in order.
 
-        A regression model returns its quantities. A model of several classes returns their probabilities (float32
-        [n, classes]), in the order of ``settings["classes"]``.
+        Click models return the probability of a click (float32 [n]), regression models a number (float32 [n]). Models
+        of several classes return a probability per class (float32 [n, classes]), in the order of
+        ``settings["classes"]``.
 
         `X` is one of:
 
@@ -85,10 +86,10 @@ class LoadedModel:
         - for a model of LIBSVM data, a NumPy array or SciPy sparse matrix [n, columns]: a column's number is its key;
         - a list of rows, each a dict by column name or by key.
 
-        Frames and dicts may have columns that the model was not trained with, such as a label: they are ignored.
+        Additional columns in frames and dicts, such as a label, are ignored.
 
-        Raises UsageError for data that does not fit the model. Malformed lines in files raise DataError; with `strict`
-        False they are skipped and get no prediction.
+        Raises UsageError for data that does not fit the model. Malformed lines in files raise DataError; if `strict` is
+        False, they are skipped and get no prediction.
         """
         predicted = [self._predictor.predict_batch(batch) for batch in self._batches(X, strict)]
         found = np.concatenate(predicted) if predicted else np.empty(0, np.float32)
@@ -109,14 +110,14 @@ class LoadedModel:
         return weights_of_data(found, {**predictor.model.describe(), "scaling": scaling})
 
     def _batches(self, X: Any, strict: bool) -> Iterator[Batch]:
-        if type(X) is list and X and all(type(row) is dict for row in X):  # a shortcut: the general tests are slower
+        if type(X) is list and X and all(type(row) is dict for row in X):  # faster than the general tests
             return self._row_batches(X)
         if isinstance(X, str | os.PathLike):
             return self._file_batches([X], strict)
         if isinstance(X, Mapping) and not all(
             hasattr(column, "__len__") and not isinstance(column, str) for column in X.values()
         ):
-            raise UsageError("X is a dict of single values: pass a row as a list of one dict, or a dict of columns")
+            raise UsageError("X is a dict of single values. Pass a list with this dict, or a dict of columns")
         if isinstance(X, Mapping) or is_frame(X):
             return self._frames.batches(X)
         if isinstance(X, Sequence):
@@ -141,7 +142,7 @@ class LoadedModel:
     def _arrays(self) -> ArrayReader:
         if self.format != "libsvm":
             raise UsageError(
-                f"an array has no column names, but the model was trained on {self.format}: pass a DataFrame, a dict "
+                f"an array has no column names, but the model was trained on {self.format}. Pass a DataFrame, a dict "
                 "of columns, or the path of a file"
             )
         return ArrayReader(self._key_range())
@@ -151,10 +152,10 @@ class LoadedModel:
         if self.format == "criteo":
             return CriteoReader()
         if self.format in ("vw", "libffm"):
-            raise UsageError(f"the model was trained on lines of {self.format}: pass the path of such a file")
+            raise UsageError(f"the model was trained on lines of {self.format}. Pass the path of such a file")
         if self.columns is None:
             raise UsageError(
-                f"the model was trained on {self.format}, which has numbered features: pass an array or a sparse "
+                f"the model was trained on {self.format}, which has numbered features. Pass an array or a sparse "
                 "matrix instead of a frame, for example X.to_numpy()"
             )
         if self.columns.is_open:
@@ -167,7 +168,7 @@ class LoadedModel:
         return (int(min(low for low, _ in ends)), int(max(high for _, high in ends))) if ends else None
 
     def _keys(self) -> Iterator[Keys]:
-        """Yield the keys of features as in data files: the key of the number instead of the keys of its bins."""
+        """Yield the keys of features in data files; numbers with bins have one key, not one per bin."""
         scaling = self._predictor.scaling
         bins = np.empty(0, np.uint64) if scaling is None else scaling.bin_keys
         for keys, _ in self._predictor.stores[0].items():

@@ -220,7 +220,7 @@ def write_png(file: Path, summary: ModelSummary, calibration: Calibration | None
         if table.histogram.counts:
             plot.stairs(table.histogram.counts, table.histogram.edges, fill=True)
         plot.set(title=f"{table.name}: {table.nonzero:,} of {table.features:,}", xlabel="weight", ylabel="features")
-    drawing = BytesIO()  # Matplotlib's PNG writer seeks, and a FIFO cannot
+    drawing = BytesIO()  # Matplotlib's PNG writer seeks, which a FIFO does not support
     figure.savefig(drawing, format="png", dpi=_DOTS_PER_INCH)
     try:
         with replacing(file) as aside:

@@ -19,13 +19,13 @@ LINEAR_MODELS = ("lr", "regression", "poisson", "softmax")
 class Weights(NamedTuple):
     """A table's values by feature, and its bias.
 
-    Linear models of libsvm data have weights for unscaled values, unless the scaling has logarithms or bins; terms that
-    a model adds to all margins are part of the first table's bias. Other models have weights for scaled values, and a
-    key per bin.
+    In linear models of libsvm data, the weights apply to unscaled values, unless the scaling has logarithms or bins.
+    Constants that a model adds to all margins are part of the first table's bias. In other models, the weights apply to
+    scaled values, with one key per bin.
     """
 
     keys: Keys
-    """Of features, ascending: uint64 [n]."""
+    """Keys of the features, ascending: uint64 [n]."""
     values: Floats
     """float32 [n, dim]."""
     bias: Floats
@@ -39,10 +39,10 @@ def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
 
 
 def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
-    """Return a first table's weights for unscaled values, with the manifest's constant terms in the bias."""
+    """Return a first table's weights for unscaled values; the bias includes the manifest's constant terms."""
     scaling = read_key_scaling(described) if described.get("kind") in LINEAR_MODELS else None
     weights = unscaled_weights(weights, scaling, described.get("offset", 0.0))
-    if described.get("kind") == "regression":  # it learns (label - center) / scale
+    if described.get("kind") == "regression":  # a regression learns (label - center) / scale
         scale, center = np.float32(described["scale"]), np.float32(described["center"])
         weights = Weights(weights.keys, weights.values * scale, weights.bias * scale + center)
     elif described.get("kind") == "poisson":
@@ -53,7 +53,7 @@ def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
 def unscaled_weights(weights: Weights, scaling: KeyScaling | None, offset: float) -> Weights:
     """Return a linear model's weights for unscaled values, with the offset added to the bias.
 
-    Weights of a scaling with logarithms or bins stay for scaled values.
+    If the scaling has logarithms or bins, the weights remain those for scaled values.
     """
     values, bias = weights.values, weights.bias + np.float32(offset)
     if scaling is not None and scaling.is_linear:
@@ -63,14 +63,14 @@ def unscaled_weights(weights: Weights, scaling: KeyScaling | None, offset: float
 
 
 def join_weights(pieces: Iterable[tuple[Keys, Floats]], dim: int) -> Weights:
-    """Return weights from pieces of keys and records; a record starts with `dim` values."""
+    """Return weights from pieces of keys and records; a record starts with the `dim` values."""
     parts = [(keys, records[:, :dim]) for keys, records in pieces]
     keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in parts)])
     return split_bias(keys, np.concatenate([np.empty((0, dim), np.float32), *(values for _, values in parts)]))
 
 
 def split_bias(keys: Keys, values: Floats) -> Weights:
-    """Return the weights by ascending key (uint64 [n], float32 [n, dim]), with the bias apart."""
+    """Sort weights by key (uint64 [n], float32 [n, dim]) and separate the bias."""
     order = np.argsort(keys)
     keys, values = keys[order], values[order]
     at = int(np.searchsorted(keys, np.uint64(BIAS_KEY)))

@@ -1,4 +1,4 @@
-"""Start processes: local clusters, single roles, and scripts' ranks. Public names are imported when first used."""
+"""Start processes: local clusters, single roles, and the ranks of scripts. Public names are imported at first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a local cluster: ``python -m paceline.launch.child '{"role": "server", …}'``, or a fork.
+"""Run a process of a local cluster: ``python -m paceline.launch.child '{"role": "server", …}'``, or a fork.
 
 The token is in the environment, because every user can read a command line.
 """
@@ -26,18 +26,18 @@ from .supervisor import watch_parent
 
 _ANSWER_S = 2.0
 _WORKER = "paceline.training.worker.worker"
-"""Imported by name, because training is above this package: it starts processes."""
+"""Imported by name, because the training package imports this package to start processes."""
 
 
 def prepare() -> None:
-    """Load everything that all roles need, in the process that forks them."""
+    """Load everything that all roles need, before this process forks them."""
     importlib.import_module(_WORKER)
     load_kernels_nowait()
 
 
 def main() -> int:
     options: dict[str, Any] = json.loads(sys.argv[1])
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all processes: the parent handles them
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all processes, and the parent handles them
         signal.signal(number, signal.SIG_IGN)
     token = environment().token
     assert token is not None
@@ -64,7 +64,7 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
         nonlocal was_ready
         was_ready = True
         try:
-            print(endpoint.tcp, flush=True)  # a replacement can bind it again, in contrast to a Unix socket's name
+            print(endpoint.tcp, flush=True)  # a replacement can bind this address again, unlike a Unix socket's name
         except BrokenPipeError:  # the parent has ended, so this process will end too
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -80,12 +80,12 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
             replaces=options["replaces"],
         )
     finally:
-        if was_ready:  # else the parent may try again; it also removes the folder, unless it was killed
+        if was_ready:  # otherwise the parent may try again, and it removes the folder
             shutil.rmtree(options["scratch"], ignore_errors=True)
 
 
 def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
-    load_kernels()  # first, so that no request waits for them
+    load_kernels()  # first, so that no request waits for the kernels
     import_filter_modules(options.get("filter_modules", ()), options.get("path", ()))
     scheduler = _read_line()
     if not scheduler:
@@ -103,12 +103,12 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
                 memory_limit=MemoryLimit(**options["memory_limit"]) if options.get("memory_limit") else None,
             )
         except (AddressError, DeadlineError) as error:
-            # This server was to replace a dead one, but the cluster may have ended since.
+            # This server should replace a dead server, but the cluster may have ended meanwhile.
             if options.get("extra") and not _answers(joining):
                 raise ConnectionLostError("the scheduler has ended") from error
             raise
         finally:
-            if "scratch" in options:  # without a scheduler here, the last server removes it if the parent was killed
+            if "scratch" in options:  # if the parent was killed, the last server removes the folder
                 _remove_if_empty(options["scratch"])
     else:
         importlib.import_module(_WORKER).run_worker(
@@ -134,7 +134,7 @@ def _remove_if_empty(folder: str) -> None:
 
 
 def _read_line() -> str:
-    """Read a line from standard input and not a byte more; empty if the parent has ended."""
+    """Read exactly one line from standard input; empty if the parent has ended."""
     line = b""
     while not line.endswith(b"\n"):
         more = os.read(sys.stdin.fileno(), 1)

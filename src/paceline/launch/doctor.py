@@ -29,7 +29,7 @@ _LEAST_DISK_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. `status` is ok, note (Paceline works without it) or fail."""
+    """The result of a check. `status` is ok, note (Paceline works despite the problem) or fail."""
 
     status: str
     what: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Yield the findings, quick checks first; the last check starts a cluster and uses it."""
+    """Yield the findings, quick checks first. The last check starts and uses a cluster."""
     yield Finding("ok", "paceline", __version__)
     supported = (3, 10) <= sys.version_info[:2] <= (3, 13)
     yield Finding(
@@ -70,7 +70,7 @@ def _disk() -> Finding:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     enough = free >= _LEAST_DISK_BYTES
-    advice = "" if enough else "parsed data is cached there: free space, or set TMPDIR"
+    advice = "" if enough else "Paceline caches parsed data there. Free some space, or set TMPDIR"
     return Finding("ok" if enough else "note", "temporary files", f"{folder}, {free / 2**30:.1f} GiB free", advice)
 
 

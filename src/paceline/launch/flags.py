@@ -1,4 +1,4 @@
-"""Options that several commands share, as given on the command line."""
+"""Define command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PushFlags:
-    """When servers acknowledge pushes, and when they reject them."""
+    """When servers acknowledge pushes and when they reject them."""
 
     min_replicas: int | None = option(
-        "Acknowledge a push only when this many replicas have it; until a dead server is replaced, pushes wait. "
+        "Acknowledge a push only when this many replicas have it. Pushes wait until a dead server is replaced. "
         "Default 0.",
         min=0,
     )
     non_finite: str | None = option(
-        "Pushes, writes and loads that would leave infinities or NaN in a table: refuse them, or accept and count "
+        "Pushes, writes and loads that would leave infinities or NaN in a table are refused, or accepted and counted "
         "them; default refuse."
     )
 
@@ -48,11 +48,11 @@ class MemoryFlags:
     """The memory limit of each server."""
 
     memory_limit: str | None = option(
-        "Memory of sparse tables' rows on each server, such as 512M or 8G; more rows are stored in unnamed files in "
-        "--spill-dir, which is slower; default: no limit."
+        "Memory for the rows of sparse tables on each server, such as 512M or 8G. Other rows are stored in unnamed "
+        "files in --spill-dir, which is slower; default: no limit."
     )
     spill_dir: Path | None = option(
-        "Folder for rows beyond --memory-limit, on a disk; default: the folder of temporary files."
+        "Folder on a disk for rows beyond --memory-limit; default: the folder of temporary files."
     )
 
     def parse(self) -> MemoryLimit | None:
@@ -63,10 +63,10 @@ class MemoryFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterModuleFlags:
-    """Modules of the user's own filters."""
+    """Modules with the user's own filters."""
 
     filter_module: list[str] | None = option(
-        "Module with your own filters, which servers and workers import; may be given several times.",
+        "Module with your own filters. Servers and workers import it. May be given several times.",
         "--filter-module",
         metavar="MODULE",
     )
@@ -84,7 +84,7 @@ class FilterModuleFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TLSFlags:
-    """The files of a process's TLS identity."""
+    """The files with a process's TLS identity."""
 
     tls_cert: Path | None = option("This process's certificate (PEM); turns TLS on.")
     tls_key: Path | None = option("Key of --tls-cert (PEM).")

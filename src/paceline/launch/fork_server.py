@@ -1,9 +1,9 @@
-"""Fork children from one process that has already imported and loaded everything that all of them need.
+"""Fork children from a process that has already imported and loaded everything they need.
 
 An interpreter that imports NumPy and Numba and loads the kernels takes a second; a fork of such a process takes
-milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) runs nothing else and has one thread. Without
-``os.fork``, on macOS, and with a thread or torch in the fork server, forks are not safe: there is no fork server, or it
-refuses, and children are spawned as new processes. This module imports little, so that the server can start first.
+milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) has one thread and no other task. Forks are unsafe
+without ``os.fork``, on macOS, and if the fork server has other threads or torch. Then there is no fork server, or it
+refuses, and children are spawned as new processes. This module imports little, so that the fork server starts early.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ CHILD: Final = "paceline.launch.child"
 _ANSWER_S: Final = 60.0
 _POLL_S: Final = 0.05
 _SLICE_S: Final = 0.5
-_UNREPORTED_S: Final = 2.0  # a stopped fork server does not report the status of an ended process: wait this long
+_UNREPORTED_S: Final = 2.0  # how long to wait for a status, because a stopped fork server reports none
 _LOST_STATUS: Final = 255
-"""Status of a process that ended after the fork server, as in ``multiprocessing``: the real one is lost."""
+"""Status of a process whose fork server ended first, as in ``multiprocessing``; the real status is lost."""
 _TITLE_BYTES: Final = 4096
 _ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""BLAS threads would not survive a fork, and the children do not use them."""
-# glibc then backs its heap with huge pages: random lookups in a table of 10^7 rows take a tenth less.
+"""BLAS threads do not survive a fork, and the children do not use them."""
+# Let glibc back its heap with huge pages, because this saves a tenth of random lookups in a table of 10^7 rows.
 MALLOC: Final = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:"
     "glibc.malloc.trim_threshold=268435456"
 }
 
-# Leave out the current folder, where a user's select.py would hide Python's; add this package's, which may be in it.
+# Leave out the current folder, because a user's select.py there would hide Python's. Add this package's folder again.
 _RUN_MODULE: Final = (
     "import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -51,17 +51,17 @@ _RUN_MODULE: Final = (
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command of a process that runs a module of this package, regardless of the current folder's files."""
+    """Return the command that runs a module of this package, regardless of files in the current folder."""
     root = str(Path(__file__).parents[2])
     return [sys.executable, "-c", _RUN_MODULE.format(root=root), module, *arguments]
 
 
 class ForkError(Exception):
-    """A process cannot be forked, for the given reason: spawn it."""
+    """A process cannot be forked, for the given reason. Spawn it instead."""
 
 
 class Forked:
-    """A process that the fork server has forked, with the interface of ``subprocess.Popen``."""
+    """A process forked by the fork server, with the interface of ``subprocess.Popen``."""
 
     stdin: IO[bytes] | None = None
     stdout: IO[bytes] | None = None
@@ -118,7 +118,7 @@ class Forked:
         return self._status
 
     def _has_ended_unreported(self) -> bool:
-        """Return whether it ended too long ago for the fork server to report its status."""
+        """Return whether the process ended too long ago for a report by the fork server."""
         if _is_running(self._identity):
             return False
         time_s = time.monotonic()
@@ -127,39 +127,39 @@ class Forked:
 
 
 class Killable(Protocol):
-    """A process that can be ended; ``subprocess.Popen`` is one."""
+    """A process that can be killed, such as ``subprocess.Popen``."""
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
 
     def wait(self) -> int:
-        """Return its status when it has ended."""
+        """Wait for the end of the process and return its status."""
 
 
 class ForkServer:
     """A process that forks others, which run the `main` of one module. Use it as a context manager, or close it.
 
-    Its children survive it and end with their own parent, but their status is then unknown.
+    The forked processes survive the fork server and end with their own parent, but their status is then unknown.
     """
 
     def __init__(self, line: socket.socket | None, process: Killable | None = None) -> None:
-        """`line` is a socket to a warm parent, None if nothing can be forked; `process` is killed at the end."""
+        """`line` is a socket to a warm parent, None if forks are impossible; `process` is killed at the end."""
         self._lock = threading.Lock()
         self._line = line
         self._process = process
 
     @classmethod
     def start(cls, module: str = CHILD) -> ForkServer:
-        """Start a fork server if this system can fork; it calls `prepare` of `module`, which loads the common needs."""
+        """Start a fork server if this system can fork. It calls `prepare` of `module` to load common modules."""
         if not hasattr(os, "fork") or sys.platform in ("darwin", "win32", "emscripten", "wasi"):
             return cls(None)
         own, remote = socket.socketpair()
         with remote, contextlib.ExitStack() as closing:
-            line = fcntl.fcntl(remote.fileno(), fcntl.F_DUPFD, 3)  # lower numbers are standard streams, even if closed
+            line = fcntl.fcntl(remote.fileno(), fcntl.F_DUPFD, 3)  # smaller numbers are standard streams
             closing.callback(os.close, line)
             command = module_command("paceline.launch.warm_parent", str(line), module)
             process = subprocess.Popen(
-                [*command, " " * _TITLE_BYTES],  # room for its forks' titles
+                [*command, " " * _TITLE_BYTES],  # room for the titles of the forks
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**MALLOC, **os.environ, **_ONE_THREAD},
@@ -192,7 +192,7 @@ class ForkServer:
         streams: tuple[int, int, int],
         folder: str | None = None,
     ) -> Forked:
-        """Fork a process with these standard streams, in `folder` or the current one. Raises ForkError."""
+        """Fork a process with these standard streams, in `folder` or the current folder. Raises ForkError."""
         with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as own_ends:
             statuses, own_statuses = _pipe(child_ends, own_ends, is_input=False)
             request = {"arguments": list(arguments), "environment": dict(environment), "folder": folder or _folder()}
@@ -206,7 +206,7 @@ class ForkServer:
                 self._line.close()
                 self._line = None
             if self._process is not None:
-                self._process.kill()  # it may still be loading
+                self._process.kill()  # the process may still be loading
                 self._process.wait()
                 self._process = None
 
@@ -227,10 +227,10 @@ class ForkServer:
                 self._line.sendall(text)
                 answer = self._line.recv(4096)
             except BaseException as error:
-                self._line.close()  # a late reply would be mistaken for the next request's
+                self._line.close()  # a late reply would be read as the reply to the next request
                 self._line = None
                 if self._process is not None:
-                    self._process.kill()  # else it might fork the process later, in addition to the spawned one
+                    self._process.kill()  # otherwise a late fork might duplicate the spawned process
                 if not isinstance(error, OSError):
                     raise
                 raise ForkError(f"the fork server does not answer: {error}") from None
@@ -251,7 +251,7 @@ def _pipe(child_ends: contextlib.ExitStack, own_ends: contextlib.ExitStack, *, i
 def _standard_error(closing: contextlib.ExitStack) -> int:
     try:
         os.fstat(2)
-    except OSError:  # closed, as in a daemon
+    except OSError:  # standard error is closed, as in a daemon
         number = os.open(os.devnull, os.O_WRONLY)
         closing.callback(os.close, number)
         return number
@@ -261,12 +261,12 @@ def _standard_error(closing: contextlib.ExitStack) -> int:
 def _folder() -> str | None:
     try:
         return os.getcwd()
-    except OSError:  # it was removed
+    except OSError:  # the current folder was removed
         return None
 
 
 def _identity(pid: int) -> psutil.Process | None:
-    """Return a handle that distinguishes a process from a later one with the same id; None if it has ended."""
+    """Return a handle that distinguishes a process from later ones with the same id; None if the process has ended."""
     import psutil
 
     try:

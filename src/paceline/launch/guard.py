@@ -1,9 +1,9 @@
-"""End foreign programs and their children if the parent is killed: a process that waits for that.
+"""Wait until the parent is killed, then end its foreign programs and their children.
 
-Run it as a file, ``python -I -S guard.py``: it imports only the standard library and starts in 15 ms. It reads lines
-from standard input: ``+GROUP`` and ``-GROUP`` for process groups that started and ended, and ``end`` when the parent
-ends regularly. Without ``end``, the end of the input means that the parent was killed. This works on every system and
-for grandchildren, unlike Linux's PR_SET_PDEATHSIG.
+Run this module as a file, ``python -I -S guard.py``. It imports only the standard library and starts in 15 ms. It reads
+lines from standard input: ``+GROUP`` and ``-GROUP`` when a process group has started or ended, and ``end`` when the
+parent ends regularly. If the input ends without ``end``, the parent was killed. Unlike Linux's PR_SET_PDEATHSIG, this
+works on every system and for grandchildren.
 """
 
 import os

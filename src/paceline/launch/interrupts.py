@@ -10,7 +10,7 @@ from typing import Any
 
 
 class DeferredSignals:
-    """Record SIGINT, SIGTERM and SIGHUP during its block; they take effect at :meth:`check` and at its end.
+    """Records SIGINT, SIGTERM and SIGHUP during its block. They take effect at :meth:`check` and at its end.
 
     A second signal takes effect immediately. Signals without a Python handler, and signals outside the main thread,
     are not deferred.

@@ -1,4 +1,4 @@
-"""Compile the kernels once, before several processes start that would each compile them."""
+"""Compile the kernels once, before starting several processes that would each compile them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 
 def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
-    """Compile the kernels unless they are cached on disk; `report` receives a note (default: standard error)."""
+    """Compile the kernels unless the disk cache has them; `report` receives a note (default: standard error)."""
     from paceline.tables.compile import compile_kernels, is_compiled
 
     if not is_compiled():
@@ -20,11 +20,11 @@ def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
         else:
             report(text)
         _compile_side_by_side()
-        compile_kernels()  # loads them, and compiles the other process's part if that failed
+        compile_kernels()  # load all kernels, and compile the other half if the other process failed
 
 
 def _compile_side_by_side() -> None:
-    """Compile one half of the kernels in this process and the other half in another one, by way of the disk cache."""
+    """Compile half of the kernels in this process and the other half in another process, through the disk cache."""
     from paceline.tables.compile import compile_remaining
 
     command = [sys.executable, "-c", _COMPILE_VALUES]
@@ -37,7 +37,7 @@ def _compile_side_by_side() -> None:
             compile_remaining()
             other.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            pass  # the other process is stopped, perhaps
+            pass  # the other process may be stopped
         finally:
             other.kill()
 
@@ -55,10 +55,10 @@ _PATIENCE_S: Final = 300.0
 
 @cache
 def load_kernels() -> None:
-    """Load the kernels that almost all processes call from the disk cache, so that no request waits for them.
+    """Load the kernels that most processes call from the disk cache, so that no request waits for them.
 
-    The other kernels are loaded at their first call, in 5 ms each: loading all takes half a second. Missing kernels are
-    compiled.
+    Other kernels are loaded at their first call, in 5 ms each, because loading all of them takes half a second. Missing
+    kernels are compiled.
     """
     from paceline.tables.compile import compile_common, compile_kernels, is_compiled
 

@@ -39,8 +39,8 @@ _START_S = 60.0
 _END_S = 10.0
 _DEFAULT_SETTINGS = messages.ClusterSettings()
 _LOOPBACK = "127.0.0.1:0"
-_MAX_SERVERS = 100  # per rank, one after the other
-_MAX_SCHEDULERS = 6  # the first and five replacements: the next one would probably die of the same cause
+_MAX_SERVERS = 100  # per rank, one after another
+_MAX_SCHEDULERS = 6  # the first and five replacements; the next would probably die from the same cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +51,20 @@ class Share:
     """The scheduler's address, ``host:port``."""
     runs_scheduler: bool
     servers: Mapping[int, str]
-    """The servers of this machine, by rank: the address that each binds."""
+    """The servers of this machine: the address to bind, by rank."""
     bind: str = ""
-    """The address that the scheduler binds, if it differs from the one that others reach."""
+    """The address that the scheduler binds, if it differs from its public address."""
     patience_s: float = 300.0
 
 
 class LocalCluster(Closing):
     """A scheduler and servers as processes on this machine. Any number of clients may connect, from any process.
 
-    Use it as a context manager; every process ends with it, or with this process if that is killed. A dead scheduler
-    is replaced by a new one, which recovers its state from the members; with replicas, so is a dead server. Before a
+    Use it as a context manager. Every process ends with it, and also if this process is killed. A new scheduler
+    replaces a dead one and recovers its state from the members. With replicas, dead servers are replaced too. Before a
     replacement joins, a thread calls `on_replaced` with the name and the exit status of the dead process. Rows beyond
-    the `memory_limit` of a server are stored in files. With `start_workers` there are worker processes too, which run
-    the posted jobs. With a `share` this machine runs only a part of the cluster, and all machines pass the same
+    the `memory_limit` of a server are stored in files. With `start_workers` there are also worker processes, which run
+    the posted jobs. With a `share` this machine runs only part of the cluster, and all machines must pass the same
     `token`. Servers and workers import the user's `filter_modules`.
     """
 
@@ -74,16 +74,16 @@ class LocalCluster(Closing):
         self.token = token
         self.scheduler = ""
         self.scheduler_restarts = 0
-        """Number of dead schedulers that were replaced."""
+        """Number of replaced schedulers."""
         self.server_restarts = 0
-        """Number of dead servers that were replaced (only with replicas)."""
+        """Number of replaced servers (only with replicas)."""
         self._closing = contextlib.ExitStack()
         self.scratch = self._closing.enter_context(TemporaryFolder.make("cluster")).path
         """Folder of the processes' temporary files; removed at the end, even if this process is killed."""
         self._tls = tls
         self._filter_modules: list[str] = []
         self._supervisor = Supervisor()
-        self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # the servers, by their names in the cluster
+        self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # servers, by their node names
         self._counting = threading.Lock()
         self._fork_server: ForkServer | None = None
 
@@ -107,7 +107,7 @@ class LocalCluster(Closing):
         fork_server: ForkServer | None = None,
         filter_modules: Sequence[str] = (),
     ) -> LocalCluster:
-        """Start the processes, with `fork_server` or a new fork server; wait until all servers have joined."""
+        """Start the processes with `fork_server` or a new fork server; wait until all servers have joined."""
         settings.check()
         if memory_limit is not None:
             memory_limit.check_folder()
@@ -124,7 +124,7 @@ class LocalCluster(Closing):
                 settings, serving, listening, settings.num_workers if start_workers else 0, share, on_replaced
             )
         except BaseException:
-            cluster.scheduler = ""  # the scheduler ends last: a server that still starts would miss it
+            cluster.scheduler = ""  # end the scheduler last, because a starting server still needs it
             cluster.close()
             raise
         return cluster
@@ -138,7 +138,7 @@ class LocalCluster(Closing):
         share: Share | None,
         on_replaced: Callable[[str, int], None],
     ) -> None:
-        """Start all processes before waiting for the first, so that they import and load at the same time."""
+        """Start all processes before waiting for the first, so that they import and load in parallel."""
         patience_s = _START_S if share is None else share.patience_s
         scheduler: Child | None = None
         if share is None or share.runs_scheduler:
@@ -174,7 +174,7 @@ class LocalCluster(Closing):
     def connect(
         self, *, observer: bool = False, rank: int | None = None, timeout_s: float = 60.0, **options: Any
     ) -> Client:
-        """Connect this process as a worker (`rank` or the next free one) or an observer (outside iterations)."""
+        """Connect this process as a worker (`rank` or the next free rank) or as an observer (outside iterations)."""
         return Client.connect(
             self.transport(), self.scheduler, observer=observer, rank=rank, timeout_s=timeout_s, **options
         )
@@ -184,15 +184,15 @@ class LocalCluster(Closing):
         return SocketTransport(self.token, tls=self._tls)
 
     def dead_children(self, role: str) -> list[tuple[str, int]]:
-        """Return name and exit status of the processes of a role that have ended."""
+        """Return name and exit status of each ended process with this role."""
         return self._supervisor.ended(role)
 
     def pids(self, role: str) -> list[int]:
-        """Return the ids of the living processes of a role, by rank."""
+        """Return the ids of the living processes with this role, by rank."""
         return [child.process.pid for child in self._supervisor.living(role)]
 
     def kill_server(self, node: str) -> str | None:
-        """Kill the server with the name `node` if it is a living process of this machine; return its name here."""
+        """Kill the server `node` if it is a living process of this machine; return its local name."""
         name, process = self._nodes.get(node, ("", None))
         if process is None or process.poll() is not None:
             return None
@@ -200,7 +200,7 @@ class LocalCluster(Closing):
         return name
 
     def wait_workers(self, client: Client, count: int, timeout_s: float = _START_S) -> None:
-        """Wait until `count` workers have joined. Raises PeerError if one ends before."""
+        """Wait until `count` workers have joined. Raises PeerError if a worker ends before."""
         deadline = time.monotonic() + timeout_s
         while len(client.link.get_view().of_role(Role.WORKER)) < count:
             self._check_started("worker")
@@ -219,7 +219,7 @@ class LocalCluster(Closing):
     def close(self) -> None:
         """End every process of the cluster. Idempotent."""
         self._supervisor.stop_replacing()
-        # Workers hold no state that is still needed, and a stopped or stuck one would ignore a request: kill them.
+        # Kill the workers: their state is no longer needed, and a stuck worker would ignore a request.
         self.end_workers()
         if self.scheduler and self._supervisor.living():
             self._request_end()
@@ -236,7 +236,7 @@ class LocalCluster(Closing):
             finally:
                 link.close()
         except PacelineError:
-            pass  # the scheduler did not start, or has ended: its servers detect that
+            pass  # the scheduler did not start, or has ended, which the servers detect
 
     # The processes.
 
@@ -272,7 +272,7 @@ class LocalCluster(Closing):
         def replaced(scheduler: ChildProcess, status: int) -> None:
             on_replaced(child.name, status)
             assert scheduler.stdout is not None
-            with contextlib.suppress(ValueError):  # closed with the cluster
+            with contextlib.suppress(ValueError):  # the stream was closed with the cluster
                 if scheduler.stdout.readline():
                     self.scheduler_restarts += 1
 
@@ -280,7 +280,7 @@ class LocalCluster(Closing):
         self._supervisor.keep(child, launch, most=_MAX_SCHEDULERS - 1, on_replaced=replaced)
 
     def _keep_server(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
-        """Replace a server that dies; the other servers send the new one its buckets."""
+        """Replace a server that dies; the other servers send its buckets to the new server."""
 
         def replaced(server: ChildProcess, status: int) -> None:
             on_replaced(child.name, status)
@@ -293,14 +293,14 @@ class LocalCluster(Closing):
 
     def _check_started(self, role: str) -> None:
         for name, status in self.dead_children(role):
-            raise PeerError(f"{name} {describe_status(status)} at its start; see its output above")
+            raise PeerError(f"{name} {describe_status(status)} at its start. See its output above")
 
 
 def _read_address(scheduler: ChildProcess) -> str:
     assert scheduler.stdout is not None
     line = scheduler.stdout.readline().decode().strip()
     if not line:
-        raise PeerError("the scheduler did not start; see its output above")
+        raise PeerError("the scheduler did not start. See its output above")
     return line
 
 
@@ -310,7 +310,7 @@ def _send_address(process: ChildProcess, scheduler: str) -> None:
         process.stdin.write(scheduler.encode() + b"\n")
         process.stdin.flush()
     except (BrokenPipeError, ValueError):
-        pass  # it has ended, or the cluster is closing: the code that waits for it detects that
+        pass  # the process has ended, or the cluster is closing; the waiting code detects this
 
 
 def wait_cluster(
@@ -354,17 +354,17 @@ def local_cluster(
     """Start a cluster on this machine: a context manager whose ``connect()`` returns a client.
 
     - `servers`: processes that hold the tables.
-    - `workers`: clients that iterations wait for, under `consistency` (default ``Eventual()``).
+    - `workers`: number of clients that iterations wait for, under `consistency` (default ``Eventual()``).
     - `stale`: policy for stale gradients.
     - `replicas`: additional copies of every row on other servers, so that as many servers may die without loss.
-    - `min_replicas`: replicas that must have a push before it is acknowledged. With fewer replicas alive a push waits,
-      and fails with ``DeadlineError`` after the client's timeout.
+    - `min_replicas`: replicas that must have a push before the push is acknowledged. With fewer living replicas a push
+      waits, and fails with ``DeadlineError`` after the client's timeout.
     - `heartbeat_timeout_s`: time without a heartbeat after which a member is declared dead.
     - `non_finite`: operations that would leave infinities or NaN in a table fail with ``NonFiniteError``; with
       ``"count"`` they are accepted and counted in the tables' statistics.
-    - `memory_limit`: memory for the rows of a server (``MemoryLimit(num_bytes=8 << 30, spill_dir="/data")``); more
-      rows are stored in files.
-    - `filter_modules`: modules with filters of your own, which the servers import. Servers import no module on a
+    - `memory_limit`: memory for a server's rows (``MemoryLimit(num_bytes=8 << 30, spill_dir="/data")``). Other rows are
+      stored in files.
+    - `filter_modules`: modules with your own filters, which the servers import. Servers import no module on a
       client's request.
     """
     settings = messages.ClusterSettings(
@@ -389,17 +389,17 @@ def connect(
     rank: int | None = None,
     timeout_s: float = 60.0,
 ) -> Client:
-    """Join the cluster whose scheduler listens at ``host:port``; close the client, or use it as a context manager.
+    """Join the cluster whose scheduler listens at ``host:port``. Use the client as a context manager, or close it.
 
-    The defaults of `scheduler`, `token` and `tls` are the variables PACELINE_SCHEDULER, PACELINE_TOKEN, and
-    PACELINE_TLS_CERT, PACELINE_TLS_KEY and PACELINE_TLS_CA. An `observer` reads and writes outside the iterations. A
-    worker gets `rank`, or the next free one. Raises UsageError without an address or token, AddressError if no
-    scheduler listens there, AuthenticationError for a wrong token.
+    Default values come from environment variables: PACELINE_SCHEDULER, PACELINE_TOKEN, and PACELINE_TLS_CERT,
+    PACELINE_TLS_KEY and PACELINE_TLS_CA. An `observer` reads and writes outside the iterations. A worker gets `rank`,
+    or the next free rank. Raises UsageError without an address or token, AddressError if no scheduler listens there,
+    AuthenticationError for a wrong token.
     """
     settings = environment()
     scheduler, token = scheduler or settings.scheduler, token or settings.token
     if not scheduler or not token:
-        raise UsageError("no scheduler or no token: pass both, or set PACELINE_SCHEDULER and PACELINE_TOKEN")
+        raise UsageError("no scheduler or no token. Pass both, or set PACELINE_SCHEDULER and PACELINE_TOKEN")
     tls = tls or TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
     prepare_kernels()
     return Client.connect(SocketTransport(token, tls=tls), scheduler, observer=observer, rank=rank, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Run one scheduler or server in this process, until the cluster ends, a signal arrives or the parent ends."""
+"""Run one scheduler or server in this process until the cluster ends, a signal arrives or the parent ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .supervisor import watch_parent
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
-_PATIENCE = 4.0  # heartbeat intervals that one round of an event loop may take
+_PATIENCE = 4.0  # allowed duration of one round of an event loop, in heartbeat intervals
 _RECONNECT_S = 60.0
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S = 0.02
@@ -39,7 +39,7 @@ _Reached = TypeVar("_Reached")
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """The data for joining a cluster: the scheduler's address, the token, and TLS settings if any."""
+    """The data for joining a cluster: the scheduler's address, the token, and optional TLS settings."""
 
     scheduler: str
     token: str
@@ -49,9 +49,9 @@ class Joining:
         return SocketTransport(self.token, tls=self.tls)
 
     def wait_scheduler(self, patience_s: float, on_wait: Callable[[], None]) -> None:
-        """Wait until a scheduler answers; call `on_wait` once if that takes longer than a moment.
+        """Wait until a scheduler answers; call `on_wait` once if the wait is not short.
 
-        Raises DeadlineError if none answers within `patience_s`. A wrong token, certificate or version raises
+        Raises DeadlineError if no scheduler answers within `patience_s`. A wrong token, certificate or version raises
         immediately, because another attempt would not help.
         """
         transport, hello = self.transport(), Hello(role="observer", to="scheduler")
@@ -94,9 +94,10 @@ def run_scheduler(
 ) -> None:
     """Run the scheduler until the cluster ends; call `on_ready` with its addresses.
 
-    At the address of a dead scheduler, with its token and settings, it takes over its cluster. `replaces`: wait for
-    that cluster's members. `accepts_minority`: members that do not arrive are dead. `on_note` receives notes for the
-    operator, `on_loss` reports of lost data. Raises PeerError if another scheduler takes over.
+    If it has the address, token and settings of a dead scheduler, it takes over the dead scheduler's cluster. With
+    `replaces` it waits for the members of that cluster. With `accepts_minority` it declares members dead that do not
+    arrive. `on_note` receives notes for the operator, `on_loss` reports of lost data. Raises PeerError if another
+    scheduler takes over.
     """
     settings.check()
     fail = partial(end_process, "scheduler")
@@ -119,7 +120,7 @@ def run_scheduler(
             stopped = asyncio.ensure_future(stop.wait())
             await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
             scheduler.end("the scheduler was ended")
-            if not with_parent or ended.done():  # until all members have received it and left
+            if not with_parent or ended.done():  # wait until all members have received the end and left
                 deadline = asyncio.get_running_loop().time() + _LINGER_S
                 while scheduler.core.cluster.membership.members and asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(0.01)
@@ -141,10 +142,10 @@ def run_server(
 ) -> None:  # fmt: skip
     """Run a parameter server until the cluster ends, under the unique name `node` (None: a new name).
 
-    Rows beyond the `memory_limit` are stored in files. An `extra` server joins a cluster that has all its servers. At
-    SIGTERM the server moves its buckets to the other servers before it ends, however long that takes; `on_leaving` is
-    called if it takes longer than a moment. A second SIGTERM ends it immediately. Raises PeerError if the scheduler is
-    lost or expels this server.
+    Rows beyond the `memory_limit` are stored in files. An `extra` server joins a cluster that has all its servers.
+    After SIGTERM the server first moves its buckets to the other servers, without a time limit, and then ends. It calls
+    `on_leaving` if the move is not short. A second SIGTERM ends the server immediately. Raises PeerError if the
+    scheduler is lost or expels this server.
     """
 
     node = make_node_name("server") if node is None else node
@@ -202,7 +203,7 @@ def run_server(
                 joining.scheduler,
                 Hello(role="server", name=node),
                 hooks=LinkHooks(handle_notice, handle_loss, tables, unreachable, pulse.beats),
-                # Only this server has its rows: it waits for its scheduler without a limit.
+                # Wait for the scheduler without a limit, because only this server has its rows.
                 reconnect_s=_RECONNECT_S if with_parent else math.inf,
             )
         )
@@ -221,7 +222,7 @@ def run_server(
                 register = messages.Register(
                     node=node, role=Role.SERVER, address=listener.endpoint, rank=rank, is_extra=extra
                 )
-                # Until this server is a member of a cluster that has all its servers.
+                # Wait until this server is a member and the cluster has all its servers.
                 welcome = await unless_stopped(link, stop, partial(link.register, register, timeout_s=math.inf))
                 if welcome is None:
                     raise_failure()
@@ -255,17 +256,17 @@ def run_server(
 
 
 def check_settings(requested: messages.ClusterSettings, joined: messages.ClusterSettings, scheduler: str) -> None:
-    """Raise PeerError unless a server's cluster has the server's settings: the scheduler may have been restarted."""
+    """Raise PeerError unless the cluster has the requested settings, because the scheduler may have been restarted."""
     may_differ = {name: getattr(requested, name) for name in ("cluster", "num_servers", "heartbeat_timeout_s")}
     if msgspec.structs.replace(joined, **may_differ) != requested:
         raise PeerError(
-            f"the scheduler at {scheduler} was restarted with other settings while this server joined: restart the "
+            f"the scheduler at {scheduler} was restarted with other settings while this server joined. Restart the "
             "server too"
         )
 
 
 async def unless_stopped(link: SchedulerLink, stop: asyncio.Event, call: Callable[[], _Reached]) -> _Reached | None:
-    """Return the scheduler's reply to a call on the link; None if this server stops before."""
+    """Return the scheduler's reply to a call on the link; None if this server stops first."""
     calling = asyncio.ensure_future(asyncio.to_thread(call))
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({calling, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -302,8 +303,9 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, fail: Fail) -> None:
     """Run a role's coroutine on the transport's event loop until it ends, or until SIGTERM, SIGINT or SIGHUP.
 
-    With a parent, signals keep their default effect: the parent ends this process by other means, and counts one that
-    a signal ended as dead. An uncaught exception in the loop or a thread goes to `fail`, which ends the process.
+    With a parent, signals keep their default effect, because the parent ends this process in another way and counts a
+    process killed by a signal as dead. An uncaught exception in the loop or a thread goes to `fail`, which ends the
+    process.
     """
     loop = new_event_loop()
     watch_loop(loop, fail)
@@ -312,12 +314,12 @@ def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, f
     async def main() -> None:
         stop = asyncio.Event()
         for number in () if with_parent else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:  # by nohup
+            if signal.getsignal(number) is signal.SIG_IGN:  # ignored by nohup
                 continue
             try:
                 loop.add_signal_handler(number, stop.set)
             except (NotImplementedError, RuntimeError, ValueError):
-                pass  # not the main thread, or not Unix
+                pass  # this is not the main thread, or not Unix
         if with_parent:
             watch_parent(lambda: _call_soon(loop, stop.set))
         await serve(stop)

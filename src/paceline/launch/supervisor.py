@@ -1,8 +1,8 @@
 """Start, watch, replace and end child processes, including their own children.
 
-A child ends with its parent, however the parent ends: its standard input is a pipe from the parent, and the child ends
-when the pipe closes (:func:`watch_parent`). A foreign program does not watch its input, so a guard does
-(``guard.py``): another child, which ends the foreign programs' process groups.
+A child ends with its parent, however the parent ends. The child's standard input is a pipe from the parent, and the
+child ends when the pipe closes (:func:`watch_parent`). A foreign program does not watch its input. Therefore a guard
+(``guard.py``), which is another child, ends the process groups of foreign programs.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ import psutil
 from paceline.transport.backoff import Backoff
 
 _LEFTOVERS_S = 1.0
-SHORT_LIFE_S = 5.0  # after a shorter life of a replacement, the next one waits
+SHORT_LIFE_S = 5.0  # if a replacement lives shorter, the next replacement waits
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class ChildProcess(Protocol):
-    """The part of ``subprocess.Popen`` that a supervisor needs."""
+    """The part of the interface of ``subprocess.Popen`` that a supervisor needs."""
 
     pid: int
     stdin: IO[bytes] | None
     stdout: IO[bytes] | None
 
     def poll(self) -> int | None:
-        """Return the status, negative for a signal; None while it lives."""
+        """Return the status, negative for a signal; None while the process lives."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the status when it has ended. Raises ``subprocess.TimeoutExpired``."""
+        """Wait for the end of the process and return its status. Raises ``subprocess.TimeoutExpired``."""
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal to the process, unless the process has ended."""
 
 
 Launch = Callable[[], ChildProcess]
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program in a session of its own, so that a terminal's signals do not reach it."""
+    """Start a program in its own session, so that a terminal's signals do not reach it."""
     return subprocess.Popen(command, start_new_session=True, **options)
 
 
 class Child:
-    """A process of a supervisor, or its current replacement."""
+    """A supervised process, or its current replacement."""
 
     def __init__(self, name: str, process: ChildProcess, *, is_foreign: bool) -> None:
         self.name = name
@@ -65,7 +65,7 @@ class Child:
         return self.process.poll() is None
 
     def status(self) -> int | None:
-        """Return its exit status; None while it lives or waits for its replacement."""
+        """Return the exit status; None while the process lives or waits for its replacement."""
         is_kept = self.keeper is not None and self.keeper.is_alive()
         return None if is_kept else self.process.poll()
 
@@ -74,7 +74,7 @@ class Child:
 
 
 class Supervisor:
-    """All child processes of one owner. Several threads may use it; :meth:`close` ends every process."""
+    """All child processes of one owner. Thread-safe; :meth:`close` ends every process."""
 
     def __init__(self) -> None:
         self.children: list[Child] = []
@@ -83,9 +83,9 @@ class Supervisor:
         self._guard = Guard()
 
     def start(self, name: str, launch: Launch, *, is_foreign: bool = False) -> Child:
-        """Start a process by `launch`, in a session of its own.
+        """Start a process with `launch`, which must put it into its own session.
 
-        A foreign program is not part of Paceline: if this process is killed, a guard ends the program and its children.
+        A foreign program is not part of Paceline. If this process is killed, a guard ends the program and its children.
         """
         if is_foreign:
             self._guard.start()
@@ -99,9 +99,9 @@ class Supervisor:
     def keep(
         self, child: Child, launch: Launch, *, most: int, on_replaced: Callable[[ChildProcess, int], None]
     ) -> None:
-        """Replace a child that dies by another process of `launch`, at most `most` times, in a thread.
+        """In a thread, replace a child that dies with another process from `launch`, at most `most` times.
 
-        That thread calls `on_replaced` with the new process and the status of the old one. A child that ends with
+        The thread calls `on_replaced` with the new process and the status of the old process. A child that ends with
         status 0 is not replaced.
         """
 
@@ -138,21 +138,21 @@ class Supervisor:
         return [(name, status) for name, status in statuses if status is not None]
 
     def signal(self, child: Child, number: int, *, group: bool = False) -> None:
-        """Send a child a signal; with `group`, to a foreign program's process group, even if only its children live."""
+        """Send a signal to a child; with `group`, to a foreign program's group, even after the program's end."""
         if group and child.is_foreign:
             self._guard.signal(child.process.pid, number)
         else:
             child.process.send_signal(number)
 
     def stop_replacing(self) -> None:
-        """Do not replace dead processes from now."""
+        """Do not replace processes that die from now on."""
         with self._lock:
             self._is_closing.set()
 
     def close(self, grace_s: float, number: int | None = None) -> None:
-        """End every process, the last first; kill any process that lives longer than `grace_s`. Idempotent.
+        """End every process, the last first; kill processes that live longer than `grace_s`. Idempotent.
 
-        The closed standard input is the request to end. If `number` is given, all processes get this signal before.
+        Closing a process's standard input requests its end. If `number` is given, all processes first get this signal.
         """
         self.stop_replacing()
         started = _descendants([child.process.pid for child in self.living() if child.is_foreign])
@@ -182,14 +182,14 @@ class Supervisor:
 
 
 class Guard:
-    """Process groups of foreign programs, and the guard process that ends them if this process is killed."""
+    """The process groups of foreign programs, and a guard process that ends them if this process is killed."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the guard process, unless it runs."""
+        """Start the guard process, unless it is running."""
         if self._process is None:
             command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
             self._process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -237,7 +237,7 @@ class Guard:
 
 
 def watch_parent(on_end: Callable[[], None]) -> None:
-    """Call `on_end` in a thread when standard input ends, because its writer, the parent, has ended."""
+    """Call `on_end` in a thread when standard input ends, which means that the parent has ended."""
 
     def watch() -> None:
         try:
@@ -261,7 +261,7 @@ def describe_status(status: int) -> str:
 
 
 def _descendants(pids: Sequence[int]) -> list[psutil.Process]:
-    """Return the descendants of processes: they may be in groups of their own, out of reach of a group's signals."""
+    """Return the processes' descendants, because a group's signals do not reach descendants in their own groups."""
     found = []
     for pid in pids:
         try:
@@ -276,4 +276,4 @@ def _close_pipe(pipe: IO[bytes] | None) -> None:
         if pipe is not None:
             pipe.close()
     except BrokenPipeError:
-        pass  # there was buffered data, and the reader has ended
+        pass  # the pipe had buffered data, but its reader has ended

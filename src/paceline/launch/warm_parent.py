@@ -1,8 +1,8 @@
 """The fork server's process: import the children's common modules, fork on request, report exit statuses.
 
 ``python -m paceline.launch.warm_parent LINE MODULE``: a :class:`~paceline.launch.fork_server.ForkServer` holds the
-other end of the socket LINE. This process ends when the socket closes; its children watch pipes of their own. A child
-starts like a new interpreter: with its own session, standard streams, environment, folder, signal handlers, temporary
+other end of the socket LINE. This process ends when the socket closes; its children watch their own pipes. A child
+starts like a new interpreter, with its own session, standard streams, environment, folder, signal handlers, temporary
 folder and random numbers.
 """
 
@@ -25,12 +25,12 @@ from typing import Any, NoReturn
 
 
 class WarmParent:
-    """One process that forks others."""
+    """A process that forks others."""
 
     def __init__(self, line: socket.socket, module: Any) -> None:
         self._line = line
         self._module = module
-        self._statuses: dict[int, int] = {}  # process id: the pipe for its status
+        self._statuses: dict[int, int] = {}  # the pipe for the status, by process id
         self._wakeup, self._woken = socket.socketpair()
 
     def serve(self) -> dict[str, Any] | None:
@@ -38,7 +38,7 @@ class WarmParent:
         self._woken.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._woken.fileno())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # the parent may have blocked it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # the parent may have blocked this signal
         while True:
             ready, _, _ = select.select([self._line, self._wakeup], [], [])
             if self._wakeup in ready:
@@ -54,7 +54,7 @@ class WarmParent:
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
         try:
             head, descriptors, _, _ = socket.recv_fds(self._line, 4, 4)
-        except ConnectionResetError:  # the parent ended while it received a reply
+        except ConnectionResetError:  # the parent ended while receiving a reply
             return None
         if len(head) < 4:
             return None
@@ -116,7 +116,7 @@ class WarmParent:
         os.environ.clear()
         os.environ.update(request["environment"])
         if request["folder"] is not None:
-            with contextlib.suppress(OSError):  # it was removed, or permission is missing
+            with contextlib.suppress(OSError):  # the folder was removed, or permission is missing
                 os.chdir(request["folder"])
         tempfile.tempdir = None
         if "numpy" in sys.modules:
@@ -125,7 +125,7 @@ class WarmParent:
 
 
 def reason_not_to_fork() -> str | None:
-    """Return the reason why a fork of this process is unsafe; None if it is safe."""
+    """Return why a fork of this process is unsafe; None if a fork is safe."""
     try:
         num_threads = len(os.listdir("/proc/self/task"))
     except OSError:
@@ -136,7 +136,7 @@ def reason_not_to_fork() -> str | None:
 
 
 def set_title(words: list[str]) -> None:
-    """Replace this process's command line by these words, on Linux and if they fit."""
+    """Replace this process's command line by these words, on Linux, if they fit."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[45:47])
@@ -148,10 +148,10 @@ def set_title(words: list[str]) -> None:
 
 
 def serve(line: socket.socket, module: Any) -> NoReturn:
-    """Fork processes on requests from `line`. In a child, run `module` and end with its status."""
+    """Fork processes as requested on `line`. In a child, run `module` and exit with its status."""
     request = WarmParent(line, module).serve()
     if request is None:
-        os._exit(0)  # nothing needs a cleanup
+        os._exit(0)  # no cleanup is necessary
     sys.argv = [module.__name__, *request["arguments"]]
     set_title([sys.executable, "-m", *sys.argv])
     status = int(module.main())
@@ -160,7 +160,7 @@ def serve(line: socket.socket, module: Any) -> NoReturn:
             thread.join()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a regular exit would spend a tenth of a second on unloading modules
+    os._exit(status)  # a regular exit would take a tenth of a second to unload modules
 
 
 def main() -> NoReturn:

@@ -1,1 +1,1 @@
-"""Models: sparse logistic regression."""
+"""Models: click, class, count and regression models over sparse features."""

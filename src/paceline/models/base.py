@@ -1,7 +1,7 @@
 """The interface of models: settings, tables of parameters, and the arithmetic of one minibatch.
 
-A model is one file of this package; :mod:`paceline.models.registry` finds it by name. Workers, training and prediction
-use only this interface. A model does not know where parameters come from and where gradients go.
+Each model is a module of this package; :mod:`paceline.models.registry` finds models by name. Workers, training and
+prediction use only this interface. A model does not depend on the source of parameters or the destination of gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.tables.rules import SGD, UpdateRule
 from paceline.tables.types import Doubles, Floats, Keys
 
 BIAS_KEY = np.uint64(0x5061_6365_6C69_6E65)
-"""«Paceline» in ASCII: hashed features are unlikely to have this number."""
+"""The key of the bias: «Paceline» in ASCII, because a hashed feature is unlikely to have this number."""
 
 _ONES = np.empty(0, np.float32)
 _PREDICTED_ROWS = 65_536  # per minibatch
@@ -43,16 +43,16 @@ class ModelTable(NamedTuple):
     name: str
     dim: int = 1
     update: UpdateRule | None = None
-    """None: the rule of the training."""
+    """None: the training's rule."""
     initializer: Initializer | None = None
     is_count: bool = False
-    """Whether its values are counts: pushes are applied unchanged and compressed only by exact filters."""
+    """Whether the values are counts. Servers add counts unchanged, and only lossless filters apply to them."""
     is_by_feature: bool = True
-    """Whether its keys are features, as in the model's first table."""
+    """Whether the keys are features, as in the model's first table."""
 
 
 class KeyScratch:
-    """Reusable memory to prepare the minibatches of one worker in one training."""
+    """Reusable memory for preparing minibatches; one worker in one training owns it."""
 
     def __init__(self) -> None:
         self._slots = np.empty(scratch_size(1 << 14), np.int32)
@@ -69,7 +69,7 @@ class KeyScratch:
 
 
 class KeyedMatrix:
-    """The examples of a minibatch as a CSR matrix. Its columns are the distinct keys, and last the bias' key.
+    """The examples of a minibatch as a CSR matrix. Its columns are the distinct keys; the last one is the bias.
 
     `keys` uint64 [m + 1]; `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 if all
     values are 1.
@@ -95,7 +95,7 @@ def summed_weight(num_examples: int, weights: Floats | None) -> float:
 
 
 def sum_examples(rows: KeyedMatrix, labels: Floats, weights: Floats | None, predictions: Floats | None) -> ExampleSums:
-    """Return sums over the examples of a minibatch; arguments float32 [n], `weights` None if all are 1."""
+    """Sum over the examples of a minibatch; arguments float32 [n], `weights` None if all are 1."""
     sums = [
         None if array is None else float(array.sum(dtype=np.float64) if weights is None else array @ weights)
         for array in (labels, predictions)
@@ -112,28 +112,28 @@ class Minibatch(ABC):
     labels: Floats
     """The model's form of the labels, for comparison with predictions."""
     summed_weight: float
-    """The summed weight of the examples; their number if each counts once."""
+    """The summed weight of the examples; without weights, the number of examples."""
 
     @property
     @abstractmethod
     def keys(self) -> tuple[Keys, ...]:
-        """The distinct keys of the needed rows, by table."""
+        """The distinct keys of the required rows, by table."""
 
     @property
     def gradient_keys(self) -> tuple[Keys, ...]:
-        """The keys of the last :meth:`gradients`, by table; possibly only some of :attr:`keys`."""
+        """The keys of the last :meth:`gradients`, by table; a subset of :attr:`keys`."""
         return self.keys
 
     @abstractmethod
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
-        """Return the gradients summed over the minibatch, by table, and the summed loss.
+        """Return the gradients by table and the loss, both summed over the minibatch.
 
-        Gradients are for :attr:`gradient_keys`: float32 [n, dim], or [n] if dim is 1.
+        The gradients belong to :attr:`gradient_keys`: float32 [n, dim], or [n] if dim is 1.
         """
 
     @abstractmethod
     def sums(self) -> ExampleSums:
-        """Return sums over the examples, including the predictions of the last :meth:`gradients`."""
+        """Return sums over the examples, including the predictions from the last call to :meth:`gradients`."""
 
     @abstractmethod
     def predict(self, weights: Sequence[Floats]) -> Floats:
@@ -165,9 +165,9 @@ class KeyedMinibatch(Minibatch):
 
 
 class CountedMinibatch(Minibatch):
-    """A minibatch that learns only features with at least `min_count` occurrences.
+    """A minibatch that trains only features with at least `min_count` occurrences.
 
-    The last table is the sketch that counts features in the first pass over the data, up to `min_count`.
+    The last table is a sketch. It counts features up to `min_count` in the first pass over the data.
     """
 
     __slots__ = (
@@ -229,7 +229,7 @@ class CountedMinibatch(Minibatch):
 
 
 class Optimism(NamedTuple):
-    """The additional bias of predictions for new examples, compared with learned ones: log-odds and standard error."""
+    """The extra bias of predictions on new examples compared with training examples: log-odds and standard error."""
 
     shift: float = 0.0
     error: float = 0.0
@@ -237,34 +237,34 @@ class Optimism(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseModel(ABC):
-    """A model with its settings. Abstract: subclasses are frozen dataclasses with fields for JSON."""
+    """A model with its settings. Abstract: subclasses are frozen dataclasses whose fields are JSON values."""
 
     name: ClassVar[str]
     """The name for ``--model``."""
     title: ClassVar[str]
-    """The description in messages."""
+    """A noun phrase for messages."""
     loss_name: ClassVar[str]
-    """The name of its mean loss in the progress line."""
+    """The name of the mean loss in the progress line."""
     evaluation: ClassVar[type[Evaluation]]
     labels: ClassVar[str] = "clicks"
-    """The kind of its labels: ``clicks`` or ``numbers``."""
+    """The kind of the labels: ``clicks`` or ``numbers``."""
     has_classes: ClassVar[bool] = True
-    """Whether labels are classes, which may have weights."""
+    """Whether labels are classes and can have weights."""
     diverged_loss: ClassVar[float] = math.inf
-    """A training with a mean loss above this has diverged."""
+    """A higher mean loss means that the training has diverged."""
     found: ClassVar[tuple[str, ...]] = ()
-    """The settings that :meth:`starting_from` determines."""
+    """Settings that :meth:`starting_from` sets."""
     usual: ClassVar[Mapping[str, Any]] = {}
-    """Default values of the settings that may be None, unless trials find better ones."""
+    """Default values for settings that may be None; trials may find better values."""
     least_batch_size: ClassVar[int] = 8
-    """The smallest suitable minibatches."""
+    """The smallest suitable batch size."""
 
     interactions: Interactions | None = None
-    """The columns whose combined values are features as well."""
+    """Crosses of columns whose combined values are additional features."""
     min_count: int = 1
-    """The number of occurrences from which a feature is learned."""
+    """The number of occurrences after which a feature is trained."""
     count_cells: int = 1 << 24
-    """Cells of the sketch that counts features, if they are counted."""
+    """Number of cells of the sketch that counts features, if features are counted."""
 
     def __post_init__(self) -> None:
         check_counting(self.min_count, self.count_cells)
@@ -272,7 +272,7 @@ class SparseModel(ABC):
 
     @property
     def tables(self) -> tuple[ModelTable, ...]:
-        """The tables of a training: the parameters', then the sketch if features are counted."""
+        """The tables of a training: the parameters' tables, then the sketch if features are counted."""
         if self.min_count == 1:
             return self.parameter_tables
         name = f"{self.name} occurrences"
@@ -281,46 +281,46 @@ class SparseModel(ABC):
 
     @property
     def read_labels_as(self) -> str:
-        """The kind of labels to open data with (:mod:`paceline.data.labels`)."""
+        """The interpretation of labels when data is opened (:mod:`paceline.data.labels`)."""
         return self.labels
 
     def with_defaults(self, found: Mapping[str, Any] | None = None) -> Self:
-        """Return the model with every None among its optional settings replaced by `found` or the default."""
+        """Return the model with each optional setting that is None replaced by `found` or by the default."""
         known = {**self.usual, **(found or {})}
         return dataclasses.replace(self, **{name: known[name] for name in known if getattr(self, name) is None})
 
     def value_of(self, setting: str) -> Any:
-        """Return the value of a setting, or its default if it is None."""
+        """Return a setting's value; the default replaces None."""
         value = getattr(self, setting)
         return self.usual[setting] if value is None else value
 
     @property
     @abstractmethod
     def parameter_tables(self) -> tuple[ModelTable, ...]:
-        """The tables of its parameters; the first has a row for each feature and one for the bias."""
+        """The tables of the parameters; the first has a row per feature and one for the bias."""
 
     @property
     def num_outputs(self) -> int:
         return 1
 
     def import_libraries(self) -> None:
-        """Import further libraries, which may take seconds. Raises UsageError if one is missing."""
+        """Import optional libraries, which may take seconds. Raises UsageError if one is missing."""
         return
 
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
-        """Return a batch with all derived features, ready for predictions."""
+        """Prepare a batch, including derived features, for predictions."""
         batch = self.crossed(batch)
         return self._to_minibatch(batch, KeyedMatrix(batch, scratch))
 
     def prepare_training(self, batch: Batch, scratch: KeyScratch, *, is_first_pass: bool) -> Minibatch:
-        """Return a batch with all derived features, ready for gradients as well."""
+        """Prepare a batch, including derived features, for gradients and predictions."""
         batch = self.crossed(batch)
         return self.training_minibatch(batch, KeyedMatrix(batch, scratch), scratch, is_first_pass=is_first_pass)
 
     def training_minibatch(
         self, batch: Batch, rows: KeyedMatrix, scratch: KeyScratch, *, is_first_pass: bool
     ) -> Minibatch:
-        """Return the minibatch of :meth:`prepare_training` for a batch with interactions and its distinct keys."""
+        """Return the minibatch of :meth:`prepare_training` from a batch with interactions and its distinct keys."""
         minibatch = self._to_minibatch(batch, rows)
         if self.min_count == 1:
             return minibatch
@@ -332,22 +332,22 @@ class SparseModel(ABC):
 
     @abstractmethod
     def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
-        """Return the minibatch for a batch with interactions; `rows` are its examples."""
+        """Return the minibatch for a batch with interactions; `rows` is the matrix of its examples."""
 
     @abstractmethod
     def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:
-        """Return the metrics of predictions; arguments as in a minibatch."""
+        """Return the metrics of predictions; the arguments have the format of a minibatch."""
 
     @abstractmethod
     def losses_of(self, labels: Floats, predictions: Floats) -> Doubles:
-        """Return the loss of each example: float64 [n]; arguments as in a minibatch."""
+        """Return the loss of each example, float64 [n]; the arguments have the format of a minibatch."""
 
     def starting_from(self, labels: Floats, weights: Floats | None = None) -> SparseModel:
         """Return the model adapted to the labels and weights of a sample. Raises DataError."""
         return self
 
     def continued_from(self, former: SparseModel) -> SparseModel:
-        """Return the model with the settings that `former` determined, to continue its training."""
+        """Return the model with the data-dependent settings of `former`, to continue its training."""
         if type(former) is not type(self):
             return self
         fresh = type(self)()
@@ -373,13 +373,13 @@ class SparseModel(ABC):
     ) -> SparseModel:
         """Return the model with a corrected mean prediction, given its predictions for training examples.
 
-        The examples are in the order of the data, with optional `weights`. If they are all the data (`is_complete`),
-        their bias is corrected in full, otherwise its significant part.
+        The examples are in the order of the data, with optional `weights`. If they include all the data
+        (`is_complete`), their bias is corrected in full; otherwise only its significant part is corrected.
         """
         return self
 
     def describe(self) -> dict[str, Any]:
-        """Return kind and settings, for messages and manifests."""
+        """Return kind and settings as JSON values, for messages and manifests."""
         settings: dict[str, Any] = dataclasses.asdict(self.with_defaults())
         for name in ("interactions", "min_count", "count_cells"):
             if settings[name] == SparseModel.__dataclass_fields__[name].default:
@@ -388,7 +388,7 @@ class SparseModel(ABC):
 
 
 def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[SparseTable]:
-    """Open a model's tables on a cluster; `update` is the rule of tables without their own."""
+    """Open a model's tables on a cluster; `update` is the rule of the tables that have no rule of their own."""
     handles = []
     for table in model.tables:
         rule = table.update or update
@@ -399,7 +399,7 @@ def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[
 
 
 def predict_on_cluster(model: SparseModel, tables: Sequence[SparseTable], examples: Batch) -> Floats:
-    """Return the predictions for examples, with the rows of the model's open tables."""
+    """Predict examples on a cluster, using the rows of the model's open tables."""
     predictions = []
     for part in rebatch([examples], _PREDICTED_ROWS):
         minibatch = model.prepare(part, KeyScratch())

@@ -21,9 +21,9 @@ from paceline.models.rate_drift import example_counts, rate_shift, significant_s
 from paceline.tables.types import Doubles, Floats
 
 _CHANCE = 3.0  # standard errors
-_USUAL_OPTIMISM = 0.01  # log-odds: the standard deviation if a trial has too little evidence
-_LEAST_PROBABILITY = 1e-7  # float32 has no closer number to 1
-_LEAST_SHIFT = 1e-3  # log-odds: smaller shifts change no visible prediction
+_USUAL_OPTIMISM = 0.01  # log-odds: a standard deviation for trials with too little evidence
+_LEAST_PROBABILITY = 1e-7  # 1 minus this is the float32 closest to 1
+_LEAST_SHIFT = 1e-3  # log-odds: smaller shifts do not visibly change predictions
 
 
 class ClickMinibatch(KeyedMinibatch):
@@ -37,7 +37,7 @@ class ClickMinibatch(KeyedMinibatch):
 
     @abstractmethod
     def margins(self, weights: Sequence[Floats]) -> Floats:
-        """Return the log odds of a click of each example: float32 [n]; `weights` as in :meth:`gradients`."""
+        """Return each example's log-odds of a click, float32 [n]; `weights` as in :meth:`gradients`."""
 
     @override
     def sums(self) -> ExampleSums:
@@ -49,7 +49,7 @@ class ClickMinibatch(KeyedMinibatch):
         return self.probabilities
 
     def _forward(self, weights: Sequence[Floats], residuals: Floats) -> float:
-        """Return the summed loss; write P(click) and the loss's derivative by margin (float32 [n])."""
+        """Return the summed loss; write P(click) and the derivative of the loss by margin (float32 [n])."""
         return click_loss(self.margins(weights), self.labels, self._weights, self.probabilities, residuals)
 
 
@@ -64,7 +64,7 @@ class ClickProbabilityModel(SparseModel):
 
     offset: float = 0.0
     positive: float | str | None = None
-    """The label of clicks; None: all labels above 0. A word until :func:`for_classes` replaces it."""
+    """The label of clicks; None: all labels above 0. It may be a word before :func:`for_classes`."""
 
     @property
     @override
@@ -107,7 +107,7 @@ class ClickProbabilityModel(SparseModel):
         counts, p = example_counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
         found = rate_shift(np.log(p / (1 - p)), labels.astype(np.float64), counts)
         beyond, error_beyond = _expected(optimism or Optimism())
-        # The trial's held-out rows may be the newest ones: then their error is the drift, which `newest` includes.
+        # If the trial held out the newest rows, their error is the drift, which `newest` already includes.
         beyond *= 1 - found.drift
         if is_complete:
             correction = significant_share(found.shift, found.error**2, is_known=True) * found.shift
@@ -120,7 +120,7 @@ class ClickProbabilityModel(SparseModel):
 
 
 def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
-    """Return the model for labels that are words, stored as their places in `classes`; () if labels are numbers.
+    """Return the model for labels that are words, stored as indices into `classes`; () if labels are numbers.
 
     Raises UsageError if the positive label is a word that the data does not contain.
     """
@@ -132,8 +132,8 @@ def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
 def _expected(optimism: Optimism) -> Optimism:
     """Return the expected bias after a trial: the trial's result if significant, otherwise a small share of it.
 
-    A result within chance says little, and models are rarely biased. The trial's shift and the usual deviation are
-    therefore weighted by their precision.
+    An insignificant result is weak evidence, and models are rarely biased. Therefore the trial's shift and the usual
+    deviation are weighted by their precision.
     """
     shift, error = optimism
     if abs(shift) > _CHANCE * error:
@@ -145,7 +145,7 @@ def _expected(optimism: Optimism) -> Optimism:
 def click_loss(
     margins: Floats, labels: Floats, weights: Floats | None, probabilities: Floats, residuals: Floats
 ) -> float:
-    """Return the log loss summed over a minibatch; write P(click) and the loss's derivative by margin.
+    """Return the log loss summed over a minibatch; write P(click) and the derivative of the loss by margin.
 
     All arrays are float32 [n]; `weights` is None if each example counts once.
     """

@@ -1,10 +1,10 @@
-"""Field-aware factorization machine: a feature has one vector for each column of its partner.
+"""Field-aware factorization machine: a feature has one vector for each column of a partner feature.
 
 margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k, column of l], v[l, column of k]⟩·x_k·x_l (Juan, Zhuang, Chin, Lin,
 "Field-aware factorization machines for CTR prediction", RecSys 2016, without its division by the length of a row). The
-sum is over all pairs of a row's features, including pairs of one field that has several features, such as a namespace
-or a list. As in :mod:`paceline.models.fm`, frequent features have vectors, with the same updates. A feature's vectors
-are one row of columns times `dim` numbers.
+sum is over all pairs of a row's features. This includes pairs within a field that has several features, such as a
+namespace or a list. Frequent features have vectors, with the same updates as in :mod:`paceline.models.fm`. A feature's
+vectors form one row of columns times `dim` numbers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FieldAwareMachine(FactorModel):
         object.__setattr__(self, "layout", RowLayout.of(self.layout))
         super().__post_init__()
         if self.interactions is not None:
-            raise UsageError("--interactions is not an option of --model ffm, which crosses all columns: leave it out")
+            raise UsageError("--interactions is not an option of --model ffm, which crosses all columns. Leave it out")
 
     @property
     @override
@@ -86,7 +86,7 @@ class FieldAwareMachine(FactorModel):
     def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Self:
         layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
-            raise UsageError(f"--model ffm needs columns, and {format} has none: use --model fm")
+            raise UsageError(f"--model ffm needs columns, but {format} has none. Use --model fm")
         return dataclasses.replace(self, layout=layout)
 
     @override

@@ -1,8 +1,9 @@
-"""Factorization machine (Rendle, ICDM 2010): a weight and a vector per feature; pairs count by products of vectors.
+"""Factorization machine (Rendle, ICDM 2010): a weight and a vector per feature; pairs contribute products of vectors.
 
 margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k], v[l]⟩·x_k·x_l. The vectors have a separate table and update rule. A
 feature has a vector only if it is frequent enough and its weight is not 0, because vectors of rare features would take
-memory and overfit (Li et al., DiFacto, WSDM 2016, section 3). A third table counts occurrences up to that number.
+memory and overfit (Li et al., DiFacto, WSDM 2016, section 3). A third table counts occurrences up to the required
+number.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class FactorizationMinibatch(ClickMinibatch):
         add_interactions(rows.indptr, rows.indices, rows.values, self._factors, self._sums, margins)
 
     def _pair_gradients(self, residuals: Floats, out: Floats) -> None:
-        """Write the gradients of the last margins' factors, given the derivatives by margin."""
+        """Write the gradients for the factors of the last margins, given the derivatives by margin."""
         rows = self._rows
         interaction_gradients(rows.indptr, rows.indices, rows.values, self._factors, self._sums, residuals, out)
 
@@ -96,8 +97,8 @@ class FactorizationMinibatch(ClickMinibatch):
 class FactorModel(ClickProbabilityModel):
     """P(click) from a weight and factors per feature. Abstract: subclasses choose the pairs of factors.
 
-    `factor_lr`, `factor_l1` and `factor_l2` are rate and penalties of AdaGrad on the factors, `factor_std` is their
-    initial standard deviation. A feature has factors from `factor_min_count` occurrences on.
+    `factor_lr`, `factor_l1` and `factor_l2` are AdaGrad's rate and penalties for the factors, and `factor_std` is the
+    factors' initial standard deviation. A feature gets factors after `factor_min_count` occurrences.
     """
 
     usual: ClassVar[Mapping[str, Any]] = {

@@ -22,7 +22,7 @@ from paceline.tables.types import Doubles, Floats
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearModel(SparseModel):
-    """A model of one weight per feature. Abstract: subclasses add the loss."""
+    """A model with one weight per feature. Abstract: subclasses add the loss."""
 
     has_classes: ClassVar[bool] = False
 
@@ -45,13 +45,13 @@ class LinearModel(SparseModel):
 
     @abstractmethod
     def outcome(self, margins: Doubles) -> Doubles:
-        """Return the predictions for margins."""
+        """Convert margins to predictions."""
 
     @abstractmethod
     def losses(self, margins: Doubles, labels: Floats) -> tuple[Doubles, Doubles]:
-        """Return the reported loss of each example, and the derivative by margin of the minimized loss.
+        """Return each example's reported loss, and the derivative of the minimized loss by margin.
 
-        The minimized loss is a multiple of the reported one. Raises DataError for an invalid label.
+        The minimized loss is a multiple of the reported loss. Raises DataError for an invalid label.
         """
 
 
@@ -94,7 +94,7 @@ class LinearMinibatch(KeyedMinibatch):
 
 
 def mean_and_deviation(labels: Floats, weights: Floats | None) -> tuple[float, float]:
-    """Return the weighted mean and standard deviation of labels; 0 without labels."""
+    """Return the weighted mean and standard deviation of labels; both are 0 without labels."""
     counts = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
     total = float(counts.sum())
     if not total:

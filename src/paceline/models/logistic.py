@@ -1,8 +1,8 @@
 """Sparse logistic regression: P(click) = 1/(1 + exp(−(offset + bias + Σ w[key]·value))).
 
-The offset, the log-odds of a click, is fixed before training, so that a weight only learns the difference of a feature.
-The bias is the weight of a separate key, which every example has with value 1. Gradients are summed over the minibatch,
-not averaged, as is usual for sparse features (McMahan et al., KDD 2013).
+The offset, the log-odds of a click, is fixed before training, so a weight learns only the effect of its feature. The
+bias is the weight of a separate key, which has value 1 in every example. Gradients are summed over the minibatch, not
+averaged, as is usual for sparse features (McMahan et al., KDD 2013).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Metrics of predictions; for click probabilities AUC, log loss, calibration and accuracy, exact, in little memory.
+"""Metrics of predictions. AUC, log loss, calibration and accuracy of click probabilities are exact, in little memory.
 
-All functions take labels 0 or 1 (of any dtype, including bool) and as many scores or probabilities, both [n]. Sums are
-computed in float64 over pieces of 64 Ki examples. Other shapes, other labels and NaN raise
+All functions take labels 0 or 1 (of any dtype, including bool) and scores or probabilities of the same length, both
+[n]. Sums are computed in float64 over pieces of 64 Ki examples. Other shapes, other labels and NaN raise
 :exc:`~paceline.errors.UsageError`.
 """
 
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 _PIECE = 1 << 16
 _LEAST_PROBABILITY = 1e-15
-"""As in scikit-learn up to 1.2; later versions use the dtype's epsilon."""
+"""The limit of scikit-learn up to 1.2; later versions use the dtype's epsilon."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Evaluation(ABC):
         return tuple(field.name for field in fields if field.name != "examples" and field.metadata.get("metric", True))
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the metrics by name, with None for values that are not finite, such as the AUC of one class."""
+        """Return the metrics by name; a value that is not finite, such as the AUC of one class, becomes None."""
         found = {name: float(getattr(self, name)) for name in self.names()}
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
@@ -49,10 +49,10 @@ class Evaluation(ABC):
 
     @abstractmethod
     def sentence(self) -> str:
-        """Return the metrics as text, without undefined ones."""
+        """Return the defined metrics as text."""
 
     def find_useless(self) -> str | None:
-        """Return a warning if the predictions are no better than a constant one; None otherwise."""
+        """Return a warning if the predictions are no better than a constant; otherwise None."""
         return None
 
 
@@ -89,19 +89,19 @@ _HARDLY_BETTER = 1 - 5e-4
 
 
 def base_log_loss(counts: Sequence[int]) -> float:
-    """Return the log loss of predicting the share of each class: the entropy of the labels, in nats."""
+    """Return the log loss of predicting each class's share: the entropy of the labels, in nats."""
     return -math.fsum(count / sum(counts) * math.log(count / sum(counts)) for count in counts if count > 0)
 
 
 def find_useless(log_loss: float, counts: Sequence[int]) -> str | None:
-    """Return a warning if a log loss is not better than for constant predictions, the classes' shares by `counts`."""
+    """Return a warning if a log loss is no better than predicting the classes' shares, given their `counts`."""
     base = base_log_loss(counts)
     if base == 0 or log_loss < base * _HARDLY_BETTER:
         return None
     shares = ", ".join(f"{count / sum(counts):.4g}" for count in counts[:10])
     return (
-        f"the log loss, {log_loss:.4f}, is not better than {base:.4f} for constant predictions, the shares of the "
-        f"classes: {shares}{', ...' * (len(counts) > 10)}"
+        f"the log loss, {log_loss:.4f}, is no better than {base:.4f}, the log loss of predicting the shares of "
+        f"the classes: {shares}{', ...' * (len(counts) > 10)}"
     )
 
 
@@ -112,11 +112,11 @@ def evaluate(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> ClickEvalua
 
 
 def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
-    """Return the share of pairs of a positive and a negative example that the scores order correctly.
+    """Return the share of pairs of a positive and a negative example whose order the scores predict.
 
-    A tie counts one half (Fawcett, "An introduction to ROC analysis", 2006, section 7). Exact: pairs are counted in
-    integers and divided once. NaN with one class only. Scores may be infinite. Takes O(n log n) time, and memory for a
-    copy of the scores plus one byte per example.
+    A tie counts one half (Fawcett, "An introduction to ROC analysis", 2006, section 7). The result is exact, because
+    pairs are counted in integers and divided once; it is NaN if there is only one class. Scores may be infinite. Takes
+    O(n log n) time, and memory for a copy of the scores plus one byte per example.
     """
     return _auc(*_checked(labels, scores))
 
@@ -124,7 +124,7 @@ def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
 def log_loss(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
     """Return the mean of -ln(probability of the actual label), in nats; NaN without examples.
 
-    Probabilities are first clipped to [1e-15, 1 - 1e-15], so a certain mistake costs 34.5.
+    Probabilities are first clipped to [1e-15, 1 - 1e-15], so a certain but wrong prediction costs 34.5.
     """
     return _log_loss(*_checked_probabilities(labels, probabilities))
 
@@ -134,7 +134,7 @@ def _auc(y: Array, scores: Array) -> float:
     if not len(positive) or not len(negative):
         return math.nan
     pairs = len(positive) * len(negative)
-    # Sorting both keeps the searches of one piece in one part of memory.
+    # Sorting both keeps the searches of a piece local in memory.
     positive.sort()
     negative.sort()
     twice = 0
@@ -148,7 +148,7 @@ def _auc(y: Array, scores: Array) -> float:
 def _log_loss(y: Array, p: Array) -> float:
     def losses(y: Array, p: Array) -> Array:
         p = np.clip(p.astype(np.float64), _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
-        # 1 - p first: log1p(-p) is more exact, but differs from other libraries at the clipped end.
+        # log1p(-p) would be more exact, but differs from other libraries at the clipped end.
         return -np.log(np.where(y, p, 1 - p))
 
     return _mean(losses, y, p)
@@ -185,14 +185,14 @@ def _checked(labels: npt.ArrayLike, scores: npt.ArrayLike) -> tuple[Array, Array
         raise UsageError(f"predictions have dtype {s.dtype}: expected real numbers")
     positive = y == 1
     if np.count_nonzero(positive) + np.count_nonzero(y == 0) != len(y):
-        raise UsageError("a label is neither 0 nor 1: the metrics are for clicks, so map the labels first")
+        raise UsageError("a label is neither 0 nor 1. These metrics are for clicks. Convert the labels first")
     if s.dtype.kind == "f" and np.isnan(s).any():
-        raise UsageError("a prediction is NaN: it has no rank, so the model diverged or was not trained")
+        raise UsageError("a prediction is NaN. The model diverged or was not trained. Train it again")
     return positive, s
 
 
 def _checked_probabilities(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> tuple[Array, Array]:
     y, p = _checked(labels, probabilities)
     if len(p) and not (p.min() >= 0 and p.max() <= 1):
-        raise UsageError(f"probabilities range from {p.min()} to {p.max()}: expected 0 to 1; do not pass raw scores")
+        raise UsageError(f"probabilities range from {p.min()} to {p.max()}: expected 0 to 1. Do not pass raw scores")
     return y, p

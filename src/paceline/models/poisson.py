@@ -1,4 +1,4 @@
-"""Poisson regression: counts, whose mean is exp(margin)."""
+"""Poisson regression: predict counts with mean exp(margin)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.models.metrics import Evaluation, sum_pieces
 from paceline.models.rate_drift import example_counts, significant_share
 from paceline.tables.types import Doubles, Floats
 
-_LEAST_CORRECTION = 1e-3  # predictions of 0 would have infinite losses
+_LEAST_CORRECTION = 1e-3  # a prediction of 0 could have an infinite loss
 _LEAST_EXPECTED = 1e-100
-_MOST_MARGIN = 30.0  # above the mean: the square of its exp() is still a float32
+_MOST_MARGIN = 30.0  # the square of exp() of this number is still a float32
 
 
 @dataclasses.dataclass(frozen=True)
 class PoissonEvaluation(Evaluation):
-    """Mean deviance, its explained share, and the sum of expected counts divided by the sum of the labels."""
+    """Mean deviance, D² (the explained share of the deviance), and the expected counts divided by the sum of labels."""
 
     deviance: float
     d2: float
@@ -41,10 +41,10 @@ class PoissonEvaluation(Evaluation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoissonRegression(LinearModel):
-    """The mean of a count (or another number from 0 up) from a weight per feature, with a logarithmic link.
+    """The mean of a count (or another nonnegative number) from a weight per feature, with a logarithmic link.
 
-    `mean` is the mean of a sample of labels, at margin 0. `scale` divides the gradients, so that large counts do not
-    have larger gradients: the sample's standard deviation, but at least 1.
+    `mean` is the mean label of a sample, predicted at margin 0. `scale` divides the gradients, so that large counts do
+    not have larger gradients. It is the sample's standard deviation, but at least 1.
     """
 
     name: ClassVar[str] = "poisson"

@@ -32,7 +32,7 @@ _BATCH = 4096
 
 
 class _Scratch(threading.local):
-    """Separate memory of each thread."""
+    """Separate scratch memory for each thread."""
 
     def __init__(self) -> None:
         self.keys = KeyScratch()
@@ -47,7 +47,7 @@ class Predictor:
         if described.get("kind") not in MODELS:
             raise ModelError(
                 f"the model in {directory} is of kind {described.get('kind')!r}: expected one of {', '.join(MODELS)}, "
-                "as 'paceline train' saves them"
+                "saved by 'paceline train'"
             )
         try:
             self.model = read_model_settings(described)
@@ -60,7 +60,7 @@ class Predictor:
         self.scaling = read_key_scaling(described)
         """The scaling of values before use."""
         self.stores = [stored.load_store(table.name, values_only=True) for table in self.model.parameter_tables]
-        """The model's tables; the first has a row for each feature, and one for the bias."""
+        """The model's tables; the first has a row per feature and one for the bias."""
         self.has_known_features = False
         """Whether the model contains any feature of the predicted data."""
         self._directory = directory
@@ -69,7 +69,7 @@ class Predictor:
     def open_data(
         self, paths: Sequence[str | Path], format: str | None = None, *, strict: bool = False, header: str = "auto"
     ) -> Dataset:
-        """Open data for prediction, in the format and with the columns of the model's training data.
+        """Open data for prediction, with the format and the columns of the model's training data.
 
         csv and parquet are interchangeable. Raises DataError for other data.
         """
@@ -79,13 +79,13 @@ class Predictor:
             if not have_same_features(features, self.format):
                 raise DataError(
                     f"{path} {'is declared as' if format else 'looks like'} {features}, but the model in "
-                    f"{self._directory} was trained on {self.format}, which has other features: pass data of that "
+                    f"{self._directory} was trained on {self.format}, which has other features. Pass data of that "
                     "format"
                 )
         columns = self.columns
         if header != "auto":
             if columns is None or "--header" not in FORMATS[found].column_options:
-                raise UsageError(f"--header {header}: data of format {found} has no header: leave the option out")
+                raise UsageError(f"--header {header}: data of format {found} has no header. Leave the option out")
             check_header(header)
             columns = replace(columns, header=header)
         try:
@@ -98,12 +98,12 @@ class Predictor:
             raise DataError(f"{error}; the model in {self._directory} needs {', '.join(columns.names[1:])}") from error
 
     def predict(self, dataset: Dataset) -> Iterator[tuple[Floats, Floats]]:
-        """Yield labels (float32 [n]) and predictions (float32 [n], or [n, outputs]) by batch, in order."""
+        """Yield labels (float32 [n]) and predictions (float32 [n], or [n, outputs]) batch by batch, in order."""
         for batch in dataset.batches(_BATCH):
             yield self._predict(batch)
 
     def predict_batch(self, batch: Batch) -> Floats:
-        """Return the predictions (float32 [n], or [n, outputs]) of one batch."""
+        """Return the predictions for one batch: float32 [n], or [n, outputs]."""
         return self._predict(batch)[1]
 
     def _predict(self, batch: Batch) -> tuple[Floats, Floats]:

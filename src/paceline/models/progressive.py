@@ -1,10 +1,10 @@
-"""Progressive validation: the loss of every example before it is learned from, as Vowpal Wabbit prints it.
+"""Progressive validation: measure the loss of every example before learning from it, as Vowpal Wabbit does.
 
 Examples of the first pass are new to the model, so their mean loss estimates the loss on new data without a hold-out
 set (Blum, Kalai and Langford, "Beating the hold-out", COLT 1999). Losses of later passes are no such estimate.
 
-For every k, each worker sums over its examples from the 2^(k-1)-th to the 2^k-th. These sums only increase, as counters
-of a job must. The sums of all workers up to k cover the first 2^k examples of each worker.
+For every k, each worker sums over its own examples from number 2^(k-1) to number 2^k. These sums only increase, as
+required for the counters of a job. Up to k, the sums of all workers cover the first 2^k examples of each worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 _FIRST: Final = 6
-"""Examples are counted by minibatch, so the first sums cover 2^6 examples."""
+"""The first sums cover 2^6 examples, because examples are counted by minibatch."""
 _PREFIX: Final = "first pass "
 _BELOW: Final = " below 0"
 
@@ -25,13 +25,13 @@ class ExampleSums(NamedTuple):
     weights: float
     labels: float
     predictions: float | None
-    """None if a prediction is not a single number."""
+    """None if a prediction has several numbers."""
     num_pairs: int
 
 
 @dataclass(slots=True)
 class FirstPass:
-    """One worker's sums over its first pass. `counters` are sent to the scheduler with the other ones."""
+    """One worker's sums over its first pass. The worker sends `counters` to the scheduler with its other counters."""
 
     counters: dict[str, float] = field(default_factory=dict)
     _num_examples: int = 0
@@ -53,7 +53,7 @@ class FirstPass:
             self._add("predictions", sums.predictions)
 
     def _add(self, quantity: str, amount: float) -> None:
-        name = self._name(quantity if amount >= 0 else quantity + _BELOW)  # a counter only rises
+        name = self._name(quantity if amount >= 0 else quantity + _BELOW)  # a counter may only increase
         self.counters[name] = self.counters.get(name, 0.0) + abs(amount)
 
     def _name(self, quantity: str) -> str:
@@ -62,17 +62,17 @@ class FirstPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressiveLoss:
-    """The mean loss before learning, up to an example of the first pass; examples count by weight."""
+    """The mean loss before learning, up to an example of the first pass; examples are weighted."""
 
     examples: int
     loss: float
-    """Since the start."""
+    """Mean since the start."""
     loss_since_last: float
-    """Since the previous line, as the following means."""
+    """Mean since the previous line; the following fields are such means too."""
     label: float
     prediction: float | None
     features: float
-    """Per example, without the bias."""
+    """Features per example, without the bias."""
 
     def as_json(self) -> dict[str, float | None]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -88,9 +88,9 @@ HEADING: Final = f"{'loss':>10} {'since last':>10} {'examples':>13} {'label':>10
 
 
 def progressive_losses(counters: Mapping[str, float], num_workers: int = 0) -> list[ProgressiveLoss]:
-    """Return the losses in all workers' counters, in the order of examples.
+    """Return the losses from all workers' counters, in the order of examples.
 
-    With `num_workers`, include only examples that this many workers have completed: their sums are final.
+    With `num_workers`, include only sums that this many workers have completed, because such sums are final.
     """
     sums = _by_doubling(counters)
     if num_workers:

@@ -1,9 +1,9 @@
-"""Whether the rate of positives drifts over a file, and how much log odds are off on its newest part.
+"""Detect a drifting rate of positives over a file, and the error of the log odds on the newest part.
 
 Each hypothesis adds one term to the log odds: a step at the start of the newest half, quarter, eighth or sixteenth, or
-a ramp that begins there or at the start of the file. Its evidence is Laplace's approximation of the marginal likelihood
-(MacKay, Information Theory, Inference, and Learning Algorithms, 2003, chapter 27), given the labels alone. Estimates
-are averaged by the probabilities of the hypotheses, so that a small step is followed in part.
+a ramp that begins there or at the start of the file. A hypothesis's evidence is Laplace's approximation of the marginal
+likelihood (MacKay, Information Theory, Inference, and Learning Algorithms, 2003, chapter 27), given the labels alone.
+Estimates are averaged by the probabilities of the hypotheses, so a small step is corrected in part.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from paceline.tables.types import Doubles, Floats
 
 _STARTS: Final = (1 / 2, 3 / 4, 7 / 8, 15 / 16)
 _OF_STEP, _OF_RAMP = 0.03, 0.003  # probabilities of one hypothesis, relative to none
-_CELLS: Final = 32  # of time and of margins
-_DEVIATION: Final = 1.0  # of a drift, in log odds
-_LEAST_LABELS: Final = 20  # of either kind: fewer show no drift
+_CELLS: Final = 32  # number of cells, for time and for margins
+_DEVIATION: Final = 1.0  # prior standard deviation of a drift, in log odds
+_LEAST_LABELS: Final = 20  # of each class: fewer labels show no drift
 _MOST_STEPS: Final = 30
 
 
 class RateShift(NamedTuple):
-    """The correction of log odds on all examples with its standard error, and on top that for the newest rate.
+    """Corrections of log odds for all examples and, in addition, for the newest rate.
 
-    `newest` is the mean over the hypotheses; `drift` is the probability that the rate drifts.
+    The correction for all examples has a standard error. `newest` is the mean over the hypotheses; `drift` is the
+    probability that the rate drifts.
     """
 
     shift: float
@@ -39,10 +40,10 @@ class RateShift(NamedTuple):
 def log_odds_shift(
     margins: Doubles, labels: Doubles, counts: Doubles, groups: npt.NDArray[np.int64] | None = None
 ) -> tuple[float, float]:
-    """Return the addend of the margins that makes P(click) right in the mean, and its standard error.
+    """Return the constant to add to margins so that the mean of P(click) is correct, and its standard error.
 
     `margins`, `labels` (0 and 1) and `counts`, the weights of the examples, are float64 [n]. Examples of one of the
-    `groups`, int64 [n], may have correlated labels, as neighbours in a file do: the standard error allows for that
+    `groups`, int64 [n], may have correlated labels, as neighbours in a file do; the standard error accounts for this
     (Liang and Zeger, Biometrika 73, 1986).
     """
     shift, error, _ = _fit(np.zeros(len(margins)), margins, labels, counts)
@@ -54,22 +55,22 @@ def log_odds_shift(
 
 
 def example_counts(labels: Floats, weights: Floats | None) -> Doubles:
-    """Return the weights of the examples, 1 where there are none: float64 [n]."""
+    """Return the weights of the examples, 1 if there are none: float64 [n]."""
     return np.ones(len(labels)) if weights is None else weights.astype(np.float64)
 
 
 def significant_share(bias: float, variance: float, *, is_known: bool) -> float:
     """Return the share of an estimated bias to correct, 0 to 1.
 
-    The bias on all rows of a training is known (`is_known`): a fitted intercept removes it. Its share is below 1 only
-    because the unit prior variance limits the correction by a few labels. The bias of a sample is an estimate, which
-    James and Stein (1961) shrink by its variance.
+    The bias on all rows of a training is known (`is_known`), because a fitted intercept removes it. Its share is below
+    1 only because the unit prior variance limits the correction by a few labels. The bias of a sample is an estimate,
+    which is shrunk by its variance (James and Stein, 1961).
     """
     return 1 / (1 + variance) if is_known else max(1 - variance / max(bias * bias, 1e-30), 0.0)
 
 
 def changed_rates(labels: Floats, weights: Floats | None) -> tuple[float, float] | None:
-    """Return the rates of positives in the oldest and the newest sixteenth if the rate drifts, else None."""
+    """Return the rates of positives in the oldest and the newest sixteenth if the rate drifts, otherwise None."""
     y, counts, part = labels.astype(np.float64), example_counts(labels, weights), len(labels) // 16
     if not part or rate_shift(np.zeros(len(y)), y, counts).drift < 0.5:
         return None
@@ -81,7 +82,7 @@ def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
     """Return the corrections for all examples and for the newest rate; arguments in the order of the file."""
     if min(float((counts * labels > 0).sum()), float((counts * (1 - labels) > 0).sum())) < _LEAST_LABELS:
         return RateShift(*log_odds_shift(margins, labels, counts), 0.0, 0.0)
-    counts = counts * (counts.sum() / max(float(counts @ counts), 1e-30))  # as many as there are effective examples
+    counts = counts * (counts.sum() / max(float(counts @ counts), 1e-30))  # the sum is the effective sample size
     n = len(margins)
     blocks = np.arange(n) * _CELLS // max(n, 1)
     ranks = np.argsort(np.argsort(margins, kind="stable"), kind="stable")
@@ -96,7 +97,7 @@ def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
     none = np.zeros(len(time))
     steps = [(time >= start).astype(np.float64) for start in _STARTS]
     ramps = [np.maximum(time - start, 0) / (1 - start) for start in (0.0, *_STARTS)]
-    # By the labels alone: margins of a model that has followed a ramp make the ramp look like a step.
+    # Use the labels alone, because a model that has followed a ramp makes the ramp look like a step.
     evidence = np.array([_fit(term, none, *data[1:])[2] for term in (none, *steps, *ramps)])
     evidence += np.log([1.0] + [_OF_STEP] * len(steps) + [_OF_RAMP] * len(ramps))
     shares = np.exp(evidence - evidence.max())
@@ -107,7 +108,7 @@ def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
 
 
 def _fit(term: Doubles, margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float, float]:
-    """Return the correction at the newest example, its standard error and the evidence. Newton's method."""
+    """Return the correction at the newest example, its standard error and the evidence, by Newton's method."""
     design = np.stack([np.ones(len(term)), term])
     prior = np.array([1e-9, 1 / _DEVIATION**2])
     found, newest = np.zeros(2), np.array([1.0, 1.0 if term.any() else 0.0])

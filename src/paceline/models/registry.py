@@ -33,7 +33,7 @@ MODELS: Final[dict[str, type[SparseModel]]] = {
 
 
 def make_model(name: str = SparseLogisticRegression.name, **settings: Any) -> SparseModel:
-    """Return a model; settings that are None are ignored. Raises UsageError for settings of other models."""
+    """Create a model, ignoring settings that are None. Raises UsageError for settings of other models."""
     kind = MODELS.get(name)
     if kind is None:
         raise UsageError(f"model={name!r}: expected one of {', '.join(MODELS)}")
@@ -41,12 +41,12 @@ def make_model(name: str = SparseLogisticRegression.name, **settings: Any) -> Sp
     for key in given:
         if key not in _settings_of(kind):
             takers = ", ".join(model.name for model in MODELS.values() if key in _settings_of(model))
-            raise UsageError(f"--{key.replace('_', '-')} is not an option of --model {name}: it is for {takers}")
+            raise UsageError(f"--{key.replace('_', '-')} is not an option of --model {name}, only of {takers}")
     return kind(**given)
 
 
 def read_model_settings(described: Mapping[str, Any]) -> SparseModel:
-    """Return the model for the output of :meth:`SparseModel.describe`; other fields are ignored."""
+    """Create the model for the output of :meth:`SparseModel.describe`; other fields are ignored."""
     kind = MODELS.get(described.get("kind", ""))
     if kind is None:
         raise UsageError(f"model of kind {described.get('kind')!r}: expected one of {', '.join(MODELS)}")

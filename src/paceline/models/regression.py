@@ -1,4 +1,4 @@
-"""Linear regression: squared loss."""
+"""Linear regression with squared loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.tables.types import Doubles, Floats
 
 @dataclasses.dataclass(frozen=True)
 class RegressionEvaluation(Evaluation):
-    """Errors of predictions; R² is the share of the labels' variance that they explain."""
+    """Errors of predictions; R² is the share of the labels' variance that the predictions explain."""
 
     rmse: float
     mae: float
@@ -34,10 +34,10 @@ class RegressionEvaluation(Evaluation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeastSquares(LinearModel):
-    """A number from a weight per feature.
+    """The prediction of a number from a weight per feature.
 
-    The model learns (label - `center`) / `scale`, with mean and standard deviation of a sample, so that the learning
-    rate does not depend on the unit of the labels.
+    The model learns (label - `center`) / `scale`, with a sample's mean and standard deviation. So the learning rate
+    does not depend on the unit of the labels.
     """
 
     name: ClassVar[str] = "regression"

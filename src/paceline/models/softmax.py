@@ -1,4 +1,4 @@
-"""Multinomial logistic regression: the probabilities of several classes.
+"""Multinomial logistic regression: predict the probabilities of several classes.
 
 A key has a weight for each class. The classes are whole numbers, known before the training begins.
 """
@@ -30,7 +30,7 @@ _LEAST_PROBABILITY = 1e-15
 
 @dataclasses.dataclass(frozen=True)
 class ClassEvaluation(Evaluation):
-    """The share of examples whose label is the likeliest class, and the log loss."""
+    """The share of examples whose label is the most probable class, and the log loss."""
 
     accuracy: float
     log_loss: float
@@ -56,7 +56,7 @@ def label_counts(labels: Floats) -> tuple[int, ...]:
 
 
 def parse_classes(text: str) -> tuple[int, ...]:
-    """Return the classes for a text: ``10`` (0 to 9), or a list such as ``1,2,5``. Raises UsageError."""
+    """Parse the classes from a text: ``10`` (0 to 9), or a list such as ``1,2,5``. Raises UsageError."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -70,7 +70,7 @@ def parse_classes(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SoftmaxRegression(SparseModel):
-    """The probability of each class from a weight per feature and class. `classes` are sorted; () while unknown."""
+    """The probability of each class from a weight per feature and class. `classes` is sorted; () while unknown."""
 
     name: ClassVar[str] = "softmax"
     title: ClassVar[str] = "a multinomial logistic regression"
@@ -89,7 +89,7 @@ class SoftmaxRegression(SparseModel):
         if not classes:
             return
         if len(set(classes)) < len(classes) or not 2 <= len(classes) <= MAX_CLASSES:
-            raise UsageError(f"{len(classes)} classes {self._list()}: expected 2 to {MAX_CLASSES:,} distinct ones")
+            raise UsageError(f"{len(classes)} classes {self._list()}: expected 2 to {MAX_CLASSES:,} distinct classes")
         if max(-classes[0], classes[-1]) > _LARGEST_CLASS:
             raise UsageError(f"classes {self._list()}: expected whole numbers from -2^24 to 2^24")
 
@@ -113,10 +113,10 @@ class SoftmaxRegression(SparseModel):
             problem = f"the label {odd[0]:g}" if len(odd) else f"{len(found):,} different labels"
             raise DataError(
                 f"the data has {problem}: --model softmax needs whole numbers, at most {MAX_CLASSES:,} different "
-                "ones; use --model regression for quantities"
+                "labels. Use --model regression for quantities"
             )
         if len(found) < 2:
-            raise DataError(f"a sample of the data has {len(found)} label: if there are more, pass them as --classes")
+            raise DataError(f"a sample of the data has {len(found)} label. Pass all labels as --classes")
         return dataclasses.replace(self, classes=tuple(int(label) for label in found))
 
     @override
@@ -140,7 +140,7 @@ class SoftmaxRegression(SparseModel):
         return -np.log(np.maximum(own, _LEAST_PROBABILITY))
 
     def places(self, labels: Floats) -> npt.NDArray[np.int64]:
-        """Return the place of each label among the classes, -1 for an unknown label."""
+        """Return the index of each label among the classes, -1 for an unknown label."""
         classes = np.array(self.classes, np.float32)
         found = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
         return np.where(classes[found] == labels, found, -1)
@@ -151,7 +151,7 @@ class SoftmaxRegression(SparseModel):
 
     def unknown(self, label: float) -> DataError:
         return DataError(
-            f"the data has the label {label:g}, which is not one of the classes {self._list()}: pass all as --classes"
+            f"the data has the label {label:g}, but the classes are {self._list()}. Pass all labels as --classes"
         )
 
 
@@ -190,7 +190,7 @@ class SoftmaxMinibatch(KeyedMinibatch):
         return np.exp(self.margins(weights)).astype(np.float32)
 
     def margins(self, weights: Sequence[Floats]) -> Doubles:
-        """Return the logarithm of each class' probability: float64 [n, classes]; `weights` as in :meth:`gradients`."""
+        """Return the logarithm of each class's probability, float64 [n, classes]; `weights` as in :meth:`gradients`."""
         rows, (table, *_) = self._rows, weights
         sums = np.empty((self.num_examples, table.shape[1]), np.float32)
         csr_dot_rows(rows.indptr, rows.indices, rows.values, table, sums)

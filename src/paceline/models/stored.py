@@ -1,4 +1,4 @@
-"""Models on disk: saved models, and the newest snapshot of a training."""
+"""Read models on disk: saved models, and the newest snapshot of a training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from paceline.tables.types import Floats, Keys
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk whose manifest has been read."""
+    """A model on disk, represented by its manifest."""
 
     directory: Path
     described: dict[str, Any]
-    """Description in its manifest: kind, settings, format and columns of its data."""
+    """The manifest's description: kind, settings, format and columns of the data."""
     tables: tuple[StoredTable, ...]
     paceline: str
-    """The version that wrote it."""
+    """The version of Paceline that wrote the model."""
     saved: SavedModel | None
     """None for a snapshot."""
 
     def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
-        """Yield the keys and records of a table, checksums verified."""
+        """Yield the keys and records of a table, and verify checksums."""
         if self.saved is not None:
             yield from self.saved.records(table)
             return
@@ -48,7 +48,7 @@ class StoredModel:
 
 
 def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
-    """Read a saved model, or the newest complete snapshot in a directory. Raises ModelError for an unsuitable one."""
+    """Read a saved model, or the newest complete snapshot in a directory. Raises ModelError for an unsuitable model."""
     path = Path(directory)
     if not _snapshot_numbers(path):
         saved = read_model(path)

@@ -19,7 +19,7 @@ UPDATE_NAMES: Final = tuple(_KINDS)
 
 
 RuleChoice: TypeAlias = Callable[[float, float, float], UpdateRule]
-"""Returns an update rule, given a learning rate, an L1 and an L2 penalty."""
+"""A function that returns an update rule, given a learning rate, an L1 penalty and an L2 penalty."""
 
 
 def suited_ftrl(alpha: float, l1: float, l2: float) -> FTRL:
@@ -27,7 +27,7 @@ def suited_ftrl(alpha: float, l1: float, l2: float) -> FTRL:
 
 
 def rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float, l2: float = 0.0) -> UpdateRule:
-    """Return a given update rule, or the one chosen for a learning rate and penalties."""
+    """Return `update`, or the rule that it chooses for a learning rate and penalties."""
     return update if isinstance(update, UpdateRule) else update(alpha, l1, l2)
 
 
@@ -40,11 +40,11 @@ def make_update(
     beta: float | None = None,
     option_format: str = "--{} ",
 ) -> UpdateRule:
-    """Return an update rule; `lr` is FTRL's alpha, `l2` the weight decay of other rules. Raises UsageError.
+    """Create an update rule; `lr` is FTRL's alpha, `l2` the weight decay of other rules. Raises UsageError.
 
     `option_format` formats option names in errors: ``--{} `` on the command line, ``{}=`` in Python.
 
-    FTRL's defaults (alpha 0.05, beta 1, l1 1, l2 0) reach the best known result on the Criteo sample.
+    FTRL's defaults (alpha 0.05, beta 1, l1 1, l2 0) give the best known result on the Criteo sample.
     """
     for option, value, least in (("lr", lr, TINY), ("beta", beta, TINY), ("l1", l1, 0.0), ("l2", l2, 0.0)):
         if value is not None:
@@ -62,9 +62,9 @@ def make_update(
         )
     if l1 and not _has_l1(kind):
         able = " or ".join(update for update in UPDATE_NAMES if _has_l1(_KINDS[update]))
-        raise UsageError(f"{name} has no L1 penalty: leave --l1 out, or use --update {able}")
+        raise UsageError(f"{name} has no L1 penalty. Leave --l1 out, or use --update {able}")
     if beta is not None:
-        raise UsageError(f"--beta applies to FTRL only: leave it out with --update {name}")
+        raise UsageError(f"--beta applies only to FTRL. Leave it out with --update {name}")
     penalties = {"weight_decay": l2 or 0.0, **({"l1": l1 or 0.0} if _has_l1(kind) else {})}
     rule: UpdateRule = kind(lr=rate, **penalties)
     return rule

@@ -1,7 +1,7 @@
 """Show the progress and the results of training: progress line, rates, tables.
 
-The only package that uses rich. It imports no other part of Paceline except its errors: the caller creates a
-:class:`ProgressSnapshot` from time to time and passes it.
+Only this package uses rich. Of Paceline it imports only the errors, so callers pass a :class:`ProgressSnapshot` from
+time to time.
 """
 
 from paceline.observe.passes_plot import draw_passes

@@ -1,4 +1,4 @@
-"""Draw a solver's passes: distance of the objective from its minimum, and share of active columns."""
+"""Plot a solver's passes: distance of the objective from its minimum, and share of active columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACTIVE: Final = "#c0504d"
 def draw_passes(objectives: Sequence[float], active: Sequence[float]) -> str:
     """Return an SVG with the relative distance of the objective from its minimum, and the active columns, by pass.
 
-    The left axis, of the distance, is logarithmic. The right axis, of the share of active columns, goes from 0 to 1.
+    The left axis shows the distance on a logarithmic scale, the right axis the share of active columns, from 0 to 1.
     Passes at the minimum have no point.
     """
     least = min(objectives)
@@ -39,7 +39,7 @@ def draw_passes(objectives: Sequence[float], active: Sequence[float]) -> str:
         *(_text(_WIDTH - _RIGHT + 6, y(share) + 4, f"{share:.0%}", "start") for share in (0.0, 0.5, 1.0)),
         *(_text(x(at), _HEIGHT - _BOTTOM + 16, f"{at + 1}") for at in sorted({0, len(objectives) - 1})),
         _text(_WIDTH / 2, _HEIGHT - 12, "pass"),
-        _text(_LEFT, 18, "objective, relative distance from the least", "start", _OBJECTIVE),
+        _text(_LEFT, 18, "relative distance of the objective from its minimum", "start", _OBJECTIVE),
         _text(_WIDTH - _RIGHT, 18, "active columns", "end", _ACTIVE),
         f'<polyline fill="none" stroke="{_OBJECTIVE}" stroke-width="1.5" points="{" ".join(left)}"/>',
         f'<polyline fill="none" stroke="{_ACTIVE}" stroke-width="1.5" points="{" ".join(right)}"/>',

@@ -29,21 +29,21 @@ class ProgressSnapshot:
     """State of a training at one moment."""
 
     examples: int
-    """Examples of this phase that all workers have processed."""
+    """Examples of this phase processed by all workers."""
     examples_per_s: float
     done_fraction: float | None = None
     """From 0 to 1; None while it is unknown."""
     loss: float | None = None
-    """Running mean over the last examples, each evaluated before training on it."""
+    """Running mean over the latest examples; each loss is measured before training on the example."""
     loss_name: str = "log loss"
     staleness_mean: float | None = None
-    """In pushes, as counted by the servers."""
+    """Mean staleness in pushes, as counted by the servers."""
     staleness_max: int | None = None
     bytes_per_s: float = 0.0
     """Network traffic in both directions."""
     workers: int = 1
     epoch: str | None = None
-    """For example ``2/4``."""
+    """Number of the pass, such as ``2/4``."""
     phase: str | None = None
     """Name of a phase other than training, such as ``evaluating``."""
 
@@ -56,20 +56,20 @@ class RateMeter:
         self.samples: deque[tuple[float, float]] = deque()
 
     def add(self, time_s: float, count: float) -> None:
-        """Add a sample; a lower count than the last one resets the meter, as after a restart."""
+        """Add a sample. A count below the last one, as after a restart, resets the meter."""
         samples = self.samples
         if samples and (count < samples[-1][1] or time_s < samples[-1][0]):
             samples.clear()
         if len(samples) > 1 and time_s - samples[-2][0] < self._window_s / _SAMPLES_A_WINDOW:
             samples.pop()
         samples.append((time_s, count))
-        # Keep the second oldest sample: a rate over less than the window would be unsteady.
+        # Keep one sample older than the window, because a rate over less than the window would be unsteady.
         while len(samples) > 2 and samples[1][0] <= time_s - self._window_s:
             samples.popleft()
 
     @property
     def per_s(self) -> float:
-        """Rate per second over the window; 0 before two samples at different times."""
+        """Rate per second over the window; 0 until two samples have different times."""
         if len(self.samples) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self.samples[0], self.samples[-1]
@@ -77,11 +77,11 @@ class RateMeter:
 
 
 class TrainingProgress:
-    """Show snapshots of training during its ``with`` block; any thread may update it.
+    """Shows snapshots of training during its ``with`` block. Thread-safe.
 
     On a terminal one line is redrawn in place, truncated to the width. Otherwise (a file, a pipe, a dumb terminal) a
-    plain line is printed every `plain_every`, so short trainings print none. With `enabled` False nothing is
-    written. The cursor is always restored.
+    plain line is printed every `plain_every`, so short trainings print no line. If `enabled` is False, nothing is
+    printed. The cursor is always restored.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TrainingProgress:
                 _Line(self),
                 console=self._console,
                 refresh_per_second=4,
-                # Output for a terminal goes above the line; redirected output stays in its file.
+                # Print terminal output above the line; leave redirected output in its file.
                 redirect_stdout=sys.stdout.isatty(),
             )
             self._live.start(refresh=True)
@@ -124,7 +124,7 @@ class TrainingProgress:
             self._live.stop()
 
     def update(self, snapshot: ProgressSnapshot) -> None:
-        """Show a snapshot; cheap enough for frequent calls."""
+        """Show a snapshot. Frequent calls are cheap."""
         with self._lock:
             self._snapshot = snapshot
             if not self._enabled or self._live is not None:
@@ -134,7 +134,7 @@ class TrainingProgress:
                 self._console.out(_GAP.join(part for _, part in self._parts(snapshot)).strip(), highlight=False)
 
     def _parts(self, snapshot: ProgressSnapshot | None) -> list[tuple[int, str]]:
-        """Return the parts of the line, in order, each with its rank; high ranks are dropped first."""
+        """Return the parts of the line in order, each with a rank. A narrow line drops high ranks first."""
         elapsed = format_duration(self._clock() - self._start_s)
         if snapshot is None:
             return [(0, "waiting for the first examples"), (1, elapsed)]

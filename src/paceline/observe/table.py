@@ -40,7 +40,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _three_digits(value: float, is_count: bool) -> tuple[str, str]:
-    """Return the number and its prefix; `whole` means no fraction without a prefix."""
+    """Return the number and its prefix; a count without a prefix has no fraction."""
     if not math.isfinite(value):
         return (_NONE if math.isnan(value) else f"{value}"), ""
     size = abs(value)
@@ -57,7 +57,7 @@ def _three_digits(value: float, is_count: bool) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """One training run in a comparison; None for unmeasured or meaningless values."""
+    """A training run in a comparison; None for unmeasured or meaningless values."""
 
     consistency: str
     seconds: float | None = None
@@ -65,7 +65,7 @@ class ResultRow:
     log_loss: float | None = None
     auc: float | None = None
     best_auc: float | None = None
-    """AUC of the model that drew the labels, if known."""
+    """AUC of the true model that generated the labels, if known."""
     staleness_mean: float | None = None
     staleness_max: int | None = None
 
@@ -105,7 +105,7 @@ def strategies_table(results: Mapping[str, Mapping[str, float]], title: str | No
 
 
 def _make_table(cells: dict[str, list[str]], title: str | None) -> Table:
-    """Return a table with names in the first column and numbers in the others, without empty columns."""
+    """Return a table with names in the first column and numbers in the other columns, without empty columns."""
     shown = {name: column for name, column in cells.items() if any(cell != _NONE for cell in column)}
     table = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     first = next(iter(cells))

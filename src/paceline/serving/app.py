@@ -35,10 +35,10 @@ _logger = logging.getLogger("paceline.serving")
 
 
 class ModelSource:
-    """The newest model in a directory of a saved model, which a training may replace, or of snapshots."""
+    """The newest model in a directory, which contains a saved model or snapshots. A training may replace the model."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Load the model. Raises ModelError without one."""
+        """Load the model. Raises ModelError if there is none."""
         self._directory = Path(directory)
         self.version = find_version(self._directory)
         self.model: LoadedModel = load(directory)
@@ -49,13 +49,13 @@ class ModelSource:
         self._last_error: str | None = None
 
     def refresh(self) -> None:
-        """Load a newer model, if any; the old model serves until then, and after a failure."""
+        """Load a newer model, if any. The old model remains in use until then, and after a failure."""
         try:
             version = find_version(self._directory)
             if version in (self.version, self._failed):
                 self._last_error = None
                 return
-            self._failed = version  # until it is loaded
+            self._failed = version  # until the load succeeds
             model = load(self._directory)
         except Exception as error:  # the model is being replaced or damaged, or memory is short
             if str(error) != self._last_error:  # log once while a directory is missing
@@ -104,7 +104,7 @@ class RequestMetrics:
 
 
 class PredictionService:
-    """Answer requests with a source's newest model; check for a newer one every `poll_s` seconds."""
+    """Answers requests with a source's newest model; checks for a newer model every `poll_s` seconds."""
 
     def __init__(self, source: ModelSource, poll_s: float) -> None:
         self._source = source
@@ -126,7 +126,7 @@ class PredictionService:
             await asyncio.to_thread(self._source.refresh)
 
     async def predict(self, request: Request) -> Response:
-        """Return ``{"predictions": [...]}``, one per row, or ``{"error": ...}`` with status 400 for invalid rows."""
+        """Return ``{"predictions": [...]}`` with one prediction per row, or ``{"error": ...}`` with status 400."""
         start = time.perf_counter()
         rows = 0
         try:
@@ -143,7 +143,7 @@ class PredictionService:
         except PacelineError as error:
             response = _refuse(400, error)
         except asyncio.CancelledError:  # the server's grace period is over
-            response = _refuse(503, UsageError("the server is shutting down: retry with another one"))
+            response = _refuse(503, UsageError("the server is shutting down. Retry with another server"))
         self._metrics.add(response.status_code, rows, time.perf_counter() - start)
         return response
 
@@ -198,7 +198,7 @@ async def _read_body(request: Request) -> bytes:
         async for piece in request.stream():
             size += len(piece)
             if size > MAX_BODY_BYTES:
-                raise _TooLargeError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB: send fewer rows at a time")
+                raise _TooLargeError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB. Send fewer rows at a time")
             pieces.append(piece)
     except ClientDisconnect:
         raise UsageError("the connection was closed before the whole body had arrived") from None

@@ -1,4 +1,4 @@
-"""Run the HTTP server: one process on one port, until a signal."""
+"""Run the HTTP server, as one process on one port, until a signal arrives."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def serve(
     poll_s: float = 1.0,
     on_ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve a model until SIGINT, SIGTERM or SIGHUP; re-raise the signal after all requests are answered.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP; answer all requests, then re-raise the signal.
 
-    Port 0 is any free port; `on_ready` receives the address. Raises ModelError without a model, AddressError if the
-    port is not available, UsageError if the extra is not installed.
+    Port 0 means any free port; `on_ready` receives the address. Raises ModelError without a model, AddressError if
+    the port is not available, UsageError if the extra is not installed.
     """
     try:
         import uvicorn
@@ -57,10 +57,10 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port < 1 << 16:
-        raise AddressError(f"--port {port}: expected 0 to 65535, where 0 chooses a free one")
+        raise AddressError(f"--port {port}: expected 0 to 65535, where 0 chooses a free port")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (")[0]  # the remainder repeats the address
-        raise AddressError(f"cannot serve on {host}:{port}: {reason}; choose another --host or --port") from None
+        raise AddressError(f"cannot serve on {host}:{port}: {reason}. Choose another --host or --port") from None

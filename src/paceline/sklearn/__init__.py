@@ -1,4 +1,5 @@
-"""Estimators for scikit-learn (the extra ``paceline[sklearn]``): sparse models that train here or on a cluster."""
+"""Estimators for scikit-learn (the extra ``paceline[sklearn]``): sparse models, trained in this process or on a
+cluster."""
 
 try:
     import sklearn

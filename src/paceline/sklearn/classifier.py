@@ -32,14 +32,14 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
 
     _parameter_constraints = CLASSIFIER_PARAMETERS
     _is_binary: ClassVar[bool] = False
-    """Whether it supports only two classes."""
+    """Whether the estimator supports only two classes."""
 
     class_weight: Any = None
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Train on more examples: one pass, in this process, in their order.
+        """Train on more examples: one pass, in this process, in the order of X.
 
-        Pass all `classes` in the first call; its examples determine the learning rate and the scale.
+        Pass all `classes` in the first call. The examples of the first call determine the learning rate and the scale.
         """
         self._check_parameters()
         self._check_can_learn_on()
@@ -53,16 +53,16 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
             raise UsageError(f"classes={classes!r}: the first call had {self.classes_.tolist()}. Pass the same classes")
         if self.class_weight == BALANCED:
             raise UsageError(
-                "class_weight='balanced' needs the frequencies of the classes, which partial_fit does not have: pass "
+                "class_weight='balanced' needs the frequencies of the classes, which partial_fit does not have. Pass "
                 "weights, for example from sklearn.utils.class_weight.compute_class_weight, or call fit"
             )
         rows = self._to_batch(X, self._to_labels(targets), sample_weight)
         return self._learn_on(self._weighting(targets).weighted(rows))
 
     def decision_function(self, X: Any) -> Doubles:
-        """Return the logit of the second of two classes (float64 [n]).
+        """Return the logit of the second class (float64 [n]).
 
-        For more classes, return the logarithm of the probability of each (float64 [n, classes]).
+        For more than two classes, return the logarithm of each class's probability (float64 [n, classes]).
         """
         examples = self._prepare(X)
         return self._tables.margins(examples)
@@ -118,7 +118,7 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
                 f"class_weight={self.class_weight!r}: expected weights of the classes {self.classes_.tolist()}"
             ) from None
         if not ((np.isfinite(found) & (found >= 0)).all() and found.any()):
-            raise UsageError(f"class_weight={self.class_weight!r}: expected finite weights from 0 up, one above 0")
+            raise UsageError(f"class_weight={self.class_weight!r}: expected finite weights of 0 or more, one above 0")
         return Weighting(classes={str(label): float(weight) for label, weight in enumerate(found)})
 
     def __sklearn_tags__(self) -> Any:

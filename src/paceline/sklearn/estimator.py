@@ -1,4 +1,4 @@
-"""The common part of all estimators: examples in scikit-learn's forms, training, saving."""
+"""The common part of all estimators: conversion of examples, training and saving."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from paceline.training.tuning.choices import suggested_batch_size
 from paceline.training.weighting import Weighting
 
 _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}
-"""scikit-learn's checks of arrays. The readers of arrays reject infinities."""
+"""Options for scikit-learn's checks of arrays. The readers of arrays reject infinities."""
 
 _NO_FLOAT = re.compile(r"could not convert string to float: (?:np\.str_\()?('.*'|\".*\")\)?")
 
@@ -72,7 +72,7 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
 
 @contextlib.contextmanager
 def _numbers_expected(X: Any) -> Iterator[None]:
-    """Add the remedy to NumPy's errors about X or y without numbers."""
+    """Add a remedy to NumPy's errors about an X or y without numbers."""
     if isinstance(X, Mapping) or (hasattr(X, "collect") and not hasattr(X, "__len__")):
         remedy = "call collect() first" if hasattr(X, "collect") else "convert it first"
         raise UsageError(f"X is a {type(X).__name__}: expected an array, a sparse matrix or a DataFrame: {remedy}")
@@ -127,14 +127,14 @@ class SparseEstimator(BaseEstimator, ABC):
 
     @abstractmethod
     def _learn_targets(self, targets: npt.NDArray[Any]) -> None:
-        """Learn the properties of the targets that a first training needs. Raises UsageError for invalid targets."""
+        """Store the properties of the targets that a first training needs. Raises UsageError for invalid targets."""
 
     @abstractmethod
     def _to_labels(self, targets: npt.NDArray[Any]) -> Floats:
         """Return targets as the model's labels (float32 [n]). Raises UsageError for invalid targets."""
 
     def _weighting(self, targets: npt.NDArray[Any]) -> Weighting:
-        """Return the weights of examples, by their targets."""
+        """Return the weights of examples, given their targets."""
         return Weighting()
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -154,7 +154,7 @@ class SparseEstimator(BaseEstimator, ABC):
             tables = self._train_in_process(rows, random)
         else:
             if sample_weight is not None:
-                raise UsageError("sample_weight is not supported on a cluster: leave out workers and scheduler, or it")
+                raise UsageError("sample_weight is not supported on a cluster. Leave it out, or workers and scheduler")
             options = dataclasses.replace(
                 self._options(rows), weights=ExampleWeights(classes=weighting.classes or None)
             )
@@ -164,19 +164,19 @@ class SparseEstimator(BaseEstimator, ABC):
         return self
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the model, as ``paceline train --save`` does; ``paceline.load`` predicts from it."""
+        """Write the model as ``paceline train --save`` does, for use with ``paceline.load``."""
         check_is_fitted(self, "_tables")
         self._tables.save(directory, self._columns)
 
     def _coefficients(self) -> Doubles:
-        """Return the weights of a linear model by column: float64 [features, outputs]."""
+        """Return a linear model's weights by column: float64 [features, outputs]."""
         check_is_fitted(self, "_tables")
         if self._columns is not None:
-            raise AttributeError("the columns of a frame were hashed: categories have keys instead of numbers")
+            raise AttributeError("the columns of a frame were hashed, so categories have keys instead of numbers")
         if not self._tables.is_linear:
             raise AttributeError(
-                "some columns use logarithms or bins, because their effect is nonlinear, and have several weights or "
-                "none per column: numeric_scale='standard' trains one for each column"
+                "some columns use logarithms or bins, because their effect is nonlinear. They have several weights or "
+                "none. Pass numeric_scale='standard' to train one weight per column"
             )
         weights = self._tables.linear_weights()
         out = np.zeros((self.n_features_in_, weights.values.shape[1]))
@@ -188,10 +188,10 @@ class SparseEstimator(BaseEstimator, ABC):
     def _check_can_learn_on(self) -> None:
         """Raise UsageError for an estimator that trains on a cluster."""
         if self.workers is not None or self.scheduler is not None:
-            raise UsageError("partial_fit trains in this process: leave out workers and scheduler, or call fit")
+            raise UsageError("partial_fit trains in this process. Leave out workers and scheduler, or call fit")
 
     def _learn_on(self, rows: Batch) -> Self:
-        """Make a pass over more examples; the first call chooses learning rate and scale."""
+        """Make a pass over more examples; the first call chooses the learning rate and the scale."""
         if not hasattr(self, "_tables"):
             options = self._options(rows)
             plan = _plan_on(dataclasses.replace(options, epochs=1, model=options.model.with_defaults()), rows)
@@ -201,7 +201,7 @@ class SparseEstimator(BaseEstimator, ABC):
         return self
 
     def _train_in_process(self, rows: Batch, random: np.random.RandomState) -> ModelTables:
-        """Train in this process, the first pass in the order of `rows`; `random` shuffles the later passes."""
+        """Train in this process. The first pass is in the order of `rows`; `random` shuffles later passes."""
         plan = _plan_on(self._options(rows), rows)
         tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
         rows = tables.scaled(rows)
@@ -213,7 +213,7 @@ class SparseEstimator(BaseEstimator, ABC):
         return tables
 
     def _rule(self, suited_lr: float, suited_l1: float, suited_l2: float) -> UpdateRule:
-        """Return the update rule; for FTRL, with suitable values for missing settings."""
+        """Return the update rule; for FTRL, the arguments replace missing settings."""
         lr, l1, l2 = self.lr, self.l1, self.l2
         if self.update == UPDATE_NAMES[0]:
             lr, l1 = suited_lr if lr is None else lr, suited_l1 if l1 is None else l1
@@ -221,11 +221,11 @@ class SparseEstimator(BaseEstimator, ABC):
         return make_update(self.update, lr=lr, l1=l1, l2=l2, beta=self.beta, option_format="{}=")
 
     def _options(self, rows: Batch) -> TrainOptions:
-        """Return the options of a training, given its rows: some models need their labels."""
+        """Return the options of a training on `rows`, because some models depend on the labels."""
         model = self._model()
         if model.labels == "numbers":  # for clicks, the plan does this
             model = model.starting_from(rows.labels, rows.weights)
-        scale = self.numeric_scale if self._columns is None else "none"  # a frame's columns have their scales already
+        scale = self.numeric_scale if self._columns is None else "none"  # a frame's columns already have scales
         return TrainOptions(
             data=(),
             model=model,
@@ -248,14 +248,14 @@ class SparseEstimator(BaseEstimator, ABC):
                 if getattr(self, name):
                     raise UsageError(
                         f"{name}={getattr(self, name)!r} is for update={UPDATE_NAMES[0]!r}, but update is "
-                        f"{self.update!r}: leave {name} out"
+                        f"{self.update!r}. Leave {name} out"
                     )
         parse_consistency(self.consistency)
         check_numeric_scale(self.numeric_scale)
         prepare_kernels()
 
     def _read_training_data(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, npt.NDArray[Any]]:
-        """Return X as an array or the unchanged frame, and the checked y."""
+        """Return X as an array or as the unchanged frame, and y after checks."""
         is_table = is_frame(X) and has_text(X) if reset else self._columns is not None
         if reset:
             self._columns: Columns | None = None
@@ -273,7 +273,7 @@ class SparseEstimator(BaseEstimator, ABC):
         return X, np.asarray(y)
 
     def _prepare(self, X: Any) -> Batch:
-        """Return the examples to predict."""
+        """Convert X to the examples to predict."""
         check_is_fitted(self, "_tables")
         prepare_kernels()
         if self._columns is None:

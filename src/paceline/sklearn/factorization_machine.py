@@ -18,23 +18,23 @@ from paceline.sklearn.estimator import AT_LEAST_0
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FactorizationMachine(Classifier):
-    """Factorization machine for two classes by minibatches, as ``paceline train --model fm``.
+    """Factorization machine for two classes by minibatches, like ``paceline train --model fm``.
 
-    In contrast to a linear model it learns the effects of pairs of features: each feature has a weight, as in
-    :class:`LogisticRegression`, and `dim` factors, whose products are the weights of pairs (Rendle, ICDM 2010). X is as
-    for :class:`LogisticRegression`.
+    In contrast to a linear model it learns the effects of pairs of features. Each feature has a weight, as in
+    :class:`LogisticRegression`, and `dim` factors, whose products are the weights of pairs (Rendle, ICDM 2010). X has
+    the same form as for :class:`LogisticRegression`.
 
     Parameters, with the defaults of ``paceline train --model fm``:
 
     - `dim`: number of factors per feature.
     - `factor_lr`, `factor_l1`, `factor_l2`: learning rate, L1 and L2 penalty of AdaGrad for the factors.
-    - `factor_min_count`: occurrences, over all passes, that a feature needs to get factors.
+    - `factor_min_count`: occurrences, over all passes, after which a feature gets factors.
     - `update`, `lr`, `l1`, `l2`, `beta`: the update rule of the weights and its settings. A feature with weight 0 has
-      no factors: pass l1=0 to keep features that have an effect in pairs only.
+      no factors. Pass l1=0 to keep features whose effect is only in pairs.
     - `random_state`: also seeds the factors, except on a cluster.
-    - All other parameters are as for :class:`LogisticRegression`.
+    - All other parameters are those of :class:`LogisticRegression`.
 
-    After :meth:`fit`, it has `classes_` and `n_features_in_`.
+    :meth:`fit` sets `classes_` and `n_features_in_`.
     """
 
     _is_binary = True

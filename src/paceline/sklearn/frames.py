@@ -1,4 +1,4 @@
-"""Decide which columns of a frame are numbers, text or categories."""
+"""Choose the columns of a frame that are numbers, text or categories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.inference.frames import ColumnReader, list_names, names_of
 from paceline.training.files.numeric_scales import choose_scales
 
 LABEL = "\0label"
-"""Name of the label's column; no column of a frame has this name."""
+"""Name of the label's column; a frame has no column of this name."""
 
 _SAMPLE = 20_000  # rows for fitting the scales
 
@@ -32,14 +32,14 @@ def has_text(frame: Any) -> bool:
 def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
     """Return the columns of a frame: scaled numbers, text and categories.
 
-    Columns of times are left out with a warning, because hardly any time would occur again. `y` has the label of each
-    row. `how` is a scale as for ``--numeric-scale``.
+    Columns of times are left out with a warning, because a time rarely occurs again. `y` has the label of each row.
+    `how` is a scale for ``--numeric-scale``.
     """
     names = [str(name) for name in names_of(frame)]
     times = [name for name in names if _is_temporal(frame[name])]
     if times:
         warnings.warn(
-            f"columns of times are left out: {list_names(times)}; convert them to numbers or categories, such as the "
+            f"columns of times are left out: {list_names(times)}. Convert them to numbers or categories, such as the "
             "hour",
             stacklevel=5,
         )
@@ -62,13 +62,13 @@ def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
 
 
 def _is_text(name: str, column: Sequence[Any]) -> bool:
-    """Return whether the words of a column are features, by the rule for files."""
+    """Return whether a column's words are features, by the same rule as for files."""
     cells = [cell for cell in column if isinstance(cell, str) and cell]
     return judge_column(name, cells, Counter(cells), "text")[0] == "text"
 
 
 def _is_numeric(column: Any) -> bool:
-    """Return whether a column has numbers: in pandas by NumPy's kind, in polars and Arrow by type."""
+    """Return whether a column has numbers, by NumPy's kind in pandas, and by type in polars and Arrow."""
     dtype = getattr(column, "dtype", None)
     if dtype is None:
         types, found = import_arrow().types, column.type

@@ -19,10 +19,10 @@ from paceline.tables.types import Doubles, Floats
 
 
 class Regressor(RegressorMixin, SparseEstimator, ABC):
-    """An estimator of numbers by a linear model. Abstract: a subclass defines :meth:`_model`."""
+    """An estimator of numbers with a linear model. Abstract: a subclass defines :meth:`_model`."""
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train on more examples: one pass, in this process, in their order.
+        """Train on more examples: one pass, in this process, in the order of X.
 
         The examples of the first call determine the learning rate, the scale and the mean target.
         """
@@ -64,9 +64,9 @@ class Regressor(RegressorMixin, SparseEstimator, ABC):
 
 
 class LinearRegression(Regressor):
-    """Linear regression by minibatches with squared loss, as ``paceline train --model regression``.
+    """Linear regression by minibatches with squared loss, like ``paceline train --model regression``.
 
-    X and the parameters are as for :class:`LogisticRegression`, without `class_weight`. After :meth:`fit`, it has
+    X and the parameters are those of :class:`LogisticRegression`, without `class_weight`. :meth:`fit` sets
     `n_features_in_`, `coef_` (float64 [features]) and `intercept_`. Reading `coef_` raises AttributeError if the model
     is not linear in X.
     """
@@ -77,9 +77,9 @@ class LinearRegression(Regressor):
 
 
 class PoissonRegressor(Regressor):
-    """Poisson regression of counts by minibatches, as ``paceline train --model poisson``, with a logarithmic link.
+    """Poisson regression of counts by minibatches, like ``paceline train --model poisson``, with a logarithmic link.
 
-    Use it like :class:`LinearRegression`. Its `coef_` and `intercept_` are for the logarithm of the expected count.
+    Use it like :class:`LinearRegression`. `coef_` and `intercept_` predict the logarithm of the expected count.
     """
 
     @override
@@ -91,7 +91,7 @@ class PoissonRegressor(Regressor):
         labels = super()._to_labels(targets)
         if (labels < 0).any():
             raise UsageError(
-                f"y has {labels.min():g}: Some value(s) of y are out of the valid range of counts, from 0 up"
+                f"y has {labels.min():g}: Some value(s) of y are out of the valid range of counts, 0 or more"
             )
         if not labels.any():
             raise UsageError("y has no count above 0: expected at least one")

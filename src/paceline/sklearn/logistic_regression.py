@@ -13,15 +13,15 @@ from paceline.tables.types import Doubles
 
 
 class LogisticRegression(Classifier):
-    """Logistic regression by minibatches, as ``paceline train``; multinomial for more than two classes.
+    """Logistic regression by minibatches, like ``paceline train``; multinomial for more than two classes.
 
-    X is an array or SciPy sparse matrix of numbers [n, features], or a DataFrame of pandas or polars, where columns
-    without numbers are hashed as categories.
+    X is an array or SciPy sparse matrix of numbers [n, features], or a DataFrame of pandas or polars. Columns of a
+    DataFrame that are not numbers are hashed as categories.
 
     Parameters, with the defaults of ``paceline train``:
 
-    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, as the options of that command.
-    - `epochs`, `batch_size`: passes over the data, and examples per minibatch. None: chosen from a sample of X, like
+    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, with the meaning of the command's options.
+    - `epochs`, `batch_size`: passes over the data, and examples per minibatch. None chooses them on a sample of X, like
       the learning rate (FTRL's alpha) and the scale of values (docs/explanation/defaults.md).
     - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and the seed.
     - `numeric_scale`: the scale of numbers, as ``--numeric-scale``. ``auto`` uses logarithms or bins by quantiles for
@@ -31,11 +31,11 @@ class LogisticRegression(Classifier):
       It multiplies `sample_weight`, and also works on a cluster.
     - `workers`: None trains in this process. A number makes each :meth:`fit` start a cluster on this machine with
       `workers` worker processes, `servers` servers and this `consistency`.
-    - `scheduler`, `token`: train on this scheduler's cluster. Its workers must see this machine's folder for
-      temporary files (TMPDIR). The environment variable PACELINE_TOKEN may hold the token instead.
+    - `scheduler`, `token`: train on this scheduler's cluster. The cluster's workers must see this machine's folder for
+      temporary files (TMPDIR). The environment variable PACELINE_TOKEN may contain the token instead.
 
-    After :meth:`fit`, it has `classes_`, `n_features_in_`, `coef_` and `intercept_`. Reading `coef_` raises
-    AttributeError if the model is not linear in X: after training on a hashed frame, or with logarithms or bins.
+    :meth:`fit` sets `classes_`, `n_features_in_`, `coef_` and `intercept_`. Reading `coef_` raises AttributeError if
+    the model is not linear in X, which is the case after training on a hashed frame, or with logarithms or bins.
     """
 
     @override

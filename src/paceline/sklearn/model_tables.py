@@ -1,4 +1,4 @@
-"""The tables of an estimator's model: rows in this process, which can be trained, pickled and saved."""
+"""Hold the tables of an estimator's model in this process, to train, pickle and save them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class ModelTables:
     def create(
         cls, model: SparseModel, rule: UpdateRule, scaling: KeyScaling | None, random: np.random.RandomState
     ) -> Self:
-        """Return empty tables. `rule` updates tables without a rule of their own, `random` seeds initial values."""
+        """Create empty tables. `rule` updates tables without a rule of their own; `random` seeds initial values."""
         specs = [_specification(table, rule, random) for table in model.tables]
         return cls(model, [(spec, fill_store(spec, ())) for spec in specs], scaling)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return model and rows as Python objects, because stores hold memory addresses."""
+        """Return model and rows as Python objects, because stores contain memory addresses."""
         scaling = None if self._scaling is None else self._scaling.spec()
         tables = [(spec, list(store.items())) for spec, store in self._tables]
         return {"model": self._model, "tables": tables, "scaling": scaling}
@@ -64,7 +64,7 @@ class ModelTables:
         return examples if self._scaling is None else self._scaling.apply(examples)
 
     def train(self, examples: Batch, batch_size: int, order: npt.NDArray[np.int64] | None) -> None:
-        """Make a pass over examples with scaled values, in the given order if any."""
+        """Make a pass over examples with scaled values; `order` permutes them if it is not None."""
         if order is not None:
             examples = examples.take(order)
         for start in range(0, examples.num_examples, batch_size):
@@ -72,14 +72,14 @@ class ModelTables:
             self._rows.learn(minibatch)
 
     def calibrate(self, recent: Batch, optimism: Optimism, *, is_complete: bool) -> None:
-        """Correct the mean prediction by scaled examples of the training; `is_complete`: by all examples."""
+        """Correct the mean prediction on scaled training examples; `is_complete` if these are all examples."""
         predictions = self._collect(recent, self._rows.predict, is_scaled=True).astype(np.float32)
         self._model = self._model.calibrated(
             recent.labels, predictions, recent.weights, optimism, is_complete=is_complete
         )
 
     def margins(self, examples: Batch) -> Doubles:
-        """Return the logit of each example (float64 [n]); or each class' log probability ([n, classes])."""
+        """Return the logit of each example (float64 [n]), or each class's log probability ([n, classes])."""
         return self._collect(examples, self._margins)
 
     def predict(self, examples: Batch) -> Doubles:
@@ -101,7 +101,7 @@ class ModelTables:
         return np.concatenate(parts)
 
     def is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return which keys have a row."""
+        """Return whether each key has a row."""
         return self._tables[0][1].read_records(keys)[1]
 
     @property
@@ -115,7 +115,7 @@ class ModelTables:
         return weights_of_data(join_weights(store.items(), store.dim), self._describe())
 
     def save(self, directory: str | os.PathLike[str], columns: Columns | None) -> None:
-        """Write a model as ``paceline train --save`` does, of numbered features or of a frame's columns."""
+        """Write a model of numbered features or of a frame's columns, as ``paceline train --save`` does."""
         described = {**self._describe(), "finished": True, "format": "libsvm", "columns": None}
         if columns is not None:
             described = {**described, "format": "parquet", "columns": columns.to_fields()}
@@ -127,7 +127,7 @@ class ModelTables:
 
 
 def _specification(table: ModelTable, rule: UpdateRule, random: np.random.RandomState) -> TableSpec:
-    """Return the specification of a model's table; a table with initial zeros draws no seed."""
+    """Return the specification of a model's table. Tables with initial zeros draw no seed."""
     return TableSpec(
         name=table.name,
         kind="sparse",

@@ -1,4 +1,4 @@
-"""Train an estimator on a cluster: its examples are written to a file, which workers read."""
+"""Train an estimator on a cluster, whose workers read the examples from a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """The cluster to train on: `workers` and `servers` processes of this machine, or a scheduler's cluster."""
+    """The cluster to train on: `workers` and `servers` processes on this machine, or a scheduler's cluster."""
 
     workers: int
     servers: int
@@ -38,7 +38,7 @@ class ClusterChoice:
 def train_on_cluster(
     examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, where: ClusterChoice
 ) -> ModelTables:
-    """Train on examples in this order, as ``paceline train`` does; return the model's tables."""
+    """Train on examples in this order, like ``paceline train``; return the model's tables."""
     with TemporaryFolder.make("sklearn") as folder:
         data, directory = folder.path / "examples.svm", folder.path / "model"
         write_libsvm(data, examples, order)
@@ -56,7 +56,7 @@ def train_on_cluster(
 
 
 def write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> None:
-    """Write examples as LIBSVM text without loss: nine digits determine a float32."""
+    """Write examples as LIBSVM text without loss, because nine digits determine a float32."""
     with open(path, "w", encoding="ascii") as out:
         for start in range(0, len(order), _ROWS):
             part = examples.take(order[start : start + _ROWS])

@@ -1,4 +1,4 @@
-"""Directory lock for one writing process: concurrent runs would remove each other's files."""
+"""Lock a directory for one writing process, because concurrent runs would remove each other's files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.errors import UsageError
 from paceline.temporary import is_at
 
 LOCK = ".lock"
-"""The name of the locked file, which exists while its directory is in use, and after a crash."""
+"""The name of the locked file. It exists while its directory is in use, and after a crash."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""Errors of file systems without locks; then no lock is taken."""
+"""Errors of file systems without locks, for which no lock is used."""
 
 
 class DirectoryLock:
-    """Exclusive use of a directory until the release or the end of the process."""
+    """Exclusive use of a directory until :meth:`release` or the end of the process."""
 
     def __init__(self, path: Path, number: int) -> None:
         self._path = path
@@ -56,7 +56,7 @@ def _lock(folder: Path, number: int) -> None:
         description = f" ({holder})" if holder and holder.isprintable() else ""
         raise UsageError(
             f"{folder} is in use by another run{description}, and two runs in one directory would remove each other's "
-            "files: use another directory, or wait for the end of that run"
+            "files. Use another directory, or wait until the other run ends"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

@@ -1,7 +1,7 @@
 """Files and renames that survive a crash of the machine, and checked reads of them. Disk errors are raised.
 
-A manifest is untrusted. Its names must be plain names, its files regular files of the given size before they are read
-or allocated, and all contents are verified.
+A manifest is untrusted. Its names must be plain names, and its files must be regular files of the given size. This is
+checked before any file is read or memory is allocated. All contents are verified.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def read_checked(path: Path, num_bytes: int, sha256: str, owner: str) -> npt.NDA
             size = os.fstat(number).st_size
             if size != num_bytes:
                 raise ModelError(
-                    f"{path} is cut off or was changed: it has {size} bytes, its manifest records {num_bytes} "
-                    f"(SHA-256 {sha256[:16]}…); take another copy of {owner}"
+                    f"{path} is truncated or was changed: it has {size} bytes, but its manifest records {num_bytes} "
+                    f"(SHA-256 {sha256[:16]}…). Use another copy of {owner}"
                 )
             data = np.empty(num_bytes, np.uint8)
             view, at = memoryview(data), 0  # type: ignore[arg-type]
@@ -66,11 +66,11 @@ def read_checked(path: Path, num_bytes: int, sha256: str, owner: str) -> npt.NDA
 
 
 def _open(path: Path) -> int:
-    """Open a regular file. Does not wait for others (a pipe, a device), which raise ModelError."""
+    """Open a regular file. A pipe or a device raises ModelError instead of waiting for another process."""
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise ModelError(f"{path} is not a regular file: take another copy")
+        raise ModelError(f"{path} is not a regular file. Use another copy")
     return number
 
 
@@ -93,7 +93,7 @@ def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
 def replace_synced(path: Path, data: bytes) -> None:
     """Replace a file atomically. Raises OSError.
 
-    The rename may not be on disk yet: call :func:`sync_directory` for that.
+    The rename may not be on disk yet. Call :func:`sync_directory` to make it durable.
     """
     with replacing(path) as aside:
         write_synced(aside, data)
@@ -101,11 +101,11 @@ def replace_synced(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path to write an output file to, so that `path` never holds half a file.
+    """Yield a path for writing an output file, so that `path` never contains half a file.
 
-    A regular or absent target, reached through symbolic links, is replaced at the end by a temporary file, which is
-    removed after an error. A device, a FIFO or an open descriptor (``/dev/stdout``) is written in place. Left-over
-    temporary files of killed processes of this host are removed.
+    A regular or absent target, reached through symbolic links, is written to a temporary file and replaced at the end.
+    The temporary file is removed after an error. A device, a FIFO or an open descriptor (``/dev/stdout``) is written in
+    place. Temporary files left by killed processes of this host are removed.
     """
     if str(path).startswith(_OPEN_DESCRIPTORS) or (path.exists() and not path.is_file()):
         yield path
@@ -121,7 +121,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def process_mark() -> str:
-    """Return 16 hexadecimal digits for this host and process, for names of temporary files."""
+    """Return 16 hexadecimal digits that identify this host and process in names of temporary files."""
     return f"{_host_mark()}{os.getpid():08x}"
 
 
@@ -138,9 +138,9 @@ def remove_leftovers(folder: Path, names: re.Pattern[str], min_age_s: float = 0.
             except ProcessLookupError:
                 path.unlink(missing_ok=True)
             except (OSError, OverflowError):
-                pass  # another user's process, or an impossible id
+                pass  # the process belongs to another user, or the id is impossible
     except OSError:
-        pass  # optional cleanup
+        pass  # the cleanup is optional
 
 
 def _host_mark() -> str:
@@ -148,7 +148,7 @@ def _host_mark() -> str:
 
 
 def sync_directory(folder: Path) -> None:
-    """Make the renames in a directory durable, if the file system can. Raises OSError."""
+    """Make the renames in a directory durable, if the file system supports this. Raises OSError."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -160,7 +160,7 @@ def sync_directory(folder: Path) -> None:
 
 
 def make_directory(folder: Path) -> list[Path]:
-    """Create a directory and its parents durably; return the created ones, innermost first. Raises OSError."""
+    """Create a directory and its parents durably; return the new directories, innermost first. Raises OSError."""
     missing = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for directory in missing:

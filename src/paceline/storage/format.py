@@ -1,10 +1,10 @@
-"""Format on disk: manifests of models and snapshots.
+"""Define the format on disk: manifests of models and snapshots.
 
-Rows are stored in parts, safetensors files of `keys` and `records`, by key and not by server. A manifest names the
-parts of each table with sizes and checksums; other files are ignored. A manifest is untrusted: its names are plain
-names, and its numbers have bounds.
+Rows are stored by key, not by server, in parts: safetensors files of `keys` and `records`. A manifest names the parts
+of each table with sizes and checksums; other files are ignored. A manifest is untrusted, so its names must be plain
+names, and its numbers have limits.
 
-Models and snapshots differ in their fields besides tables (:class:`ModelManifest`, :class:`SnapshotManifest`).
+Models and snapshots have different fields in addition to tables (:class:`ModelManifest`, :class:`SnapshotManifest`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _Manifest = TypeVar("_Manifest", bound="Manifest")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Publish a manifest. Its files, whose contents are on disk already, become a model or snapshot.
+    """Publish a manifest, so that its files become a model or snapshot. Their contents must be on disk already.
 
     The file names are synced first, so that a manifest never survives a crash without its files. After an OSError the
-    previous manifest remains. To make the rename itself durable, the caller syncs the folder.
+    previous manifest remains. The caller syncs the folder to make the rename itself durable.
     """
     sync_directory(folder)
     fields = msgspec.to_builtins(manifest)
@@ -49,8 +49,8 @@ def read_manifest(folder: Path, kind: type[_Manifest]) -> _Manifest:
     version, digest = fields.get("version"), fields.pop("sha256", None)
     if version != VERSION:
         raise ModelError(
-            f"{path} has format version {version}, this Paceline reads {VERSION}: "
-            f"use Paceline {fields.get('paceline')}, which wrote it"
+            f"{path} has format version {version}, but this Paceline reads {VERSION}. "
+            f"Use Paceline {fields.get('paceline')}, which wrote the file"
         )
     try:
         manifest = msgspec.convert(fields, register_type(kind))
@@ -63,13 +63,13 @@ def read_manifest(folder: Path, kind: type[_Manifest]) -> _Manifest:
 
 
 def read_fields(folder: Path, kind: type[Manifest]) -> dict[str, Any]:
-    """Return a manifest's raw fields. Raises ModelError unless it has this kind; the version may differ."""
+    """Return a manifest's raw fields. Raises ModelError for another kind of manifest; the version may differ."""
     path = folder / MANIFEST
     try:
         fields = json.loads(read_manifest_text(path))
     except NotADirectoryError:
         raise ModelError(
-            f"{folder} is a file, and {kind.NAME} is a directory that 'paceline train' wrote (for a data file, use "
+            f"{folder} is a file, but {kind.NAME} is a directory written by 'paceline train' (for a data file, use "
             "'paceline describe')"
         ) from None
     except FileNotFoundError:
@@ -107,17 +107,17 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredPart(StoredFile, frozen=True, kw_only=True):
-    """A file of rows of a table: `keys` uint64 [n] and `records` float32 [n, words] (values, then the rule's state).
+    """A file with rows of a table: `keys` uint64 [n] and `records` float32 [n, words] (values, then the rule's state).
 
-    A snapshot's part holds one bucket after another. A model's part has no `buckets`, and one number of rows.
+    A snapshot's part has one bucket after another. A model's part has no `buckets`, and a single number of rows.
     """
 
     table: str
     buckets: tuple[Bucket, ...] = ()
     rows: tuple[Natural, ...]
-    """Per bucket."""
+    """Number of rows per bucket."""
     words: Words
-    """Per record, including the pass, if present."""
+    """Number of float32 per record, including the pass if present."""
     has_passes: bool = False
     """Whether records end with the number of the data pass in which the row was last pushed."""
 
@@ -135,7 +135,7 @@ class StoredPart(StoredFile, frozen=True, kw_only=True):
 
 
 class PartUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A part and its used buckets; a later snapshot may have rewritten the others."""
+    """A part and its buckets in use. A later snapshot may have rewritten the other buckets."""
 
     part: StoredPart
     buckets: tuple[Bucket, ...] = ()
@@ -171,7 +171,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     FORMAT: ClassVar[str]
     NAME: ClassVar[str]
-    """The name of its subject in errors."""
+    """A noun for the manifest's subject, for errors."""
     ABSENT: ClassVar[str]
     """The error text for a folder without a manifest."""
 
@@ -188,7 +188,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelManifest(Manifest, frozen=True, kw_only=True):
-    """A model or a checkpoint of a PyTorch program; `model` is a description by its writer."""
+    """A model, or a checkpoint of a PyTorch program. `model` is a description by the writing program."""
 
     FORMAT: ClassVar[str] = "paceline-model"
     NAME: ClassVar[str] = "a Paceline model"
@@ -215,10 +215,10 @@ class SnapshotManifest(Manifest, frozen=True, kw_only=True):
     format: str = FORMAT
     number: Natural
     full: bool
-    """Whether it needs no parts of earlier snapshots."""
+    """Whether the snapshot is independent of the parts of earlier snapshots."""
     iteration: Natural | None
-    """With sequential consistency: the number of completed iterations of the run. Otherwise None: the buckets were
-    copied one after the other, each consistent in itself.
+    """Under sequential consistency, the number of completed iterations of the run. Otherwise None, because the buckets
+    were copied one after another; each bucket is consistent by itself.
     """
     account: JobAccount | None = None
     training: dict[str, Any] = {}

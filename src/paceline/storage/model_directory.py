@@ -1,8 +1,8 @@
-"""Models on disk, and checkpoints of PyTorch programs: directories of tables and tensor files.
+"""Save models, and checkpoints of PyTorch programs, as directories of tables and tensor files.
 
-Data files get a new name in each write; the manifest, written last, names the files of the model. An interrupted write
-therefore leaves the complete old or new model. Rows are stored by key, not by server: a model saved from three servers
-loads into two.
+Each save gives data files new names. The manifest is written last and names the model's files, so an interrupted save
+leaves the complete old or new model. Rows are stored by key, not by server, so a model from three servers can be loaded
+into two.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys
 
 CHECKPOINT: Final = "torch checkpoint"
-"""The kind of a model that a PyTorch program saves."""
-_FIRST_BYTES = 1 << 20  # initial memory for gathering parts; it grows
+"""The kind of a model saved by a PyTorch program."""
+_FIRST_BYTES = 1 << 20  # initial memory for gathering parts, which grows
 _NAME_IN_ERRORS = "the model"
 _MODEL_FILE = re.compile(
     rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]+"
 )
-"""Names of the files of a save, except the manifest."""
+"""Names of a saved model's files, except the manifest."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class SavedModel:
         raise ModelError(f"the model in {self.directory} has no table {name!r}")
 
     def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
-        """Yield the keys and records of a table, file by file, with verified checksums.
+        """Yield the keys and records of a table, file by file, and verify checksums.
 
-        A thread reads the next file while the caller works on this one.
+        A thread reads the next file while the caller processes the current one.
         """
         with ThreadPoolExecutor(1) as pool:
             ahead: Future[tuple[Keys, Floats]] | None = None
@@ -85,20 +85,20 @@ class SavedModel:
         table = self.table(name)
         files = [self.directory / part.file for part in table.parts]
         num_bytes = sum(file.stat().st_size for file in files if file.exists())
-        # The manifest's number of rows is not trusted beyond the files: a row takes at least a key and a value.
+        # Limit the untrusted number of rows by the size of the files, because a row needs at least a key and a value.
         return fill_store(table.spec, self.records(table), num_rows=min(table.rows, num_bytes // 12))
 
     def read(self, file: StoredFile) -> bytes:
-        """Return a file's content with a verified checksum."""
+        """Return a file's content, and verify the checksum."""
         return read_checked(self.directory / file.file, file.num_bytes, file.sha256, _NAME_IN_ERRORS).tobytes()
 
 
 def fill_store(
     spec: TableSpec, pieces: Iterable[tuple[Keys, Floats]], *, num_rows: int = 0, values_only: bool = False
 ) -> SparseStore:
-    """Return a store in this process with the given keys and records of a sparse table.
+    """Create a store in this process with the given keys and records of a sparse table.
 
-    Memory for `num_rows` rows is allocated first. With `values_only`, the state of the update rule is left out.
+    Allocates memory for `num_rows` rows first. With `values_only`, the state of the update rule is left out.
     """
     store = SparseStore(
         dim=spec.dim,
@@ -124,11 +124,11 @@ def save_model(
     model: dict[str, Any],
     tensors: dict[str, bytes] | None = None,
 ) -> ModelManifest:
-    """Write a model of tables (each with its keys and records, in pieces) and tensor files, as safetensors.
+    """Write a model as safetensors: tables, each with keys and records in pieces, and tensor files.
 
-    The write is atomic and replaces an existing model. `model` is stored in the manifest. Raises ModelError without
-    space or permission, and for a checkpoint in the place of another model or vice versa; both leave an existing model
-    intact. Raises UsageError while another process saves there.
+    The write is atomic and replaces an existing model. `model` is stored in the manifest. Raises ModelError if space or
+    permission is missing, or if a checkpoint would replace another model or vice versa; an existing model then remains
+    intact. Raises UsageError while another process saves to the directory.
     """
     folder = Path(directory)
     generation = secrets.token_hex(4)
@@ -206,9 +206,9 @@ def _remove_former(folder: Path, manifest: ModelManifest) -> None:
 
 
 def prepare_directory(folder: Path, kind: str | None = None) -> list[Path]:
-    """Make the directory and those above it for a model of this kind; return those made, inmost first.
+    """Create the directory and its parents for a model of this kind; return the new directories, innermost first.
 
-    Raises ModelError for a directory of other files, and for a checkpoint in the place of another model or vice versa.
+    Raises ModelError if the directory has other files, or if a checkpoint would replace another model or vice versa.
     """
     if folder.is_dir():
         if (folder / MANIFEST).exists():
@@ -219,11 +219,11 @@ def prepare_directory(folder: Path, kind: str | None = None) -> list[Path]:
                     "a PyTorch checkpoint" if name == CHECKPOINT else "a click model" for name in (saved_kind, kind)
                 )
                 raise ModelError(
-                    f"cannot save {new} in {folder}: it holds {saved}, which would be lost; name another directory, or "
+                    f"cannot save {new} in {folder}: it holds {saved}, which would be lost. Use another directory, or "
                     "delete this one"
                 )
         elif any(not _MODEL_FILE.fullmatch(path.name) and path.name != LOCK for path in folder.iterdir()):
-            raise ModelError(f"cannot save a model in {folder}: it holds other files; name an empty or new directory")
+            raise ModelError(f"cannot save a model in {folder}: it contains other files. Use an empty or new directory")
         return []
     if folder.exists():
         raise ModelError(f"cannot save a model as {folder}: a file has that name")
@@ -232,5 +232,5 @@ def prepare_directory(folder: Path, kind: str | None = None) -> list[Path]:
 
 def _cannot_write(folder: Path, error: OSError) -> str:
     if is_no_space(error):
-        return f"no space left to save the model in {folder}; an existing model there is unchanged"
+        return f"no space left to save the model in {folder}. An existing model in it is unchanged"
     return f"cannot save the model in {folder}: {error.strerror or error}"

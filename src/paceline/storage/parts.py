@@ -1,4 +1,4 @@
-"""Parts: files of rows, of which models and snapshots consist; gather, write, read and verify.
+"""Gather, write, read and verify parts: the files of rows in models and snapshots.
 
 A part is a safetensors file of `keys` (uint64 [n]) and `records` (float32 [n, words]), in this order.
 """
@@ -19,24 +19,24 @@ from paceline.storage.format import StoredFile, StoredPart
 from paceline.tables.types import Floats, Keys
 
 PART_BYTES: Final = 64 << 20
-"""A part is closed at this size; rows that are added together stay in one part."""
+"""Size limit of a part. Rows that are added together stay in one part."""
 _PAGE_BYTES = 4096
 
 
 class PartBuffer:
-    """The gathered rows of a part, in memory that is reused for the next part.
+    """The gathered rows of a part, in memory that the next part reuses.
 
-    Two arrays for any number of additions: every hash or write call waits for the interpreter's lock. The constructor
-    allocates `num_bytes`, which takes time; use it in a background thread if others wait.
+    There are only two arrays for all additions, because every hash or write call waits for the interpreter's lock. The
+    constructor allocates `num_bytes`, which takes time. Use a background thread if other work must not wait.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = np.empty(num_bytes + num_bytes // 4, np.uint8)  # the last addition may exceed it
+        self._memory = np.empty(num_bytes + num_bytes // 4, np.uint8)  # the last addition may exceed the limit
         self._memory[:num_bytes:_PAGE_BYTES] = 0
         self.begin(1)
 
     def begin(self, words: int, *, has_passes: bool = False) -> None:
-        """Remove all rows; the next records have `words` float32 values, including a pass if they have one."""
+        """Remove all rows. The next records have `words` float32 values, including a pass if `has_passes`."""
         self.has_passes = has_passes
         self.buckets: list[int] = []
         self.rows: list[int] = []
@@ -91,7 +91,7 @@ def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> 
 
     Hashing and writing release the interpreter's lock, so that other threads run.
     """
-    # Not safetensors.numpy.save: it creates one string while it holds the interpreter's lock.
+    # safetensors.numpy.save would create one string while holding the interpreter's lock.
     keys, records = gathered.keys, gathered.records
     head = json.dumps(_layout(*records.shape), separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
@@ -139,7 +139,7 @@ def read_part(directory: Path, part: StoredPart, owner: str) -> tuple[Keys, Floa
     if layout != _layout(rows, part.words) or start + rows * (8 + 4 * part.words) != part.num_bytes or start % 8:
         raise ModelError(
             f"{path} differs from its manifest, which records {rows} rows of {part.words} float32 for table "
-            f"{part.table!r}: take another copy of {owner}"
+            f"{part.table!r}. Use another copy of {owner}"
         )
     keys = data[start : start + 8 * rows].view(np.uint64)
     return keys, data[start + 8 * rows :].view(np.float32).reshape(rows, part.words)

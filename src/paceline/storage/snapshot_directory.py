@@ -1,8 +1,8 @@
-"""Directories of snapshots: rotation, and a search for the newest complete snapshot.
+"""Manage directories of snapshots: remove old snapshots, and find the newest complete one.
 
-Each snapshot has its own folder, such as ``snapshot-000123``, with its manifest and the parts that servers wrote. The
-manifest is written last: a folder without one is incomplete. An incremental snapshot refers to parts in earlier folders
-for unchanged buckets. :mod:`paceline.ps.client.snapshots` decides when and which data to write.
+Each snapshot has its own folder, such as ``snapshot-000123``, with its manifest and the parts written by servers. The
+manifest is written last, so a folder without a manifest is incomplete. An incremental snapshot refers to parts in
+earlier folders for unchanged buckets. :mod:`paceline.ps.client.snapshots` decides when to write which data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def numbers_in(directory: Path) -> list[int]:
     """Return the numbers of the folders in a directory, complete or not, in ascending order."""
     try:
         names = os.listdir(directory)
-    except OSError:  # later reads or writes report the error
+    except OSError:  # a later read or write reports the error
         return []
     return sorted(int(found[1]) for found in map(_FOLDER.fullmatch, names) if found)
 
@@ -54,7 +54,7 @@ def read_snapshot(directory: Path, number: int) -> SnapshotManifest:
     manifest = read_manifest(folder, SnapshotManifest)
     if manifest.number != number:
         raise ModelError(
-            f"{folder / MANIFEST} belongs to snapshot {manifest.number}, but is in the folder of another one"
+            f"{folder / MANIFEST} belongs to snapshot {manifest.number}, but is in the folder of another snapshot"
         )
     return manifest
 
@@ -70,9 +70,9 @@ def describe_failure(directory: Path, error: OSError) -> str:
 
 
 class SnapshotDirectory:
-    """A directory of snapshots that keeps the newest `keep` and the files that they refer to.
+    """A directory of snapshots that keeps the newest `keep` snapshots and the files they refer to.
 
-    Only one run can use it at a time. Raises UsageError while another run writes snapshots to it.
+    Only one run can use the directory at a time. Raises UsageError while another run writes snapshots to it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -86,7 +86,7 @@ class SnapshotDirectory:
         self._last = max(numbers_in(self.path), default=0)
         self._manifests: dict[int, SnapshotManifest] = {}
         for number in numbers_in(self.path):
-            with contextlib.suppress(ModelError):  # truncated or damaged: removed once a complete one replaces it
+            with contextlib.suppress(ModelError):  # a damaged snapshot stays until a complete one replaces it
                 self._manifests[number] = read_snapshot(self.path, number)
 
     def next_number(self) -> int:
@@ -110,7 +110,7 @@ class SnapshotDirectory:
             self._lock = DirectoryLock.take(self.path)
 
     def commit(self, manifest: SnapshotManifest) -> None:
-        """Complete a snapshot and remove old ones. After an OSError it is incomplete."""
+        """Complete a snapshot and remove old ones. After an OSError the snapshot is incomplete."""
         folder = self.path / folder_name(manifest.number)
         write_manifest(folder, manifest)
         for directory in (folder, self.path):
@@ -156,7 +156,7 @@ class Snapshot:
 def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] = lambda text: None) -> Snapshot:
     """Return the newest snapshot of a directory whose files are all present and undamaged.
 
-    `warn` is called with a message for each newer, incomplete snapshot. Raises ModelError without a complete snapshot.
+    `warn` receives a message for each newer snapshot that is incomplete. Raises ModelError if no snapshot is complete.
     """
     path = Path(directory)
     numbers = [number for number in numbers_in(path) if (path / folder_name(number) / MANIFEST).exists()]
@@ -201,7 +201,7 @@ def read_buckets(
 ) -> list[tuple[int, Keys, Floats]]:
     """Return the keys and records of each wanted bucket that has rows. Raises the errors of :func:`read_part`.
 
-    The pass number at the end of each record is removed, unless `with_passes` is set.
+    Removes the pass number at the end of each record, unless `with_passes` is set.
     """
     keys, records = read_part(directory, part, _NAME_IN_ERRORS)
     if part.has_passes and not with_passes:

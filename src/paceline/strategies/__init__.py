@@ -1,6 +1,6 @@
-"""The names, needs and options of the strategies.
+"""Declare the strategies: names, needs and options.
 
-Used by the launcher, which does not import torch, and by ``paceline.torch``, which has the implementations.
+The launcher, which does not import torch, uses this package, as does ``paceline.torch`` with the implementations.
 """
 
 from paceline.strategies.choosing import StrategyChoice, choose_strategy

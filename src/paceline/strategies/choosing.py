@@ -1,4 +1,4 @@
-"""Check the settings of a strategy, and set the defaults of missing ones."""
+"""Check the settings of a strategy and set defaults for missing ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StrategyChoice:
     consistency: Consistency | None
     """The servers' consistency; None without servers."""
     replicas: int | None
-    """Replicas of the model in one process; None: one per device, or a strategy without replicas."""
+    """Replicas of the model in one process; None for one per device, or for a strategy without replicas."""
     server_replicas: int
     """Number of additional servers that store each server's data; 0 without servers."""
     options: StrategyOptions | None = None
@@ -44,11 +44,11 @@ def choose_strategy(
     replicas: int | None = None,
     flags: StrategyFlags | None = None,
 ) -> StrategyChoice:
-    """Check the settings of a strategy, and set the defaults of missing ones.
+    """Check the settings of a strategy and set defaults for missing settings.
 
     The default of `name` is :func:`default_strategy`. `processes` is the number of ranks. Sequential consistency
-    averages over the ranks, like all-reduce. `replicas` is the number of replicas of the model in one process, or, for
-    strategies with servers, of the servers' data.
+    averages over the ranks, like all-reduce. `replicas` counts the replicas of the model in one process or, for
+    strategies with servers, the replicas of the servers' data.
 
     Raises UsageError for an unknown name and for settings that the strategy does not use.
     """
@@ -56,7 +56,7 @@ def choose_strategy(
     name = spec.name
     if spec.is_one_process and processes > 1:
         raise UsageError(
-            f"strategy {name} is one process, got {processes} processes: choose all-reduce, parameter-server or hybrid "
+            f"strategy {name} is one process, got {processes} processes. Choose all-reduce, parameter-server or hybrid "
             "for several"
         )
     given = {} if flags is None else flags.given()
@@ -65,22 +65,22 @@ def choose_strategy(
     if replicas is not None:
         if not spec.has_replicas and not spec.has_servers:
             raise UsageError(
-                f"strategy {name} has neither servers nor replicas in one process: leave --replicas {replicas} out"
+                f"strategy {name} has neither servers nor replicas in one process. Leave --replicas {replicas} out"
             )
         least = 0 if spec.has_servers else 1
         if replicas < least:
             raise UsageError(f"strategy {name}: got {replicas} replicas, expected {least} or more")
     if spec.consistency is None:
         if servers:
-            raise UsageError(f"strategy {name} has no servers, got {servers}: leave --servers out")
+            raise UsageError(f"strategy {name} has no servers, got {servers}. Leave --servers out")
         if consistency is not None:
-            raise UsageError(f"strategy {name} has no servers: leave --consistency {consistency} out")
+            raise UsageError(f"strategy {name} has no servers. Leave --consistency {consistency} out")
         return StrategyChoice(
             spec=spec, servers=0, consistency=None, replicas=replicas, server_replicas=0, options=options
         )
     if servers is not None and servers < 1:
         raise UsageError(f"strategy {name} stores parameters on servers, got {servers} servers: expected 1 or more")
-    from paceline.protocol.consistency import Sequential, parse_consistency  # the command line lists strategies without
+    from paceline.protocol.consistency import Sequential, parse_consistency  # slow to import
 
     parsed = parse_consistency(consistency or spec.consistency)
     if isinstance(parsed, Sequential) and consistency in (None, "sequential"):
@@ -96,9 +96,9 @@ def choose_strategy(
 
 
 def _check_flags(spec: StrategySpec, given: dict[str, Any]) -> None:
-    """Raise UsageError for options of other strategies."""
+    """Raise UsageError if options of other strategies are given."""
     for other in STRATEGIES.values():
         wrong = [name for name in other.flags if name in given and name not in spec.flags]
         if wrong:
             shown = " ".join(f"--{name.replace('_', '-')} {given[name]}" for name in wrong)
-            raise UsageError(f"strategy {spec.name} {other.without_flags}: leave {shown} out, or choose {other.name}")
+            raise UsageError(f"strategy {spec.name} {other.without_flags}. Leave {shown} out, or choose {other.name}")

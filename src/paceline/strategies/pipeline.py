@@ -1,4 +1,4 @@
-"""The strategy ``pipeline``: its declaration and its options."""
+"""Declare the strategy ``pipeline`` and its options."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ScheduleKind:
 
     torch_name: str
     parts_per_rank: int
-    """Stages of each process."""
+    """Number of stages per process."""
     meaning: str
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
     "gpipe": ScheduleKind("GPipe", 1, "all microbatches forward, then all backward"),
     "1f1b": ScheduleKind("1F1B", 1, "one forward, one backward: fewer activations in memory"),
-    "interleaved": ScheduleKind("Interleaved1F1B", 2, "1f1b with two stages a process, dealt round robin"),
-    "looped-bfs": ScheduleKind("LoopedBFS", 2, "gpipe with two stages a process"),
+    "interleaved": ScheduleKind("Interleaved1F1B", 2, "1f1b with two stages per process, assigned round robin"),
+    "looped-bfs": ScheduleKind("LoopedBFS", 2, "gpipe with two stages per process"),
     "interleaved-zero-bubble": ScheduleKind("InterleavedZeroBubble", 2, "interleaved, weights' gradients in the gaps"),
     "zbv": ScheduleKind("ZBVZeroBubble", 2, "zero bubble: stages in a V, weights' gradients in the gaps"),
     "dualpipev": ScheduleKind("DualPipeV", 2, "DualPipe cut in half: stages in a V"),
@@ -39,42 +39,42 @@ SCHEDULES: dict[str, ScheduleKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFlags:
-    """The given options, unchecked; None for missing ones."""
+    """The given options, unchecked. Missing options are None."""
 
     panel: ClassVar = "Pipeline and sharded"
 
-    stages: int | None = option("pipeline: processes that the model's layers are cut over, one or two stages each.")
+    stages: int | None = option("pipeline: number of processes for the model's layers, with one or two stages each.")
     data_parallel: int | None = option(
-        "pipeline, sharded: pipelines, or groups that shard the model, side by side, each with its part of "
-        "the data; default 1."
+        "pipeline, sharded: number of parallel pipelines, or of parallel groups that shard the model, each with its "
+        "part of the data; default 1."
     )
     schedule: str | None = option(
         "pipeline: gpipe, 1f1b, interleaved, looped-bfs, interleaved-zero-bubble, zbv, dualpipev or auto (default: the "
         "fastest by prediction)."
     )
-    microbatches: str | None = option("pipeline: parts of each batch, or auto (default).")
-    split: str | None = option("pipeline: modules that begin a stage: layers.4,layers.8; default: by measured times.")
+    microbatches: str | None = option("pipeline: number of parts of each batch, or auto (default).")
+    split: str | None = option("pipeline: modules that begin a stage, such as layers.4,layers.8; default: measured.")
     stage_memory: str | None = option(
-        "pipeline: memory of a process for parameters, optimizer and activations: 4G, 500M."
+        "pipeline: memory limit of a process for parameters, optimizer and activations, such as 4G."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions(StrategyOptions):
-    """The valid options of a pipeline, created by :func:`choose_pipeline`."""
+    """A pipeline's valid options, created by :func:`choose_pipeline`."""
 
     strategy: ClassVar[str] = "pipeline"
 
     stages: int
-    """Processes of one pipeline."""
+    """Number of processes of one pipeline."""
     data_parallel: int
-    """Parallel pipelines, each with its own part of the data."""
+    """Number of parallel pipelines, each with its own part of the data."""
     schedule: str
     """A key of :data:`SCHEDULES`, or ``auto``."""
     microbatches: int | None
-    """Parts of a batch; None: chosen by prediction."""
+    """Number of parts of a batch; None: chosen from predicted times."""
     split: tuple[str, ...]
-    """Modules that begin a stage; empty: chosen by prediction, or by ``pipe_split()``."""
+    """Modules that begin a stage; empty: set by ``pipe_split()``, or chosen from predicted times."""
     stage_memory: int | None
     """Limit in bytes for a process's parameters, optimizer state and activations; None: no limit."""
 
@@ -96,14 +96,14 @@ def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOpti
         stages, remainder = divmod(processes, data_parallel)
         if remainder:
             raise UsageError(
-                f"--data-parallel {data_parallel} does not divide {processes} processes: pass a divisor, or --stages"
+                f"--data-parallel {data_parallel} does not divide {processes} processes. Pass a divisor, or --stages"
             )
     if stages < 1:
         raise UsageError(f"--stages {stages}: expected 1 or more")
     if processes is not None and processes != stages * data_parallel:
         raise UsageError(
             f"--stages {stages} x --data-parallel {data_parallel} is {stages * data_parallel} processes, but there are "
-            f"{processes}: leave --nproc-per-node out, or make them equal"
+            f"{processes}. Leave --nproc-per-node out, or make the numbers equal"
         )
     schedule = flags.schedule or AUTO
     if schedule != AUTO and schedule not in SCHEDULES:
@@ -151,8 +151,8 @@ def _check_split(options: PipelineOptions) -> None:
     if len(split) + 1 not in counts:
         expected = " or ".join(f"{count - 1} for {count}" for count in counts)
         raise UsageError(
-            f"--split {','.join(split)} makes {len(split) + 1} stages: --stages {options.stages} with --schedule "
-            f"{options.schedule} needs one name less than stages, {expected} stages"
+            f"--split {','.join(split)} makes {len(split) + 1} stages, but --stages {options.stages} with --schedule "
+            f"{options.schedule} needs one name fewer than stages: {expected} stages"
         )
 
 
@@ -162,7 +162,7 @@ def _choose(given: Mapping[str, Any], processes: int | None) -> StrategyOptions:
 
 PIPELINE: Final = StrategySpec(
     name=PipelineOptions.strategy,
-    meaning="the model's layers over several processes, batches through them in microbatches",
+    meaning="the model's layers on several processes, batches split into microbatches",
     implementation="paceline.torch.strategies.pipeline.strategy:Pipeline",
     flags=tuple(flag.name for flag in fields(PipelineFlags)),
     without_flags="has no pipeline stages",

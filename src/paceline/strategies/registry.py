@@ -1,4 +1,4 @@
-"""All strategies, and all flags of ``paceline run`` that belong to single strategies."""
+"""List all strategies, and the flags of ``paceline run`` for individual strategies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ NEUTRAL_SETTINGS: Final = frozenset(name for spec in STRATEGIES.values() for nam
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFlags:
-    """The given options of single strategies, unchecked; None for missing ones. One field per declaring strategy."""
+    """The given options for individual strategies, unchecked. Missing options are None. One field per strategy."""
 
     pipeline: PipelineFlags = PipelineFlags()
     sharding: ShardingFlags = ShardingFlags()
@@ -88,7 +88,7 @@ def check_strategy(name: str) -> StrategySpec:
 
 
 def default_strategy(*, has_servers: bool, num_ranks: int) -> str:
-    """Return the default strategy: ``hybrid`` with servers, ``all-reduce`` for several ranks."""
+    """Return ``hybrid`` with servers, otherwise ``all-reduce`` for several ranks or ``one-device``."""
     return "hybrid" if has_servers else "all-reduce" if num_ranks > 1 else "one-device"
 
 

@@ -1,4 +1,4 @@
-"""The strategy ``sharded``: its declaration and its options."""
+"""Declare the strategy ``sharded`` and its options."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from paceline.strategies.spec import StrategyOptions, StrategySpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingFlags:
-    """The given options, unchecked; None for missing ones."""
+    """The given options, unchecked. Missing options are None."""
 
     panel: ClassVar = "Pipeline and sharded"
 
     shard: str | None = option(
-        "sharded: modules whose parameters are gathered together: encoder.*,head (* is any one part of a "
-        "name); default: blocks of lists and sequences, and other large modules."
+        "sharded: modules whose parameters are gathered together, such as encoder.*,head (* is any one part of "
+        "a name); default: blocks of lists and sequences, and other large modules."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOptions(StrategyOptions):
-    """The valid options of a sharded training, created by :func:`choose_sharding`."""
+    """A sharded training's valid options, created by :func:`choose_sharding`."""
 
     strategy: ClassVar[str] = "sharded"
 
     units: tuple[str, ...]
-    """Modules that are gathered as a whole, with ``*`` for any part of a name; empty: chosen by the model."""
+    """Modules that are gathered as a whole, with ``*`` for any part of a name; empty: the model determines them."""
     shards: int
-    """Number of processes for the shards of one model."""
+    """Number of processes that share one model."""
     data_parallel: int
-    """Number of such groups of processes, each with its own part of the data."""
+    """Number of parallel groups of such processes, each with its own part of the data."""
 
     @property
     @override
@@ -49,8 +49,8 @@ def choose_sharding(shard: str | None, data_parallel: int | None, processes: int
     num_groups = 1 if data_parallel is None else data_parallel
     if num_groups < 1 or processes % num_groups:
         raise UsageError(
-            f"--data-parallel {num_groups}: expected a divisor of the {processes} processes, because each group "
-            "of processes shards the model among its own processes"
+            f"--data-parallel {num_groups}: expected a divisor of the {processes} processes, because each group of "
+            "processes shards the model among its members"
         )
     units = () if shard is None else tuple(name.strip() for name in shard.split(","))
     if "" in units or len(set(units)) < len(units):

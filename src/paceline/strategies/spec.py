@@ -1,4 +1,4 @@
-"""The declaration of a strategy: its class, its needs and its options."""
+"""Define how a strategy is declared: its class, its needs and its options."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class StrategyOptions:
     """The valid options of a strategy. Abstract."""
 
     strategy: ClassVar[str]
-    """The name of the strategy."""
+    """The strategy's name."""
 
     @property
     def num_processes(self) -> int:
-        """Number of processes that the options are for."""
+        """Number of processes that the options require."""
         raise NotImplementedError
 
     @classmethod
     def of_environment(cls, environment: Environment) -> Self | None:
-        """Return the launcher's options; None without a launcher, and under another strategy."""
+        """Return the options that the launcher set; None without a launcher, and under another strategy."""
         if environment.strategy_options is None or environment.strategy != cls.strategy:
             return None
         return cls.decode(environment.strategy_options)
 
     def encode(self) -> str:
-        """Return the options as text, for an environment variable."""
+        """Encode the options as text, for an environment variable."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
@@ -49,36 +49,35 @@ class StrategyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySpec:
-    """Declare a strategy to the launcher, to the command line and to ``paceline.torch.strategy()``."""
+    """The declaration of a strategy for the launcher, the command line and ``paceline.torch.strategy()``."""
 
     name: str
     """The name on the command line and in ``PACELINE_STRATEGY``."""
     meaning: str
-    """Where the processes, the model and its gradients are, in one line."""
+    """One line about the location of the processes, the model and its gradients."""
     implementation: str
     """The class, as ``module:class``. Only ``paceline.torch`` imports it."""
     is_one_process: bool = False
     """Whether it runs in a single process, on any number of devices."""
     has_replicas: bool = False
-    """Whether ``--replicas`` is a number of replicas of the model in one process."""
+    """Whether ``--replicas`` counts replicas of the model in one process."""
     consistency: str | None = None
     """The servers' default consistency; None for a strategy without servers."""
     filters: tuple[Literal["gradients", "tables"], ...] = ()
-    """Messages that filters apply to: gradients between ranks, and the servers' tables."""
+    """Messages that filters may change: gradients between ranks, and the servers' tables."""
     flags: tuple[str, ...] = ()
     """Fields of :class:`~paceline.strategies.StrategyFlags` that the strategy uses."""
     without_flags: str = ""
-    """A remark about strategies that do not use the flags, for an error message: ``has no pipeline stages``."""
+    """An explanation for error messages about strategies without the flags, such as ``has no pipeline stages``."""
     choose_options: Callable[[Mapping[str, Any], int | None], StrategyOptions] | None = None
-    """Make the options from the given flags, by name, and the number of processes. Raises UsageError.
+    """Create the options from the given flags, by name, and the number of processes. Raises UsageError.
 
-    The number is None to find the number of processes that the flags require; it is None only if
-    `flags_set_processes`.
+    If `flags_set_processes`, the number may be None; the options then contain the number that the flags require.
     """
     flags_set_processes: bool = False
     """Whether the flags determine the number of processes, if ``--nproc-per-node`` is missing."""
     neutral_settings: tuple[str, ...] = ()
-    """Arguments of the class that do not change the result. ``strategy()`` ignores them under other strategies."""
+    """Arguments of the class that do not change the result. ``strategy()`` ignores them for other strategies."""
 
     @property
     def has_servers(self) -> bool:

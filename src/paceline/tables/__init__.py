@@ -1,1 +1,1 @@
-"""A process's part of tables: stores, update rules, staleness, aggregation. No network."""
+"""A process's parts of tables: stores, update rules, staleness, aggregation. No network."""

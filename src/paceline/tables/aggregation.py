@@ -1,6 +1,6 @@
 """Sequential consistency on a server: buffer the pushes of an iteration, sum them in rank order, apply the sum once.
 
-The result equals one process on the concatenated batches (to float rounding), and is the same in every run.
+The result is the same in every run. Except for rounding, it equals one process on the concatenated batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.tables.types import Floats
 
 Push = tuple[Selection, Floats]
 _LARGE_BYTES = 1 << 16
-_SAFE_SUM = 1e38  # of gradients, before the factor
+_SAFE_SUM = 1e38  # limit for sums of gradients, before the factor
 _logger = logging.getLogger("paceline.ps")
 
 
@@ -33,7 +33,7 @@ class IterationPushes(NamedTuple):
     tables: dict[int, list[Push]]
     """The pushes by table."""
     tops: dict[int, float]
-    """By table, an upper bound of the sum's magnitude before the factor."""
+    """For each table, an upper bound of the sum's magnitude before the factor."""
     factor: float
     """The factor of the sum."""
 
@@ -41,24 +41,24 @@ class IterationPushes(NamedTuple):
 class IterationBuffer:
     """Pushes of live workers for incomplete iterations.
 
-    A worker is identified by its incarnation. Its rank, which determines the order of summation, is stored with its
-    pushes, because it may leave before the iteration is complete.
+    An incarnation identifies a worker. The worker's rank, which determines the order of summation, is stored with its
+    pushes, because the worker may leave before the iteration is complete.
     """
 
     def __init__(self, mean: bool) -> None:
         self._mean = mean
-        # iteration → worker → its rank, and its pushes as (table number, push, greatest magnitude)
+        # iteration → worker → its rank, and its pushes as (table number, push, largest magnitude)
         self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push, float]]]]] = {}
-        self._free: dict[int, list[Floats]] = {}  # arrays of the last iteration, by length
+        self._free: dict[int, list[Floats]] = {}  # unused arrays of the last iteration, by length
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the gradients."""
+        """The memory used by gradients, in bytes."""
         workers = (pushes for by_worker in self._pushes.values() for _, pushes in by_worker.values())
         return sum(push[1].nbytes for pushes in workers for _, push, _ in pushes)
 
     def copy(self, selection: Selection, grads: Floats) -> Push:
-        """Return a copy of a push, to store until its iteration is complete."""
+        """Copy a push, to store it until its iteration is complete."""
         free = self._free.get(len(grads))
         if not free:
             return selection.copy(), grads.copy()
@@ -67,7 +67,7 @@ class IterationBuffer:
         return selection.copy(), kept
 
     def add(self, iteration: int, worker: int, rank: int, table: int, kept: Push, top: float) -> None:
-        """Store a worker's push, whose arrays do not change, for an iteration; `top` is its greatest magnitude."""
+        """Store a worker's push for an iteration; the arrays must not change. `top` is the push's largest magnitude."""
         self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, kept, top))
 
     def clear(self) -> None:
@@ -76,7 +76,7 @@ class IterationBuffer:
 
     def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
         """Reuse the memory of applied pushes for the copies of the next iteration."""
-        # New pages cost more than the copy into them. Unused arrays are freed after one iteration.
+        # New pages cost more than copying data into them. Unused arrays are freed after one iteration.
         self._free = {}
         for pushes in tables.values():
             for _, grads in pushes:
@@ -84,14 +84,14 @@ class IterationBuffer:
                     self._free.setdefault(len(grads), []).append(grads)
 
     def restrict(self, parts: Mapping[int, TablePart], buckets: Buckets) -> None:
-        """Reduce all pushes to these buckets; `parts` has the tables' parts by number."""
+        """Restrict all pushes to these buckets; `parts` has the tables' parts by number."""
         for by_worker in self._pushes.values():
             for _, pushes in by_worker.values():
                 cut = [(table, parts[table].restrict(*push, buckets), top) for table, push, top in pushes]
                 pushes[:] = [push for push in cut if len(push[1][1])]
 
     def forget(self, worker: int, from_iteration: int) -> None:
-        """Drop the pushes of a worker that left, for its unfinished iterations."""
+        """Drop the pushes of a worker that left, for its incomplete iterations."""
         for iteration, pushes in self._pushes.items():
             if iteration >= from_iteration:
                 pushes.pop(worker, None)
@@ -114,13 +114,13 @@ def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
 
 
 def sum_up(part: TablePart, pushes: Sequence[Push], factor: float) -> list[Push]:
-    """Return the sums that :func:`apply_sum` applies, as pushes of disjoint keys or ranges."""
+    """Return the sums that :func:`apply_sum` would apply, as pushes of disjoint keys or ranges."""
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result
         return [(selection, sum_of(grads, factor)) for selection, grads in _by_selection(part, pushes)]
 
 
 def _by_selection(part: TablePart, pushes: Sequence[Push]) -> list[tuple[Selection, list[Floats]]]:
-    """Return disjoint selections, each with its gradients to sum in order."""
+    """Return disjoint selections, each with the gradients to sum, in order."""
     ranges = _disjoint_ranges(pushes)
     if ranges is not None:
         return [(same[0][0], [grads for _, grads in same]) for same in ranges]
@@ -136,7 +136,7 @@ def _by_selection(part: TablePart, pushes: Sequence[Push]) -> list[tuple[Selecti
 
 
 def _disjoint_ranges(pushes: Sequence[Push]) -> list[list[Push]] | None:
-    """Return the pushes by range, in the given order, if all ranges are equal or disjoint."""
+    """Return the pushes by range, in the given order, if all ranges are equal or disjoint; otherwise None."""
     found: dict[tuple[int, int, int], list[Push]] = {}
     for push in pushes:
         if push[0].keys is not None:
@@ -161,11 +161,11 @@ class IterationSums:
         self.buffer.restrict({number: table.part for number, table in self._tables.by_number.items()}, buckets)
 
     def apply(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> None:
-        """Sum and apply the pushes of `workers` in an iteration, which are all to `buckets`."""
+        """Sum and apply the pushes of `workers` in an iteration; all pushes must be for `buckets`."""
         complete = self._complete(iteration, workers, buckets)
         for number, pushes in sorted(complete.tables.items()):
             table = self._tables.by_number[number]
-            table.staleness.histogram[0] += len(pushes)  # nothing else was applied since the iteration began
+            table.staleness.histogram[0] += len(pushes)  # no other push was applied since the iteration began
             apply_sum(table.part, pushes, complete.factor)
         self.buffer.recycle(complete.tables)
 
@@ -191,14 +191,14 @@ class IterationSums:
                     top = float(largest(piece.floats))
                     if not table.part.magnitudes.take(top):
                         self._non_finite.try_push(table, piece.selection, piece.floats, top, source)
-            except NonFiniteError as error:  # the table's sum is not applied; the workers receive the error
+            except NonFiniteError as error:  # the sum is not applied, and the workers receive the error
                 _logger.warning("%s", error)
                 table.refused.update(dict.fromkeys(workers, str(error)))
                 del complete.tables[number]
         return complete
 
     def _sum_up(self, number: int, pushes: Sequence[Push], factor: float, buckets: Buckets) -> Iterator[Piece]:
-        """Yield a table's sums in `buckets`. All buffered pushes are in the buckets that this server leads."""
+        """Yield a table's sums in `buckets`. This server is the primary of all buckets of the buffered pushes."""
         part = self._tables.by_number[number].part
         for selection, grads in sum_up(part, pushes, factor):
             whole = Piece(number, selection, grads)

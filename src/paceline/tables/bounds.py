@@ -1,4 +1,4 @@
-"""Bounds of the fields of tables' messages and of manifests, as :mod:`paceline.protocol.bounds`."""
+"""Limits of the fields in tables' messages and manifests, similar to :mod:`paceline.protocol.bounds`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from msgspec import Meta
 from paceline.protocol import NUM_BUCKETS
 
 MAX_CLOCK: Final = 2**32 - 3
-"""The last iteration: clocks have 32 bits in a frame's header, and every iteration has a successor."""
+"""The last iteration, because clocks have 32 bits in a frame's header and every iteration has a successor."""
 MAX_TABLES: Final = 65535
-"""Tables of one cluster: numbers have 16 bits in a frame's header, and 0 means no table."""
+"""Number of tables in one cluster, because numbers have 16 bits in a frame's header and 0 means no table."""
 MAX_WORDS: Final = 1 << 20
-"""Words (float32) of a record: the values and the state of a key."""
+"""Number of float32 in a record, which has the values and the state of a key."""
 
 MAX_PASSES: Final = 62
-"""The longest span of passes over the data that can be recorded: marks of passes repeat after 63."""
+"""The longest recorded span of passes over the data, because marks of passes repeat after 63 passes."""
 MAX_PASS: Final = 1 << 24
-"""The last pass over the data: it is stored with rows as float32, which is exact up to here."""
+"""The last pass over the data, because rows store the pass as float32, which is exact up to this number."""
 
 Word: TypeAlias = Annotated[int, Meta(ge=0)]
 """A hash of 64 bits."""
@@ -27,7 +27,7 @@ TableNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TABLES)]
 Words: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WORDS)]
 Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=NUM_BUCKETS - 1)]
 PassNumber: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PASS)]
-"""0 means no pass."""
+"""The number of a pass; 0 means no pass."""
 NumPasses: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PASSES)]
 Operation: TypeAlias = Annotated[str, Meta(pattern=r"^(push|write|erase)\Z")]
 NonFinitePolicy: TypeAlias = Annotated[str, Meta(pattern=r"^(refuse|count)\Z")]

@@ -1,4 +1,4 @@
-"""Sets of buckets as arrays for kernels; :mod:`paceline.protocol.buckets` has them as integers."""
+"""Represent sets of buckets as arrays for kernels; :mod:`paceline.protocol.buckets` represents them as integers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.tables.spec import TableSpec
 
 
 def bucket_bounds(size: int, bucket: int) -> tuple[int, int]:
-    """Return the range [start, stop) of a dense table's elements in a bucket."""
+    """Return the range [start, stop) of a dense table's elements that a bucket contains."""
     width = bucket_width(size)
     return min(bucket * width, size), min((bucket + 1) * width, size)
 
@@ -27,7 +27,7 @@ def bucket_width(size: int) -> int:
 
 
 def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the elements of rising `buckets` of a dense table as the fewest ranges [start, stop)."""
+    """Return the elements of ascending `buckets` of a dense table as the fewest possible ranges [start, stop)."""
     runs: list[tuple[int, int]] = []
     for bucket in buckets:
         start, stop = bucket_bounds(size, bucket)
@@ -42,7 +42,7 @@ def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def runs_in(size: int, buckets: Buckets) -> Sequence[tuple[int, int]]:
-    """Return the elements of a set of buckets as :func:`owned_runs` does, with a cache of recent sets."""
+    """Return a set's elements like :func:`owned_runs`, with a cache of recent sets."""
     return tuple(owned_runs(size, buckets_in(buckets)))
 
 
@@ -68,17 +68,17 @@ def to_words(buckets: Buckets) -> npt.NDArray[np.uint64]:
 
 
 def to_flags(buckets: Buckets) -> npt.NDArray[np.bool_]:
-    """Return a set as one flag for each bucket (bool [512])."""
+    """Return a set as one flag per bucket (bool [512])."""
     return np.unpackbits(np.frombuffer(to_bytes(buckets), np.uint8), bitorder="little").view(np.bool_)
 
 
 def from_flags(flags: npt.NDArray[np.bool_]) -> Buckets:
-    """Return the set for an array of :func:`to_flags`."""
+    """Return the set for an array created by :func:`to_flags`."""
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
 def buckets_of_keys(keys: npt.NDArray[np.uint64]) -> Buckets:
-    """Return the buckets of a sparse table's keys (uint64 [n])."""
+    """Return the buckets of keys of a sparse table (uint64 [n])."""
     words = np.empty(_NUM_WORDS, "<u8")
     index.bucket_words(keys, words)
     return int.from_bytes(words.tobytes(), "little")
@@ -90,7 +90,7 @@ def dense_buckets(size: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int
 
 
 def positions_in(spec: TableSpec, keys: npt.NDArray[np.uint64], buckets: Buckets) -> npt.NDArray[np.int64]:
-    """Return the positions, in order, of the keys (uint64 [n]) of a table that belong to these buckets."""
+    """Return the positions, in order, of the keys (uint64 [n]) of a table that are in these buckets."""
     if spec.kind == "dense":
         return np.flatnonzero(to_flags(buckets)[dense_buckets(spec.size, keys)])
     chosen = np.empty(len(keys), np.int64)

@@ -1,8 +1,8 @@
 """Compile all kernels, or load them from the cache on disk, before they are needed.
 
-The process that starts others calls this once. Servers and workers then never compile during training, nor compile the
-same kernel several times. The argument types match the real calls: C-contiguous, writable arrays, Python
-integers, and unsigned NumPy scalars for seeds and addresses.
+The process that starts other processes calls this once. Then servers and workers never compile during training, and the
+same kernel is not compiled several times. The argument types match the real calls: C-contiguous, writable arrays,
+Python integers, and unsigned NumPy scalars for seeds and addresses.
 """
 
 from __future__ import annotations
@@ -80,29 +80,29 @@ KERNELS: tuple[Any, ...] = (
     *vw.KERNELS,
     *lines.KERNELS,
 )
-"""Every kernel that is called from Python."""
+"""All kernels that Python calls."""
 
 
 def is_compiled() -> bool:
-    """Return whether :func:`compile_kernels` will find every kernel in the cache. Takes milliseconds."""
+    """Return whether :func:`compile_kernels` would find every kernel in the cache. Takes milliseconds."""
     return all(is_cached(kernel) for kernel in KERNELS)
 
 
 def compile_kernels() -> None:
-    """Compile all kernels, or load them from Numba's cache, for the signature of the real calls."""
+    """Compile all kernels for the signatures of the real calls, or load them from Numba's cache."""
     compile_values()
     compile_remaining()
 
 
 def compile_common() -> None:
-    """Compile, or load, the kernels that almost every process of a training uses."""
+    """Compile, or load, the kernels used by almost every process of a training."""
     compile_values()
     _compile_growth()
     _compile_batch()
 
 
 def compile_values() -> None:
-    """Compile the kernels that read and update sparse rows: with all update rules, half of the total time."""
+    """Compile the kernels that read and update sparse rows. With all update rules they take half of the total time."""
     table = _EmptyTable()
     floats = np.zeros(1, np.float32)
     sparse.gather(table.directory, table.layout, table.parameters, table.keys, floats)

@@ -1,4 +1,4 @@
-"""A server's part of a dense table: one record of the table's length, in which only held buckets take memory."""
+"""A server's part of a dense table: one record as long as the table, in which only held buckets use memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from paceline.tables.rules import kernels
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys
 
-_BLOCK = 1 << 14  # elements: 64 KiB, so that a block and its part of the record stay in the second-level cache
-_PAGE = PAGE_BYTES // 4  # elements
+_BLOCK = 1 << 14  # elements; 64 KiB keep a block and its part of the record in the second-level cache
+_PAGE = PAGE_BYTES // 4  # elements per page
 
 
 class DensePart(TablePart):
@@ -39,7 +39,7 @@ class DensePart(TablePart):
         super().__init__(spec)
         self._size = spec.size
         self._width = bucket_width(spec.size)
-        self._flags = to_flags(0)  # of the buckets held
+        self._flags = to_flags(0)  # one flag per held bucket
         planes = self.record_words
         self._memory = LazyFloats(planes * spec.size, used=planes * self._num_elements(buckets))
         self._record = self._memory.array
@@ -77,7 +77,7 @@ class DensePart(TablePart):
             )
 
     def _add(self, buckets: Buckets) -> list[tuple[int, int]]:
-        """Mark buckets as held; return the elements that were not held, which may have any content."""
+        """Mark buckets as held; return the elements that were not held before, whose content is undefined."""
         runs = owned_runs(self._size, buckets_in(buckets & ~self.held))
         for start, stop in runs:
             for plane in range(0, len(self._record), self._size):
@@ -94,7 +94,7 @@ class DensePart(TablePart):
         self._flags = to_flags(self.held)
         free = owned_runs(self._size, buckets_in(ALL & ~self.held))
         for start, stop in dropped:
-            # Also free pages that extend into a neighbour that is not held.
+            # Also free pages that extend into a neighbouring bucket, if this bucket is not held.
             for a, b in clip_runs(free, start - _PAGE, stop + _PAGE):
                 for plane in range(0, len(self._record), self._size):
                     self._memory.forget(plane + a, plane + b)
@@ -107,7 +107,7 @@ class DensePart(TablePart):
 
     @override
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Load a bucket; elements without a record get their initial values."""
+        """Load a bucket; elements without a record get initial values."""
         start, stop = bucket_bounds(self._size, bucket)
         is_complete = len(keys) == stop - start and bool((keys == np.arange(start, stop, dtype=np.uint64)).all())
         self._check_records(keys, records)
@@ -184,7 +184,7 @@ class DensePart(TablePart):
 
     @override
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """Return the part of a push in these buckets: of a range, the same range with fewer buckets."""
+        """Return the part of a push in these buckets; for a range, return the same range with fewer buckets."""
         if selection.keys is not None:
             return self._restrict_keys(selection, grads, buckets)
         if not self.buckets_of(selection) & ~buckets:
@@ -205,7 +205,7 @@ class DensePart(TablePart):
     @override
     def pull(self, selection: Selection, out: Floats) -> None:
         if selection.keys is not None:
-            # All places are valid; mode="raise" would check them by buffering the result.
+            # All indices are valid. mode="raise" would check them, and buffer the result.
             np.take(self._record, self._places(selection), out=out, mode="clip")
             return
         runs, at = self._runs(selection), 0
@@ -216,7 +216,7 @@ class DensePart(TablePart):
 
     @override
     def reserve(self, selection: Selection) -> None:
-        """Do nothing: all elements have memory."""
+        """Do nothing, because all elements have memory."""
 
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -234,7 +234,7 @@ class DensePart(TablePart):
 
     @override
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
-        """Sum and apply block by block, in one pass, so that a block stays in the cache."""
+        """Sum and apply block by block, so that each block stays in the cache."""
         if selection.keys is not None or (len(grads) == 1 and factor == 1.0):
             self.push(selection, sum_of(grads, factor))
             return
@@ -270,7 +270,7 @@ class DensePart(TablePart):
                 at += length
 
     def _check_count(self, unit: str, floats: Floats, expected: int) -> None:
-        """Raise UsageError unless a kernel may read `expected` elements."""
+        """Raise UsageError unless there are exactly `expected` elements for a kernel to read."""
         if len(floats) != expected:
             raise UsageError(f"{len(floats)} {unit} for {expected} elements of dense table {self.spec.name!r}")
 
@@ -287,7 +287,7 @@ class DensePart(TablePart):
         start, stop = bucket_bounds(self._size, bucket)
         if start < stop and not self.held >> bucket & 1:
             raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} is not on this server")
-        # The copy is explicit: for records of one word, the transposed array is a contiguous view.
+        # Copy explicitly, because for records of one word the transposed array is a contiguous view.
         return np.arange(start, stop, dtype=np.uint64), np.array(self._planes()[:, start:stop].T, order="C", copy=True)
 
     @override

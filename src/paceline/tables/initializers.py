@@ -1,4 +1,4 @@
-"""Initializers: the values of parameters before their first update."""
+"""Initializers, which define the values of parameters before their first update."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.tables.settings import MAX_FLOAT32, check_bounds
 
 __all__ = ["INITIALIZERS", "Constant", "Initializer", "Normal", "Uniform", "Zeros"]
 
-_MOST_DEVIATIONS: Final = 10.0  # normal numbers are computed from 53 random bits, which reach 8.6
+_MOST_DEVIATIONS: Final = 10.0  # normal numbers from 53 random bits reach 8.6 deviations
 
 
 class Initializer(ABC):
-    """The values before the first update, as a function of key, element and the table's seed."""
+    """Values before the first update, as a function of the key, the element and the table's seed."""
 
     code: ClassVar[int]
 
@@ -74,7 +74,7 @@ class Constant(Initializer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform(Initializer):
-    """Elements start uniform in [low, high] (float32)."""
+    """Elements start with a uniform distribution in [low, high] (float32)."""
 
     low: float = -0.01
     high: float = 0.01
@@ -97,7 +97,7 @@ class Uniform(Initializer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Normal(Initializer):
-    """Elements start normal with the given mean and standard deviation."""
+    """Elements start with a normal distribution of the given mean and standard deviation."""
 
     mean: float = 0.0
     std: float = 0.01

@@ -1,13 +1,13 @@
-"""Bounds of the records of a table part: they show, without reading records, that a push cannot overflow.
+"""Bound the records of a table part, to show without reading records that a push cannot overflow.
 
 Finite gradients can overflow in the update rule, for example in Adagrad's square. Checking every record after every
-push would cost more than the push. A part therefore keeps an upper bound of the magnitudes in each plane of its
-records. Every push raises the bounds by the rule's largest possible change, given the greatest magnitude of the
-gradients, which the check for NaN computes anyway. While the bounds are far below the greatest float32, neither results
+push would cost more than the push. Therefore a part keeps an upper bound of the magnitudes in each plane of its
+records. Every push raises the bounds by the rule's largest possible change, given the largest magnitude of the
+gradients, which the check for NaN computes anyway. While the bounds are far below the largest float32, neither results
 nor intermediate values can overflow. Otherwise, and for rules without bounds, the push is first tried on a copy of its
 records (:meth:`paceline.tables.part.TablePart.trial`).
 
-The bounds hold for pushes without duplicate keys, as clients send them.
+The bounds are valid for pushes without duplicate keys, which clients guarantee.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.tables.rules import UpdateRule
 from paceline.tables.rules.growth import UNKNOWN, Bounds
 
 _SAFE: Final = 1e37
-"""Bounds up to this leave enough room below the greatest float32, 3.4e38, for rounding."""
+"""Limit of safe bounds, which leaves enough room for rounding below the largest float32, 3.4e38."""
 _AHEAD: Final = 64
-"""The bounds account for this many pushes ahead, with gradients up to `_MARGIN` times the first ones."""
+"""The number of future pushes included in the bounds, with gradients up to `_MARGIN` times the first gradients."""
 _MARGIN: Final = 4.0
 
 
 class Magnitudes:
-    """The bounds of one part's records."""
+    """The bounds of a part's records."""
 
     def __init__(self, rule: UpdateRule, initializer: Initializer, dim: int) -> None:
         self._dim = dim
@@ -37,18 +37,18 @@ class Magnitudes:
         self._has_bounds = rule.has_bounds()
         self._initial = rule.initial_bounds(initializer.largest)
         self.bounds = self._formed = self._initial
-        self._left = 0  # number of further pushes, of gradients up to the top, that the bounds account for
+        self._left = 0  # number of future pushes included in the bounds
         self._top = 0.0
         self._num_tried = 0
 
     def set_rule(self, rule: UpdateRule) -> None:
-        """Set other hyperparameters, which formed no existing record."""
+        """Set other hyperparameters, with which no existing record was computed."""
         self._rule = rule
         self._formed = self.bounds
         self._left = 0
 
     def take(self, gradient: float) -> bool:
-        """Account for a push with gradients up to `gradient`; return False, without change, if it may overflow."""
+        """Include a push with gradients up to `gradient`; if it may overflow, change nothing and return False."""
         if self._left and gradient <= self._top:
             self._left -= 1
             return True
@@ -58,20 +58,20 @@ class Magnitudes:
         if not self._has_bounds or not self.bounds.values <= _SAFE:
             return False
         bounds, peak = self._rule.grown(self.bounds, self._formed, gradient, num)
-        bounds |= self.bounds  # rows without a gradient stay
+        bounds |= self.bounds  # rows without a gradient do not change
         is_safe = peak <= _SAFE and all(bound <= _SAFE for bound in bounds)  # False for NaN
         if is_safe:
             self.bounds, self._top, self._left = bounds, gradient, num - 1
         return is_safe
 
     def take_unseen(self, gradient: float) -> None:
-        """Account for a push that another server has checked."""
+        """Include a push that another server has checked."""
         if not self.take(gradient):
             self.bounds = UNKNOWN
             self._left = 0
 
     def widen(self, records: npt.NDArray[np.float32]) -> None:
-        """Account for records (float32 [n, words]) that are written, loaded, or the result of a trial."""
+        """Include records (float32 [n, words]) that were written, loaded, or the result of a trial."""
         if len(records) and self._has_bounds:
             found = self._bounds_of(records)
             self.bounds |= found
@@ -79,7 +79,7 @@ class Magnitudes:
             self._left = 0
 
     def is_loose(self, num_tried: int, num_rows: int) -> bool:
-        """Count the rows of a trial; return whether checking all rows is now comparatively cheap."""
+        """Count the rows of a trial; return whether checking all rows would now be comparatively cheap."""
         self._num_tried += num_tried
         return self._has_bounds and self._num_tried >= num_rows
 

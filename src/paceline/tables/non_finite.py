@@ -1,8 +1,8 @@
 """A server's policy for infinities and NaN in its tables: reject them, or accept and count them.
 
 Both ends of a push always reject gradients that are not finite. The policy applies to finite gradients that overflow
-when they are summed, compensated or applied, and to written or loaded records. Records from another server, in a chain
-or a transfer, were checked there: they are stored unchanged, so that both servers stay equal.
+when they are summed, compensated or applied, and to records that are written or loaded. Records from another server, in
+a chain or a transfer, were checked there. They are stored unchanged, so that both servers stay equal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_policy(policy: str) -> str:
 
 
 class NonFinite:
-    """Checks the tables of one server by its policy."""
+    """Checks the tables of one server according to its policy."""
 
     def __init__(self, policy: str) -> None:
         self._refuses = check_policy(policy) == REFUSE
@@ -42,31 +42,30 @@ class NonFinite:
     def try_push(self, table: ServerTable, selection: Selection, grads: Floats, top: float, source: str) -> None:
         """Try a push on copies of its rows, because :class:`Magnitudes` cannot exclude an overflow.
 
-        `top` is the greatest magnitude of its gradients, `source` names the push in an error.
-
-        Raises NonFiniteError if a record would not be finite.
+        `top` is the largest magnitude of the gradients; `source` names the push in an error. Raises NonFiniteError if a
+        record would not be finite.
         """
         part = table.part
         if not top < math.inf:
-            self._found(table, f"{source} holds {_first_of(grads)}", "find out why gradients are so large")
+            self._found(table, f"{source} holds {_first_of(grads)}", "Find out why gradients are so large")
         if part.magnitudes.is_loose(part.num_values(selection) // part.dim, part.num_rows):
             part.measure_all()
         for keys, records in part.trial(selection, grads):
             if not largest(np.ascontiguousarray(records).reshape(-1)) < math.inf:
                 self._found(
-                    table, f"{source} makes {_describe(keys, records)}", "lower its learning rate, or clip gradients"
+                    table, f"{source} makes {_describe(keys, records)}", "Lower the learning rate, or clip gradients"
                 )
                 part.magnitudes.widen(records)
                 return
             part.magnitudes.widen(records)
 
     def check_records(self, table: ServerTable, keys: Keys, records: Floats, source: str) -> None:
-        """Raise NonFiniteError unless records to be written (float32 [n, words]) are finite."""
+        """Raise NonFiniteError unless the records to write (float32 [n, words]) are finite."""
         if not largest(records.reshape(-1)) < math.inf:
-            self._found(table, f"{source} holds {_describe(keys, records)}", "check where they come from")
+            self._found(table, f"{source} holds {_describe(keys, records)}", "Check their source")
 
     def taken(self, table: ServerTable, keys: Keys, records: Floats, source: str) -> None:
-        """Count records from another server that are not finite; they are stored unchanged."""
+        """Count non-finite records from another server, which are stored unchanged."""
         if not largest(records.reshape(-1)) < math.inf:
             table.non_finite += 1
             _logger.warning("%s holds %s of table %r", source, _describe(keys, records), table.spec.name)
@@ -75,8 +74,8 @@ class NonFinite:
         table.non_finite += 1
         if self._refuses:
             raise NonFiniteError(
-                f"{problem} of table {table.spec.name!r}: it was rejected, and this server's part of the table is "
-                f"unchanged; {advice} (--non-finite {COUNT} accepts it)"
+                f"{problem} of table {table.spec.name!r}. It was rejected, and this server's part of the table is "
+                f"unchanged. {advice} (--non-finite {COUNT} accepts it)"
             )
 
 

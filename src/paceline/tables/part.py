@@ -1,4 +1,4 @@
-"""A server's part of a table: the interface of sparse and dense parts. It uses no network and no clock."""
+"""Define the interface of a server's part of a table, sparse or dense. It uses no network and no clock."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Positions = npt.NDArray[np.int64]
 class Selection:
     """The keys, or the range of a dense table, of a request.
 
-    A range covers only the elements of `buckets`. None stands for the server's primary buckets and is replaced by them
-    at the first count (:meth:`TablePart.num_values`): the selection then stays the same if the server's buckets change
-    before the request is complete. Only dense parts use `places`.
+    A range covers only the elements of `buckets`. None stands for the buckets whose primary is the server. The first
+    count (:meth:`TablePart.num_values`) replaces None by these buckets, so that the selection stays the same if the
+    server's buckets change before the request is complete. Only dense parts use `places`.
     """
 
     __slots__ = ("buckets", "keys", "places", "start", "stop")
@@ -59,10 +59,10 @@ def check_finite(grads: Floats, sender: str, table: str) -> None:
 
 
 def not_finite(grads: Floats, sender: str, table: str) -> NonFiniteError:
-    """Return the reason for rejecting a push with these gradients."""
+    """Return the error that rejects a push with these gradients."""
     bad = grads[~np.isfinite(grads)][0]
     return NonFiniteError(
-        f"a push of {sender} to table {table!r} holds {bad}; it was rejected and the table is unchanged: check "
+        f"a push of {sender} to table {table!r} contains {bad}. It was rejected, and the table is unchanged. Check "
         "for a diverging loss or a division by zero in the gradient"
     )
 
@@ -76,7 +76,7 @@ def sum_of(grads: Sequence[Floats], factor: float) -> Floats:
 
 
 class TablePart(ABC):
-    """One server's buckets of a table, as their primary or as a replica."""
+    """A server's buckets of a table, for which the server is primary or replica."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
@@ -84,7 +84,7 @@ class TablePart(ABC):
         self.rule: UpdateRule = from_fields(RULES, spec.update)
         self.initializer: Initializer = from_fields(INITIALIZERS, spec.initializer)
         self.magnitudes = Magnitudes(self.rule, self.initializer, self.dim)
-        """Bounds of its records. Callers report the gradients of pushes; this class reports all other writes."""
+        """Bounds of the records. Callers report the gradients of pushes; this class reports all other writes."""
         self._held: Buckets = 0
         self._primary: Buckets = 0
 
@@ -95,7 +95,7 @@ class TablePart(ABC):
 
     @property
     def primary(self) -> Buckets:
-        """The held buckets that requests for a range cover."""
+        """The held buckets that requests for a range use."""
         return self._primary
 
     @property
@@ -110,41 +110,41 @@ class TablePart(ABC):
 
     @property
     def num_rows(self) -> int:
-        """Held rows (sparse) or elements (dense)."""
+        """The number of held rows (sparse) or elements (dense)."""
         return self.rows_in(self.held)
 
     @abstractmethod
     def rows_in(self, buckets: Buckets) -> int:
-        """Return the number of held rows (sparse) or elements (dense) of these buckets."""
+        """Return the number of held rows (sparse) or elements (dense) in these buckets."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Held bytes."""
+        """The number of held bytes."""
 
     # Changes of buckets.
 
     @abstractmethod
     def hold(self, buckets: Buckets) -> None:
-        """Add these buckets with initial values; buckets held already do not change."""
+        """Add these buckets with initial values; buckets that are already held do not change."""
 
     @abstractmethod
     def drop(self, buckets: Buckets) -> None:
-        """Drop these buckets and free their whole pages of memory."""
+        """Drop these buckets and free all pages that they fill."""
 
     @abstractmethod
     def check_bucket(self, bucket: int, keys: Keys) -> None:
-        """Raise UsageError if a key belongs to another bucket."""
+        """Raise UsageError if a key is not in this bucket."""
 
     @abstractmethod
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Replace the content of a bucket by `keys` and `records`, as :meth:`read_bucket` returns them.
+        """Replace the content of a bucket by `keys` and `records`, in the format of :meth:`read_bucket`.
 
-        Raises UsageError, and changes nothing, if a key belongs to another bucket.
+        Raises UsageError, and changes nothing, if a key is not in this bucket.
         """
 
     def set_primary(self, buckets: Buckets) -> None:
-        """Set the buckets, all held, that requests for a range cover."""
+        """Set the buckets that requests for a range use; all of them must be held."""
         assert not buckets & ~self._held
         self._primary = buckets
 
@@ -156,29 +156,29 @@ class TablePart(ABC):
         return 0
 
     rows_of: int = 0
-    """The pass in which rows count as pushed that are older than the record of passes."""
+    """The pass in which rows count as pushed if they are older than the recording of passes."""
 
     def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
         """Return a bucket's records (float32 [n, record_words]), with a column for the pass if passes are recorded.
 
-        The column holds the number of the pass in which each row was last pushed.
+        The column has the number of the pass in which each row was last pushed.
         """
         return records
 
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
-        """Load a bucket as :meth:`load_bucket`, from records that may have the column of :meth:`with_passes`.
+        """Load a bucket like :meth:`load_bucket`, from records that may have the column of :meth:`with_passes`.
 
-        Rows without it count as pushed in pass `rows_of` (default: the current one).
+        Rows without this column count as pushed in pass `rows_of` (default: the current pass).
         """
         self.load_bucket(bucket, keys, records)
 
     @abstractmethod
     def num_values(self, selection: Selection) -> int:
-        """Return the number of float32 values of a selection. Raises UsageError if this server lacks a part."""
+        """Return the number of float32 values in a selection. Raises UsageError if this server lacks part of it."""
 
     @abstractmethod
     def keys_of(self, selection: Selection) -> Keys:
-        """Return the keys of a selection on this server, in order."""
+        """Return a selection's keys on this server, in order."""
 
     @abstractmethod
     def buckets_of(self, selection: Selection) -> Buckets:
@@ -186,9 +186,9 @@ class TablePart(ABC):
 
     @abstractmethod
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """Return the part of a push (float32 [num_values]) in these buckets; the same objects if that is all.
+        """Return the part of a push (float32 [num_values]) in these buckets; the same objects if that is all of it.
 
-        The gradients may be a view. The other buckets may have been dropped. With keys, rows may have any width, for
+        The gradients may be a view. The other buckets may already be dropped. With keys, rows may have any width, for
         example the bytes of records, or 0.
         """
 
@@ -209,9 +209,9 @@ class TablePart(ABC):
 
     @abstractmethod
     def reserve(self, selection: Selection) -> None:
-        """Allocate the memory that a push or write of a selection needs, so that it cannot run out of memory.
+        """Allocate the memory that a push or write of a selection needs, so that it cannot run out of memory later.
 
-        Raises MemoryError, and changes no readable value, if there is too little.
+        Raises MemoryError, and changes no readable value, if there is too little memory.
         """
 
     @abstractmethod
@@ -224,7 +224,7 @@ class TablePart(ABC):
 
     @abstractmethod
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
-        """Yield the keys (uint64 [n]) and records (float32 [n, record_words]) that a push would write, in blocks."""
+        """Yield, in blocks, the keys (uint64 [n]) and records (float32 [n, record_words]) that a push would write."""
 
     def measure_all(self) -> None:
         """Compute the bounds of all records."""
@@ -242,7 +242,7 @@ class TablePart(ABC):
 
     @abstractmethod
     def erase(self, keys: Keys) -> int:
-        """Erase the rows of `keys`; return the number of erased rows."""
+        """Erase the rows of `keys`; return how many existed."""
 
     def set_update(self, rule: UpdateRule) -> None:
         """Set other hyperparameters of the same rule."""
@@ -253,6 +253,6 @@ class TablePart(ABC):
 
     def _wrong_bucket(self, bucket: int) -> UsageError:
         return UsageError(
-            f"records for bucket {bucket} of {self.spec.kind} table {self.spec.name!r} contain keys of other buckets; "
-            "the bucket is unchanged"
+            f"records for bucket {bucket} of {self.spec.kind} table {self.spec.name!r} contain keys of other buckets. "
+            "The bucket is unchanged"
         )

@@ -1,7 +1,7 @@
-"""Passes over the data: a sparse table records the last pass that pushed each row, to find unused features.
+"""Record the last pass over the data that pushed each row of a sparse table, to find unused features.
 
-A store records passes from :func:`begin_pass` on, in spare bits of its index (:mod:`paceline.kernels.index`). Rows need
-no more memory, except rows of two words, which then need as much as rows of three.
+A store records passes after :func:`begin_pass`, in spare bits of its index (:mod:`paceline.kernels.index`). Rows need
+no additional memory, except rows of two words, which then need as much memory as rows of three words.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from paceline.tables.types import Keys
 
 
 def has_room_for_marks(store: SparseStore) -> bool:
-    """Return whether a store's index lines have spare bits; otherwise the store needs ``has_marks``."""
+    """Return whether a store's index lines have spare bits; if not, the store needs ``has_marks``."""
     return bool(store.layout[index.ENTRY_WORDS] * store.layout[index.SLOTS] * 4 < index.LINE_BYTES)
 
 
 def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
     """Set the current pass.
 
-    If no passes were recorded, existing rows count as last pushed in pass `rows_of`. Marks repeat after 63 passes, so
-    the caller must erase older rows before. If `number` is smaller than before, because training resumes from a
-    snapshot, no row counts as pushed in a later pass.
+    If passes were not recorded before, existing rows count as last pushed in pass `rows_of`. Marks repeat after 63
+    passes, so the caller must erase older rows before. `number` may be smaller than before, if training resumes from a
+    snapshot. Then no row counts as pushed in a later pass.
     """
     assert has_room_for_marks(store)
     former, store.pass_number = store.pass_number, number
@@ -72,7 +72,7 @@ def note_passes(store: SparseStore, keys: Keys, numbers: npt.NDArray[np.int64]) 
 
 
 def unseen_keys(store: SparseStore, bucket: int, num_passes: int) -> Keys:
-    """Return the keys of a bucket's rows without a push in the last `num_passes` passes, including this one."""
+    """Return the keys of a bucket's rows without a push in the last `num_passes` passes, including the current one."""
     keys = np.empty(int(store.counts[bucket]), np.uint64)
     if not len(keys) or store.layout[index.MARK] == 0:
         return keys[:0]

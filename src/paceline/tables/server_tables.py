@@ -1,4 +1,4 @@
-"""A server's tables, by number."""
+"""Hold a server's tables, by number."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class ServerTable:
     )
 
     def __init__(self, spec: TableSpec, part: TablePart) -> None:
-        self.declared = self.spec = spec  # different after a change of hyperparameters
+        self.declared = self.spec = spec  # they differ after a change of hyperparameters
         self.part = part
         self.revision = 0
         """The number of the last change of hyperparameters; 0 before the first."""
         self.staleness = StalenessRecord()
         self.pushes = self.pulls = self.dropped = self.non_finite = 0
         self.refused: dict[int, str] = {}
-        """By worker that has not received it yet: the reason why the sum of an iteration was rejected."""
+        """Why the sum of an iteration was rejected, for each worker that has not received the reason yet."""
 
     def set_update(self, update: dict[str, Any], revision: int) -> None:
         """Set other hyperparameters of the same rule."""
@@ -50,7 +50,7 @@ class ServerTable:
 
 
 class Piece(Struct):
-    """The part of a push for one table: keys, and their gradients or records (flat; empty for an erasure)."""
+    """The part of a push for one table: keys, with gradients or records (flat; empty for an erasure)."""
 
     table: int
     selection: Selection
@@ -58,23 +58,23 @@ class Piece(Struct):
 
 
 class ServerTables:
-    """All tables of the server of rank `rank`, and the `memory` of their rows."""
+    """All tables of the server with rank `rank`, and the `memory` for their rows."""
 
     def __init__(self, rank: int, memory: RowMemory | None = None) -> None:
         self.rank = rank
         self.memory = RowMemory() if memory is None else memory
         self.by_number: dict[int, ServerTable] = {}
-        self._erased: dict[int, tuple[int, list[tuple[Buckets, int]]]] = {}  # sender → its last erasure, in parts
+        self._erased: dict[int, tuple[int, list[tuple[Buckets, int]]]] = {}  # the last erasure of each sender, in parts
 
     def find(self, number: int) -> ServerTable:
-        """Return a table. Raises UsageError if it was not created here."""
+        """Return a table. Raises UsageError if it was not declared on this server."""
         table = self.by_number.get(number)
         if table is None:
-            raise UsageError(f"server {self.rank} has no table number {number}: declare it first")
+            raise UsageError(f"server {self.rank} has no table number {number}. Declare it first")
         return table
 
     def restrict(self, piece: Piece, buckets: Buckets) -> Piece | None:
-        """Return the part of a piece in `buckets`: the piece itself if it lies there completely, None if empty."""
+        """Return the part of a piece in `buckets`: the same object if this is the whole piece, None if it is empty."""
         selection, floats = self.find(piece.table).part.restrict(piece.selection, piece.floats, buckets)
         if selection is piece.selection:
             return piece
@@ -82,11 +82,11 @@ class ServerTables:
         return None if is_empty else Piece(piece.table, selection, floats)
 
     def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
-        """Record the number of rows that a part of an erasure erased: the reply may be repeated."""
+        """Record the number of rows erased by part of an erasure, because the reply may be repeated."""
         last, parts = self._erased.get(sender, (0, []))
         self._erased[sender] = sequence, [*(parts if last == sequence else ()), (buckets, num_rows)]
 
     def num_erased(self, sender: int, sequence: int, buckets: Buckets) -> int:
-        """Return the number of rows that an erasure erased in its parts within these buckets."""
+        """Return the number of rows erased by an erasure's parts within these buckets."""
         last, parts = self._erased.get(sender, (0, []))
         return sum(num_rows for part, num_rows in parts if last == sequence and not part & ~buckets)

@@ -1,6 +1,6 @@
-"""Settings of a table: checks of the users' frozen dataclasses, and their form in messages and files.
+"""Check the settings of a table, which are users' frozen dataclasses, and convert them for messages and files.
 
-That form is a plain dictionary (:func:`to_fields`, :func:`from_fields`); nothing is pickled.
+The converted form is a plain dictionary (:func:`to_fields`, :func:`from_fields`). Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from paceline.errors import UsageError
 
 MAX_FLOAT32: Final = 3.4028234e38  # kernels use float32
-TINY: Final = 5e-324  # the least positive float: an open lower bound
+TINY: Final = 5e-324  # the smallest positive float; used as an open lower bound
 
 _Kind = TypeVar("_Kind")
 
 
 def check_bounds(settings: object, **bounds: tuple[float, float]) -> None:
-    """Raise UsageError unless every named field is a number within its closed bounds and finite as a float32."""
+    """Raise UsageError unless every named field is a number within its inclusive bounds and finite as float32."""
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
         check_number(f"{type(settings).__name__}({name}={value!r})", value, low, high)
 
 
 def check_number(subject: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise UsageError for `subject` unless the value is a finite float32 within closed bounds."""
+    """Raise UsageError for `subject` unless the value is a finite float32 within inclusive bounds."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not abs(value) <= MAX_FLOAT32 or not low <= value <= high:
         raise UsageError(f"{subject}: expected a number {_describe_range(low, high)}")
@@ -44,7 +44,7 @@ def _describe_range(low: float, high: float) -> str:
 
 
 def check_whole(settings: object, **bounds: tuple[int, int]) -> None:
-    """Raise UsageError unless every named field is an integer within its closed bounds; converts NumPy integers."""
+    """Raise UsageError unless every named field is an integer within its inclusive bounds; convert NumPy integers."""
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
         number = whole_number(f"{type(settings).__name__}({name}={value!r})", value, low, high)
@@ -52,7 +52,7 @@ def check_whole(settings: object, **bounds: tuple[int, int]) -> None:
 
 
 def whole_number(subject: str, value: object, low: int, high: int | None = None) -> int:
-    """Return an integer within closed bounds as an int. Raises UsageError for `subject`."""
+    """Return an integer within inclusive bounds as an int. Raises UsageError for `subject`."""
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or int(value) < low or (high is not None and int(value) > high):  # type: ignore[call-overload]
         raise UsageError(f"{subject}: expected a whole number from {low}" + ("" if high is None else f" to {high}"))
@@ -60,7 +60,7 @@ def whole_number(subject: str, value: object, low: int, high: int | None = None)
 
 
 def check_flags(settings: object, *names: str) -> None:
-    """Raise unless every named field is True or False."""
+    """Raise UsageError unless every named field is True or False."""
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, bool):
@@ -68,7 +68,7 @@ def check_flags(settings: object, *names: str) -> None:
 
 
 def check_pair(settings: object, name: str, low: float, high: float, expected: str) -> None:
-    """Check a pair of numbers from `low` to below `high`; converts a list from JSON or msgpack to a tuple."""
+    """Check that a pair of numbers is in [low, high); convert a list from JSON or msgpack to a tuple."""
     pair: Any = getattr(settings, name)
     if isinstance(pair, list):
         pair = tuple(pair)
@@ -84,7 +84,7 @@ def to_fields(settings: object) -> dict[str, Any]:
 
 
 def from_fields(kinds: Mapping[str, type[_Kind]], fields: dict[str, Any]) -> _Kind:
-    """Return the update rule or initializer for the output of :func:`to_fields`."""
+    """Create the update rule or initializer from the output of :func:`to_fields`."""
     arguments = dict(fields)
     name = arguments.pop("kind", None)
     if not isinstance(name, str) or name not in kinds:

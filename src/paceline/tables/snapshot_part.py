@@ -1,8 +1,8 @@
-"""A table's part while snapshots are taken: changed buckets, and their earlier rows.
+"""Watch a table's part while snapshots are taken: record changed buckets, and keep their earlier rows.
 
-:class:`WatchedPart` wraps a part from the first snapshot on, so a server without snapshots pays nothing. Before a
-write, it records the changed buckets. If a snapshot of an earlier moment has not read them yet, it copies the rows
-first.
+:class:`WatchedPart` wraps a part after the first snapshot starts, so a server without snapshots has no cost. Before a
+write, it records the changed buckets. If a snapshot of an earlier moment has not read these buckets yet, it first
+copies the rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from paceline.tables.types import Floats, Keys
 
 
 class EarlierRows:
-    """Rows of a sparse table that have changed since a snapshot's moment, with their former values."""
+    """Rows of a sparse table that have changed since a snapshot's moment, with their values at that moment."""
 
     def __init__(self, store: SparseStore, rule: UpdateRule) -> None:
         self._store = store
         self._before = SparseStore(dim=store.dim, rule=rule, memory=store.memory)
-        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # changed keys: 1 if there was a row, else 0
+        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # changed keys; 1 if there was a row, else 0
 
     def put_aside(self, keys: Keys) -> None:
         """Copy the rows of `keys` before their first change."""
@@ -46,7 +46,7 @@ class EarlierRows:
         self._seen.write_records(new, found.astype(np.float32))
 
     def restore(self, bucket: int, keys: Keys, records: Floats) -> tuple[Keys, Floats]:
-        """Return a bucket at the snapshot's moment from its current rows, once; it may overwrite `records`."""
+        """Return a bucket at the snapshot's moment, given its current rows. Call once; may overwrite `records`."""
         count = int(self._seen.counts[bucket])
         if not count:
             return keys, records
@@ -66,7 +66,7 @@ class EarlierRows:
 
 
 class Moment:
-    """A table at the moment of construction; read it bucket by bucket while its watched part changes."""
+    """A table at the moment of construction. Read it bucket by bucket while the watched part changes."""
 
     def __init__(self, part: TablePart, waiting: Buckets) -> None:
         self._part = part
@@ -76,7 +76,7 @@ class Moment:
         self._copies: dict[int, tuple[Keys, Floats]] = {}
 
     def put_aside(self, touched: Buckets, selection: Selection) -> None:
-        """Copy data before a change: the rows of a sparse table, the buckets of a dense one."""
+        """Copy data before a change: the rows of a sparse table, or the buckets of a dense table."""
         touched &= self.waiting
         if not touched:
             return
@@ -95,7 +95,7 @@ class Moment:
                 self._copies[bucket] = self._read(bucket)
 
     def read(self, bucket: int) -> tuple[Keys, Floats]:
-        """Return a bucket as of this moment."""
+        """Return a bucket as it was at this moment."""
         self.waiting &= ~(1 << bucket)
         copy = self._copies.pop(bucket, None)
         return self._read(bucket) if copy is None else copy
@@ -106,20 +106,20 @@ class Moment:
 
 
 SnapshotId: TypeAlias = tuple[str, int]
-"""The directory of a coordinator, and the snapshot's number in it."""
+"""A coordinator's directory, and the number of a snapshot in it."""
 
 
 class WatchedPart:
-    """A table's part whose changes are recorded; replaces the :class:`TablePart` (see :func:`watch`).
+    """A table's part whose changes are recorded. It replaces the :class:`TablePart` (see :func:`watch`).
 
-    Its own methods write; all other attributes are those of `part`.
+    Its own methods write. All other attributes are those of `part`.
     """
 
     def __init__(self, part: TablePart) -> None:
         self.part = part
         self._written: dict[SnapshotId, Buckets] = {}  # buckets unchanged since each snapshot
         self.moment: Moment | None = None
-        """The moment of the snapshot in progress, if it is in the past."""
+        """The moment of the snapshot in progress, if this moment is in the past."""
 
     # For snapshots.
 
@@ -128,7 +128,7 @@ class WatchedPart:
         return self._written.get(snapshot, 0)
 
     def note_written(self, snapshot: SnapshotId, buckets: Buckets) -> None:
-        """Record that a snapshot has buckets in their current state; forget it for earlier ones of its directory."""
+        """Record that a snapshot has the current state of buckets; forget the directory's earlier snapshots."""
         self._forget([known for known in self._written if known[0] == snapshot[0]], buckets)
         self._written[snapshot] = self._written.get(snapshot, 0) | buckets
 
@@ -210,7 +210,7 @@ class WatchedPart:
 
 
 def watch(table: ServerTable) -> WatchedPart:
-    """Begin to record the changes of a table's part."""
+    """Start to record the changes of a table's part."""
     if not isinstance(table.part, WatchedPart):
         table.part = cast(TablePart, WatchedPart(table.part))
     return cast(WatchedPart, table.part)

@@ -1,4 +1,4 @@
-"""A server's part of a sparse table: rows by key, without network or workers' clocks."""
+"""A server's part of a sparse table: rows by key. It uses no network and no clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class SparsePart(TablePart):
-    """Rows by uint64 key. A bucket that is not held has no rows; the server decides which keys this part gets."""
+    """Rows by uint64 key. Buckets that are not held have no rows. The server decides which keys this part receives."""
 
     def __init__(self, spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> None:
         super().__init__(spec)
@@ -163,9 +163,9 @@ class SparsePart(TablePart):
     # Passes over the data.
 
     def begin_pass(self, number: int, rows_of: int) -> None:
-        """Start pass `number`; if passes were not recorded, existing rows count as pushed in pass `rows_of`.
+        """Start pass `number`. If passes were not recorded before, existing rows count as pushed in pass `rows_of`.
 
-        Rows without room for marks are copied first. Raises MemoryError, without change, if memory is too small.
+        Rows without room for marks are first copied. Raises MemoryError, without any change, if memory is too small.
         """
         if not passes.has_room_for_marks(self.store):
             self.store = _copy_with_marks(self)
@@ -215,5 +215,5 @@ def _copy_with_marks(part: SparsePart) -> SparseStore:
 
 
 def make_part(spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> TablePart:
-    """Return a new part of a table for the primary of `buckets`; `memory` is for rows."""
+    """Create a table's part for the primary of `buckets`; `memory` provides memory for rows."""
     return SparsePart(spec, buckets, memory) if spec.kind == "sparse" else DensePart(spec, buckets)

@@ -1,6 +1,6 @@
-"""The sparse rows of one process: a thin Python layer over the index and row kernels.
+"""Store the sparse rows of one process: a thin Python layer over the index and row kernels.
 
-It is used by a server's table and by predictions without a server. Not thread-safe.
+Servers' tables and predictions without a server use it. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from paceline.tables.rules import SGD, UpdateRule, kernels
 from paceline.tables.types import Floats, Keys
 
 _GROWTH = 1.25
-_WIDE_GROWTH = 1.5  # memory that is reserved for wide rows is not used before it is written
+_WIDE_GROWTH = 1.5  # reserved memory of wide rows is used only when written
 _LEAST_ROWS = 8
 _SMALL_ROWS = 1024
 _INLINE_WORDS = 3  # rows of up to 3 words are stored in the index
-# The fill of a bucket's lines, by entries per line. Emptier lines overflow less; an overflow is a second cache miss.
-# With 10^7 rows of one word, 0.76 gives 20 ns per look-up in 1.8 times the bare size, 0.66 gives 16 ns in 2.1 times.
+# Rows per line: emptier lines overflow less often, and an overflow is a second cache miss. With 10^7 rows of one word,
+# 0.76 gives 20 ns per look-up in 1.8 times the minimum size, and 0.66 gives 16 ns in 2.1 times the minimum size.
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
-_WIDE_FILL = 0.5  # compared with wide rows, the index is small
+_WIDE_FILL = 0.5  # the index is small compared with wide rows
 _WITHOUT_MARKS = (4,)  # words of entries that fill a line completely
 _HEADER_LINES = 1
-_FEW_KEYS = 1000  # counting up to this many keys is as fast as the check of memory limits
+_FEW_KEYS = 1000  # up to this number, counting keys is as fast as checking memory limits
 
 
 def _new_salt() -> int:
@@ -51,16 +51,16 @@ def _limits(directory: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _check_size(unit: str, rows: Floats, count: int, width: int) -> None:
-    """Raise UsageError unless the kernels may read `rows` as `count` rows of `width` elements."""
+    """Raise UsageError unless `rows` has `count` rows of `width` elements for the kernels."""
     if rows.size != count * width or not rows.flags.c_contiguous:
         raise UsageError(f"{rows.size} {unit} for {count} keys: expected {width} per key, contiguous in memory")
 
 
 def _next_limit(bucket: int, count: int, growth: float) -> int:
-    """Return a bucket's next size above `count`: small sizes double, large ones grow by `growth`.
+    """Return a bucket's next size above `count`. Small sizes double, and large sizes grow by the factor `growth`.
 
-    Each bucket has its own, evenly shifted sequence, so that the buckets of a table, whose counts rise together, do not
-    all grow in one request.
+    Each bucket has its own, evenly shifted sequence. The counts of a table's buckets rise together, so without the
+    shift all buckets would grow in one request.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:
@@ -77,9 +77,9 @@ def _next_limit(bucket: int, count: int, growth: float) -> int:
 class SparseStore:
     """Rows of `dim` float32 values by uint64 key, each with the update rule's state.
 
-    Arguments: `dim`, values per row; `rule`, applied by :meth:`push`; `initializer` and `seed`, the values of missing
-    rows; `memory`, the memory of rows; `has_marks`, whether there is space for marks of passes
-    (:mod:`paceline.tables.passes`). A row exists from its first push. All 2^64 keys are legal.
+    `rule` is applied by :meth:`push`. `initializer` and `seed` determine the values of missing rows. `memory` provides
+    memory for rows. With `has_marks` there is space for marks of passes (:mod:`paceline.tables.passes`). A row exists
+    after its first push. All 2^64 keys are valid.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SparseStore:
         self.layout[index.RULE] = rule.code
         self.layout[index.INITIALIZER] = initializer.code
         self.layout[index.SEED] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
-        self._num_keys = np.empty(index.NUM_BUCKETS, np.uint64)  # by bucket, of the keys that are to have rows
+        self._num_keys = np.empty(index.NUM_BUCKETS, np.uint64)  # by bucket, the number of keys that will have rows
         self.pass_number = 0
         """The current pass over the data (:mod:`paceline.tables.passes`); 0 if passes are not recorded."""
         self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
@@ -131,7 +131,7 @@ class SparseStore:
         self.directory[index.LINES + 1 : index.ROWS : 2] = 1
         self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
         self.directory[index.SALT :] = index.FIRST_SALT
-        self._grown = np.zeros_like(self.directory)  # describes the new lines of a growing bucket
+        self._grown = np.zeros_like(self.directory)  # describes a growing bucket's new lines
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -144,7 +144,7 @@ class SparseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of index and rows; of wide rows only the written ones, as reserved pages take no memory."""
+        """Bytes of index and rows. For wide rows only written pages count, because reserved pages use no memory."""
         lines = {id(block): block.num_bytes for block in self.lines}
         slots = 0 if self.layout[index.INLINE] else int(self.directory[index.USED : index.FREE].sum())
         return sum(lines.values()) + 4 * self.row_words * slots
@@ -157,12 +157,12 @@ class SparseStore:
         sparse.gather(self.directory, self.layout, self.parameters, keys, out.reshape(-1))
 
     def reserve(self, keys: Keys) -> None:
-        """Allocate memory for the rows of `keys`. Raises MemoryError, without change of rows, if there is too little.
+        """Allocate memory for the rows of `keys`. Raises MemoryError, without changing rows, if there is too little.
 
-        A push of these keys then cannot run out of memory, unless crafted keys overflow a bucket's tail. Looking up the
-        existing keys would cost as much as the push. A bucket therefore gets space for as many rows as it has keys,
-        unless that exceeds its rows or the memory. If the system never rejects memory, this does nothing: counting
-        100,000 keys takes a fifth of the time of their push.
+        Afterwards a push of these keys cannot run out of memory, unless crafted keys overflow a bucket's tail. Looking
+        up the existing keys would cost as much as the push. Therefore a bucket gets space for as many rows as it has
+        keys, unless this exceeds its rows or the memory. If the system never rejects memory, this method does nothing,
+        because counting 100,000 keys takes a fifth of the time of their push.
         """
         if len(keys) > _FEW_KEYS and not self.memory.may_refuse():
             return
@@ -173,7 +173,7 @@ class SparseStore:
         if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
             spare = None
             try:
-                # It is never written, so it takes no memory.
+                # This memory is never written, so it uses none.
                 spare = self.memory.zeros(max(lines.num_bytes for lines in self.lines))
                 self._make_room(num_keys)
                 return
@@ -189,7 +189,7 @@ class SparseStore:
     def make_room_evenly(self, num_rows: int) -> None:
         """Allocate memory in an empty table for `num_rows` rows, with keys spread evenly over the buckets.
 
-        The buckets share one block of memory, which the system can provide in huge pages.
+        The buckets share one block of memory, for which the system can provide huge pages.
         """
         share = num_rows / index.NUM_BUCKETS
         if share < _SMALL_ROWS:  # such buckets grow quickly
@@ -213,7 +213,7 @@ class SparseStore:
             self.resize(bucket, _next_limit(bucket, int(counts[bucket]) - 1, self._growth))
 
     def _take_back(self, limits: npt.NDArray[np.uint64]) -> None:
-        """Shrink grown buckets to their previous `limits`, as far as memory allows."""
+        """Shrink enlarged buckets to their previous `limits`, as far as memory allows."""
         with suppress(MemoryError):
             for bucket in np.flatnonzero(limits < _limits(self.directory)).tolist():
                 self.resize(bucket, int(limits[bucket]))
@@ -234,7 +234,7 @@ class SparseStore:
             self._grow(keys[done])
 
     def write_records(self, keys: Keys, records: Floats) -> None:
-        """Set complete rows, with state: `records` is float32 [n, row_words]."""
+        """Set complete rows, including state; `records` is float32 [n, row_words]."""
         _check_size("records", records, len(keys), self.row_words)
         flat, done = records.reshape(-1), 0
         while True:
@@ -244,7 +244,7 @@ class SparseStore:
             self._grow(keys[done])
 
     def read_records(self, keys: Keys) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """Return rows with state (float32 [n, row_words], undefined if missing) and whether they exist (bool [n])."""
+        """Return rows with state (float32 [n, row_words]; undefined if missing) and whether they exist (bool [n])."""
         records, found = np.empty((len(keys), self.row_words), np.float32), np.empty(len(keys), np.uint8)
         sparse.read_records(self.directory, self.layout, keys, records.reshape(-1), found)
         return records, found.view(np.bool_)
@@ -279,7 +279,7 @@ class SparseStore:
         self._rows[bucket] = None
 
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Replace a bucket by `keys`, all of this bucket, and `records`, as :meth:`bucket` returns them.
+        """Replace a bucket by `keys`, all in this bucket, and `records`, in the format of :meth:`bucket`.
 
         Memory is allocated once, before the first write.
         """
@@ -290,13 +290,13 @@ class SparseStore:
         self.write_records(keys, records)
 
     def items(self) -> Iterator[tuple[Keys, Floats]]:
-        """Yield every non-empty bucket as :meth:`bucket` returns it."""
+        """Yield every nonempty bucket in the format of :meth:`bucket`."""
         for bucket in range(index.NUM_BUCKETS):
             if self.directory[index.COUNT + bucket]:
                 yield self.bucket(bucket)
 
     def _grow(self, key: np.uint64) -> None:
-        """Give the bucket of a key space for more rows, a longer tail or another salt, as needed.
+        """Give the bucket of a key space for more rows, a longer tail or another salt, as required.
 
         Changes nothing if memory runs out.
         """
@@ -310,9 +310,9 @@ class SparseStore:
             self.resize(bucket, limit, tail=2 * int(directory[index.TAIL + bucket]))
 
     def resize(self, bucket: int, limit: int, *, tail: int = 0, salt: int = 0) -> None:
-        """Move a bucket to lines for `limit` rows, with `tail` lines of tail and a salt; 0 keeps the current ones.
+        """Move a bucket to lines for `limit` rows, with `tail` lines of tail and a salt; 0 keeps the current value.
 
-        If they do not suffice, the tail grows, or the salt changes.
+        If this is not enough, the tail grows, or the salt changes.
         """
         directory, grown = self.directory, self._grown
         tail = tail or int(directory[index.TAIL + bucket])
@@ -333,7 +333,7 @@ class SparseStore:
             if index.rehash(directory[2 * bucket], num_old, self.layout, bucket, grown):
                 break
             tail *= 2
-            if attempt:  # a longer tail alone was not enough
+            if attempt:  # a longer tail was not enough
                 grown[index.SALT + bucket] = _new_salt()
         for at in (
             2 * bucket,

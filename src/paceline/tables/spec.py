@@ -1,4 +1,4 @@
-"""The definition of a table, as processes declare it and as models and snapshots store it."""
+"""Define a table as processes declare it, and as models and snapshots store it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.tables.settings import from_fields
 MAX_NAME: Final = 200
 MAX_DIM: Final = 1 << 16
 MAX_SIZE: Final = 1 << 40
-"""Elements of a dense table: 4 TiB of values."""
+"""Maximum number of elements of a dense table: 4 TiB of values."""
 
 
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that defines a table; two declarations of one name must be equal.
+    """The definition of a table. Two declarations of the same name must be equal.
 
-    After a change of hyperparameters, a declaration may have the original or the current ones. Construction and
-    decoding call :meth:`validate`.
+    After a change of hyperparameters, a declaration may have the original or the current hyperparameters. Construction
+    and decoding call :meth:`validate`.
     """
 
     name: str
@@ -29,7 +29,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
     """``sparse`` or ``dense``."""
     dim: int = 1
     size: int = 0
-    """Elements of a dense table; 0 for a sparse one."""
+    """Number of elements of a dense table; 0 for a sparse table."""
     update: dict[str, Any]
     initializer: dict[str, Any]
     seed: int = 0
@@ -38,7 +38,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
         self.validate()
 
     def validate(self) -> None:
-        """Raise UsageError for an invalid definition, so that kernels never get invalid sizes."""
+        """Raise UsageError for an invalid definition, so that kernels never receive invalid sizes."""
         if not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
             raise UsageError(f"table name {self.name[:300]!r}: expected 1 to {MAX_NAME} printable characters")
         if self.kind not in ("sparse", "dense"):
@@ -54,7 +54,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
                     f"{MAX_SIZE}"
                 )
         elif self.size != 0:
-            raise UsageError(f"sparse table {self.name!r} has size={self.size}: expected 0, as its size is not fixed")
+            raise UsageError(f"sparse table {self.name!r} has size={self.size}: expected 0 (no fixed size)")
         rule = from_fields(RULES, self.update)
         if rule.row_dim is not None and (self.kind, self.dim) != ("sparse", rule.row_dim):
             raise UsageError(

@@ -1,7 +1,7 @@
-"""Staleness of gradients: observed per table, and compensated.
+"""Observe the staleness of gradients per table, and compensate for it.
 
-The staleness of a push is the number of pushes that this server applied to the table since the worker's last pull for
-the same iteration, without the worker's own pushes of that iteration.
+The staleness of a push counts the pushes that this server applied to the table after the worker's last pull for the
+same iteration. The worker's own pushes of this iteration do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.tables.sparse_part import Selection, TablePart
 from paceline.tables.types import Floats, Keys
 
 HISTOGRAM_SIZE = 129
-"""Staleness 0 to 127, each with its own count; larger values share the last one."""
+"""Number of counts: staleness 0 to 127 have their own counts; larger values share the last one."""
 _KEPT_PULLS = 16
 _KEPT_VALUES = 4
 
@@ -24,7 +24,7 @@ class StalenessRecord:
     def __init__(self) -> None:
         self.histogram = [0] * HISTOGRAM_SIZE
         self._applied = 0
-        self._own: dict[int, tuple[int, int]] = {}  # worker → its last iteration with a push, and their number
+        self._own: dict[int, tuple[int, int]] = {}  # by worker: last iteration with pushes, their number
         self._seen: dict[int, dict[int, int]] = {}
 
     def pulled(self, worker: int, clock: int) -> None:
@@ -35,7 +35,7 @@ class StalenessRecord:
         seen[clock] = self._count_applied(worker, clock)
 
     def observe(self, worker: int, clock: int) -> int:
-        """Return and count the staleness of a push of iteration `clock`; 0 without a pull before it."""
+        """Return and count the staleness of a push for iteration `clock`; 0 without an earlier pull."""
         applied = self._count_applied(worker, clock)
         staleness = applied - self._seen.get(worker, {}).get(clock, applied)
         self.histogram[min(staleness, HISTOGRAM_SIZE - 1)] += 1
@@ -48,7 +48,7 @@ class StalenessRecord:
         self._own[worker] = (clock, count + 1 if last == clock else 1)
 
     def _count_applied(self, worker: int, clock: int) -> int:
-        """Return the number of applied pushes without the worker's own pushes of this iteration."""
+        """Return the number of applied pushes, excluding the worker's own pushes of this iteration."""
         last, count = self._own.get(worker, (clock, 0))
         return self._applied - (count if last == clock else 0)
 
@@ -61,7 +61,7 @@ class StalenessRecord:
 class DelayCompensation:
     """g + λ·g²·(w_now − w_pulled): a first-order correction of a stale gradient (Zheng et al., ICML 2017, eq. 10).
 
-    Stores the values of each worker's last pulls of recent iterations; keys without a pull are not compensated.
+    Stores the values of each worker's last pulls in recent iterations. Keys without a pull are not compensated.
     """
 
     def __init__(self, strength: float) -> None:
@@ -78,7 +78,7 @@ class DelayCompensation:
     def compensate(
         self, worker: int, table: int, clock: int, part: TablePart, selection: Selection, grads: Floats
     ) -> Floats:
-        """Return the compensated gradients (float32 [num_values]) of a push of iteration `clock`."""
+        """Return the compensated gradients (float32 [num_values]) of a push for iteration `clock`."""
         kept = self._pulled.get((worker, table), {})
         for past in [iteration for iteration in kept if iteration < clock]:
             del kept[past]

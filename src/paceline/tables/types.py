@@ -1,4 +1,4 @@
-"""The arrays of tables."""
+"""Types of the arrays of tables."""
 
 from __future__ import annotations
 

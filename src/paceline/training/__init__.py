@@ -1,1 +1,1 @@
-"""Training of models: options, files, plan, driver, the worker's loop and trials of settings."""
+"""Training of models: options, files, plan, driver, worker and trials of settings."""

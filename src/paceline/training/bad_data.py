@@ -34,7 +34,7 @@ class BadData:
         return f"{skipped} skipped (--strict stops at the first):{listed}"
 
     def check(self, num_good: int | None, limit: float, format: str | None) -> None:
-        """Raise DataError if a larger fraction than `limit` is malformed; in some formats lines may lack a label."""
+        """Raise DataError if a larger fraction than `limit` is malformed."""
         may_lack_labels = format is not None and FORMATS[format].may_lack_labels
         if not num_good or self.count <= _FEW or (may_lack_labels and self.are_unlabelled):
             return
@@ -42,7 +42,7 @@ class BadData:
         if share > limit:
             raise DataError(
                 f"{self.count:,} of the {self.count + num_good:,} rows read ({share:.1%}) are malformed, more than "
-                f"--max-malformed {limit:g} allows; the first is {self.first[0]}. Correct them, or allow more"
+                f"--max-malformed {limit:g} allows. The first is {self.first[0]}. Correct the rows, or raise the limit"
             )
 
 

@@ -30,13 +30,13 @@ from paceline.training.worker import jobs
 _MOST_ATTEMPTS = 4
 _ENDS = {
     "passes": "the objective still changes by {0.change:.1e} per pass. Pass a larger --epochs to continue",
-    "separable": "a plane separates the labels: without --l1 or --l2 the weights have no optimum and would grow "
+    "separable": "a plane separates the labels. Without --l1 or --l2 the weights have no optimum and would grow "
     "forever. The current weights are kept",
 }
 
 
 class BlockTraining:
-    """One training on a cluster; `on_news` receives a line about each pass."""
+    """A training on a cluster; `on_news` receives a line about each pass."""
 
     def __init__(
         self,
@@ -62,9 +62,10 @@ class BlockTraining:
         self._warn = warn
 
     def run(self, reading: jobs.WorkerTask, dataset: Dataset, share: float) -> FinishedJob:
-        """Read the columns, solve for the weights and write them to the model; `share` is the part of the whole work.
+        """Read the columns, solve for the weights and write them to the model.
 
-        The reports include one per pass. After an interruption the model has the current weights.
+        `share` is this job's fraction of the whole work. The reports include one per pass. After an interruption the
+        model has the current weights.
         """
         attempt = 0
         while True:
@@ -101,7 +102,7 @@ class BlockTraining:
         examples, positives = int(progress.get("held", 0)), int(progress.get("positives", 0))
         if not 0 < positives < examples:
             reason = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there is no example"
-            self._warn(f"{reason}: no intercept is best, and it keeps its value")
+            self._warn(f"{reason}, so no intercept is best. The intercept keeps its value")
         view, settings = self._client.link.view, self._client.settings
         ranks = [] if view is None else [member.rank for member in view.of_role(Role.WORKER)]
         num_places = max(settings.num_workers, *(rank + 1 for rank in ranks), 1)
@@ -122,14 +123,14 @@ class BlockTraining:
             self._on_news(describe_pass(_read_pass(fields)))
 
     def _empty_table(self, name: str) -> None:
-        """Reset a table that an earlier training on this cluster has left."""
+        """Reset a table of an earlier training on this cluster."""
         self._move_weights(name, is_wanted=False)
         for spec in self._client.tables():
             if spec.name == name:
                 self._client.open_table(spec).set_update(ProximalNewton(l1=self._blocks.l1, l2=self._blocks.l2))
 
     def _move_weights(self, name: str, *, is_wanted: bool = True) -> None:
-        """Empty the solver's table; if `is_wanted`, write its weights other than 0 to the model's table first."""
+        """Empty the solver's table; if `is_wanted`, first write its nonzero weights to the model's table."""
         spec = next((spec for spec in self._client.tables() if spec.name == name), None)
         if spec is None:
             return
@@ -159,12 +160,12 @@ def _read_pass(fields: dict[str, Any]) -> BlockPass:
 
 
 def _is_weight(keys: Keys, records: Floats) -> Any:
-    """Return a mask, bool [n]: rows with a radius whose weight is not 0, and the intercept."""
+    """Return a mask, bool [n], of the intercept and of the rows with a radius and a nonzero weight."""
     return (records[:, 2] > 0) & ((records[:, 0] != 0) | (keys == BIAS_KEY))
 
 
 def _model_records(weights: Floats, num_words: int, update: Any) -> Floats:
-    """Return the records of weights before any push under `update`: float32 [n, num_words]."""
+    """Return records with these weights and the initial state of `update`: float32 [n, num_words]."""
     records = np.zeros((len(weights), num_words), np.float32)
     records[:, 0] = weights
     if update.initialize_reference is not None:

@@ -17,8 +17,8 @@ from paceline.ps import Client
 class ClusterHealth:
     """Detects losses and replacements of workers, servers and the scheduler.
 
-    `processes` is the training's own cluster, if it has one. After `patience_s` of waiting for workers that
-    are still busy with the job before, the user gets a warning.
+    `processes` is the training's own cluster, if it has one. The user gets a warning if workers are still busy with
+    the previous job after `patience_s`.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class ClusterHealth:
     def report_replacements(self) -> None:
         if self._client.link.num_replacements > self._schedulers_replaced:
             self._schedulers_replaced = self._client.link.num_replacements
-            self._warn("the scheduler died: another one has taken its place")
+            self._warn("the scheduler died, and another scheduler replaced it")
         if self._processes is not None and self._processes.server_restarts > self._server_restarts:
             self._server_restarts = self._processes.server_restarts
-            self._warn("a server died: its replicas serve its rows, and another server takes its place")
+            self._warn("a server died. Its replicas serve its rows until another server replaces it")
 
     def find_loss(self) -> str | None:
         """Return a description of a lost scheduler, or of a server lost with its rows; None for no loss."""
@@ -76,7 +76,7 @@ class ClusterHealth:
             return
         is_alone = not state.num_workers
         if is_alone and not self._was_alone:
-            self._warn("the cluster has no worker. The training waits for one: see 'paceline worker --help'")
+            self._warn("the cluster has no worker. The training waits for a worker: see 'paceline worker --help'")
         self._was_alone = is_alone
 
     def _check_busy(self, ranks: tuple[int, ...]) -> None:
@@ -87,4 +87,4 @@ class ClusterHealth:
         if time.monotonic() - self._waiting_since_s >= self._patience_s and ranks != self._busy_ranks:
             self._busy_ranks = ranks
             workers = "workers" if len(ranks) > 1 else "worker"
-            self._warn(f"{workers} {', '.join(map(str, ranks))} still busy with the job before: this job waits")
+            self._warn(f"{workers} {', '.join(map(str, ranks))} still busy with the previous job, so this job waits")

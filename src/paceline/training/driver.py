@@ -1,4 +1,4 @@
-"""The driver of a training: plan it, wait for the workers, run it; silently or with a progress line."""
+"""Plan a training, wait for the workers and run it, silently or with a progress line."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def train_on(
 ) -> TrainResult:
     """Plan a training, wait for the workers of `processes`, and run it; `options` come from `resolve_files`.
 
-    `examples` are the sample of `resolve_files`; with None a sample is read. `on_plan` receives the plan before the
-    training starts, and returns the function that receives the progress.
+    `examples` is the sample of `resolve_files`; None reads a sample. `on_plan` receives the plan before the training
+    starts, and returns the callback for the progress.
     """
     plan = plan_training(options, warn, examples)  # while workers start
     on_progress = on_plan(client, plan)
@@ -82,7 +82,7 @@ def train_locally(
     **cluster_options: Any,
 ) -> TrainResult:
     """Train silently on processes of this machine; :meth:`LocalCluster.start` receives the further arguments."""
-    options, sample = resolve_files(options)  # errors in the options or files are raised before anything starts
+    options, sample = resolve_files(options)  # raises before any process starts
     settings = messages.ClusterSettings(
         num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)
     )
@@ -105,8 +105,8 @@ def run_training(
 ) -> TrainResult:
     """Train with a progress line, on the cluster of `scheduler` or on processes that end with the training.
 
-    With `auto_resume`, a training on its own processes that loses a part of its model continues on new processes from
-    its newest snapshot. With `progressive`, the losses before learning in the first pass are printed.
+    With `auto_resume`, a training on its own processes survives the loss of a part of its model: it continues on new
+    processes from its newest snapshot. With `progressive`, the losses before learning in the first pass are printed.
     """
     if scheduler is None:
         options.passes.rates.check_consistency(parse_consistency(settings.consistency))
@@ -157,7 +157,7 @@ def _open_cluster(
 
 
 class _Display:
-    """The output of a training for the user: the columns, the plan, warnings and a progress line.
+    """A training's output for the user: the columns, the plan, warnings and a progress line.
 
     With `progressive`, each loss before learning is printed on a line of its own.
     """
@@ -241,15 +241,15 @@ class _Display:
 
 
 class RunningLoss:
-    """The mean loss of the last examples: of the newest report that covers at least 50,000 examples."""
+    """The mean loss over the latest examples, at least 50,000 of them."""
 
     def __init__(self) -> None:
         self._reports: deque[tuple[int, float, float]] = deque([(0, 0.0, 0.0)])
 
     def add(self, examples: int, loss: float, weight: float) -> float | None:
-        """Add the sums since the start; return the weighted mean over the last examples."""
+        """Add a report with sums since the start; return the weighted mean over the latest examples."""
         reports = self._reports
-        if examples < reports[-1][0]:  # a worker died, and its unfinished examples no longer count
+        if examples < reports[-1][0]:  # a worker died: its unfinished examples do not count
             reports.clear()
         if not reports or examples > reports[-1][0]:
             reports.append((examples, loss, weight))

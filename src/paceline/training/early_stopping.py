@@ -1,7 +1,6 @@
-"""Early stopping: the loss on a validation file after every pass, and the tables of the best pass.
+"""Early stopping: end a training after several passes without progress, with the model of the best pass.
 
-A training ends after a number of passes without progress, and the model is the one of the best pass (Prechelt, "Early
-stopping, but when?", 1998: the criterion UP).
+The criterion is UP (Prechelt, "Early stopping, but when?", 1998) on the loss on a validation file after every pass.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ class PassLosses:
     is_best: bool = False
     """Whether the last pass is the best one, earlier runs of the training included."""
     passes: list[dict[str, float | None]] = field(default_factory=list)
-    """Number and metrics of each pass, as JSON values."""
+    """Each pass's number and metrics, as JSON values."""
 
     def add(self, number: int, found: Evaluation) -> bool:
-        """Add the metrics of a pass; return whether it is the best one until now."""
+        """Add the metrics of a pass; return whether this pass is the best so far."""
         self.last_pass = number
         self.passes.append({"pass": number, **found.as_json()})
         has_best = self.best_pass > 0 and not math.isnan(self.best_loss)
@@ -69,22 +68,22 @@ class PassLosses:
         if self.is_best:
             place = "the best so far"
         else:
-            place = f"{since} after the best" if since > 0 else f"the former run's pass {self.best_pass} was better"
+            place = f"{since} after the best" if since > 0 else f"pass {self.best_pass} of the earlier run was better"
         return f"pass {self.last_pass}: on the validation file {found.sentence()} ({place})"
 
     def summary(self, most: int) -> str:
-        """Return a sentence about the end of the training and its result; `most` is the allowed number of passes."""
+        """Return a sentence about the end of the training; `most` is the allowed number of passes."""
         if self.last_pass < most:
             reason = f"stopped after pass {self.last_pass} of at most {most}: no progress since pass {self.best_pass}"
         else:
-            reason = f"all {most} passes are done, the best was pass {self.best_pass}"
-        return reason if self.is_best else f"{reason}. The model is the one of pass {self.best_pass}"
+            reason = f"all {most} passes are done, and pass {self.best_pass} was the best"
+        return reason if self.is_best else f"{reason}. The model is from pass {self.best_pass}"
 
     def as_json(self) -> dict[str, Any]:
         return {"passes": self.passes, "best_pass": self.best_pass, "best_loss": json_number(self.best_loss)}
 
     def continue_from(self, former: Mapping[str, Any] | None) -> None:
-        """Add the passes of an earlier run, as returned by :meth:`as_json`, if there was one."""
+        """Add the passes of an earlier run, in the format of :meth:`as_json`; None adds none."""
         if former is not None:
             self.passes = [dict(result) for result in former["passes"]]
 
@@ -92,8 +91,8 @@ class PassLosses:
 class BestPass:
     """The tables of a training's best pass, saved as a model in a folder.
 
-    `names` lists the model's tables. `origin`, JSON values saved with the tables, identifies the training and its
-    validation files.
+    `names` lists the model's tables. `origin` holds JSON values that identify the training and its validation files;
+    they are saved with the tables.
     """
 
     def __init__(
@@ -105,29 +104,29 @@ class BestPass:
         self._origin = dict(origin)
         self.losses = losses
         self.kept_pass = 0
-        """Number of the saved pass; 0 if none is."""
+        """Number of the saved pass; 0 if no pass is saved."""
 
     @property
     def is_kept(self) -> bool:
-        """Whether the saved pass is the best one; False if there was no space for the best one."""
+        """Whether the best pass is saved; False if the disk had no space for it."""
         return 0 < self.kept_pass == self.losses.best_pass
 
     def keep(self) -> None:
-        """Save the cluster's tables. Raises ModelError, and then the former tables remain."""
+        """Save the cluster's tables. Raises ModelError if this fails; the previously saved tables then remain."""
         losses = self.losses
         best = {"best_pass": losses.best_pass, "best_loss": json_number(losses.best_loss)}
         save_tables(self._client, self._folder, self._names, **best, origin=self._origin)
         self._kept_in, self.kept_pass = self._folder, losses.best_pass
 
     def find(self, folder: Path) -> None:
-        """Take over the best pass of an earlier run of this training from a folder, if there is one."""
+        """Adopt the best pass that an earlier run of this training saved in a folder, if any."""
         try:
             kept = read_model(folder).manifest.model
             if kept.get("origin") != self._origin:
                 return  # another training has used the folder
             number, loss = int(kept["best_pass"]), float(kept["best_loss"])
         except (ModelError, KeyError, TypeError, ValueError):
-            return  # no pass was saved: the next one is the best
+            return  # no pass was saved, so the next pass is the best
         self.losses.best_pass, self.losses.best_loss = number, loss
         self._kept_in, self.kept_pass = folder, number
 

@@ -7,11 +7,11 @@ from paceline.ps import Client, UpdateRule
 
 
 class FeatureExpiry:
-    """Erases the rows of features without a push in the last `passes` passes; None: no rows.
+    """Erases the rows of features without a push in the last `passes` passes; None erases no rows.
 
-    Each minibatch pushes gradients of all its features to the model's first table, so this table shows which features
-    occur. The other tables do not receive every feature: their rows are erased together with the row in the first
-    table. Rows that do not belong to a feature (layers of a network, the sketch that counts features) remain.
+    Each minibatch pushes gradients for all its features to the model's first table, so this table shows which features
+    occur. The other tables do not receive every feature, so their rows are erased together with the row in the first
+    table. Rows without a feature (layers of a network, the sketch that counts features) remain.
     """
 
     def __init__(self, client: Client, model: SparseModel, rule: UpdateRule, passes: int | None) -> None:
@@ -23,7 +23,7 @@ class FeatureExpiry:
         self._passes = passes or 1
 
     def begin(self, number: int, *, are_seen: bool) -> None:
-        """Start to record pushed keys in pass `number`; with `are_seen`, existing rows count as pushed in it."""
+        """Start to record the keys pushed in pass `number`; with `are_seen`, existing rows count as pushed."""
         for table in self._first:
             table.begin_pass(number, rows_of=number if are_seen else number - 1)
 
@@ -34,4 +34,4 @@ class FeatureExpiry:
             num_erased += table.erase_unseen(self._passes, also=self._further)
             table.begin_pass(number + 1)
         when = "in it" if self._passes == 1 else f"for {self._passes} passes"
-        return f"pass {number}: {num_erased:,} features that were not seen {when} are dropped" if num_erased else ""
+        return f"pass {number}: {num_erased:,} features without an occurrence {when} are dropped" if num_erased else ""

@@ -32,7 +32,7 @@ _PATIENCE_S, _PAUSE_S = 5.0, 0.1
 
 
 class InitialModel:
-    """A model on disk with the same tables as the model of the training. Raises UsageError for other tables."""
+    """A model on disk with the same tables as the training's model. Raises UsageError for other tables."""
 
     def __init__(self, stored: StoredModel, model: SparseModel, update: UpdateRule) -> None:
         self._stored = stored
@@ -44,7 +44,7 @@ class InitialModel:
                 state = "is missing" if found is None else f"is {found}"
                 raise UsageError(
                     f"table {table.name!r} of the model in {stored.directory} {state}, but this training needs "
-                    f"{rule['kind']} and dim={table.dim}. Train with the same --update and sizes"
+                    f"{rule['kind']} and dim={table.dim}. Pass the same --update and sizes"
                 )
 
     @classmethod
@@ -52,7 +52,7 @@ class InitialModel:
         return cls(read_stored_model(directory), model, update)
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raise DataError unless the data's features have the same keys as in the model."""
+        """Raise DataError unless the data's features have the same keys as the model's features."""
         _check_format(self._stored, dataset.source_format)
         columns = self._stored.described.get("columns")
         read = None if dataset.columns is None else dataset.columns.unweighted
@@ -63,7 +63,7 @@ class InitialModel:
             )
 
     def load(self, client: Client, check: Callable[[], None]) -> None:
-        """Write the rows into the tables of a new cluster; `check` is called between requests and may raise."""
+        """Write the rows into the tables of a new cluster; call `check`, which may raise, between requests."""
         stored = {table.spec.name: table for table in self._stored.tables}
         for handle in open_tables(client, self._model, self._update):
             for keys, records in self._stored.records(stored[handle.name]):
@@ -82,7 +82,7 @@ def _claim_cluster(client: Client, check: Callable[[], None]) -> None:
 
 
 def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:
-    """Erase the rows of an earlier training on this cluster, and set the hyperparameters of this one.
+    """Erase the rows of an earlier training on this cluster, and set this training's hyperparameters.
 
     `check` is called between requests, and may raise. Raises PeerError if another training uses the cluster, UsageError
     if a table has another size or update rule.
@@ -113,7 +113,7 @@ def continue_from(options: TrainOptions) -> TrainOptions:
     if options.init_from is None:
         return options
     if options.resume is not None:
-        raise UsageError("--resume continues a training, and --init-from starts one: pass only one option")
+        raise UsageError("--resume continues a training, but --init-from starts one. Pass only one of these options")
     stored = read_stored_model(options.init_from)
     _check_format(stored, source_format(options.data[0], options.format))
     columns = stored.described.get("columns")
@@ -146,10 +146,10 @@ def _has_same_columns(options: TrainOptions, known: Columns) -> bool:
 
 
 def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
-    """Return the stored model's settings. Raises UsageError if the options ask for other settings."""
+    """Return the stored model's settings. Raises UsageError if the options specify other settings."""
     kind = stored.described.get("kind")
     if kind != wanted.name:
-        raise UsageError(f"the model in {stored.directory} is of kind {kind!r}. Train it further with --model {kind}")
+        raise UsageError(f"the model in {stored.directory} has the kind {kind!r}. Continue it with --model {kind}")
     found = read_model_settings(stored.described)
     known, given = found.interactions, wanted.interactions
     if known is not None and given is not None and known.text == given.text:
@@ -158,8 +158,8 @@ def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
     for name, value in wanted.describe().items():
         if value not in (settings.get(name), usual.get(name)):
             raise UsageError(
-                f"the model in {stored.directory} has {name}={settings.get(name)}, not {name}={value}. Train it "
-                "further with the same"
+                f"the model in {stored.directory} has {name}={settings.get(name)}, not {name}={value}. Pass the stored "
+                "value to continue its training"
             )
     return found
 

@@ -29,10 +29,10 @@ from paceline.training.snapshots import TrainingSnapshots
 from paceline.training.worker import jobs
 from paceline.transport.backoff import Backoff
 
-_FIRST_POLL_S, _POLL_S = 0.002, 0.05  # a job on little data has ended soon
+_FIRST_POLL_S, _POLL_S = 0.002, 0.05  # a job on little data ends quickly
 _PROGRESS_S = 0.2
 _REPLY_S = 1.0
-_PATIENCE_S = 90.0  # longer than the client's patience with a lost scheduler
+_PATIENCE_S = 90.0  # longer than the client waits for a lost scheduler
 _ERRORS: dict[str, type[PacelineError]] = {
     kind.__name__: kind for kind in (DataError, LostRowsError, NoRoomError, TableMismatchError, UsageError)
 }
@@ -49,7 +49,7 @@ class FinishedJob:
 
 
 class JobRunner:
-    """Runs jobs on a cluster, one after the other. With `own_processes` the cluster belongs to the training."""
+    """Runs jobs on a cluster, one after another. With `own_processes` the cluster belongs to the training."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class JobRunner:
         num_shards: int | None = None,
         on_report: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> FinishedJob:
-        """Run a job on the shards of a data set, without the shards `before`, and return the result.
+        """Run a job on the shards of a data set, except the shards finished in `before`.
 
         `span` is the job's part of the whole work, from 0 to 1. With `num_shards` the job distributes this number of
-        turns instead of shards. `on_report` receives each report. Raises DataError, LostRowsError, NoRoomError,
-        TableMismatchError and UsageError from workers; ModelLostError, PeerError and KeyboardInterrupt for losses and
-        interruptions during the job.
+        turns instead of shards. `on_report` receives each report. Errors from workers are DataError, LostRowsError,
+        NoRoomError, TableMismatchError and UsageError. Losses and interruptions during the job raise ModelLostError,
+        PeerError and KeyboardInterrupt.
         """
         self._health.begin_job()
         strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)
@@ -110,7 +110,7 @@ class JobRunner:
         loss = self._health.find_loss()
         if loss is None:
             return
-        detail = "as were its replacements" if loss.startswith("scheduler") else "and with it its part of the model"
+        detail = "with its replacements" if loss.startswith("scheduler") else "and with it a part of the model"
         if self._snapshots is None or self._snapshots.newest is None:
             raise ModelLostError(f"{loss}, {detail}. Start again from the last saved model")
         directory = str(self._snapshots.directory)
@@ -136,7 +136,7 @@ class JobRunner:
                 on_report(fields)
             if state.failed is not None:
                 raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
-            if state.finished and not state.num_reports:  # a new scheduler counts repeated reports again
+            if state.finished and not state.num_reports:  # a new scheduler counts the repeated reports again
                 self._report_progress(task, epochs, span, state)
                 return state, reports
             self._check_signals(number)

@@ -26,10 +26,10 @@ from paceline.training.schedules import RatePlan
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPlan:
-    """The interval between snapshots in `seconds` or `examples`, their directory, and the number to keep."""
+    """The directory of snapshots, the interval between them in `seconds` or `examples`, and the number to keep."""
 
     directory: str | Path
-    """A directory that all servers share with this process."""
+    """A directory shared by all servers and this process."""
     seconds: float | None = None
     examples: int | None = None
     keep: int = 3
@@ -42,17 +42,17 @@ class ExampleWeights:
     column: str | None = None
     """Name of the column of weights (csv, parquet and JSON lines)."""
     classes: Mapping[str, float] | str | None = None
-    """Weights by label; ``balanced``: all labels have the same total weight."""
+    """Weights by label; ``balanced`` gives all labels the same total weight."""
     keep_negatives: float = 1.0
-    """Fraction of negatives to train on. A kept negative has weight 1/fraction."""
+    """Fraction of negatives to train on. Each of them has weight 1/fraction."""
 
 
 BETWEEN_MACHINES: Final = "key-caching"
-"""The fastest exact filters at 100 Mbit/s (docs/explanation/benchmarks.md)."""
+"""The fastest lossless filters at 100 Mbit/s (docs/explanation/benchmarks.md)."""
 
 
 def are_on_several_machines(members: Sequence[Member]) -> bool:
-    """Return whether a worker and a server run on different machines, by the reports of the members."""
+    """Return whether any worker and server run on different machines, according to `members`."""
     machines: dict[Role, set[str]] = {role: set() for role in Role}
     for member in members:
         if member.process is not None:
@@ -65,27 +65,27 @@ class TrafficFilters:
     """Filters of pushes and pulls, as texts for :func:`paceline.filters.parse_filters`. Raises UsageError."""
 
     pushed: str | None = None
-    """Filters of workers' pushes and pulls; None: chosen by the cluster, on one machine no filter."""
+    """Filters of workers' pushes and pulls; None: no filter on one machine, else :data:`BETWEEN_MACHINES`."""
     pulled: str | None = None
-    """Filters of pulled values; None: the filters of values and bytes in `pushed`."""
+    """Filters of pulled values; None: those filters of `pushed` that change values or bytes."""
 
     def __post_init__(self) -> None:
         parse_filters(self.pushed or "")
         parse_filters(self.pulled or "")
 
     def suited_to(self, members: Sequence[Member]) -> TrafficFilters:
-        """Return these filters, or if none are given the default for the machines of a cluster."""
+        """Return these filters; if none are given, return the default for the machines of a cluster."""
         if self.pushed is not None or not are_on_several_machines(members):
             return self
         return replace(self, pushed=BETWEEN_MACHINES)
 
     @property
     def own_modules(self) -> list[str]:
-        """The modules of users' own filters, which servers and workers import."""
+        """The modules of users' own filters, for import by servers and workers."""
         return modules_of([*parse_filters(self.pushed or "").filters, *parse_filters(self.pulled or "").filters])
 
     def of(self, task: str) -> tuple[str, str | None]:
-        """Return both texts for a task: an evaluation uses exact filters only."""
+        """Return both texts for a task. An evaluation uses only lossless filters."""
         pushed = self.pushed or ""
         if task != "evaluate":
             return pushed, self.pulled
@@ -95,14 +95,14 @@ class TrafficFilters:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """End a training before its last pass, and use the model of the best pass. Raises UsageError."""
+    """Options to end a training before its last pass with the model of the best pass. Raises UsageError."""
 
     validation: Sequence[str | Path]
-    """Files for the loss after every pass."""
+    """Files for measuring the loss after every pass."""
     patience: int = 2
     """Passes without progress before the training ends."""
     min_delta: float = 0.0
-    """Least decrease of the loss that counts as progress."""
+    """Smallest decrease of the loss that counts as progress."""
 
     def __post_init__(self) -> None:
         if self.patience < 1:
@@ -118,12 +118,11 @@ class PassOptions:
     order: Literal["shuffle", "file"] | None = None
     """Order of the examples in all passes except the last; None: shuffle, or the order of the resumed training."""
     stopping: EarlyStopping | None = None
-    """When to end before `epochs` passes; None: never."""
+    """Stopping rule for ending before `epochs` passes; None: no early end."""
     rates: RatePlan = field(default_factory=RatePlan)
-    """Schedule of the learning rate. Under sequential consistency it changes between passes only."""
+    """Schedule of the learning rate. Under sequential consistency the rate changes only between passes."""
     blocks: ProximalBlocks | None = None
-    """Delayed block proximal gradient over blocks of columns instead of minibatches; it reads the data once and needs
-    sequential consistency."""
+    """Delayed block proximal gradient instead of minibatches; reads the data once, needs sequential consistency."""
     expire_after: int | None = None
     """Drop features after this many passes (1 to 62) without an occurrence; None: never."""
 
@@ -149,46 +148,46 @@ class TrainOptions:
     columns: Columns | None = None
     """Columns of csv, parquet and JSON lines; None: guessed from rows of all files."""
     reading: ReadOptions = field(default_factory=ReadOptions)
-    """Some of the columns, and the allowed fraction of malformed rows."""
+    """The columns to read, and the allowed fraction of malformed rows."""
     numeric_scale: str = "auto"
     """Scale of numeric columns without scales: auto, standard, log or none."""
     epochs: int | None = None
-    """Passes over the data; None: chosen on a sample."""
+    """Passes over the data; None: chosen by trials on a sample."""
     batch_size: int | None = None
-    """Examples per minibatch of one worker; None: chosen by the number of examples."""
+    """Examples per minibatch of one worker; None: depends on the number of examples."""
     update: UpdateRule | RuleChoice = suited_ftrl
     """The servers' update rule, or a function that returns it for a learning rate and penalties."""
     adapt: Literal["no", "yes", "widely"] = "yes"
-    """Whether settings are chosen on a sample of the data; ``widely`` tries a few learning rates and L1 penalties too.
-    ``no``: 4 epochs, minibatches of 256, a learning rate of 0.05, unscaled values."""
+    """Whether settings are chosen on a sample of the data; ``widely`` also tries several learning rates and L1
+    penalties. ``no`` means 4 epochs, minibatches of 256, a learning rate of 0.05 and unscaled values."""
     weights: ExampleWeights = ExampleWeights()
     """Weights of examples."""
     filters: TrafficFilters = TrafficFilters()
     """Filters of pushes and pulls."""
     passes: PassOptions = PassOptions()
-    """Order and end of the passes, and the schedule of the learning rate."""
+    """Order and stopping of the passes, and the schedule of the learning rate."""
     save: str | Path | None = None
     """Directory for the model."""
     feature_names: bool = False
     """Whether the names of features are saved with the model."""
     cache: str | Path | None = None
-    """Directory for parsed data, for later passes; None: a temporary one if there are several passes."""
+    """Directory that caches parsed data for later passes; None: a temporary one if there are several passes."""
     strict: bool = False
     """Whether the first malformed line ends the training."""
     snapshots: SnapshotPlan | None = None
-    """When and where to take snapshots; None: never."""
+    """Interval and directory of snapshots; None: no snapshots."""
     resume: str | Path | None = None
-    """Directory of snapshots; the training continues from the newest complete one."""
+    """Directory of snapshots; the training continues from the newest complete snapshot."""
     init_from: str | Path | None = None
     """Directory of a saved model or of snapshots with the initial weights and state."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for `expire_after` with filters that leave rows out of pushes."""
+        """Raise UsageError if `expire_after` is combined with filters that omit rows from pushes."""
         chain = parse_filters(self.filters.pushed or "").filters
         choosing = [str(kind.name) for kind in chain if isinstance(kind, RowFilter)]
         if self.passes.expire_after is not None and choosing:
             given = ", ".join(choosing)
             raise UsageError(
-                f"--expire-after with --filters {given}: rows that these filters leave out of pushes would expire. "
-                "Leave one of the options out"
+                f"--expire-after with --filters {given}: these filters omit rows from pushes, so these rows would "
+                "expire. Leave one of the options out"
             )

@@ -1,4 +1,4 @@
-"""The plan of a training: all settings, chosen."""
+"""The plan of a training: all its settings except the files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.training.worker.jobs import JobRates
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """The settings of a training, without its files."""
+    """A training's settings without its files."""
 
     model: SparseModel
     epochs: int
@@ -27,21 +27,21 @@ class TrainingPlan:
     scaling: KeyScaling | None = None
     """Scaling of values during reading, for formats without columns (libsvm, vw, jsonl, numpy)."""
     shards_at_once: int = 1
-    """Number of shards whose examples a worker mixes: more than 1 if labels are in runs."""
+    """Number of shards a worker reads at once to mix their examples; more than 1 if labels come in runs."""
     order: str = "shuffle"
     """Order of the examples, as in :class:`PassOptions`."""
     optimism: Optimism | None = None
-    """The calibration error of predictions for new examples, from a trial; None: predictions are not corrected."""
+    """A trial's calibration error on new examples; None: predictions are not corrected."""
     rates: tuple[float, float] | None = None
-    """The rates of positives at the start and the end of the data, if the rate drifts."""
+    """The rate of positives at the start and at the end of the data, if the rate drifts."""
     recent: Batch | None = None
-    """The sample for the correction of the mean prediction: in the order of the data, or mixed if that is sorted."""
+    """Sample for correcting the mean prediction: in the order of the data, or mixed if the data is sorted."""
     note: str | None = None
     """A sentence about the trial for the user."""
     chosen_on: int = 0
     """Number of examples in the sample."""
     num_examples: int = 0
-    """Number of examples in the data, perhaps an estimate; 0 without a sample."""
+    """Number of examples in the data, possibly an estimate; 0 without a sample."""
 
     resumed: Snapshot | None = None
     run: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
@@ -59,11 +59,11 @@ class TrainingPlan:
 
     @property
     def is_recent_complete(self) -> bool:
-        """Whether :attr:`recent` has all the data."""
+        """Whether :attr:`recent` contains all the data."""
         return self.recent is not None and self.recent.num_examples == self.num_examples
 
     def calibrated_model(self, predictions: Floats) -> SparseModel:
-        """Return the model with a corrected mean prediction, given its predictions for :attr:`recent`."""
+        """Return the model with a corrected mean prediction, given its predictions on :attr:`recent`."""
         assert self.recent is not None
         labels, weights = self.recent.labels, self.recent.weights
         return self.model.calibrated(labels, predictions, weights, self.optimism, is_complete=self.is_recent_complete)
@@ -89,7 +89,7 @@ class TrainingPlan:
         num_binned = sum(bool(scale.edges) for scale in nonlinear.values())
         for count, kind in ((num_binned, "in bins"), (len(nonlinear) - num_binned, "on logarithms")):
             rate += f", {count:,} {'feature' if count == 1 else 'features'} {kind}" if count else ""
-        mixed = "; labels stand in runs, so examples are mixed" if self.shards_at_once > 1 else ""
+        mixed = "; labels come in runs, so examples are mixed" if self.shards_at_once > 1 else ""
         if self.rates is not None:
             mixed += "; the rate of positives changed from {:.2%} to {:.2%} over the file".format(*self.rates)
-        return f"{passes}, minibatches of {self.batch_size}, {rate} (from a look at {self.chosen_on:,} examples){mixed}"
+        return f"{passes}, minibatches of {self.batch_size}, {rate} (chosen on {self.chosen_on:,} examples){mixed}"

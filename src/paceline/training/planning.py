@@ -1,4 +1,4 @@
-"""Plan a training: the given options, and for the others a choice on a sample of the data."""
+"""Plan a training: use the given options and choose the rest on a sample of the data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from paceline.training.tuning.trial import TriedRule
 _EPOCHS = 4  # without a trial
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
-_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial of all examples: many examples are not memorized
+_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial on all data; a model cannot memorize many examples
 
 
 def plan_training(
@@ -59,9 +59,9 @@ def plan_training(
     warn: Callable[[str], None] = lambda text: None,
     examples: ExampleSample | None = None,
 ) -> TrainingPlan:
-    """Choose the options that are not given on a sample of the data; with ``options.resume``, continue a plan.
+    """Choose the missing options on a sample of the data; with ``options.resume``, continue an earlier plan.
 
-    `examples` are the ones of :class:`paceline.data.Sample`; None reads a sample. Raises DataError if there is no
+    `examples` come from :class:`paceline.data.Sample`; None reads a sample. Raises DataError if there is no
     example, ModelError if there is no snapshot.
     """
     for name, value in (("epochs", options.epochs), ("batch_size", options.batch_size)):
@@ -79,7 +79,7 @@ def plan_training(
 
 
 def _sample(options: TrainOptions, examples: ExampleSample | None) -> tuple[ExampleSample, str]:
-    """Return examples as in training, and the original format of their features."""
+    """Return examples prepared as in training, and the original format of their features."""
     labels = options.model.read_labels_as
     if examples is None:
         with open_dataset(options.data, options.format, options.columns, labels=labels) as dataset:
@@ -105,11 +105,11 @@ def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> 
 
 
 def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeyScaling | None) -> TrainingPlan:
-    """Choose the options that are not given; `scaling` scales the sample's values first."""
+    """Choose the missing options; `scaling` first scales the sample's values."""
     sample = scaled_sample(sample, scaling)
     is_sorted = is_sorted_by_label(sample)
     model = options.model
-    if model.labels == "clicks":  # other models know the labels already
+    if model.labels == "clicks":  # other models already have their labels
         model = model.starting_from(sample.batch.labels, sample.batch.weights)
     clicks = model if isinstance(model, ClickProbabilityModel) and not is_sorted else None
     rates = None if clicks is None else changed_rates(sample.batch.labels, sample.batch.weights)
@@ -167,7 +167,7 @@ def _fixed_plan(options: TrainOptions) -> TrainingPlan:
 
 
 def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
-    """Return a former rule with the settings that the options give."""
+    """Return an earlier rule with the settings given in the options."""
     if isinstance(options.update, UpdateRule) or not isinstance(former, FTRL):
         return rule_of(options.update, FTRL().alpha, L1)
     rule = options.update(former.alpha, former.l1, former.l2)
@@ -177,7 +177,7 @@ def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
 
 
 def given_settings(options: TrainOptions) -> list[str]:
-    """Return the names of the update rule's settings that the user gave: suggestions do not change them."""
+    """Return the names of the update rule's settings given by the user, which suggestions must not change."""
     one, other = (rule_of(options.update, suggested, suggested) for suggested in (0.25, 0.5))
     return [name for name in ("alpha", "l1") if getattr(one, name, None) == getattr(other, name, None)]
 
@@ -187,7 +187,7 @@ def _find_settings(
 ) -> TunedModel:
     """Return the best settings for the data; `sample` has interactions.
 
-    With ``--tune`` the default settings remain unless others are better by more than a standard error.
+    With ``--tune`` the default settings remain unless other settings are better by more than a standard error.
     """
     rule, default = rule_of(options.update, suggested_alpha(sample), L1), None
     if options.adapt == "widely":
@@ -225,7 +225,7 @@ def _find_settings(
 def _rules_of(
     options: TrainOptions, sample: ExampleSample, settings: Iterable[tuple[float, float, float]]
 ) -> list[FTRL]:
-    """Return the update rules with these rates, L1 and L2 penalties, unless the options give a setting."""
+    """Return update rules with these rates, L1 and L2 penalties, except for settings given in the options."""
     rules = (rule_of(options.update, suggested_alpha(sample, rate), l1, l2) for rate, l1, l2 in settings)
     return list(dict.fromkeys(rule for rule in rules if isinstance(rule, FTRL)))
 
@@ -235,7 +235,7 @@ def _tuned(
 ) -> TriedRule:
     """Return the best rule for a logistic regression of the sample.
 
-    With ``--tune`` it is `rule`, the default, unless another is better by more than a standard error.
+    With ``--tune``, the default `rule` remains unless another rule is better by more than a standard error.
     """
     is_wide = options.adapt == "widely"
     rates, penalties = (WIDE_RATES, WIDE_L1) if is_wide else (RATES, (L1,))
@@ -251,18 +251,18 @@ def _tuned(
 
 
 def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
-    """Return the examples in their order, or shuffled if labels are in runs."""
+    """Return the examples in their order, or shuffled if labels come in runs."""
     batch = sample.batch
     return batch.take(np.random.default_rng(0).permutation(batch.num_examples)) if is_sorted else batch
 
 
 def _plan_of_snapshot(options: TrainOptions, resumption: Resumption, examples: ExampleSample | None) -> TrainingPlan:
-    """Return the plan of a snapshot's training, changed by the given options."""
+    """Return the plan of a snapshot's training with the given options applied."""
     training = resumption.training
     shards_at_once, scaling = int(training["shards_at_once"]), read_key_scaling(training["dataset"])
     optimism = training.get("optimism")
     if shards_at_once > 1 and options.passes.order == "file":
-        raise UsageError(f"--order file: the training of {resumption.snapshot} mixes shards; resume it without --order")
+        raise UsageError(f"--order file: the training of {resumption.snapshot} mixes shards. Resume it without --order")
     sample = None if optimism is None else scaled_sample(_sample(options, examples)[0], scaling)
     return TrainingPlan(
         model=options.model.continued_from(resumption.model).with_defaults(),

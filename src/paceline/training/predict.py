@@ -53,7 +53,7 @@ class PredictionResult:
         text += f"({self.loading_seconds:.2f} s to load the model): "
         text += "the data has no labels" if found is None else found.sentence()
         if found is not None and found.examples < self.examples:
-            text += f" (on {found.examples:,} examples that have a label)"
+            text += f" (on {found.examples:,} labelled examples)"
         return text
 
     def notes(self) -> list[str]:
@@ -73,7 +73,7 @@ def run_prediction(
     strict: bool,
     echo: bool,
 ) -> PredictionResult:
-    """Predict every line of the data; write predictions to `output`, or to standard output if `echo`."""
+    """Predict every line of the data; write predictions to `output`, and to standard output if `echo`."""
     prepare_kernels()
     start = time.perf_counter()
     predictor = Predictor(model)

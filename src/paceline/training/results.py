@@ -1,4 +1,4 @@
-"""The progress and the result of a training, and the staleness of its gradients."""
+"""The progress and the result of a training, and the observed staleness of its gradients."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class TrainingState:
     task: str
     """``train`` or ``evaluate``."""
     fraction: float | None
-    """Finished fraction of the whole work, evaluation included; None while the amount of work is unknown."""
+    """Finished fraction of the whole work, including evaluation; None while the amount of work is unknown."""
     epoch: int | None
     """The pass of the next shard, from 1."""
     examples: int
-    """Examples of this task; the figures below are of this task too."""
+    """Examples processed by this task; the following figures describe this task too."""
     weight: float
     loss: float
     num_bytes: int
     num_workers: int
     seconds: float
     progressive: Sequence[ProgressiveLoss] = ()
-    """The final values among the losses before learning in the first pass."""
+    """The final losses before learning in the first pass; no estimates."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TrainResult:
     seconds: float
     examples_per_s: float
     train_loss: float
-    """The mean of the loss before each update."""
+    """The mean loss, measured before each update."""
     num_features: int
     evaluation: Evaluation | None
     staleness: dict[str, Any]
@@ -64,9 +64,9 @@ class TrainResult:
     progressive: Sequence[ProgressiveLoss] = ()
     """The losses before learning in the first pass."""
     validation: dict[str, Any] | None = None
-    """The metrics on the validation file after each pass, and the best pass; None without a validation file."""
+    """The metrics on the validation file after each pass and the best pass; None without a validation file."""
     block_passes: Sequence[BlockPass] = ()
-    """The report of each pass over blocks of columns."""
+    """A report for each pass over blocks of columns."""
 
     def as_json(self) -> dict[str, Any]:
         found = self.evaluation
@@ -100,7 +100,7 @@ def json_number(value: float) -> float | None:
 
 
 def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 0) -> dict[str, Any]:
-    """Return mean, maximum and histogram of the staleness that servers observed, and the number of dropped pushes."""
+    """Return mean, maximum and histogram of the staleness seen by servers, and the number of dropped pushes."""
     total = np.sum(np.array(histograms, np.int64), axis=0)
     count = int(total.sum())
     seen = np.flatnonzero(total)
@@ -114,7 +114,7 @@ def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 
 
 
 def judge_losses(model: SparseModel, progress: Mapping[str, Any], sample: Batch | None) -> str | None:
-    """Return why a model may have learned nothing, by the losses in its training and the labels of a sample."""
+    """Return a reason to doubt that the model learned anything, given its losses and a sample's labels; else None."""
     if issubclass(model.evaluation, ClickEvaluation):
         examples, positives = int(progress["examples"]), int(progress.get("positives", 0))
         return find_useless(progress["loss"] / examples, (examples - positives, positives))
@@ -124,7 +124,7 @@ def judge_losses(model: SparseModel, progress: Mapping[str, Any], sample: Batch 
 
 
 class ObservedStaleness:
-    """The staleness of pushes to a model's tables, counted by the servers since the creation of this object."""
+    """The staleness of pushes to a model's tables, as counted by servers since this object's creation."""
 
     def __init__(self, client: Client, model: SparseModel) -> None:
         self._client = client

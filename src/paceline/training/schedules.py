@@ -1,9 +1,9 @@
 """Learning-rate schedules: the factor on an update rule's rate, by the number of finished passes.
 
-A schedule is a class of this module, registered in :data:`SCHEDULES`. Workers or the driver change the rates in the
+A schedule is a class in this module, registered in :data:`SCHEDULES`. Workers or the driver change the rates in the
 servers' tables (:meth:`paceline.ps.SparseTable.set_update`). A schedule needs a rule with a rate `lr` that multiplies
-its steps. FTRL has no such rate: its weights are computed from sums of all gradients in proportion to alpha, so another
-alpha would scale everything learned before.
+its steps. FTRL has no such rate, because it computes weights from sums of all gradients, in proportion to alpha.
+Another alpha would rescale everything learned before.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from paceline.tables.rules import UpdateRule
 SCHEDULES: Final[dict[str, type[RateSchedule]]] = {}
 
 LEAST: Final = 1e-3
-"""The least factor: a rate of 0 would teach nothing."""
+"""The smallest factor. A factor of 0 would stop learning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RateSchedule(ABC):
-    """A learning-rate schedule. Abstract. The fields of its subclasses are numbers after the name: ``step:2:0.5``."""
+    """A learning-rate schedule. A text such as ``step:2:0.5`` has the name and then the fields of the subclass."""
 
     name: ClassVar[str]
 
@@ -72,7 +72,7 @@ class LinearRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class InverseSqrtRate(RateSchedule):
-    """1 / sqrt(1 + passes), a rate under which stochastic gradients converge (Robbins and Monro, 1951)."""
+    """1 / sqrt(1 + passes), a rate that lets stochastic gradients converge (Robbins and Monro, 1951)."""
 
     name: ClassVar[str] = "inverse-sqrt"
 
@@ -83,7 +83,7 @@ class InverseSqrtRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialRate(RateSchedule):
-    """Multiply by `factor` with each pass."""
+    """Multiply the rate by `factor` after each pass."""
 
     name: ClassVar[str] = "exponential"
     factor: float = 0.5
@@ -98,7 +98,7 @@ class ExponentialRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class StepRate(RateSchedule):
-    """Multiply by `factor` after every `passes` passes."""
+    """Multiply the rate by `factor` after every `passes` passes."""
 
     name: ClassVar[str] = "step"
     passes: float = 1
@@ -151,7 +151,7 @@ class RatePlan:
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < math.inf:
-            raise UsageError(f"--warmup {self.warmup:g}: expected the number of passes, from 0 up")
+            raise UsageError(f"--warmup {self.warmup:g}: expected a number of passes of 0 or more")
 
     @property
     def is_constant(self) -> bool:
@@ -165,16 +165,16 @@ class RatePlan:
     def share_of_pass(self, number: int, most: int) -> float:
         """Return one factor for the complete pass `number`, counted from 1.
 
-        The decay is the one at the start of the pass, the warmup the one at its end, so that the first pass teaches.
+        The decay is computed at the start of the pass, and the warmup at its end, so that the first rate is not 0.
         """
         rising = min(number / self.warmup, 1.0) if self.warmup else 1.0
         return max(rising * self.schedule.share(min(number - 1, most), most), LEAST)
 
     def check_consistency(self, consistency: Consistency) -> None:
-        """Raise UsageError for a warmup without effect, because rates change between passes only."""
+        """Raise UsageError for a warmup that has no effect because rates change only between passes."""
         if isinstance(consistency, Sequential) and 0 < self.warmup <= 1:
             raise UsageError(
-                f"--warmup {self.warmup:g}: under sequential consistency rates change between passes only, so a warmup "
+                f"--warmup {self.warmup:g}: under sequential consistency rates change only between passes, so a warmup "
                 "of at most 1 pass has no effect. Pass more than 1, or another --consistency"
             )
 
@@ -182,8 +182,8 @@ class RatePlan:
         if not self.is_constant and not hasattr(rule, "lr"):
             name = type(rule).__name__.lower()
             raise UsageError(
-                f"--schedule and --warmup change a rate that multiplies steps, and {name} has none. Leave them out, or "
-                "pass another --update such as adagrad"
+                f"--schedule and --warmup change a rate that multiplies steps, but {name} has no such rate. Leave the "
+                "options out, or pass another --update such as adagrad"
             )
 
     def settings(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Take snapshots of a training when they are due, and continue from one.
+"""Take snapshots of a training when they are due, and continue a training from a snapshot.
 
-The driver (:mod:`paceline.training.train`) polls. :mod:`paceline.ps.client.snapshots` and
-:mod:`~paceline.ps.client.snapshot_loading` request the servers to write and read.
+The driver (:mod:`paceline.training.train`) polls this module. :mod:`paceline.ps.client.snapshots` and
+:mod:`~paceline.ps.client.snapshot_loading` send the requests to the servers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_every(text: str) -> tuple[float | None, int | None]:
-    """Return the seconds or the examples in a text such as ``30s``, ``5m``, ``1h`` or ``100000``."""
+    """Parse an interval such as ``30s``, ``5m``, ``1h`` or ``100000``; return its seconds and its examples."""
     found = _EVERY.fullmatch(text.strip())
     if found is not None and found[3] is None and float(found[1]) > 0:
         return float(found[1]) * _SECONDS[found[2]], None
@@ -59,7 +59,7 @@ class TrainingSnapshots:
         self.newest: SnapshotManifest | None = None
 
     def begin(self, training: dict[str, Any], examples: int) -> None:
-        """Start to take snapshots of a training; `examples` were trained before its first job."""
+        """Start to take snapshots of a training; `examples` counts the examples trained before its first job."""
         self._training = training
         self._last_s = time.monotonic()
         self._last_examples = examples
@@ -71,7 +71,7 @@ class TrainingSnapshots:
         self._training = {**self._training, **news}
 
     def poll(self, state: JobState) -> None:
-        """Start a snapshot if one is due, or continue the current one, without waiting."""
+        """Start a snapshot if one is due, or advance the current one; never wait."""
         try:
             if self._snapshotter.is_taking:
                 self.newest = self._snapshotter.poll() or self.newest
@@ -100,7 +100,7 @@ class TrainingSnapshots:
         try:
             self._snapshotter.close()
         except PacelineError:
-            pass  # the cluster has ended, and with it the unfinished snapshot
+            pass  # the cluster has ended, so the unfinished snapshot has too
 
 
 def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) ->
 
 
 def describe_files(paths: Sequence[str | Path], format: str) -> list[list[Any]]:
-    """Return the identity of files of a format: their names and sizes."""
+    """Return names and sizes of files, which identify them."""
     return [[os.path.basename(path), FORMATS[format].stat(str(path)).num_bytes] for path in paths]
 
 
@@ -159,7 +159,7 @@ class Resumption:
         return num_done
 
     def reordered(self, plan: TrainingPlan) -> tuple[int, ...]:
-        """Return the started passes whose order differs under `plan`: a new order would lose shards."""
+        """Return the started passes whose order differs under `plan`; a new order would lose their shards."""
         num_shuffled, former = (plan.epochs - 1) * (plan.order == "shuffle"), self.training
         num_before = (former["epochs"] - 1) * (former["order"] == "shuffle")
         changed = set(range(*sorted((num_before, num_shuffled)))) ^ set(former["reordered"])
@@ -171,7 +171,7 @@ class Resumption:
 
     @property
     def shard_bytes(self) -> int:
-        """The size of the data's shards, which must not change."""
+        """The size of the data's shards; a resumed training must use it."""
         return int(self.training["dataset"]["shard_bytes"])
 
     def check_model(self, model: SparseModel) -> None:
@@ -186,8 +186,8 @@ class Resumption:
         given = describe_files(dataset.files, dataset.format)
         if len(former) != len(given):
             raise DataError(
-                f"{self.snapshot} was trained on {len(former)} files, not {len(given)}. Resume with the same files in "
-                "the same order"
+                f"{self.snapshot} belongs to a training on {len(former)} files, not {len(given)}. Resume with the "
+                "same files in the same order"
             )
         for number, ((name, size), (given_name, given_size)) in enumerate(zip(former, given, strict=True), 1):
             if (name, size) != (given_name, given_size):
@@ -210,7 +210,7 @@ class Resumption:
             )
 
     def load(self, client: Client, check: Callable[[], None]) -> None:
-        """Load the tables; `check` is called between requests and may raise. Raises as :func:`load_snapshot`."""
+        """Load the tables; call `check` between requests, which may raise. Raises as :func:`load_snapshot` does."""
         load_snapshot(client, self.snapshot, check=check)
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Train and evaluate a model: the driver's side.
+"""Train and evaluate a model, from the driver's side.
 
 The driver posts jobs to a cluster, watches them, collects their reports and saves the model. Workers execute the jobs
 (:mod:`paceline.training.worker.worker`).
@@ -112,7 +112,7 @@ class Training:
                     bad_data.check(num_rows, options.reading.max_malformed, options.format)
                 except (KeyboardInterrupt, PacelineError) as error:
                     if not isinstance(error, KeyboardInterrupt | ModelLostError):
-                        self._runner.check_losses()  # a lost process may be the cause
+                        self._runner.check_losses()  # a lost process may have caused the error
                     self._save_unfinished(error)
                     raise
             state, statistics, found_staleness = finished.state, self._client.statistics(), staleness.summary()
@@ -154,8 +154,8 @@ class Training:
         if filters is not options.filters:
             self._options = dataclasses.replace(options, filters=filters)
             self._on_news(
-                f"servers are on other machines, so the traffic uses --filters {filters.pushed}, which changes no "
-                "result. Pass --filters none for none"
+                f"servers are on other machines, so the traffic uses --filters {filters.pushed}. They change no "
+                "result. Pass --filters none to turn them off"
             )
 
     def _begin(self, dataset: Dataset) -> None:
@@ -172,7 +172,7 @@ class Training:
             self._snapshots.begin(describe_training(dataset, plan, str(self._client.consistency)), examples)
 
     def _train(self, dataset: Dataset, share: float) -> FinishedJob:
-        """Make the passes; `share` is their part of the whole work."""
+        """Run the passes; `share` is their fraction of the whole work."""
         blocks = self._options.passes.blocks
         if blocks is not None:
             training = BlockTraining(
@@ -202,13 +202,13 @@ class Training:
                 self._snapshots.end()
 
     def _train_by_passes(self, dataset: Dataset, before: JobAccount | None, share: float) -> FinishedJob:
-        """Make passes one by one; with a validation file, until they stop improving."""
+        """Run passes one by one; with a validation file, stop when the loss no longer improves."""
         most, seconds = self._plan.epochs, 0.0
         is_sequential = isinstance(self._client.consistency, Sequential)
         reports: list[tuple[dict[str, Any], bytes]] = []
         first = 0 if self._resumption is None else min(self._resumption.num_passes, most - 1)
         expiry = FeatureExpiry(self._client, self._plan.model, self._plan.update, self._options.passes.expire_after)
-        expiry.begin(first + 1, are_seen=self._resumption is not None)  # a part of the pass may be done
+        expiry.begin(first + 1, are_seen=self._resumption is not None)  # part of the pass may be done
         for number in range(first + 1, most + 1):
             if self._rates is not None and is_sequential:
                 self._rates.set_before(number)
@@ -224,7 +224,7 @@ class Training:
         return FinishedJob(dataclasses.replace(finished.state, seconds=seconds), reports, finished.account)
 
     def _begin_validation(self, stopping: EarlyStopping, stack: contextlib.ExitStack) -> BestPass:
-        """Return the store of the best pass, with the best pass of the resumed training, if there is one."""
+        """Return the store of the best pass, including the resumed training's best pass, if any."""
         if self._options.snapshots is not None:
             folder = Path(self._options.snapshots.directory)
         else:
@@ -240,14 +240,14 @@ class Training:
         return best
 
     def _validate(self, best: BestPass, number: int, dataset: Dataset, done: float) -> PassLosses:
-        """Evaluate the model after a pass; `done` is the finished part of the whole work."""
+        """Evaluate the model after a pass; `done` is the finished fraction of the whole work."""
         losses = best.losses
         found = self._evaluate(losses.stopping.validation, dataset, (done, done))
         if losses.add(number, found):
             try:
                 best.keep()
             except ModelError as error:
-                self._warn(f"pass {number} is the best until now, but cannot be kept: {error}. The training continues")
+                self._warn(f"pass {number} is the best so far, but cannot be saved: {error}. The training continues")
         self._on_news(losses.line(found))
         if self._snapshots is not None:
             self._snapshots.describe(validation=losses.as_json())
@@ -260,21 +260,21 @@ class Training:
                 best.restore()
             self._on_news(losses.summary(self._plan.epochs))
         else:
-            self._warn(f"pass {losses.best_pass} was the best, but could not be kept: the last pass's model remains")
+            self._warn(f"pass {losses.best_pass} was the best, but could not be saved. The model is from the last pass")
 
     def _check_trained(self, state: JobState, before: int, bad_data: BadData) -> None:
-        """Raise DataError if there was no example; warn if nothing was left or the training diverged."""
+        """Raise DataError if there was no example; warn if no examples remained or the training diverged."""
         examples, model = int(state.progress.get("examples", 0)), self._plan.model
         if not examples:
             raise no_line_left(self._options.data[0], "trained on", bad_data)
         if self._resumption is not None and examples == before:
             done = f"{self._resumption.snapshot} has all examples of {self._plan.epochs} epochs"
-            self._warn(f"nothing was left to train: {done}. Pass a larger --epochs to continue")
+            self._warn(f"no examples remained to train on, because {done}. Pass a larger --epochs to continue")
         if not mean_loss(state.progress) <= model.diverged_loss:
             self._warn(f"the training diverged: the mean {model.loss_name} is far too high. Pass a smaller --lr")
 
     def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
-        if is_weighted(self._options):  # predictions fit the weighted rows, not the rows
+        if is_weighted(self._options):  # predictions fit the weighted rows, not the unweighted labels
             return
         plan = self._plan
         by_losses = judge_losses(plan.model, state.progress, plan.recent)
@@ -314,13 +314,13 @@ class Training:
 
     @property
     def _columns(self) -> Columns | None:
-        """The columns of the data without the column of weights, which predictions do not need."""
+        """The columns of the data that predictions need: all except the column of weights."""
         return None if self._data is None or self._data.columns is None else self._data.columns.unweighted
 
     def _save_unfinished(self, reason: BaseException) -> None:
-        """Save the unfinished model, or the model of the best pass if there is a validation file.
+        """Save the unfinished model, or the best pass's model if there is a validation file.
 
-        After Ctrl-C the directory is the given one; after a failure it never replaces a finished model.
+        After Ctrl-C the given directory is used. After a failure, a finished model in it is never replaced.
         """
         plan, best = self._plan, self._best
         try:
@@ -337,11 +337,11 @@ class Training:
             if best is not None and best.is_kept:
                 rules = {table.name: table.update or plan.update for table in plan.model.tables}
                 best.save(directory, rules, **self._about(finished=False))
-                self._warn(f"the model of pass {best.kept_pass}, the best until now, is saved in {directory}")
+                self._warn(f"the model of pass {best.kept_pass}, the best so far, is saved in {directory}")
             elif is_lost:
                 return
             elif not any(table.rows for server in self._client.statistics() for table in server.tables.values()):
-                self._warn(f"nothing was trained yet, and nothing is saved in {directory}")
+                self._warn(f"no example was trained on, so no model is saved in {directory}")
             else:
                 self.save(directory, finished=False)
                 self._warn(f"the unfinished model is saved in {directory}")
@@ -349,7 +349,7 @@ class Training:
             self._warn(f"the unfinished model could not be saved: {error}")
 
     def _evaluate(self, files: Sequence[str | Path], trained_on: Dataset, span: tuple[float, float]) -> Evaluation:
-        """Evaluate the cluster's model on files; `span` is this part of the whole work."""
+        """Evaluate the cluster's model on files; `span` is the evaluation's part of the whole work."""
         plan = self._plan
         with open_dataset(
             files,

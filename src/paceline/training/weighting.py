@@ -1,8 +1,8 @@
 """Weights of examples in training: weights of classes, and a kept fraction of the negatives.
 
-An example's weight, times the weight in its row (:attr:`Batch.weights`), multiplies its loss and gradient. If only a
-random fraction of the negatives is kept, each kept one has weight 1 / fraction: the expected sums are those of all
-examples, so predictions need no correction.
+A weight multiplies an example's loss and gradient. It is the product of its class's weight and its row's weight
+(:attr:`Batch.weights`). If only a random fraction of the negatives is used, each of them has weight 1 / fraction. The
+expected sums then equal the sums over all examples, so predictions need no correction.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _WEIGHED_AT_ONCE = 4096
 
 
 class Weighting(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights of examples, in addition to the weights in their rows."""
+    """Weights of examples, which multiply the weights of their rows."""
 
     classes: dict[str, float] = {}
     """Weights by label (as text); 1 for other labels."""
     keep_negatives: float = 1.0
-    """The fraction of examples with label 0 in the training."""
+    """The fraction of examples with label 0 to use in training."""
 
     def __post_init__(self) -> None:
         if not 0 < self.keep_negatives <= 1:
-            raise UsageError(f"--keep-negatives {self.keep_negatives:g}: expected a fraction above 0, at most 1")
+            raise UsageError(f"--keep-negatives {self.keep_negatives:g}: expected a fraction above 0 and at most 1")
         for label, weight in self.classes.items():
             if not 0 <= weight < float("inf"):
-                raise UsageError(f"--class-weight {label}:{weight:g}: expected a finite weight from 0 up")
+                raise UsageError(f"--class-weight {label}:{weight:g}: expected a finite weight of 0 or more")
         if len(self.classes) > 1 and not any(self.classes.values()):
             raise UsageError("--class-weight: all labels have the weight 0. Pass a weight above 0 for one label")
 
@@ -54,14 +54,14 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             yield from self.apply(blocks, lease, batch_size)
 
     def apply(self, batches: Iterable[Batch], lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
-        """Yield the kept examples of a shard in batches, and the number of examples read for each batch.
+        """Yield a shard's kept examples in batches, with the number of examples read for each batch.
 
-        The number counts the examples after the last one of the batch before, up to the batch's own last one; for the
-        shard's last batch, up to the shard's end. The choice of negatives depends on shard and pass only.
+        This number counts the dropped examples before each kept one; for the last batch, also the rest of the shard.
+        The choice of negatives depends only on shard and pass.
         """
         generator = np.random.default_rng((lease.epoch, lease.file, lease.shard))
         num_read = num_reported = 0
-        ends = np.empty(0, np.int64)  # for kept examples outside a batch: the number of examples read until then
+        ends = np.empty(0, np.int64)  # examples read up to each pending kept example
 
         def drawn() -> Iterator[Batch]:
             nonlocal num_read, ends
@@ -79,11 +79,11 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
                 yield former, end - num_reported
                 num_reported = end
             former = batch
-        if num_read:  # perhaps no example was kept
+        if num_read:  # possibly no example was kept
             yield former or Batch.concatenate([]), num_read - num_reported
 
     def weighted(self, batch: Batch) -> Batch:
-        """Return examples with the weights of their classes, with all negatives."""
+        """Return examples with the weights of their classes; no negatives are dropped."""
         if not self.classes:
             return batch
         weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()

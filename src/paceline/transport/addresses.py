@@ -17,9 +17,9 @@ import psutil
 from paceline.errors import AddressError, UsageError
 
 _WILDCARDS = ("", "0.0.0.0", "::")
-_PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on another one
+_PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on another
 _UNAVAILABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-# Documentation addresses (RFC 5737, RFC 3849). A datagram socket that is connected to one sends nothing, but reveals
+# Documentation addresses (RFC 5737, RFC 3849). A datagram socket connected to one sends nothing, but reveals
 # this machine's outgoing address.
 _PROBES = ((socket.AF_INET6, "2001:db8::1"), (socket.AF_INET, "192.0.2.1"))
 
@@ -58,7 +58,7 @@ class Address(msgspec.Struct, frozen=True):
         is_number = port.isascii() and port.isdigit() and int(port) <= 65535
         if scheme != "tcp" or not host or not is_number or (":" in host and not bracketed):
             raise AddressError(
-                f"{text!r} is not an address; use tcp://host:port, host:port, [ipv6]:port or unix:///path"
+                f"{text!r} is not an address. Use tcp://host:port, host:port, [ipv6]:port or unix:///path"
             )
         return cls("tcp", host=host[1:-1] if bracketed else host, port=int(port))
 
@@ -84,7 +84,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """All addresses of a node's listener; can be sent to peers."""
+    """All addresses of a node's listener. Can be sent to peers."""
 
     tcp: Address
     """The address that works from all hosts (``memory://`` in tests)."""
@@ -93,10 +93,10 @@ class Endpoint(msgspec.Struct, frozen=True):
     host: str = ""
     """:func:`host_identity` of the node."""
     listener: str = ""
-    """Distinguishes the listener from later ones with the same address; empty if unknown."""
+    """Distinguishes the listener from later listeners with the same address; empty if unknown."""
 
     def best(self, local_host: str | None = None) -> Address:
-        """Return the Unix socket if the node is on this host and its path is visible, else TCP."""
+        """Return the Unix socket if the node is on this host and the path is visible, otherwise the TCP address."""
         if self.unix is None or self.host != (host_identity() if local_host is None else local_host):
             return self.tcp
         return self.unix if self.unix.is_abstract or os.path.exists(self.unix.path) else self.tcp
@@ -107,9 +107,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 @functools.cache
 def host_identity() -> str:
-    """Return a string that is equal only for processes of the same host since its last boot.
+    """Return a string that is equal only for processes on the same host and since the same boot.
 
-    Network namespaces (containers, ``ip netns``) of one machine count as different hosts.
+    Network namespaces (containers, ``ip netns``) on one machine count as different hosts.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -127,9 +127,10 @@ def namespace(kind: str) -> str:
 
 
 def bind_tcp(address: Address) -> list[socket.socket]:
-    """Return listening TCP sockets for all addresses of the host name, with the same port.
+    """Return TCP sockets that listen on all addresses of the host name, with the same port.
 
-    Skips addresses that this machine does not have. Raises AddressError if the port is unavailable on one address.
+    Addresses that this machine does not have are skipped. Raises AddressError if the port is unavailable on one
+    address.
     """
     netloc = address.netloc
     try:
@@ -148,7 +149,7 @@ def bind_tcp(address: Address) -> list[socket.socket]:
 
 
 def _bind_all(sockaddrs: Sequence[tuple[socket.AddressFamily, Any]]) -> list[socket.socket]:
-    """Listen on all local addresses; port 0 becomes one free port for all."""
+    """Listen on all local addresses; port 0 becomes one free port for all addresses."""
     has_both = len({family for family, _ in sockaddrs}) > 1
     bound: list[socket.socket] = []
     failure: OSError | None = None
@@ -174,7 +175,7 @@ def _bind(family: socket.AddressFamily, sockaddr: Any, has_both: bool) -> socket
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if has_both and family == socket.AF_INET6:  # otherwise it takes the port of IPv4 too
+        if has_both and family == socket.AF_INET6:  # otherwise the IPv6 socket would also take the IPv4 port
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(sockaddr)
         listening.listen(512)
@@ -188,20 +189,20 @@ def _bind(family: socket.AddressFamily, sockaddr: Any, has_both: bool) -> socket
 def _cannot_listen(netloc: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"cannot listen on {netloc}: the port is in use by another program; choose another with --port, "
-            "or 0 for a free one"
+            f"cannot listen on {netloc}: the port is in use by another program. Choose another with --port, "
+            "or 0 for a free port"
         )
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"cannot listen on {netloc}: this machine has no such address; use one of its own, or 0.0.0.0"
+        return f"cannot listen on {netloc}: this machine has no such address. Use one of its addresses, or 0.0.0.0"
     if error.errno == errno.EACCES:
-        return f"cannot listen on {netloc}: not permitted; choose a port above 1023 with --port, or 0"
+        return f"cannot listen on {netloc}: not permitted. Choose a port above 1023 with --port, or 0"
     return f"cannot listen on {netloc}: {error.strerror or error}"
 
 
 def announced_host(host: str) -> str:
-    """Return the host that peers use to reach a socket bound to ``host``.
+    """Return the host with which peers reach a socket bound to ``host``.
 
-    A wildcard becomes this machine's own address: for ``::`` the IPv6 address, if it has a route.
+    A wildcard becomes this machine's own address. For ``::`` this is the IPv6 address, if it has a route.
     """
     if host not in _WILDCARDS:
         return host

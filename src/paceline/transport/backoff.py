@@ -7,16 +7,16 @@ import secrets
 
 
 class Backoff:
-    """Pauses that double from the first to the longest one.
+    """Pauses that double, from the first to the longest pause.
 
-    Every pause is shortened by a random share of at most `spread` (0 to 1), so that the clients of a lost peer do not
-    all reconnect at the same moment.
+    Every pause is shortened by a random fraction of at most `spread` (0 to 1), so that the clients of a lost peer do
+    not all reconnect at once.
     """
 
     def __init__(self, first_s: float, longest_s: float, *, spread: float = 0.0) -> None:
         self._first_s, self._longest_s, self._spread = first_s, longest_s, spread
         self._pause_s = first_s
-        self._random = secrets.SystemRandom()  # the program's seeded random numbers must not depend on lost connections
+        self._random = secrets.SystemRandom()  # lost connections must not affect the program's seeded random numbers
 
     def next_s(self, left_s: float = math.inf) -> float:
         """Return the next pause, limited to the remaining time."""

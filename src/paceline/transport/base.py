@@ -1,6 +1,6 @@
-"""Interfaces of transports: for servers Handler, Peer, Listener, for clients Channel.
+"""Define the interfaces of transports: Handler, Peer and Listener for servers, Channel for clients.
 
-A server is one event loop: it calls a :class:`Handler` for every frame and never blocks. A client is a thread that
+A server is one event loop, which calls a :class:`Handler` for every frame and never blocks. A client is a thread that
 blocks on a :class:`Channel`, or an event loop that opens a :class:`Peer`. :class:`Transport` creates all of them.
 `sockets` implements them. `paceline.testing.check_transport` is the conformance test.
 """
@@ -16,7 +16,7 @@ from paceline.transport.security.authentication import Hello
 
 
 class Statistics(NamedTuple):
-    """Counters of one connection, headers and padding included."""
+    """Counters of one connection, including headers and padding."""
 
     bytes_received: int
     bytes_sent: int
@@ -34,9 +34,9 @@ class Frame(NamedTuple):
 
 
 class Peer(ABC):
-    """The other end of an event loop's connection: a connected client or an opened server.
+    """The other end of an event loop's connection: a connected client, or a server that this process opened.
 
-    Not thread-safe: use it in the event loop's thread only.
+    Not thread-safe: use it only in the event loop's thread.
     """
 
     hello: Hello
@@ -48,15 +48,15 @@ class Peer(ABC):
     def send(self, *parts: Buffer) -> None:
         """Send one frame, given as its parts (`frame_parts`) or as one bytes object. Never blocks.
 
-        The parts of a small frame are copied. The unsent parts of a larger frame are queued *without a copy*: do not
+        The parts of a small frame are copied. The unsent parts of a larger frame are queued *without a copy*. Do not
         write to a mutable buffer before :attr:`write_backlog_bytes` is 0.
         """
 
     @abstractmethod
     def send_error(self, request: Header, error: Exception) -> None:
         """Reply to ``request`` with an ERROR frame. The client raises an error of the same class.
-
-        Raises UsageError on an opened connection, because only servers answer with errors.
+        Raises UsageError on an opened connection, because only servers reply with errors.
+                Raises UsageError on an opened connection, because only servers answer with errors.
         """
 
     @property
@@ -83,7 +83,7 @@ class Peer(ABC):
     def close(self) -> None:
         """Close the connection after sending the backlog; ``disconnected`` follows. Idempotent.
 
-        Later frames of both ends are dropped.
+        Later frames from both ends are dropped.
         """
 
     @abstractmethod
@@ -103,22 +103,22 @@ class Handler(ABC):
 
     @abstractmethod
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Handle a frame. ``meta`` and ``body`` are valid only during the call: copy them to keep them.
+        """Handle a frame. ``meta`` and ``body`` are valid only during the call. Copy them to keep them.
 
-        An exception is sent to the client as an ERROR frame for this request; it is also logged if it is not a
-        PacelineError. On an opened connection the peer expects no reply: the exception is logged and closes it.
+        An exception is sent to the client as an ERROR frame for this request, and logged unless it is a PacelineError.
+        On an opened connection the peer expects no reply, so the exception is logged and the connection closed.
         """
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (to do nothing is a choice)
-        """Handle the loss of a peer. ``reason`` is None if either end closed between two frames."""
+        """Handle the loss of a peer. ``reason`` is None if either end closed the connection between two frames."""
 
 
 class Channel(ABC):
     """A client's blocking connection. One thread may send while another receives.
 
-    ``timeout_s`` bounds the wait for the start of a frame, and then for each of its parts. After a timeout at the start
-    of a frame (:class:`DeadlineError`) the channel is still usable; a timeout within a frame closes it. Every other
-    failure of the connection is a :class:`ConnectionLostError` that names the peer.
+    ``timeout_s`` limits the wait for the start of a frame, and then for each part of the frame. After a timeout at the
+    start of a frame (:class:`DeadlineError`) the channel is still usable; a timeout within a frame closes it. Every
+    other failure of the connection raises a :class:`ConnectionLostError` that names the peer.
     """
 
     address: Address
@@ -126,9 +126,9 @@ class Channel(ABC):
     peer: Hello
     """The server's Hello."""
     last_header: Header | None = None
-    """The header of the last received frame, ERROR frames included."""
+    """The header of the last received frame, including ERROR frames."""
     last_meta: bytes = b""
-    """The meta of the last frame from :meth:`receive`."""
+    """The meta of the last frame received by :meth:`receive`."""
 
     def error_header(self) -> Header | None:
         """Return the last frame's header, which names the failed request, if it is an ERROR frame; else None."""
@@ -141,9 +141,9 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
-        """Receive the next frame's body into ``into``. A buffer of exactly its size is fastest (one system call).
+        """Receive the next frame's body into ``into``. A buffer of exactly the right size is fastest (one system call).
 
-        The frame's meta is then in :attr:`last_meta`. Raises the error of an ERROR frame. If the body is longer than
+        The frame's meta is then in :attr:`last_meta`. Raises the error in an ERROR frame. If the body is longer than
         ``into``, closes the connection and raises ProtocolError.
         """
 
@@ -153,7 +153,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive_meta(self) -> bytes:
-        """Receive the current frame's meta, after :meth:`receive_header`."""
+        """Receive the current frame's meta. Call this after :meth:`receive_header`."""
 
     @abstractmethod
     def receive_into(self, buffer: WritableBuffer) -> None:
@@ -161,7 +161,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive_frame(self, timeout_s: float) -> Frame:
-        """Receive a frame into fresh memory. Raises as ``receive``."""
+        """Receive a frame into new memory. Raises the errors of ``receive``."""
 
     @abstractmethod
     def poll(self, timeout_s: float) -> bool:
@@ -169,18 +169,18 @@ class Channel(ABC):
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Return whether either end has closed the connection. Does not wait; any thread may call it.
+        """Return whether either end has closed the connection. Does not wait; thread-safe.
 
-        Earlier data may still be unread. On TLS, an orderly close is detected only after its message was read.
+        Earlier data may still be unread. With TLS, an orderly close is detected only after its message has been read.
         """
 
     @abstractmethod
     def fileno(self) -> int:
-        """Return the file descriptor for selectors. Call ``poll(0)`` first: the channel may hold buffered bytes."""
+        """Return the file descriptor for selectors. First call ``poll(0)``, because bytes may be buffered."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection; waiting threads raise ConnectionLostError. Idempotent."""
+        """Close the connection; waiting threads then raise ConnectionLostError. Idempotent."""
 
     @abstractmethod
     def statistics(self) -> Statistics:
@@ -199,11 +199,11 @@ class Listener(ABC):
 
     @abstractmethod
     def set_hello(self, hello: Hello) -> None:
-        """Set the Hello for future clients. A server learns its identity only after it listens."""
+        """Set the Hello for future clients, because a server learns its identity only after it listens."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop listening, close every connection, remove the Unix socket. Idempotent."""
+        """Stop listening, close every connection, and remove the Unix socket. Idempotent."""
 
 
 class Transport(ABC):
@@ -223,12 +223,12 @@ class Transport(ABC):
     ) -> Peer:
         """Connect and authenticate from inside an event loop, without blocking it.
 
-        ``handler.frame_received`` gets all frames of the server: replies, and also ERROR frames with the request's
-        header (``error_of(meta)`` returns the exception). ``handler.disconnected`` is called once when either end
-        closes the connection; ``handler.connected`` is not called. The handler's first call comes after this coroutine
-        has returned the peer. If the connection is lost before, only this coroutine raises.
+        ``handler.frame_received`` receives all frames from the server: replies, and ERROR frames with the request's
+        header (``error_of(meta)`` returns the exception). ``handler.disconnected`` is called once, when either end
+        closes the connection; ``handler.connected`` is not called. The first call of the handler comes after this
+        coroutine has returned the peer. If the connection is lost before, only this coroutine raises.
 
-        ``timeout_s`` bounds the connection to the server, and then the handshake. Raises as :meth:`connect`.
+        ``timeout_s`` limits the time to connect, and then the handshake. Raises the errors of :meth:`connect`.
         """
 
     @abstractmethod

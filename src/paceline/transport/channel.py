@@ -1,4 +1,4 @@
-"""Client side of frames on a byte stream; a subclass transports the bytes."""
+"""Client side of frames on a byte stream. A subclass transports the bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL_BYTES = 1 << 12
 
 
 class StreamChannel(Channel):
-    """A :class:`Channel` on a byte stream. Abstract: a subclass moves the bytes."""
+    """A :class:`Channel` on a byte stream. Abstract: a subclass transports the bytes."""
 
     def __init__(self, address: Address, limits: Limits) -> None:
         self.address = address
@@ -50,7 +50,7 @@ class StreamChannel(Channel):
         self._first_view = memoryview(self._first)
         self._head_view = self._first_view[:HEADER_BYTES]
         self._pad = memoryview(bytearray(8))
-        self._returned = memoryview(b"")  # received, but to be read again
+        self._returned = memoryview(b"")  # received bytes to read again
         self._meta_left = 0
         self._body_left = 0
         self._body_pad = 0
@@ -62,10 +62,10 @@ class StreamChannel(Channel):
         self._bytes_received = self._bytes_sent = self._frames_received = self._frames_sent = 0
 
     def seal(self, seals: Seals) -> None:
-        """Send, and require, a tag with every later frame."""
+        """Send a tag with every later frame, and require tags from the other end."""
         self._sending, self._receiving = seals
 
-    # For subclasses. All but the first raise ConnectionLostError and DeadlineError.
+    # For subclasses. All except the first raise ConnectionLostError and DeadlineError.
 
     @abstractmethod
     def binding(self) -> bytes:
@@ -77,7 +77,7 @@ class StreamChannel(Channel):
 
     @abstractmethod
     def _read_scattered(self, buffers: Sequence[Any]) -> int:
-        """Wait for data; return the number of bytes filled, from the first buffer on."""
+        """Wait for data; fill the buffers in order and return the number of bytes."""
 
     @abstractmethod
     def _read_first(self, size: int) -> int:
@@ -99,7 +99,7 @@ class StreamChannel(Channel):
         self._frames_sent += 1
 
     def _write_sealed(self, parts: Sequence[Any]) -> int:
-        """Send a frame and its tag. A large frame is sent in pieces: one is hashed while the previous is in flight."""
+        """Send a frame and its tag. A piece of a large frame is hashed while another is in flight."""
         seal = self._sending
         assert seal is not None
         size = sum(map(size_of, parts))
@@ -142,7 +142,7 @@ class StreamChannel(Channel):
             or header[0] != MAGIC
             or header[1] != PROTOCOL_VERSION
         ):
-            # An unexpected frame: read the received bytes again, step by step.
+            # The frame is unexpected, so read the received bytes again, step by step.
             read = self._first if is_small else join((self._head_view, into, self._pad))
             self._returned = memoryview(bytes(read[:got]))
             return self._receive_in_steps(into, timeout_s)
@@ -168,8 +168,8 @@ class StreamChannel(Channel):
         if header.body_bytes > into.nbytes:
             self.close()
             raise ProtocolError(
-                f"{self._peer_name()} answered with a body of {header.body_bytes} bytes, at most {into.nbytes} "
-                "were expected; the connection is closed"
+                f"{self._peer_name()} answered with a body of {header.body_bytes} bytes, but at most {into.nbytes} "
+                "were expected. The connection is closed"
             )
         self.last_meta = self.receive_meta()
         if header.body_bytes:
@@ -182,14 +182,14 @@ class StreamChannel(Channel):
         if header.kind == FrameKind.ERROR or header.kind == FrameKind.REFUSED:
             meta = self.receive_meta()
             if self._receiving is not None and self._body_left:
-                self.receive_into(allocate(self._body_left))  # data is trusted only after its tag
+                self.receive_into(allocate(self._body_left))  # data is trusted only after its tag is checked
             if header.kind == FrameKind.REFUSED:
                 self.close()
             raise_error(meta)
         return header
 
     def next_header(self, timeout_s: float) -> Header:
-        """Receive the header of the next frame. Does not raise the errors that the peer reports."""
+        """Receive the header of the next frame, without raising errors reported by the peer."""
         if timeout_s != self._timeout_s:
             self._change_timeout(timeout_s)
         if self._meta_left:
@@ -221,8 +221,8 @@ class StreamChannel(Channel):
         if header.meta_bytes > self._limits.max_meta_bytes or frame_bytes(header) > self._limits.max_frame_bytes:
             self.close()
             raise ProtocolError(
-                f"{self._peer_name()} sent a frame that claims {frame_bytes(header)} bytes, at most "
-                f"{self._limits.max_frame_bytes} are allowed; the connection is closed"
+                f"{self._peer_name()} sent a frame that claims {frame_bytes(header)} bytes, but at most "
+                f"{self._limits.max_frame_bytes} are allowed. The connection is closed"
             )
         return header
 
@@ -242,7 +242,7 @@ class StreamChannel(Channel):
             self.receive_meta()
         size = buffer.nbytes
         if size > self._body_left:
-            raise UsageError(f"{size} bytes of the body were requested, it has {self._body_left} left")
+            raise UsageError(f"{size} bytes of the body were requested, but {self._body_left} are left")
         if not size:
             return
         self._fill_frame(view_of(buffer))
@@ -304,7 +304,7 @@ class StreamChannel(Channel):
                 return
             view = view[got:]
             within_frame = True
-            # Bounds a peer that sends slowly. The clock is read only after a short read.
+            # Limit a peer that sends slowly. Read the clock only after a short read, because that is rare.
             time_s = time.monotonic()
             deadline = deadline or time_s + self._timeout_s
             if time_s > deadline:
@@ -313,7 +313,7 @@ class StreamChannel(Channel):
 
     def _change_timeout(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._set_timeout(max(timeout_s, 1e-6))  # for a socket, 0 would mean no timeout or no wait
+        self._set_timeout(max(timeout_s, 1e-6))  # 0 would mean no timeout or no wait for a socket
 
     def _peer_name(self) -> str:
         peer = self.peer
@@ -323,11 +323,11 @@ class StreamChannel(Channel):
         return DeadlineError(f"no answer from {self._peer_name()} within {self._timeout_s:g} s")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
-        self.close()  # immediately: a TLS server waits for it
+        self.close()  # immediately, because a TLS server waits for the close
         cause = f" ({error})" if error is not None else ""
         return ConnectionLostError(f"the connection to {self._peer_name()} was closed{cause}")
 
 
 def too_long(size: int, limits: Limits) -> UsageError:
     """Return the error for a frame that the other end would reject."""
-    return UsageError(f"the frame has {size} bytes, at most {limits.max_frame_bytes} are allowed; split it")
+    return UsageError(f"the frame has {size} bytes, but at most {limits.max_frame_bytes} are allowed. Split the frame")

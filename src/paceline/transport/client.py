@@ -1,8 +1,8 @@
-"""Channels on plain TCP and Unix sockets.
+"""Implement channels on plain TCP and Unix sockets.
 
 The socket stays in blocking mode. A poll() waits for the start of a frame. Within a frame, and for sends, the kernel
-enforces the timeout (SO_RCVTIMEO, SO_SNDTIMEO). A round trip of 64 bytes over a Unix socket takes 14.0 µs, against 16.0
-with a blocking receive at the start and 14.5 with ``settimeout``, which also polls before every send.
+enforces the timeout (SO_RCVTIMEO, SO_SNDTIMEO). A round trip of 64 bytes over a Unix socket takes 14.0 µs. It takes
+16.0 µs with a blocking receive at the start, and 14.5 µs with ``settimeout``, which also polls before every send.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from paceline.transport.frames import Limits, size_of, view_of
 from paceline.transport.security.sealing import socket_binding
 from paceline.transport.spinning import Spinner
 
-_IOV_MAX = 512  # POSIX guarantees 16, Linux and macOS have 1024
-# A waiting client sends nothing, so that only probes detect a connection that the other end has lost. They do not close
-# the connection to an unreachable host: a deadline passes before the last probe.
+_IOV_MAX = 512  # POSIX guarantees 16; Linux and macOS support 1024
+# A waiting client sends nothing, so only probes detect that the other end has lost the connection. The probes do not
+# close the connection to an unreachable host, because a deadline passes before the last probe.
 _KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 100))
 
 
 def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> socket.socket:
     """Return a connected socket in blocking mode. Raises AddressError or DeadlineError.
 
-    Without ``enlarge`` the system sizes its buffers, which for TCP adapts to the path.
+    If not ``enlarge``, the system sizes the buffers, which for TCP adapts to the path.
     """
     try:
         if address.scheme == "unix":
@@ -65,7 +65,7 @@ def _keep_alive(connected: socket.socket) -> None:
 
 
 def _connect_tcp(address: Address, timeout_s: float) -> socket.socket:
-    """Try every address of the host with an equal share of the remaining time."""
+    """Try every address of the host, each with an equal share of the remaining time."""
     end = time.monotonic() + timeout_s
     sockaddrs = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     failure = OSError("the host has no address")
@@ -93,7 +93,7 @@ def cannot_reach(address: Address, error: OSError, timeout_s: float) -> AddressE
         return DeadlineError(f"cannot reach {address}: no answer within {timeout_s:g} s")
     if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
         return AddressError(
-            f"cannot reach {address}: no process listens there; check the address, and that the server is running"
+            f"cannot reach {address}: no process listens there. Check the address, and that the server is running"
         )
     return AddressError(f"cannot reach {address}: {error.strerror or error}")
 
@@ -102,7 +102,7 @@ _HUNG_UP = getattr(select, "POLLRDHUP", 0)  # POLLHUP and POLLERR are always rep
 
 
 class _ClosedPoll:
-    """Poll object of a closed channel, whose descriptor may already belong to another file."""
+    """The poll object of a closed channel, whose descriptor number may already be reused."""
 
     def register(self, descriptor: int, events: int) -> None:
         pass
@@ -147,7 +147,7 @@ class PlainChannel(StreamChannel):
         except BlockingIOError:
             self.close()
             raise DeadlineError(
-                f"{self._peer_name()} read no messages for {self._send_timeout_s:g} s; the connection is closed"
+                f"{self._peer_name()} read no messages for {self._send_timeout_s:g} s. The connection is closed"
             ) from None
         except OSError as error:
             raise self._lost(error) from None
@@ -238,7 +238,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def wait_readable(connected: socket.socket, timeout_s: float) -> bool:
-    """Wait until data or the end of the connection can be received; return False after the timeout."""
+    """Wait for data or the end of the connection; return False after the timeout."""
     number = connected.fileno()
     if number < 0:
         return True
@@ -248,7 +248,7 @@ def wait_readable(connected: socket.socket, timeout_s: float) -> bool:
 
 
 def is_hung_up(connected: socket.socket) -> bool:
-    """Return whether a socket is closed or its other end has hung up, even with unread data."""
+    """Return whether a socket is closed, or its other end has hung up, even if data is unread."""
     number = connected.fileno()
     if number < 0:
         return True
@@ -260,7 +260,7 @@ def is_hung_up(connected: socket.socket) -> bool:
 def shut(connected: socket.socket) -> None:
     """Close a socket and wake the thread that waits on it."""
     try:
-        # The base class's method, because SSLSocket.shutdown drops the TLS object that another thread may be reading.
+        # Use the base class's method, because SSLSocket.shutdown drops the TLS object, which a thread may be using.
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
     except OSError:
         pass

@@ -1,6 +1,7 @@
-"""Client's half of the handshake; `server_handshake` has the server's half.
+"""Implement the client's half of the handshake; `server_handshake` has the server's half.
 
-:class:`ClientHandshake` has the rules. :func:`authenticate` applies them to a blocking channel, `opening` in a loop.
+:class:`ClientHandshake` has the rules. :func:`authenticate` applies them to a blocking channel, and `opening` in an
+event loop.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from paceline.transport.security.server_handshake import wrong_server_reason
 class ClientHandshake:
     """A client's half of one handshake, without I/O.
 
-    Call :meth:`answer` with the CHALLENGE, then :meth:`finish` with the WELCOME. :meth:`explain` converts failures in
-    between into the error to raise.
+    Call :meth:`answer` with the CHALLENGE, then :meth:`finish` with the WELCOME. After a failure, :meth:`explain`
+    returns the error to raise.
     """
 
     def __init__(self, address: Address, token: str, hello: Hello, *, listener: str = "") -> None:
@@ -61,19 +62,19 @@ class ClientHandshake:
         self._transcript: tuple[bytes, ...] = ()
 
     def check(self, header: Header) -> None:
-        """Raise ProtocolError if this frame is neither the expected one nor a refusal."""
+        """Raise ProtocolError unless this frame is the expected frame or a refusal."""
         expected = header.kind in (self.expected_kind, FrameKind.REFUSED, FrameKind.ERROR)
         if not expected or frame_bytes(header) > Limits().max_handshake_bytes:
             raise ProtocolError(
                 f"the server at {self.address} sent a frame of kind {header.kind} and {frame_bytes(header)} "
-                f"bytes in the handshake, {self.expected_kind.name} was expected"
+                f"bytes in the handshake, but {self.expected_kind.name} was expected"
             )
 
     def refusal_error(self, meta: bytes | memoryview) -> PacelineError:
-        """Return the error for a refusal by a peer that has not authenticated itself.
+        """Return the error for a refusal from a peer that has not authenticated itself.
 
-        Such a peer can cause only two kinds of error. It could cause both without a refusal: by a wrong proof, or by
-        closing the connection.
+        Such a peer can cause only two kinds of error, which it could also cause without a refusal: by a wrong proof, or
+        by closing the connection.
         """
         error, message = unauthenticated_error(meta)
         if self.expected_kind is FrameKind.WELCOME and error == AuthenticationError.__name__:
@@ -87,12 +88,12 @@ class ClientHandshake:
         )
 
     def answer(self, meta: bytes | memoryview, binding: bytes) -> bytes:
-        """Return the meta of the HELLO that answers a CHALLENGE; ``binding`` is this end's."""
+        """Return the meta of the HELLO that answers a CHALLENGE; ``binding`` is the channel binding of this end."""
         server_nonce = decode(meta, Challenge).nonce
         if len(server_nonce) != NONCE_BYTES:
             raise ProtocolError(
-                f"the server at {self.address} sent a nonce of {len(server_nonce)} bytes, {NONCE_BYTES} were expected; "
-                "the connection is closed"
+                f"the server at {self.address} sent a nonce of {len(server_nonce)} bytes, expected {NONCE_BYTES}. "
+                "The connection is closed"
             )
         self.expected_kind = FrameKind.WELCOME
         self._identity = msgspec.structs.replace(self._identity, binding=binding)
@@ -105,7 +106,7 @@ class ClientHandshake:
     def finish(self, meta: bytes | memoryview) -> Hello:
         """Return the server's Hello from its WELCOME.
 
-        Raises AuthenticationError if its proof is wrong, AddressError if it is not the expected server.
+        Raises AuthenticationError if the proof is wrong, AddressError if another server replied.
         """
         welcome = decode(meta, Proof)
         transcript = (*self._transcript, welcome.hello, welcome.view)
@@ -113,8 +114,8 @@ class ClientHandshake:
             check_proof(self._token, "server", welcome, *transcript)
         except AuthenticationError:
             raise AuthenticationError(
-                f"the {self._server} at {self.address} could not prove that it holds the token of this cluster; "
-                "check the address, and that both were started with the same token (PACELINE_TOKEN)"
+                f"the {self._server} at {self.address} could not prove that it has the token of this cluster. "
+                "Check the address, and that both were started with the same token (PACELINE_TOKEN)"
             ) from None
         hello, view = read_hello("server", welcome.hello), decode(welcome.view, ConnectionIdentity)
         reason = wrong_server_reason(self._hello, self._identity, hello, view)
@@ -129,7 +130,7 @@ class ClientHandshake:
         """Return the error to raise if the connection fails with ``error`` at this point of the handshake."""
         if self.expected_kind is FrameKind.CHALLENGE and isinstance(error, (ConnectionLostError, DeadlineError)):
             return type(error)(
-                f"{error} before its first frame; check whether the server uses TLS, and this process not"
+                f"{error} before its first frame. Check whether the server uses TLS but this process does not"
             )
         return error
 
@@ -143,7 +144,7 @@ def authenticate(
     listener: str = "",
     always_sealed: bool = False,
 ) -> None:
-    """Do the client's half of the handshake, or close the channel and raise. Arguments as :class:`ClientHandshake`."""
+    """Do the client's half of the handshake, or close the channel and raise. See :class:`ClientHandshake`."""
     handshake = ClientHandshake(channel.address, token, hello, listener=listener)
     try:
         challenge = _receive(channel, handshake, timeout_s)

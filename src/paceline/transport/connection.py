@@ -1,4 +1,4 @@
-"""Base of an event loop's connections; it reports frames and the loss of the connection to the handler.
+"""Base class of an event loop's connections. It reports frames and the loss of the connection to the handler.
 
 Runs on any asyncio transport: a socket, TLS, or an imitation in tests. The subclasses in `listening` and `opening`
 differ in the handshake and in the handling of failures.
@@ -40,7 +40,7 @@ class Connection(FrameReceiver):
         """Begin the handshake on the connected transport."""
 
     def close(self) -> None:
-        """Close the connection after its backlog is sent."""
+        """Close the connection after sending its backlog."""
         if self._peer is not None:
             self._peer.close()
         else:
@@ -54,7 +54,7 @@ class Connection(FrameReceiver):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         enlarge_socket_buffers(transport.get_extra_info("socket"))
-        if transport.get_extra_info("ssl_object") is None:  # TLS has its own water marks
+        if transport.get_extra_info("ssl_object") is None:  # TLS has its own buffer limits
             transport.set_write_buffer_limits(high=0)
         self._begin()
 
@@ -70,7 +70,7 @@ class Connection(FrameReceiver):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify the handler if the connection was authenticated."""
-        self.transport.close()  # already closed, but TLS of Python 3.10 requires the call
+        self.transport.close()  # already closed, but Python 3.10's TLS requires the call
         self._cancel_timer()
         within_frame = self.is_within_frame and not self._stopped
         self.stop_receiving()
@@ -115,7 +115,7 @@ class Connection(FrameReceiver):
 
 
 def describe(hello: Hello) -> str:
-    """Return a short description of a Hello's sender."""
+    """Return a short description of the process that sent a Hello."""
     return f"{hello.role} {hello.rank}" + (f" ({hello.name})" if hello.name else "")
 
 

@@ -26,8 +26,8 @@ if hasattr(os, "register_at_fork"):
 def register_type(kind: _Kind) -> _Kind:
     """Register a type with msgspec and return it. Call this before the first decoding of the type.
 
-    msgspec collects the fields of a type at its first use. If a second thread decodes the type at that moment, the
-    process crashes (msgspec 0.22). The lock prevents this.
+    msgspec collects the fields of a type at its first use. If two threads then decode the type at the same time, the
+    process crashes (msgspec 0.22). A lock prevents this.
     """
     if kind not in _known:
         with _lock:
@@ -37,7 +37,7 @@ def register_type(kind: _Kind) -> _Kind:
 
 
 def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:
-    """Return msgpack decoded as `kind`; `name` describes the value in a ProtocolError."""
+    """Decode msgpack as `kind`; `name` describes the value in a ProtocolError."""
     try:
         return msgspec.msgpack.decode(meta, type=register_type(kind))
     except UNREADABLE as error:
@@ -45,7 +45,7 @@ def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:
 
 
 def reader(kind: Any, name: str) -> Callable[[bytes | memoryview], Any]:
-    """Return :func:`read_meta` for one type and name as a function. It is faster for frequent use."""
+    """Return :func:`read_meta` for one type and name as a function, which is faster for frequent use."""
     decode = msgspec.msgpack.Decoder(register_type(kind)).decode
 
     def read(meta: bytes | memoryview) -> Any:
@@ -72,11 +72,11 @@ _decoder = msgspec.msgpack.Decoder(register_type(Failure))
 
 
 def error_meta(error: Exception) -> bytes:
-    """Return the meta of the frame that reports ``error``. A class outside `paceline.errors` becomes InternalError."""
+    """Return the meta of the frame that reports ``error``. Classes outside `paceline.errors` become InternalError."""
     if isinstance(error, PacelineError):
         failure = Failure(type(error).__name__, str(error)[:_MAX_MESSAGE])
     else:
-        text = f"internal error in the server: {type(error).__name__}: {error}; its log has the details"
+        text = f"internal error in the server: {type(error).__name__}: {error}. Its log has the details"
         failure = Failure("InternalError", text[:_MAX_MESSAGE])
     return msgspec.msgpack.encode(failure)
 
@@ -84,8 +84,8 @@ def error_meta(error: Exception) -> bytes:
 def error_of(meta: bytes | memoryview) -> PacelineError:
     """Return the error in an ERROR or REFUSED frame, as an object of its class in :mod:`paceline.errors`.
 
-    An unknown class becomes a :class:`PeerError` with the class name in the message. An unreadable report becomes a
-    :class:`ProtocolError`. Use this only for authenticated peers; see :func:`unauthenticated_error`.
+    An unknown class becomes a :class:`PeerError` whose message has the class name. An unreadable report becomes a
+    :class:`ProtocolError`. Use this only for authenticated peers; for others use :func:`unauthenticated_error`.
     """
     failure = _read(meta)
     if failure is None:
@@ -99,9 +99,9 @@ def error_of(meta: bytes | memoryview) -> PacelineError:
 
 
 def unauthenticated_error(meta: bytes | memoryview) -> tuple[str, str]:
-    """Return the class name and message in an unauthenticated peer's ERROR or REFUSED frame, printable.
+    """Return the class name and message in an unauthenticated peer's ERROR or REFUSED frame, in printable form.
 
-    The caller must not raise that class or trust the message.
+    The caller must neither raise this class nor trust the message.
     """
     failure = _read(meta) or Failure("?", "")
     return printable(failure.error, _MAX_NAME), printable(failure.message, _MAX_UNPROVED)
@@ -115,5 +115,5 @@ def _read(meta: bytes | memoryview) -> Failure | None:
 
 
 def raise_error(meta: bytes | memoryview) -> NoReturn:
-    """Raise :func:`error_of` the meta."""
+    """Raise the error that :func:`error_of` reads from the meta."""
     raise error_of(meta)

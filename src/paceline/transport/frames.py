@@ -6,8 +6,8 @@ A frame is a header of 40 bytes, ``meta`` (msgpack, for control) and ``body`` (r
     | magic | version | kind | flags | table | request | epoch | clock | sequence | meta_bytes | body_bytes |
 
 All fields are unsigned and little-endian. ``meta`` and ``body`` are each padded with zeros to a multiple of 8 bytes;
-the two lengths exclude the padding. Every part of a frame therefore begins 8-aligned, and arrays can be used in place.
-Kinds 0 to 15 belong to the transport (:class:`FrameKind`); applications define the others.
+the two lengths exclude the padding. Therefore every part of a frame begins 8-aligned, and arrays can be used in place.
+Kinds 0 to 15 belong to the transport (:class:`FrameKind`); applications define the other kinds.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ PROTOCOL_VERSION: Final = 2
 FIRST_APPLICATION_KIND: Final = 16
 
 PADS: Final = tuple(bytes(size) for size in range(8))
-"""The padding of a part of a frame, by ``-size & 7``: parts begin at multiples of 8."""
+"""The padding after a part of a frame, by ``-size & 7``. Parts begin at multiples of 8."""
 
 
 class FrameKind(IntEnum):
-    """Frame kinds that the transport reserves."""
+    """Frame kinds reserved for the transport."""
 
     CHALLENGE = 1
-    """Server to client, first frame of a connection: prove that you hold the token."""
+    """Server to client, first frame of a connection: request for a proof that the client has the token."""
     HELLO = 2
     """Client to server: identity, proof, and a nonce for the server's proof."""
     WELCOME = 3
     """Server to client: identity and proof."""
     REFUSED = 4
-    """Server to client, last frame of a connection: the reason for closing it."""
+    """Server to client, last frame of a connection: the reason why the server closes it."""
     ERROR = 5
     """Server to client: the request with this number failed; the connection stays open."""
 
 
 class Header(NamedTuple):
-    """The header of a frame. A tuple, because it is the fastest class with named fields."""
+    """The header of a frame. It is a tuple, because this is the fastest class with named fields."""
 
     magic: int = MAGIC
     version: int = PROTOCOL_VERSION
@@ -71,22 +71,22 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Bounds on a peer's use of memory, checked from the header before any allocation."""
+    """Limits on a peer's use of memory, checked in the header before any allocation."""
 
     max_frame_bytes: int = 1 << 30
-    """The longest frame: header, meta, body and padding."""
+    """The largest frame: header, meta, body and padding."""
     max_handshake_bytes: int = 4096
-    """The longest frame of an unauthenticated peer."""
+    """The largest frame of an unauthenticated peer."""
     max_meta_bytes: int = 1 << 26
-    """The longest meta part."""
+    """The largest meta part."""
     max_backlog_bytes: int = 1 << 28
-    """Size of a client's unread replies above which the server stops reading its requests."""
+    """Size of a client's unread replies above which the server stops reading the client's requests."""
 
 
 def pack_header(kind: int, **fields: int) -> bytes:
-    """Return the 40 bytes of a header from fields of :class:`Header`; lengths exclude padding.
+    """Return the 40 bytes of a header with these fields of :class:`Header`; lengths exclude padding.
 
-    For frames sent in pieces, and malformed frames of tests; `frame_parts` makes whole frames.
+    Use this for frames sent in pieces, and for malformed frames in tests. `frame_parts` creates whole frames.
     """
     return HEADER.pack(*Header(kind=kind, **fields))
 
@@ -95,7 +95,7 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
     """Read a header. Raises ProtocolError for another magic, VersionError for another version."""
     if len(buffer) - offset < HEADER_BYTES:
         raise ProtocolError(
-            f"a frame's header has {HEADER_BYTES} bytes, got {len(buffer) - offset}; the connection is closed"
+            f"a frame's header has {HEADER_BYTES} bytes, got {len(buffer) - offset}. The connection is closed"
         )
     header: Header = tuple.__new__(Header, HEADER.unpack_from(buffer, offset))
     if header[0] != MAGIC or header[1] != PROTOCOL_VERSION:
@@ -104,15 +104,15 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
 
 
 def not_a_header(header: Header, first: bytes) -> ProtocolError | VersionError:
-    """Return the error for a header with a wrong magic or version; ``first`` are its first bytes."""
+    """Return the error for a header with a wrong magic or version; ``first`` are the first bytes."""
     if header.magic != MAGIC:
         return ProtocolError(
-            f"got bytes that are not a Paceline frame: they begin with {first!r}, a frame begins with "
-            f"{MAGIC.to_bytes(2, 'little')!r}; the connection is closed"
+            f"got bytes that are not a Paceline frame: they begin with {first!r}, but a frame begins with "
+            f"{MAGIC.to_bytes(2, 'little')!r}. The connection is closed"
         )
     return VersionError(
-        f"the peer has protocol version {header.version}, this process version {PROTOCOL_VERSION}; the "
-        "connection is closed: install the same version of paceline on both"
+        f"the peer has protocol version {header.version}, but this process has version {PROTOCOL_VERSION}. The "
+        "connection is closed. Install the same version of paceline on both"
     )
 
 
@@ -138,7 +138,7 @@ def size_of(buffer: Buffer) -> int:
 
 
 def body_parts(body: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
-    """Return a body, given whole or in parts, as its parts."""
+    """Return the parts of a body, which is given whole or in parts."""
     return (body,) if isinstance(body, (bytes, bytearray, memoryview, np.ndarray)) else body
 
 
@@ -156,7 +156,7 @@ def frame_parts(
 ) -> list[Buffer]:
     """Return a frame as a list of buffers with padding, without a copy.
 
-    ``body`` is one buffer or a sequence of buffers, which are sent without gaps.
+    ``body`` is one buffer or a sequence of buffers, which are sent one after another.
     """
     parts = body_parts(body)
     meta_bytes, body_bytes = size_of(meta), 0

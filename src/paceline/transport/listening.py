@@ -34,7 +34,7 @@ _logger = logging.getLogger("paceline.transport")
 
 @dataclass(eq=False, slots=True)
 class Service:
-    """State that all connections of a listener share."""
+    """State shared by all connections of a listener."""
 
     handler: Handler
     token: str
@@ -54,10 +54,10 @@ class Service:
 
 
 class AcceptedConnection(Connection):
-    """The server's end. Exceptions of the handler are sent back as ERROR frames."""
+    """The server's end of a connection. Exceptions of the handler are sent back as ERROR frames."""
 
     def __init__(self, service: Service, accepted: socket.socket | None = None) -> None:
-        """``accepted``: the socket, if it is in the service's unauthenticated connections."""
+        """``accepted``: the socket, if it counts among the service's unauthenticated connections."""
         super().__init__(service.handler, service.limits, service.pool)
         self._service = service
         self._socket = accepted
@@ -79,7 +79,7 @@ class AcceptedConnection(Connection):
     # calls of the receiver
 
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Reply with an ERROR frame. Before the end of the handshake, close the connection."""
+        """Reply with an ERROR frame; before the end of the handshake, close the connection."""
         if self._peer is None:
             self.stream_failed(error)
             return
@@ -90,7 +90,7 @@ class AcceptedConnection(Connection):
         self._peer.send_error(header, error)
 
     def stream_failed(self, error: Exception) -> None:
-        """Send the reason and close."""
+        """Send the reason and close the connection."""
         self._complain(error)
         self._failure = error
         self.stop_receiving()
@@ -111,7 +111,7 @@ class AcceptedConnection(Connection):
 
     def _hello_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind != FrameKind.HELLO:
-            raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
+            raise ProtocolError(f"got a frame of kind {header.kind} before the handshake. The connection is closed")
         service, handshake = self._service, self._handshake
         handshake.receive_hello(meta)
         self._cancel_timer()
@@ -120,7 +120,7 @@ class AcceptedConnection(Connection):
         self._send_meta(FrameKind.WELCOME, handshake.welcome(binding))
         try:
             hello = handshake.identify()
-        except PacelineError as error:  # WELCOME lets the client find the reason
+        except PacelineError as error:  # WELCOME carries the reason to the client
             self._complain(error)
             self.close()
             return
@@ -149,7 +149,7 @@ def _peer_address(transport: asyncio.Transport) -> str:
 
 _LINGER_S = 1.0
 _MAX_ACCEPTS = 64
-"""Connections accepted before other tasks of the loop run."""
+"""Number of connections to accept before other tasks of the loop run."""
 _RETRY_S = 0.05
 
 
@@ -165,7 +165,7 @@ class SocketListener(Listener):
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: set[socket.socket] = set()
-        """Accepted sockets that have no transport yet."""
+        """Accepted sockets without a transport so far."""
 
     @classmethod
     def start(
@@ -199,7 +199,7 @@ class SocketListener(Listener):
             connection.close()
         deadline = asyncio.get_running_loop().time() + _LINGER_S
         while connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.001)  # lets the loop send the backlog
+            await asyncio.sleep(0.001)  # let the loop send the backlog
         for connection in list(connections):
             connection.transport.abort()
         while connections:
@@ -221,16 +221,16 @@ class SocketListener(Listener):
                 except BlockingIOError:
                     await _wait_readable(listening)
                 except ConnectionError:
-                    continue  # already closed
+                    continue  # the connection is already closed
                 except OSError as error:
                     if not is_full:
                         _logger.warning("cannot accept a connection at %s: %s", self.endpoint, error)
                     is_full = True
-                    await asyncio.sleep(_RETRY_S)  # probably no descriptors are left; some may be closed soon
+                    await asyncio.sleep(_RETRY_S)  # probably all descriptors are in use; some may be closed soon
                 else:
                     is_full = False
                     if self._start_connection(connected, peer_address):
-                        break  # the dropped connection holds a descriptor until the loop runs
+                        break  # the dropped connection keeps its descriptor until the loop runs
             await asyncio.sleep(0)
 
     def _start_connection(self, connected: socket.socket, peer_address: Any) -> bool:
@@ -242,9 +242,9 @@ class SocketListener(Listener):
         host = peer_address[0] if isinstance(peer_address, tuple) else ""
         dropped = self._service.unauthenticated.add(connected, host)
         if dropped is not None:
-            _logger.debug("too many unauthenticated connections; the oldest is dropped")
+            _logger.debug("too many unauthenticated connections, so the oldest is dropped")
             with contextlib.suppress(OSError):
-                dropped.shutdown(socket.SHUT_RDWR)  # its transport detects the end and closes it
+                dropped.shutdown(socket.SHUT_RDWR)  # the transport detects the end and closes the socket
         connected.setblocking(False)
         self._starting.add(connected)
         self._run(self._start_asyncio(connected))

@@ -27,10 +27,10 @@ _logger = logging.getLogger("paceline.transport")
 
 
 class OpenedConnection(Connection):
-    """The client's end, in an event loop.
+    """The client's end of a connection, in an event loop.
 
-    The handler's first call comes after :meth:`wait_authenticated` has returned the peer. Earlier frames of the server
-    are queued; an earlier loss of the connection is raised by that call.
+    The first call of the handler comes after :meth:`wait_authenticated` has returned the peer. Frames that arrive
+    earlier are queued. If the connection is lost earlier, :meth:`wait_authenticated` raises the error.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class OpenedConnection(Connection):
         always_sealed: bool = False,
     ) -> None:
         """``call_soon`` calls a function later in the same thread. ``lost_early`` is the error for a connection that
-        closes before its first frame, if the transport knows the cause. ``always_sealed``: seal frames even on
-        connections without a possible intermediary.
+        closes before its first frame, if the transport knows the cause. With ``always_sealed``, frames are sealed even
+        on connections without a possible intermediary.
         """
         super().__init__(handler, limits, pool)
         self._handshake = handshake
@@ -55,9 +55,9 @@ class OpenedConnection(Connection):
         self._lost_early = lost_early
         self._always_sealed = always_sealed
         self._authenticated: asyncio.Future[TransportPeer] = asyncio.get_running_loop().create_future()
-        # Marks the exception as retrieved, because the waiting caller may be cancelled.
+        # Mark the exception as retrieved, because the waiting caller may be cancelled.
         self._authenticated.add_done_callback(lambda future: None if future.cancelled() else future.exception())
-        self._is_known = False  # to the caller of wait_greeted
+        self._is_known = False  # whether wait_authenticated() has returned the peer
         self._early: list[Frame] = []
 
     async def wait_authenticated(self, timeout_s: float) -> TransportPeer:
@@ -98,7 +98,7 @@ class OpenedConnection(Connection):
         super().connection_lost(exc)
 
     def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
-        """Notify the handler, or the waiting caller if the peer has not been returned."""
+        """Notify the handler, or the waiting caller if it does not have the peer yet."""
         if self._is_known:
             super()._peer_lost(peer, reason)
         else:
@@ -107,7 +107,7 @@ class OpenedConnection(Connection):
     # calls of the receiver
 
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Close the connection: the peer expects no reply to this frame, so its failure would be lost."""
+        """Close the connection, because the peer expects no reply to this frame and its failure would be lost."""
         peer = self._peer
         if peer is None:
             self._fail(error)
@@ -115,7 +115,7 @@ class OpenedConnection(Connection):
             return
         expected = isinstance(error, PacelineError)
         _logger.error(
-            "the handler failed on a frame of kind %d from %s, the connection is closed: %s",
+            "the handler failed on a frame of kind %d from %s, so the connection is closed: %s",
             header.kind,
             self._address,
             error,
@@ -134,7 +134,7 @@ class OpenedConnection(Connection):
         server = f"the server at {self._address}"
         if isinstance(error, VersionError):
             if self._handshake.expected_kind is FrameKind.CHALLENGE:
-                self._send_meta(FrameKind.HELLO, b"")  # its header sends this process's version
+                self._send_meta(FrameKind.HELLO, b"")  # the header contains this process's version
             self._fail(VersionError(f"{server} is incompatible: {error}"))
         else:
             self._fail(ProtocolError(f"{server} is not a Paceline server: {error}"))
@@ -212,7 +212,7 @@ async def dial(address: Address, timeout_s: float) -> socket.socket:
     """Return a connected socket in non-blocking mode. Raises AddressError or DeadlineError."""
     try:
         result = await asyncio.wait_for(_try(address, timeout_s), timeout_s)
-    except asyncio.TimeoutError:  # from Python 3.11 on, the system's TimeoutError is also one
+    except asyncio.TimeoutError:  # since Python 3.11 this is also the system's TimeoutError
         raise cannot_reach(address, TimeoutError(), timeout_s) from None
     if isinstance(result, OSError):
         raise cannot_reach(address, result, timeout_s) from None
@@ -220,7 +220,7 @@ async def dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def _try(address: Address, timeout_s: float) -> socket.socket | OSError:
-    """Return the system's error instead of raising it: after a cancelled wait, asyncio would log it as unhandled."""
+    """Connect; return the system's error, because asyncio logs raised errors after a cancelled wait."""
     try:
         return await _dial(address, timeout_s)
     except OSError as error:
@@ -234,7 +234,7 @@ async def run_on(
     context: ssl.SSLContext | None,
     timeout_s: float,
 ) -> None:
-    """Run the connection on the socket, with TLS if there is a context. Raises as `wrap_tls`."""
+    """Run the connection on the socket, with TLS if there is a context. Raises the errors of `wrap_tls`."""
     loop = asyncio.get_running_loop()
     secure: dict[str, Any] = {}
     if context is not None:
@@ -249,7 +249,7 @@ async def run_on(
 
 
 async def _dial(address: Address, timeout_s: float) -> socket.socket:
-    """Try every address of the host with an equal share of the remaining time."""
+    """Try every address of the host, each with an equal share of the remaining time."""
     if address.scheme == "unix":
         return await _dial_unix(address)
     loop = asyncio.get_running_loop()
@@ -288,7 +288,7 @@ async def _dial_unix(address: Address) -> socket.socket:
             try:
                 connected.connect(address.unix_name)
             except BlockingIOError:
-                # The listener's queue is full. sock_connect would consider the socket connected.
+                # The listener's queue is full, but sock_connect would report the socket as connected.
                 await asyncio.sleep(_FULL_S)
             else:
                 check_user(connected, address)

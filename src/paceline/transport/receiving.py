@@ -1,8 +1,9 @@
-"""Receiving side of an event loop: bytes are received in place, frames are passed as views.
+"""Receive frames in an event loop: bytes are received in place, and frames are passed on as views.
 
 A buffer for small frames receives many pipelined frames in one system call. The rest of a larger frame is received in
-place into a large buffer; only its first part is copied. Both buffers come from a pool that all connections of an event
-loop share. An idle connection returns its buffers to the pool, and an unauthenticated one has only a small buffer.
+place into a large buffer, so only the first part is copied. Both kinds of buffers come from a pool shared by all
+connections of an event loop. An idle connection returns its buffers to the pool, and an unauthenticated connection has
+only a small buffer.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ Deliver = Callable[[Header, memoryview, memoryview], None]
 
 
 def allocate(size: int) -> memoryview:
-    """Return fresh memory, 8-aligned; the system provides its pages on the first write."""
+    """Return new memory, 8-aligned. The system provides its pages at the first write."""
     return view_of(np.empty(size, np.uint8))
 
 
 class BufferPool:
-    """Reusable buffers. Fresh pages would cost as much as the copy that fills them."""
+    """Reusable buffers, because new pages would cost as much as copying data into them."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
         self.free_buffers: list[memoryview] = []
-        """Buffers of ``BUFFER_BYTES`` bytes, the most recently used one last."""
+        """Buffers of ``BUFFER_BYTES`` bytes, the most recently used last."""
 
     @classmethod
     def of_running_loop(cls) -> BufferPool:
-        """Return the pool that the connections of this thread's event loop share."""
+        """Return the pool shared by all connections of this thread's event loop."""
         return _pools.setdefault(asyncio.get_running_loop(), cls())
 
     def give_buffer(self, buffer: memoryview) -> None:
-        """Return a buffer to the pool; drop it if its size differs or the pool is full."""
+        """Return a buffer to the pool; drop it if the size differs or the pool is full."""
         if len(buffer) == BUFFER_BYTES and len(self.free_buffers) < _NUM_BUFFERS_KEPT:
             self.free_buffers.append(buffer)
 
@@ -81,7 +82,7 @@ _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, BufferPool] = WeakKeyDictio
 
 
 class _LargeFrame(NamedTuple):
-    """A frame that is received in place, and its memory, which may be larger."""
+    """A frame received in place, and its memory, which may be larger than the frame."""
 
     memory: memoryview
     header: Header
@@ -89,11 +90,11 @@ class _LargeFrame(NamedTuple):
 
 
 class _TagCheck:
-    """Checks the tags of received frames; hashes a frame while its remaining bytes are in flight."""
+    """Checks the tags of received frames. Hashes a frame while its remaining bytes are in flight."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
-        self._hashed = 0  # hashed bytes of the current frame
+        self._hashed = 0  # number of hashed bytes of the current frame
 
     def hash(self, received: memoryview, frame_bytes: int) -> None:
         """Hash the received part of a frame."""
@@ -103,7 +104,7 @@ class _TagCheck:
             self._hashed = stop
 
     def passes(self, frame: memoryview) -> bool:
-        """Return whether the tag of a whole frame is right."""
+        """Return whether the tag of a complete frame is correct."""
         self._seal.update(frame[self._hashed : -TAG_BYTES])
         self._hashed = 0
         return self._seal.matches(frame[-TAG_BYTES:])
@@ -120,12 +121,12 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._max_frame_bytes = limits.max_handshake_bytes
         self._first_kind = 0
         self._check: _TagCheck | None = None
-        self._tag_bytes = 0  # after every frame
+        self._tag_bytes = 0  # size of the tag after every frame
         self._pool = pool
         self._is_authenticated = False
-        self._buffer: memoryview | None = None  # while it holds bytes
-        self._start = 0  # the first byte of the first frame that is not yet delivered
-        self._end = 0  # after the last received byte
+        self._buffer: memoryview | None = None  # None while there are no bytes
+        self._start = 0  # first byte of the first undelivered frame
+        self._end = 0  # position after the last received byte
         self._large: _LargeFrame | None = None
         self._stopped = False
 
@@ -142,7 +143,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
     ) -> None:
         """Accept application frames instead of handshake frames.
 
-        Kinds below ``first_kind`` are rejected. With a seal, frames without a valid tag are rejected.
+        Rejects kinds below ``first_kind``; with a seal, also rejects frames without a valid tag.
         """
         self._check = None if seal is None else _TagCheck(seal)
         self._tag_bytes = 0 if seal is None else TAG_BYTES
@@ -153,14 +154,14 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
 
     @property
     def is_within_frame(self) -> bool:
-        """Return whether a frame has been received only in part."""
+        """Return whether only part of a frame has been received."""
         return self._end > self._start
 
     def stop_receiving(self) -> None:
-        """Ignore all received and later bytes, and free their memory."""
+        """Ignore all bytes received so far and later, and free their memory."""
         self._stopped = True
         self.deliver = self._ignore
-        self._buffer = None  # not returned to the pool: the caller may still use a frame in it
+        self._buffer = None  # not returned to the pool, because the caller may still use a frame in it
         if self._large is not None:
             self._pool.give(self._large.memory)
             self._large = None
@@ -218,7 +219,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 return
             self.frames_received += 1
             meta_at = start + HEADER_BYTES
-            # Advance before the call: the frame counts as delivered even if `deliver` raises or closes.
+            # Advance before the call, so that the frame counts as delivered even if `deliver` raises or closes.
             self._start = start = stop
             try:
                 self.deliver(
@@ -228,7 +229,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 )
             except Exception as error:
                 self.frame_failed(header, error)
-            if self._stopped:  # by the delivered frame
+            if self._stopped:  # while handling the delivered frame
                 return  # type: ignore[unreachable]
         if self._check is not None and stop > end:
             self._check.hash(buffer[start:end], stop - start)
@@ -240,7 +241,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             self._make_room(buffer, stop - start)
 
     def _make_room(self, buffer: memoryview, frame_bytes: int) -> None:
-        """Provide space for the remaining bytes of a partly received frame."""
+        """Provide space for the remaining bytes of an incomplete frame."""
         start, end = self._start, self._end
         have = end - start
         if have >= HEADER_BYTES and frame_bytes > len(buffer):
@@ -274,15 +275,15 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
 
     def _too_long(self, header: Header, size: int) -> ProtocolError:
         return ProtocolError(
-            f"got a frame of kind {header.kind} that claims {size} bytes, {header.meta_bytes} in its meta; at most "
-            f"{self._max_frame_bytes} ({self._max_meta_bytes}) are allowed here; the "
+            f"got a frame of kind {header.kind} that claims {size} bytes, {header.meta_bytes} in its meta. At most "
+            f"{self._max_frame_bytes} ({self._max_meta_bytes}) are allowed here. The "
             "connection is closed"
         )
 
     def _not_allowed(self, header: Header) -> ProtocolError:
         return ProtocolError(
-            f"got a frame of kind {header.kind} after the handshake, kinds below {FIRST_APPLICATION_KIND} "
-            "are the transport's own; the connection is closed"
+            f"got a frame of kind {header.kind} after the handshake, but kinds below {FIRST_APPLICATION_KIND} "
+            "are the transport's own. The connection is closed"
         )
 
     def _ignore(self, header: Header, meta: memoryview, body: memoryview) -> None:

@@ -1,7 +1,7 @@
-"""Sending side of an event loop: never blocks and never copies large frames.
+"""Send frames from an event loop, without blocking and without copying large frames.
 
-asyncio before 3.12 copies the bytes that the socket does not accept immediately. Large frames are therefore queued here
-as views and written in chunks, each after the previous one was sent: asyncio copies at most one chunk.
+asyncio before 3.12 copies the bytes that the socket does not accept immediately. Therefore large frames are queued as
+views and written in chunks, each after the previous chunk was sent. asyncio then copies at most one chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal
 
 CHUNK_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 16
-_END = memoryview(b"")  # stands for the tag of a queued frame
+_END = memoryview(b"")  # placeholder for the tag of a queued frame
 
 
 class _Reading:
@@ -37,7 +37,7 @@ class _Reading:
         self._max_backlog_bytes = max_backlog_bytes
 
     def update(self, waiting_bytes: int) -> None:
-        """Pause or resume reading; it resumes when half of the backlog is sent."""
+        """Pause or resume reading. Reading resumes when half of the backlog is sent."""
         is_full = waiting_bytes > (self._max_backlog_bytes if self.is_on else self._max_backlog_bytes // 2)
         is_on = not self.is_paused and not is_full
         if is_on != self.is_on and not self._transport.is_closing():
@@ -62,8 +62,8 @@ class TransportPeer(Peer):
         is_opened: bool = False,
         seal: Seal | None = None,
     ) -> None:
-        """``seal`` makes the tags of all sent frames. ``is_opened``: this end opened the connection. Then a backlog
-        does not pause reading, because two paused ends would wait for each other.
+        """``seal`` creates the tags of all sent frames. ``is_opened``: whether this end opened the connection. Then a
+        backlog does not pause reading, because two paused ends would wait for each other.
         """
         self.hello = hello
         self.address = address
@@ -96,21 +96,21 @@ class TransportPeer(Peer):
             self._enqueue_parts(parts, size)
 
     def _send_sealed(self, seal: Seal, parts: Sequence[Buffer], size: int) -> None:
-        """Send a frame and its tag. Queued parts are hashed when they are written and must not change before."""
+        """Send a frame and its tag. Queued parts are hashed when they are written, and must not change before."""
         self._bytes_sent += TAG_BYTES
         if self._is_paused or size > _JOINED_BYTES:
             self._enqueue_parts(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            frame = join(parts)  # first: if the join fails, the seal is unchanged
+            frame = join(parts)  # first, so that the seal does not change if the join fails
             self._write(join((frame, seal.tag((frame,)))))
 
     @override
     def send_error(self, request: Header, error: Exception) -> None:
         if self._is_opened:
             raise UsageError(
-                "send_error() on a connection that this process opened: only the accepting end reports errors; "
-                "send a frame of your own kind"
+                "send_error() on a connection that this process opened: only the accepting end reports errors. "
+                "Send a frame of your own kind"
             )
         self.send(
             *frame_parts(
@@ -174,7 +174,7 @@ class TransportPeer(Peer):
         self._waiting_bytes = 0
 
     def _enqueue_parts(self, parts: Sequence[Buffer], size: int) -> None:
-        """Send as much as the socket accepts and queue the rest. A small frame is copied: its parts may be reused."""
+        """Send as much as the socket accepts; queue the rest. Small frames are copied: parts may be reused."""
         for part in parts if len(parts) == 1 or size > _JOINED_BYTES else (join(parts),):
             if size_of(part):
                 self._enqueue(view_of(part))

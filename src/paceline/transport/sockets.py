@@ -38,8 +38,8 @@ class SocketTransport(Transport):
         always_sealed: bool = False,
     ) -> None:
         """``send_timeout_s``: a client's timeout for a server that does not read. ``always_sealed``: tag the frames of
-        connections opened here even without a possible intermediary. The files of ``tls`` are read here and by
-        :meth:`serve`, not per connection. Raises UsageError if they are unusable.
+        connections opened here, even if an intermediary is impossible. The constructor and :meth:`serve` read the files
+        of ``tls``; connections do not. Raises UsageError if the files are unusable.
         """
         self._token = check_token(token)
         self._tls = tls
@@ -51,7 +51,7 @@ class SocketTransport(Transport):
 
     @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """Connect. For an endpoint on this host, the Unix socket is preferred."""
+        """Connect. If the endpoint is on this host, the Unix socket is preferred."""
         first, *fallbacks = self._addresses(target)
         try:
             return self._connect(first, _listener_id(target), hello, timeout_s)
@@ -86,7 +86,7 @@ class SocketTransport(Transport):
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """Open a peer; the Unix socket is chosen as in :meth:`connect`."""
+        """Open a peer, with the same choice of socket as :meth:`connect`."""
         first, *fallbacks = self._addresses(target)
         try:
             return await self._open(handler, first, _listener_id(target), hello, timeout_s)

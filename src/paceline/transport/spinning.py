@@ -1,9 +1,10 @@
-"""Short busy polling before sleeping.
+"""Poll briefly before sleeping.
 
-Waking a process on an idle core takes 20 µs or more (a virtual core has to be started again). That is longer than most
-requests take, so a wait begins with a few microseconds of polling. If polling finds nothing (the reply takes longer, or
-needs this core), it becomes rare: each miss doubles the number of waits without polling. If slightly longer polling
-would have found the reply (for a push that is forwarded to a replica), the next polls are longer, until the first miss.
+Waking a process on an idle core takes 20 µs or more, because a virtual core has to be started again. Most requests take
+less time, so a wait begins with a few microseconds of polling. If polling finds nothing (because the reply takes
+longer, or needs this core), polling becomes rare: each miss doubles the number of waits without polling. If slightly
+longer polling would have found the reply, as for a push that is forwarded to a replica, the next polls are longer until
+the first miss.
 
 Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs without
 polling, 20 if the client polls, 8 if both poll. A push of one key to a server with a replica (three processes on two
@@ -29,11 +30,11 @@ _T = TypeVar("_T")
 SPIN_S = 50e-6
 _LONG_SPIN_S = 200e-6
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
-_MAX_MISSES = 6  # then 50 µs in every 64 waits
+_MAX_MISSES = 6  # then 50 µs of polling in every 64 waits
 
 
 class Spinner:
-    """Decides for one waiter whether to poll, from its past waits."""
+    """Decides whether one waiting thread polls, according to its past waits."""
 
     def __init__(self) -> None:
         self._num_misses = 0
@@ -41,7 +42,7 @@ class Spinner:
         self._spin_s = SPIN_S
 
     def wait(self, ready: Callable[[Any], list[_T]], timeout: float | None) -> list[_T]:
-        """Poll ``ready(0)`` briefly; return its result, or else that of ``ready(timeout)``, which sleeps."""
+        """Poll ``ready(0)`` briefly; return its result or, if empty, ``ready(timeout)``, which sleeps."""
         if self._num_to_skip:
             self._num_to_skip -= 1
             return ready(timeout)
@@ -54,7 +55,7 @@ class Spinner:
         return found
 
     def poll(self, ready: Callable[[Any], list[_T]]) -> list[_T]:
-        """Poll ``ready(0)`` briefly; return its result, empty if the caller should sleep."""
+        """Poll ``ready(0)`` briefly; return its result, or an empty list if the caller should sleep."""
         if self._num_to_skip:
             self._num_to_skip -= 1
             return []
@@ -74,7 +75,7 @@ class Spinner:
 
 
 class SpinningSelector(selectors.DefaultSelector):
-    """The platform's selector, with polling before it sleeps."""
+    """The platform's selector, which polls before it sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,5 +90,5 @@ class SpinningSelector(selectors.DefaultSelector):
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a standard asyncio loop that polls before it sleeps; for processes that only serve."""
+    """Return a standard asyncio loop that polls before it sleeps. Use it in processes that only serve."""
     return asyncio.SelectorEventLoop(SpinningSelector())

@@ -1,7 +1,7 @@
-"""Authenticated sockets for connections that do not use frames afterwards.
+"""Authenticate sockets whose later bytes are not frames.
 
-Blocking threads at both ends do the usual handshake (see `authentication`). Neither end reads beyond the handshake:
-later bytes on the socket belong to the caller.
+Blocking threads at both ends do the usual handshake (see `authentication`). Neither end reads beyond the handshake,
+because later bytes on the socket belong to the caller.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def connect_stream(
     """Connect and authenticate; return the socket, in blocking mode, and the other end's Hello.
 
     ``listener`` is the id of the expected listener, if known. A ``context`` enables TLS. Unix sockets get large
-    buffers, TCP keeps the system's sizes. Raises as :meth:`Transport.connect`.
+    buffers; TCP sockets keep the system's sizes. Raises the errors of :meth:`Transport.connect`.
     """
     connected = open_socket(address, timeout_s, enlarge=address.scheme == "unix")
     check_user(connected, address)
@@ -67,10 +67,10 @@ def welcome_stream(
 ) -> tuple[socket.socket, Hello]:
     """Do the server's half of the handshake on an accepted socket; return a socket and the client's Hello.
 
-    A ``context`` and its ``certificate`` (DER) enable TLS; the returned socket is then a different one.
+    A ``context`` and its ``certificate`` (DER) enable TLS; the returned socket then differs from the accepted one.
 
     ``expect`` is called with the Hello before WELCOME is sent, and may raise a PacelineError. If the handshake fails,
-    the client receives the reason, the socket is closed and the error raised. ``timeout_s`` bounds each wait.
+    the client receives the reason, the socket is closed and the error is raised. ``timeout_s`` limits each wait.
     """
     name = connected.getpeername() if connected.family != getattr(socket, "AF_UNIX", None) else ()
     address = Address("tcp", name[0], name[1]) if name else Address("unix", path="/")
@@ -94,7 +94,7 @@ def welcome_stream(
 
 
 def _accept_tls(connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float) -> ssl.SSLSocket:
-    """Return the server's end of TLS on a duplicate descriptor, so that the original socket can still close it."""
+    """Return the server's end of TLS on a duplicate descriptor, so that the original socket can still be closed."""
     own = connected.dup()
     own.settimeout(timeout_s)
     try:
@@ -114,17 +114,17 @@ def _welcome(
     channel.send(*frame_parts(FrameKind.CHALLENGE, meta=handshake.challenge()))
     header = channel.next_header(timeout_s)
     if header.kind != FrameKind.HELLO:
-        raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
+        raise ProtocolError(f"got a frame of kind {header.kind} before the handshake. The connection is closed")
     handshake.receive_hello(channel.receive_meta())
     welcome = handshake.welcome(binding)
     if handshake.is_relayed:
         raise AuthenticationError(
-            f"the connection from {channel.address} is relayed: its two ends see different connections"
+            f"the connection from {channel.address} is relayed, because its two ends have different connections"
         )
     try:
         client_hello = handshake.identify()
     except PacelineError:
-        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # carries the reason
+        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # contains the reason
         raise
     if expect is not None:
         expect(client_hello)
@@ -136,4 +136,4 @@ def _refuse(channel: StreamChannel, error: PacelineError) -> None:
     try:
         channel.send(*frame_parts(FrameKind.REFUSED, meta=error_meta(error)))
     except PacelineError:
-        pass  # already closed
+        pass  # the connection is already closed

@@ -1,7 +1,7 @@
 """Unix sockets for peers of the same user on one host: bind, remove, check the user.
 
-A socket in Linux's abstract namespace has no permissions: every process in the same network namespace can connect.
-Both ends therefore get the other end's user from the kernel before they read a byte. Peers of another user need TCP.
+A socket in Linux's abstract namespace has no permissions, so every process in the same network namespace can connect.
+Therefore both ends get the other end's user from the kernel before they read a byte. Peers of another user need TCP.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def has_unix_sockets() -> bool:
 def bind_unix() -> tuple[socket.socket, Address]:
     """Return a listening Unix socket and its address.
 
-    On Linux the address is an abstract name, so that a killed process leaves no file. On other systems the socket is in
-    a fresh directory that only this user can enter.
+    On Linux the address is an abstract name, so a killed process leaves no file. On other systems the socket is in a
+    new directory that only this user can enter.
     """
     if sys.platform == "linux":
         address = Address("unix", path=f"@paceline-{os.getpid()}-{secrets.token_hex(8)}")
@@ -56,7 +56,7 @@ def bind_unix() -> tuple[socket.socket, Address]:
 
 
 def remove_unix(address: Address) -> None:
-    """Remove the socket of :func:`bind_unix` and its directory, if it has one."""
+    """Remove the socket created by :func:`bind_unix`, and its directory if there is one."""
     if not address.is_abstract:
         shutil.rmtree(os.path.dirname(address.path), ignore_errors=True)
 
@@ -64,7 +64,7 @@ def remove_unix(address: Address) -> None:
 def is_other_user(connected: socket.socket | Any) -> bool:
     """Return whether the other end of a connected Unix socket belongs to another user.
 
-    Linux and macOS report that user. On other systems the permissions of :func:`bind_unix`'s directory protect the
+    Linux and macOS report this user. On other systems the permissions of :func:`bind_unix`'s directory protect the
     socket.
     """
     if connected.family != getattr(socket, "AF_UNIX", None):
@@ -82,7 +82,7 @@ def is_other_user(connected: socket.socket | Any) -> bool:
 
 
 def check_user(connected: socket.socket, address: Address) -> None:
-    """Close a connection to a process of another user and raise AddressError."""
+    """If a connection leads to another user's process, close it and raise AddressError."""
     if is_other_user(connected):
         connected.close()
-        raise AddressError(f"cannot use {address}: its listener belongs to another user; connect with TCP")
+        raise AddressError(f"cannot use {address}: its listener belongs to another user. Connect with TCP")

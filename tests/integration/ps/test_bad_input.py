@@ -227,9 +227,9 @@ def test_the_server_looks_too(bad: float, consistency: Sequential | None) -> Non
         channel = cluster.raw()
         call(channel, messages.JoinClock(rank=7, clock=0))
         grads = floats(1, 1, bad, 1)
-        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' holds {bad}; it was rejected"):
+        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' holds {bad}"):
             ask(channel, PUSH, table=table.number, sequence=1, body=(KEYS, grads))
-        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'd' holds {bad}; it was rejected"):
+        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'd' holds {bad}"):
             ask(channel, PUSH_PULL, flags=RANGE, table=dense.number, sequence=2, body=(keys_of(0, 4), grads))
         call(channel, messages.Retire())
         channel.close()
@@ -240,7 +240,7 @@ def test_the_server_looks_too(bad: float, consistency: Sequential | None) -> Non
 
 def malformed(sparse: int, dense: int) -> list[tuple[int, dict[str, Any], type[PacelineError], str]]:
     return [
-        (PUSH, {"table": 99, "body": (KEYS, ONES)}, UsageError, "server 0 has no table number 99: declare it first"),
+        (PUSH, {"table": 99, "body": (KEYS, ONES)}, UsageError, "server 0 has no table number 99"),
         (PULL, {"table": 99, "body": KEYS}, UsageError, "no table number 99"),
         (PULL, {"table": sparse, "body": bytes(9)}, ProtocolError, "keys of 8 bytes each, got 9"),
         (PUSH, {"table": sparse, "body": bytes(13)}, ProtocolError, r"table 'w' \(sparse\(.* 13 bytes"),

@@ -234,7 +234,7 @@ def test_every_strategy_loads_checkpoints_of_all_other_strategies(tmp_path: Path
     failures = [reports[rank][1] for rank in range(SIZE)]
     assert [len(said) for said in failures] == [3, 3], failures
     for said, (first, second) in zip(
-        ["nothing holds no model", "taken 0: it holds other files", "cannot save extra['thing'], of type object"],
+        ["nothing holds no model", "taken 0: it contains other files", "cannot save extra['thing'], of type object"],
         [(failures[0][number], failures[1][number]) for number in range(3)],
         strict=True,
     ):

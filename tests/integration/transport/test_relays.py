@@ -166,7 +166,7 @@ def test_a_proof_is_good_for_the_listener_that_it_was_meant_for(transport: Socke
         led_astray = msgspec.structs.replace(wanted.endpoint, tcp=between.address, unix=None)
         with pytest.raises(AddressError, match="another process listens there now"):
             transport.connect(led_astray, WORKER)
-        with pytest.raises(AddressError, match="a server listens there, a scheduler was expected"):
+        with pytest.raises(AddressError, match="a server listens there, but a scheduler was expected"):
             transport.connect(between.address, Hello(role="worker", to="scheduler"))
         assert not handler.peers
 

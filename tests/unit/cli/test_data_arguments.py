@@ -49,7 +49,7 @@ def test_standard_input_is_a_file(
         monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
         cli.main()
         said = capsys.readouterr()
-        assert f"paceline: standard input, {len(data):,} bytes, is kept in {tmp_path}" in said.err
+        assert f"paceline: standard input, {len(data):,} bytes, is stored in {tmp_path}" in said.err
         found = json.loads(said.out)
         assert found.get("format", "libsvm") == "libsvm"
         assert found.get("examples", 200) == 200
@@ -60,7 +60,7 @@ def test_standard_input_is_a_file(
     ("arguments", "text", "status", "said"),
     [
         (["-"], b"", 1, "standard input is empty"),
-        (["-", "-"], TEXT, 2, "'-' is named twice"),
+        (["-", "-"], TEXT, 2, "'-' is given twice"),
         (["-", "--no-such-option"], TEXT, 2, "unknown option"),
         (["-", "--format", "none"], TEXT, 2, "none"),
     ],

@@ -70,7 +70,7 @@ def test_arrays_are_examples(tmp_path: Path, write: Any) -> None:
 
 def test_labels_may_be_missing_for_predictions(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X)
-    with pytest.raises(DataError, match=r"has no labels: expected y in it, or .*x\.y\.npy"):
+    with pytest.raises(DataError, match=r"has no labels: expected y in this file, or .*x\.y\.npy"):
         read(tmp_path / "x.npy")
     assert np.isnan(read(tmp_path / "x.npy", needs_labels=False).labels).all()
 

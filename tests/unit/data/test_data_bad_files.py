@@ -118,7 +118,7 @@ def test_another_format_than_said(tmp_path: Path) -> None:
     for count in (1, 20):
         text = failure(write(tmp_path / "x", CRITEO * count), "libsvm")
         assert text.startswith("X does not look like libsvm: its first line is '1\\t5\\t5")
-        assert text.endswith("'; it looks like criteo: pass --format criteo")
+        assert text.endswith("'. It looks like criteo. Pass --format criteo")
     text = failure(write(tmp_path / "y.gz", b"once upon a time\n" * 20), "criteo").replace("y.gz", "")
     assert text == "X does not look like criteo: its first line is 'once upon a time'"
     mostly_bad = write(tmp_path / "z", LIBSVM + b"once upon a time\n" * 20)
@@ -159,7 +159,7 @@ def test_zstd_files(tmp_path: Path) -> None:
         with open_dataset(path, "libsvm") as dataset, pytest.raises(DataError, match=told):
             list(dataset.batches(1000))
     path.write_bytes(text)
-    assert failure(path).endswith("ends in .zst but is not a zstd file: decompress or rename it")
+    assert failure(path).endswith("ends in .zst but is not a zstd file. Rename it")
 
 
 def test_zstd_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_gzip_files_that_are_damaged(tmp_path: Path) -> None:
     assert say(whole[:60_000]) == expected
     assert say(whole[:-3]).startswith("X is truncated")
     assert say(whole[:1]).startswith("X is truncated")
-    assert say(LIBSVM) == "X ends in .gz but is not a gzip file: decompress or rename it"
+    assert say(LIBSVM) == "X ends in .gz but is not a gzip file. Rename it"
     assert say(whole[:50_000] + b"\xff" * 99 + whole[50_099:]).startswith("X is damaged: decompression fails")
     assert say(whole[:-8] + b"\0" * 4 + whole[-4:]).startswith("X is damaged: decompression fails")
     assert say(whole + b"more") == "X is damaged: other bytes follow its gzip stream"

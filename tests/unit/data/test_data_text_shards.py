@@ -214,7 +214,7 @@ def test_line_number(tmp_path: Path) -> None:
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.svm", numbered(3))
-    with pytest.raises(UsageError, match=r"'tsv' is unknown: choose one of criteo, libsvm"):
+    with pytest.raises(UsageError, match=r"'tsv' is unknown. Choose one of criteo, libsvm"):
         open_dataset(path, "tsv")
     with pytest.raises(UsageError, match="no data file is given"):
         open_dataset([])

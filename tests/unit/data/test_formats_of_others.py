@@ -339,8 +339,8 @@ def test_given_columns_are_taken_and_the_others_are_guessed(tmp_path: Path) -> N
     assert only is not None
     assert only.names == ["click", "age", "note"]
     for options, expected in (
-        ({"categorical": ("age",), "numeric": ("1",)}, "--numeric 1: --categorical names that column too"),
-        ({"text": ("click",)}, "--text click: that column is the label"),
+        ({"categorical": ("age",), "numeric": ("1",)}, "--numeric 1: --categorical names this column too"),
+        ({"text": ("click",)}, "--text click: this column is the label"),
         ({"ignore": ("nobody",)}, "has no column 'nobody'"),
     ):
         with pytest.raises(UsageError, match=expected):

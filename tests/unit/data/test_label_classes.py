@@ -86,7 +86,7 @@ def test_description_of_word_labels(tmp_path: Path) -> None:
     )
     assert describe_data([path], reading=ReadOptions(label="class"), positive="benign")["positive"] == "benign"
     with pytest.raises(
-        PacelineError, match=r"--positive won: no sampled row has this label: the labels are benign and malignant"
+        PacelineError, match=r"--positive won: no sampled row has this label. The labels are benign and malignant"
     ):
         describe_data([path], reading=ReadOptions(label="class"), positive="won")
     write_rows(Path(path), "csv", [*_ROWS, ("unknown", 1.0)])

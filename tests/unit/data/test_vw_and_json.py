@@ -379,10 +379,10 @@ def test_mismatches_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text('{"a": 1}\n' * 5)
     with pytest.raises(
-        UsageError, match=r"no field named label, click, clicked, target, y in the sampled rows: its fields are a"
+        UsageError, match=r"no field named label, click, clicked, target, y in the sampled rows. Its fields are a"
     ):
         open_dataset(path)
-    with pytest.raises(UsageError, match="leave --numeric out"):
+    with pytest.raises(UsageError, match="Leave --numeric out"):
         open_dataset(path, "jsonl", Columns("a", numeric=("b",)))
     path.write_text('[{"a": 1}]\n')
     with pytest.raises(DataError, match="looks like a JSON array"):

@@ -162,7 +162,7 @@ def test_no_more_memory_is_taken_than_allowed() -> None:
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        ([Compress(), Quantize(8)], "expected each once, .* rows, of keys"),
+        ([Compress(), Quantize(8)], "expected each filter once, .* rows, keys"),
         ([Quantize(8), KeyCaching()], "expected each once"),
         ([Compress(), Compress(2)], "expected each once"),
         ([Float16(), Quantize(8)], "float16 and quantize do the same"),

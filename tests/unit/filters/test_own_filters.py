@@ -94,7 +94,7 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         ),
         (
             "import paceline.filters as f\nclass A(f.ByteFilter):\n    name = 'quantize'",
-            "filter 'quantize' already exists as paceline.filters.quantize.Quantize: give this one another",
+            "filter 'quantize' already exists as paceline.filters.quantize.Quantize. Give this filter another",
         ),
     ],
 )

@@ -79,7 +79,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_there_is_no_network(tmp_path: Path) -> None:
     save_model(tmp_path / "lr", [], {"kind": "lr", "finished": True, "format": "csv", "columns": None})
-    with pytest.raises(UsageError, match="of kind 'lr', without a network for onnx"):
+    with pytest.raises(UsageError, match="of kind 'lr', which has no network"):
         export_model(tmp_path / "lr", tmp_path / "x.onnx")
     with pytest.raises(ModelError, match="nothing holds no model"):
         export_model(tmp_path / "nothing", tmp_path / "x.onnx")

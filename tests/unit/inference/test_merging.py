@@ -80,7 +80,7 @@ def test_models_without_a_mean_are_rejected(tmp_path: Path) -> None:
     one, other = trained(tmp_path / "one", 1, lr), trained(tmp_path / "other", 2, {**lr, "format": "vw"})
     with pytest.raises(UsageError, match=r"one and .*other differ in format, libsvm and vw"):
         merge_models([one, other], tmp_path / "all")
-    with pytest.raises(UsageError, match="is of kind 'fm': only lr, regression, poisson, softmax have a mean"):
+    with pytest.raises(UsageError, match="is of kind 'fm': only lr, regression, poisson, softmax"):
         merge_models([one, trained(tmp_path / "fm", 1, {"kind": "fm"})], tmp_path / "all")
     sgd = [trained(tmp_path / name, 1, lr, SGD(lr=0.1)) for name in "ab"]
     with pytest.raises(UsageError, match="was trained by SGD"):

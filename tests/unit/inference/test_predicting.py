@@ -95,7 +95,7 @@ class TestColumns:
             ({"age": [b"1", b"2", b"3", b"4"]}, "'age' is numeric, but binary here"),
             (
                 {"site": "news", "age": 2.0, "device": "phone"},
-                "X is a dict of single values: pass a row as a list of one",
+                "X is a dict of single values",
             ),
         ],
     )
@@ -185,20 +185,20 @@ class TestNumberedFeatures:
         [
             (
                 DENSE[0],
-                "shape (6,): expected two dimensions, examples by columns; a single example is X.reshape(1, -1)",
+                "shape (6,): expected two dimensions, examples by columns. For a single example pass X.reshape(1, -1)",
             ),
             (
                 DENSE[:, :5],
-                "0 to 4, but the model has keys from 1 to 5: the keys start at 1",
+                "0 to 4, but the model has keys from 1 to 5. The keys start at 1",
             ),
             (DENSE[:, :3], "X has 3 columns, 0 to 2, but the model has keys from 1 to 5"),
             (DENSE.astype(str), "X has dtype <U32: expected numbers"),
             (np.where(DENSE == 1.25, 1e39, DENSE), "X has 1e+39 in row 1, column 2"),
             ([{1: np.nan, 2: 1.0}, {3: np.inf}], "X has inf in row 1, column 3"),
-            ({3: 1.0}, "X is a dict of single values: pass a row as a list of one dict"),
+            ({3: 1.0}, "X is a dict of single values"),
             ([[1, 2], [3]], "X is a list: expected an array of numbers"),
             (None, "X is None: expected an array"),
-            ({"a": [1]}, "trained on libsvm, which has numbered features: pass an array"),
+            ({"a": [1]}, "trained on libsvm, which has numbered features. Pass an array"),
             ([{"x": 1}], "row 0 has the key 'x': expected a whole number from 0 to 2^64 - 1"),
             ([{1: 1}, {-1: 1}], "row 1 has the key -1"),
             ([{1: "1"}], "row 0, key 1: the value is '1', expected a number"),

@@ -70,7 +70,7 @@ def test_a_quote_that_is_never_closed(tmp_path: Path) -> None:
         path.write_text("click,site,price\n" + "\n".join(lines) + "\n")
 
     write(300)
-    said = "the row at line 302 opens a quote that is never closed, and would have the next 599 lines too"
+    said = "the row at line 302 opens a quote that is never closed, so it would include 599 more lines"
     with pytest.raises(DataError, match=said):
         describe(path)
     with open_dataset(path, shard_bytes=2000) as dataset, pytest.raises(DataError, match=said):

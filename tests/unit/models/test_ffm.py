@@ -50,7 +50,7 @@ def test_rows_that_say_of_which_field_their_features_are() -> None:
         assert layout.fields_of(known).tolist() == ([1, 0, 1, 2, 0] if layout.is_open else [0])
     with pytest.raises(DataError, match="of a column that the model lacks"):
         RowLayout(categorical=("a", "b")).fields_of(batch)
-    with pytest.raises(DataError, match="convert the data again"):
+    with pytest.raises(DataError, match="Convert the data again"):
         RowLayout(categorical=("a", "b"), is_open=True).fields_of(Batch(batch.labels, batch.indptr, batch.keys))
 
 

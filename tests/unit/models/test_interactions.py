@@ -174,7 +174,7 @@ def test_fields_with_several_features(has_values: bool) -> None:
     assert set(of) == set(crossed.keys.tolist()) - set(keys.tolist())
     many = Batch(np.zeros(1, np.float32), np.array([0, 3000]), np.arange(3000, dtype=np.uint64), None, None)
     many.fields = np.full(3000, field_of("ad"), np.uint32)
-    with pytest.raises(DataError, match=r"makes 4,495,504,000 features of 1 rows: cross fewer fields"):
+    with pytest.raises(DataError, match=r"makes 4,495,504,000 features of 1 rows. Cross fewer fields"):
         interactions.apply(many)
 
 

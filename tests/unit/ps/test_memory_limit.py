@@ -121,7 +121,7 @@ def test_invalid_limits_are_rejected_in_a_sentence(tmp_path: Path) -> None:
     assert MemoryLimit.parse(None, None) is None
     with pytest.raises(UsageError, match="--memory-limit 8X: expected a positive number of bytes such as 512M"):
         MemoryLimit.parse("8X", None)
-    with pytest.raises(UsageError, match="pass --memory-limit too"):
+    with pytest.raises(UsageError, match="ass --memory-limit too"):
         MemoryLimit.parse(None, tmp_path)
     with pytest.raises(UsageError, match=rf"--spill-dir {tmp_path}/no: .*No such file or directory"):
         MemoryLimit.parse("8G", tmp_path / "no")

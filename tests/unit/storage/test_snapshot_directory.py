@@ -101,7 +101,7 @@ def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
             read_part(tmp_path, part, "the snapshot")
     for size in (0, 1, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(ModelError, match=rf"cut off .* {size} bytes, its manifest records {len(whole)}"):
+        with pytest.raises(ModelError, match=rf"truncated .* {size} bytes, but its manifest records {len(whole)}"):
             read_part(tmp_path, part, "the snapshot")
     path.unlink()
     with pytest.raises(ModelError, match=r"cannot read .*: No such file"):

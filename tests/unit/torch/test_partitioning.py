@@ -251,7 +251,7 @@ def test_a_planner_spreads_the_parameters(tmp_path: Path) -> None:
     assert [each.source for each in model.cut.transfers] == [-1, 0]
     model.save_svg(tmp_path / "cut.svg")
     assert "segment 1" in (tmp_path / "cut.svg").read_text()
-    with pytest.raises(UsageError, match="needs 1,088 bytes, and the devices have"):
+    with pytest.raises(UsageError, match="needs 1,088 bytes, but the devices have"):
         pt.partition(layers, torch.randn(2, 16), ["cpu", "cpu"], memory=[4000, 4000])
 
 
@@ -375,7 +375,7 @@ class BySize(nn.Module):
 def test_sizes_for_which_a_graph_does_not_hold_are_refused() -> None:
     model = pt.partition(BySize(), torch.randn(6, DIM), ["cpu"])
     assert model(torch.ones(5, DIM)).sum() == 2 * 5 * DIM
-    with pytest.raises(UsageError, match="was called with arguments that its graph is not for"):
+    with pytest.raises(UsageError, match="was called with arguments that its graph does not support"):
         model(torch.ones(3, DIM))
 
 
@@ -398,12 +398,12 @@ class ByValue(nn.Module):
         (Tied(), "cpu", {}, "devices: got 'cpu', expected a list"),
         (Tied(), ["cpu", "nowhere"], {}, "devices: nowhere cannot be used"),
         (Tied(), ["cpu"], {"placement": {"heed": 0}}, "got 'heed', expected the name of a module.* near it are head"),
-        (Tied(), ["cpu"], {"placement": {"head": 1}}, "placement of 'head': got 1, expected one of cpu, or its place"),
+        (Tied(), ["cpu"], {"placement": {"head": 1}}, "placement of 'head': got 1, expected one of cpu, or an index"),
         (Tied(), ["cpu"], {"placement": {"head": "cuda:7"}}, "placement of 'head': got 'cuda:7'"),
         (Tied(), ["cpu"], {"placement": {"head": 0}, "memory": [1]}, "got both placement and memory"),
         (Tied(), ["cpu"], {"memory": [1, 2]}, "memory: got 2 numbers"),
-        (InPlace(), ["cpu"], {}, "add_ changes .* in place, which .* takes too"),
-        (InPlaceBehindModules(), ["cpu"], {}, "relu changes .* in place, which .* takes too"),
+        (InPlace(), ["cpu"], {}, "add_ changes .* in place, but .* uses it too"),
+        (InPlaceBehindModules(), ["cpu"], {}, "relu changes .* in place, but .* uses it too"),
         (ByValue(), ["cpu"], {}, "ByValue cannot be cut: .* torch.fx: .* torch.export"),
     ],
 )

@@ -144,7 +144,7 @@ def test_a_planner_keeps_to_the_room_that_there_is() -> None:
     assert plan(operations, costs, groups, [10] * 8, [20, 60], times) == dict(
         zip(names, [0] * 2 + [1] * 6, strict=True)
     )
-    with pytest.raises(UsageError, match="needs 10 bytes, and the devices have 0, 5 left"):
+    with pytest.raises(UsageError, match="needs 10 bytes, but the devices have 0, 5 left"):
         plan(operations, costs, groups, [10] * 8, [20, 55], times)
     tied = plan(operations, costs, [[names[0], names[7]]], [10], [10, 0], times)
     assert tied[names[0]] == tied[names[7]] == 0
@@ -167,7 +167,7 @@ def test_describes_a_cut_graph() -> None:
         "  segment 1: b<0>",
         "    receives a (float32 [2]) from device 0",
         "    sends b<0> to device 0",
-        "2 transfers between devices in a forward; backward, the gradient of each value that has one comes back",
+        "2 transfers between devices in a forward; in backward, the gradient of each value that has one is sent back",
     ]
 
 

@@ -54,8 +54,8 @@ def test_parquet_has_no_option_for_a_header(tmp_path: Path) -> None:
     [
         ({"categorical": ("typo",)}, "has no field 'typo'"),
         ({"numeric": ("typo",)}, "has no field 'typo'"),
-        ({"categorical": ("age",), "numeric": ("age",)}, "--numeric age: --categorical names that column too"),
-        ({"numeric": ("click",)}, "--numeric click: that column is the label"),
+        ({"categorical": ("age",), "numeric": ("age",)}, "--numeric age: --categorical names this column too"),
+        ({"numeric": ("click",)}, "--numeric click: this column is the label"),
     ],
 )
 def test_fields_of_json_are_checked_as_columns_are(options: dict[str, Any], problem: str) -> None:

@@ -43,7 +43,7 @@ def test_all_is_found_on_the_data(data: Path) -> None:
     assert plan.shards_at_once == 1
     assert plan.chosen_on == 3000
     rule = f"alpha {plan.update.alpha:.3g}, L1 1" + (f", L2 {plan.update.l2:g}" if plan.update.l2 else "")
-    assert plan.sentence() == f"{plan.epochs} passes, minibatches of 32, {rule} (from a look at 3,000 examples)"
+    assert plan.sentence() == f"{plan.epochs} passes, minibatches of 32, {rule} (chosen on 3,000 examples)"
     assert plan.settings()["kind"] == "FTRL"
     assert plan_training(TrainOptions(data=[data])).settings() == plan.settings()
 
@@ -91,7 +91,7 @@ def test_sorted_labels_are_mixed(data: Path) -> None:
     data.write_text("".join(sorted(data.read_text().splitlines(keepends=True))))
     plan = plan_training(TrainOptions(data=[data]))
     assert plan.shards_at_once > 1
-    assert "labels stand in runs" in plan.sentence()
+    assert "labels come in runs" in plan.sentence()
 
 
 def test_bad_numbers_and_empty_data(data: Path) -> None:

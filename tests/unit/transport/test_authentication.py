@@ -105,7 +105,7 @@ def test_known_answers() -> None:
     ("asking", "listener", "reason"),
     [
         (WORKER, "another listener", "the previous one has ended"),
-        (Hello(role="worker", to="scheduler"), "", "a server listens there, a scheduler was expected"),
+        (Hello(role="worker", to="scheduler"), "", "a server listens there, but a scheduler was expected"),
         (Hello(role="worker", cluster="two"), "", "belongs to another cluster"),
     ],
 )
@@ -131,7 +131,7 @@ def test_the_expected_peer_is_accepted() -> None:
 
 @pytest.mark.parametrize("protocol", [2, 8])
 def test_versions_are_named(protocol: int) -> None:
-    named = rf"version {protocol} \(paceline 9\.9\), this process version 2 \(paceline 0"
+    named = rf"version {protocol} \(paceline 9\.9\), but this process has version 2 \(paceline 0"
     stranger = Hello(role="worker", protocol=protocol, paceline="9.9")
     both = Handshake(asking=stranger)
     both.answer(both.ask())
@@ -181,7 +181,7 @@ def test_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", ["", "guess", "fifteen letters"])
 def test_a_token_that_could_be_guessed_is_refused(tmp_path: Path, token: str) -> None:
-    message = f"has {len(token)} characters, at least 16 are needed against guessing; create one: python"
+    message = f"has {len(token)} characters, but at least 16 are needed against guessing. Create one: python"
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(token + "\n")
@@ -198,7 +198,7 @@ def test_a_token_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> 
     file = tmp_path / "the token"
     file.write_text(make_token())
     file.chmod(mode)
-    with pytest.raises(UsageError, match=rf"open to other users \(mode 0{mode:o}\).*; run: chmod 600 '{file}'"):
+    with pytest.raises(UsageError, match=rf"open to other users \(mode 0{mode:o}\).*Run: chmod 600 '{file}'"):
         read_token(file)
     file.chmod(0o400)
     read_token(file)

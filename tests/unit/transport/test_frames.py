@@ -54,7 +54,7 @@ def test_invalid_headers_are_named() -> None:
         unpack_header(b"GET / HTTP/1.1\r\n" + bytes(40))
     with pytest.raises(ProtocolError, match="40 bytes, got 39"):
         unpack_header(bytes(39))
-    with pytest.raises(VersionError, match="version 7, this process version 2"):
+    with pytest.raises(VersionError, match="version 7, but this process has version 2"):
         unpack_header(HEADER.pack(MAGIC, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
 

@@ -1,1 +1,1 @@
-"""Parsed examples as arrays in files: :mod:`.blocks` is the format, used by the cache and by converted data."""
+"""Store parsed examples as arrays in files. The cache and converted data use the format of :mod:`.blocks`."""

@@ -40,7 +40,7 @@ _RAGGED = -1
 
 @dataclass(frozen=True, slots=True)
 class BlockEntry:
-    """Place and content of a block. `width` is the number of pairs in each row, or -1 if rows differ."""
+    """Position and content of a block. `width` is the number of pairs in each row, or -1 if rows differ."""
 
     offset: int
     num_rows: int
@@ -78,7 +78,7 @@ class BlockEntry:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Place and CRC-32 of a section other than a block."""
+    """Position and CRC-32 of a section other than a block."""
 
     offset: int
     num_bytes: int
@@ -86,7 +86,7 @@ class Section:
 
     @classmethod
     def from_fields(cls, fields: Sequence[Any], end: int) -> Section:
-        """Return the section with these fields; the footer begins at `end`. Raises TypeError, ValueError."""
+        """Create a section from these fields; the footer begins at `end`. Raises TypeError, ValueError."""
         section = cls(*fields)
         if not all(map(is_count, fields)) or section.offset + section.num_bytes > end:
             raise ValueError("a section is invalid")
@@ -94,7 +94,7 @@ class Section:
 
 
 class BlockWriter(Closing):
-    """Writes a file block by block. Only :meth:`finish` makes it valid. Raises OSError."""
+    """Writes a file block by block. Only :meth:`finish` makes the file valid. Raises OSError."""
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
         self._entries: list[BlockEntry] = []
@@ -132,14 +132,14 @@ class BlockWriter(Closing):
         self._write(data[: entry.num_bytes].data)
 
     def write_section(self, data: bytes) -> Section:
-        """Write a section other than a block, and return its entry for the footer."""
+        """Write a section other than a block; return its entry for the footer."""
         section = Section(self.position, len(data), zlib.crc32(data))
         self._write(data)
         self._write(bytes(-len(data) % _ALIGNMENT))
         return section
 
     def finish(self, content: dict[str, Any], *, sync: bool = False) -> None:
-        """Write the footer with `content`, and close the file. With `sync`, wait until it is on the disk."""
+        """Write the footer with `content` and close the file. With `sync`, wait until the data is on the disk."""
         content = {**content, "end": self.position, "blocks": [astuple(entry) for entry in self._entries]}
         footer = json.dumps(content).encode()
         self._write(footer)
@@ -166,10 +166,10 @@ class BlockFile(Closing):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for the writer of a pipe
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for the writer of a pipe
         try:
             self.content = self._read_footer()
-            """The writer's content of the footer."""
+            """The part of the footer that the writer passed as `content`."""
             self.entries = tuple(_entry(fields, self.content["end"]) for fields in self.content.pop("blocks"))
         except (KeyError, TypeError, RecursionError, struct.error) as error:
             self.close()
@@ -179,7 +179,7 @@ class BlockFile(Closing):
             raise
 
     def close(self) -> None:
-        """Close the file. Arrays that were read remain valid."""
+        """Close the file. Arrays already read remain valid."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -195,7 +195,7 @@ class BlockFile(Closing):
         entry = self.entries[at]
         if not entry.num_bytes:
             return Batch(np.empty(0, np.float32), np.zeros(1, np.int64), np.empty(0, np.uint64))
-        # A copy is faster than a memory map, which has a page fault for each page.
+        # Copy, because a memory map is slower: it causes a page fault for each page.
         data = np.empty(entry.num_bytes, np.uint8)
         num_read = 0
         while num_read < len(data):
@@ -258,7 +258,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _take(data: npt.NDArray[np.uint8], entry: BlockEntry) -> Batch | None:
-    """Return the examples of a block, whose arrays follow each other; None if they are invalid."""
+    """Return the examples of a block, whose arrays are contiguous; None if they are invalid."""
     at = 0
 
     def take(dtype: Any, count: int) -> npt.NDArray[Any]:

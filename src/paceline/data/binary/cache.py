@@ -1,7 +1,7 @@
-"""Parsed shards on disk, so that later passes do not parse text again.
+"""Cache parsed shards on disk, so that later passes need not parse text again.
 
-Each shard has one file of blocks, which is renamed when it is complete. A file that is truncated, damaged, of another
-version, or made from an older version of its source is ignored and replaced. Only the user may read the files.
+Each shard has one file of blocks, which is renamed when it is complete. A file is ignored and replaced if it is
+truncated, damaged, from another version, or made from an older version of its source. Only the user may read the files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.storage.durable_io import process_mark, remove_leftovers
 
 _serial = itertools.count()
 _ASIDE = re.compile(r"[0-9a-f]{24}-\d+\.shard\.([0-9a-f]{16})\.\d+\.tmp")
-_LEFTOVER_S = 3600.0  # containers that share a folder do not see each other's processes
+_LEFTOVER_S = 3600.0  # an age limit, because containers that share a folder cannot see each other's processes
 
 
 @dataclass(frozen=True, slots=True)
 class CachedShard:
-    """A shard from the cache: blocks, bad lines, and the number of shards of its file, if known."""
+    """A shard from the cache: blocks, bad lines, and the number of shards in its file, if known."""
 
     blocks: list[Batch]
     num_bad: int
@@ -47,11 +47,11 @@ class ShardCache:
         self._identity = identity
 
     def load(self, path: str, status: FileStatus, shard: int) -> CachedShard | None:
-        """Return the parsed shard, in new arrays; None unless it was made from a file with this status."""
+        """Return the parsed shard in new arrays; None unless it was made from a file with this status."""
         try:
             with BlockFile(self.path_of(path, shard)) as file:
                 return _decode(file, self._describe(path, status, shard))
-        except (OSError, ValueError, KeyError, TypeError):  # missing or invalid: parse again
+        except (OSError, ValueError, KeyError, TypeError):  # the cache file is missing or invalid, so parse again
             return None
 
     def writer(self, path: str, status: FileStatus, shard: int) -> CacheWriter:
@@ -73,7 +73,7 @@ class ShardCache:
 
 
 class CacheWriter:
-    """Writes one shard's cache file block by block. Only :meth:`commit` makes it visible."""
+    """Writes one shard's cache file block by block. Only :meth:`commit` makes the file visible."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path_of = path
@@ -103,7 +103,7 @@ class CacheWriter:
 
 
 def _decode(file: BlockFile, identity: dict[str, Any]) -> CachedShard | None:
-    """Return the content of a cache file; None, ValueError, KeyError or TypeError if it is another shard's."""
+    """Return a cache file's content; None, ValueError, KeyError or TypeError if the file belongs to another shard."""
     content = file.content
     if content["identity"] != identity:
         return None

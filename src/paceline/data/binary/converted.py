@@ -1,8 +1,9 @@
 """Converted data: examples of other files in one file of blocks, with the description that a training needs.
 
-:class:`DataWriter` writes it, :class:`ConvertedFile` reads it. It has the numbers of its sources, less a centre if
-float32 would lose their differences. Scales are stored separately and applied by the reader, so the file suits every
-model. A shard is a range of rows. The reader skips a damaged block and reports its rows as malformed.
+:class:`DataWriter` writes the file, and :class:`ConvertedFile` reads it. The file has the numbers of its sources. A
+centre is subtracted if float32 would lose the differences. Scales are stored separately and applied by the reader, so
+the file suits every model. A shard is a range of rows. The reader skips a damaged block and reports its rows as
+malformed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _MOST_LABELS = 1000
 _GUESSES = tuple[tuple[str, str, str, int, tuple[str, ...]], ...]
 _HASH = hash_bytes(b"paceline", name_seed("hash"))
 """A key that identifies the hash function of the keys in a file."""
+"""A key that identifies the hash function used for the keys in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +48,12 @@ class Description:
     columns: Columns | None = None
     """The columns without scales, if the sources have columns."""
     scales: Mapping[str, tuple[Scale, ...]]
-    """The scales of numeric columns by the method of :func:`paceline.data.fit_scale`."""
+    """The scales of numeric columns, by method of :func:`paceline.data.fit_scale`."""
     guesses: tuple[Guess, ...] = ()
     num_guessed_rows: int = 0
     sources: tuple[str, ...] = ()
     num_bad: int = 0
-    """The number of malformed lines, which the file lacks."""
+    """The number of malformed lines in the sources, which are not in the file."""
     bad: tuple[BadLine, ...] = ()
     fields: tuple[str, ...] = ()
     """The fields of sources without columns."""
@@ -72,15 +74,15 @@ class Description:
 
     @property
     def centres(self) -> tuple[float, ...]:
-        """The number that was subtracted from each numeric column before rounding to float32."""
+        """The numbers subtracted from the numeric columns before rounding to float32."""
         return tuple(scale.centre for scale in next(iter(self.scales.values()), ()))
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Description:
-        """Return the description from :meth:`to_fields`. Raises KeyError, TypeError, ValueError, AttributeError."""
+        """Create the description from :meth:`to_fields`. Raises KeyError, TypeError, ValueError, AttributeError."""
         columns = None if fields["columns"] is None else Columns.from_fields(fields["columns"])
         for name in () if columns is None else columns.names:
-            name_seed(name)  # raises TypeError unless it is text
+            name_seed(name)  # raises TypeError unless the name is text
         width = 0 if columns is None else len(columns.numeric)
         scales = {how: tuple(map(Scale.from_fields, found)) for how, found in fields["scales"].items()}
         if any(len(found) != width for found in scales.values()):
@@ -118,7 +120,7 @@ class DataWriter:
         self._writer.append(batch)
 
     def finish(self, description: Description, names: Mapping[int, str] | None = None) -> None:
-        """Write the description of the examples and the names of their features, and sync the file."""
+        """Write the description of the examples and the names of their features, then sync the file."""
         section = None
         if names is not None:
             text = "".join(f"{key}\t{json.dumps(name)}\n" for key, name in sorted(names.items())).encode()
@@ -140,7 +142,7 @@ class DataWriter:
 
 
 class ConvertedFile:
-    """An open file of :class:`DataWriter`. Raises DataError for another file."""
+    """An open file written by :class:`DataWriter`. Raises DataError for other files."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -159,12 +161,12 @@ class ConvertedFile:
         content = self.blocks.content
         try:
             if content.get("kind") != _KIND:
-                raise DataError(f"{path} is a file of a cache (--cache), not data: pass the source itself")
+                raise DataError(f"{path} is a cache file (--cache), not data. Pass its source")
             if content["hash"] != _HASH:
-                raise DataError(f"{path} has keys of another hash function: convert its sources again")
+                raise DataError(f"{path} has keys of another hash function. Convert its sources again")
             self.description = Description.from_fields(content)
             self.labels = {float(label): int(count) for label, count in content["labels"]}
-            """The number of rows with each label of the sources, for at most 1,000 labels."""
+            """The number of rows for each label of the sources, with at most 1,000 labels."""
             self.num_examples: int = content["num_examples"]
             self.num_positives: int = content["num_positives"]
             names = content["names"]
@@ -181,7 +183,7 @@ class ConvertedFile:
 
     def _damaged(self, why: str) -> DataError:
         return DataError(
-            f"{self._path} is damaged, or from another version of Paceline ({why}): convert its sources again"
+            f"{self._path} is damaged, or from another version of Paceline ({why}). Convert its sources again"
         )
 
     def close(self) -> None:
@@ -194,7 +196,7 @@ class ConvertedFile:
         return self._names is not None
 
     def names(self) -> dict[int, str] | None:
-        """Return the names of features by key; None if the file has none. Raises DataError."""
+        """Return the names of features by key; None if the file has no names. Raises DataError."""
         if self._names is None:
             return None
         try:
@@ -206,14 +208,14 @@ class ConvertedFile:
 
 
 def describe_converted(path: str) -> ConvertedFile:
-    """Return a converted file, closed, for its description. Raises DataError."""
+    """Read a converted file's description, and close the file. Raises DataError."""
     file = ConvertedFile(path)
     file.close()
     return file
 
 
 def check_columns(path: str, stored: Columns | None, wanted: Columns | None) -> None:
-    """Raise DataError unless the converted columns have the same features as the wanted ones."""
+    """Raise DataError unless the converted columns have the same features as the wanted columns."""
     if wanted is None or stored is None:
         return
     for kind, has, needs in (
@@ -224,27 +226,27 @@ def check_columns(path: str, stored: Columns | None, wanted: Columns | None) -> 
         if {*has} != {*needs}:
             odd = sorted({*has} ^ {*needs})
             raise DataError(
-                f"{path} was converted with other {kind} columns ({', '.join(odd[:5])}): convert its sources with the "
+                f"{path} was converted with other {kind} columns ({', '.join(odd[:5])}). Convert its sources with the "
                 "same --categorical and --numeric"
             )
     if wanted.weight and wanted.weight != stored.weight:
-        raise DataError(f"{path} was converted without weights: convert its sources with --weight {wanted.weight}")
+        raise DataError(f"{path} was converted without weights. Convert its sources with --weight {wanted.weight}")
 
 
 def merge_guesses(files: Sequence[ConvertedFile]) -> Guesses | None:
-    """Return the guesses about the sources of the first file, if they have columns."""
+    """Return the guesses about the first file's sources, if they have columns."""
     first = files[0].description
     return None if first.columns is None else Guesses(first.columns, first.guesses, first.num_guessed_rows)
 
 
 @dataclass(frozen=True)
 class _ColumnOrder:
-    """Reorders the pairs of rows for another order of columns."""
+    """Reorders the pairs in rows for another order of columns."""
 
     categorical: npt.NDArray[np.int64]
-    """The new place of each categorical column."""
+    """The new position of each categorical column."""
     numeric: Mapping[int, int]
-    """The new place of each numeric column, which has one key."""
+    """The new position of each numeric column; such a column has one key."""
 
     @classmethod
     def between(cls, stored: Columns, wanted: Columns) -> _ColumnOrder | None:
@@ -258,7 +260,7 @@ class _ColumnOrder:
         )
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the examples with pairs in the new order. Pairs of lists, which have no place, follow categories."""
+        """Return the examples with pairs in the new order. Pairs from lists follow the categories."""
         lengths = np.diff(batch.indptr)
         row = np.repeat(np.arange(batch.num_examples), lengths)
         at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], lengths)
@@ -274,7 +276,7 @@ class _ColumnOrder:
 class ConvertedReader:
     """Shards of a converted file: ranges of rows with the given average size.
 
-    `columns` have the features of the file; they define the order, the scales and the use of weights.
+    `columns` must have the features of the file; they define the order, the scales and the use of weights.
     """
 
     def __init__(self, path: str, columns: Columns | None, shard_bytes: int) -> None:
@@ -316,7 +318,7 @@ class ConvertedReader:
             row = end
 
     def _first_row(self, shard: int) -> int:
-        """Return the first row of a shard: the first row of a block, if possible, so that few blocks are read twice."""
+        """Return the first row of a shard, at the start of a block if possible, so that few blocks are read twice."""
         starts = self._file.starts
         row = min(shard * self._shard_rows, starts[-1])
         start = starts[bisect_right(starts, row) - 1]
@@ -334,5 +336,5 @@ class ConvertedReader:
     def _describe_damaged(self, at: int) -> BadLine:
         entry, first = self._file.blocks.entries[at], self._file.starts[at]
         place = f"bytes {entry.offset:,} to {entry.offset + entry.num_bytes:,}"
-        reason = f"the block of rows {first + 1:,} to {first + entry.num_rows:,} is damaged: its checksum is wrong"
+        reason = f"the block of rows {first + 1:,} to {first + entry.num_rows:,} has a wrong checksum"
         return BadLine(self._path, None, first + 1, place, reason)

@@ -1,4 +1,4 @@
-"""Data formats: one class each, and the detection of a file's format."""
+"""Data formats, one class each, and detection of a file's format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMATS: Final[Mapping[str, Format]] = {kind.name: kind() for kind in _CLASSES}
 
 
 def detect_format(path: str | Path) -> str:
-    """Return the name of the format of a file, by its first 64 KiB, or its first line if that is longer.
+    """Detect the format of a file from its first 64 KiB, or from its first line if that is longer.
 
     Raises DataError for an unreadable file, or an unknown format.
     """
@@ -52,33 +52,33 @@ def _unknown_format(path: str, lines: list[str]) -> DataError:
     first = lines[0].lstrip() if lines else ""
     if first.startswith("{"):
         return DataError(
-            f"{path} looks like JSON with objects of several lines: write one object per line, as jq -c . does"
+            f"{path} looks like JSON with objects of several lines. Write one object per line, as jq -c . does"
         )
     if first.startswith("["):
-        return DataError(f"{path} looks like a JSON array: write one object per line, as jq -c '.[]' does")
+        return DataError(f"{path} looks like a JSON array. Write one object per line, as jq -c '.[]' does")
     if len(lines) == 1 and guess_dialect(lines[0], [""]) is not None:
         return DataError(f"{path} has one line, '{shorten(lines[0])}', and no row of data after it")
     found = f"its first line is '{shorten(lines[0])}'" if lines else "it has no line of text"
     found += hint_at_open_quote("\n".join(lines))
-    return DataError(f"{path} looks like none of {', '.join(FORMATS)}: {found}. If it is one, pass --format")
+    return DataError(f"{path} looks like none of {', '.join(FORMATS)}: {found}. Pass --format if it is one")
 
 
 def find_format(name: str) -> Format:
     """Return the format of this name. Raises UsageError for an unknown name."""
     if name not in FORMATS:
-        raise UsageError(f"format {name!r} is unknown: choose one of {', '.join(FORMATS)}")
+        raise UsageError(f"format {name!r} is unknown. Choose one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def source_format(path: str | Path, format: str | None = None) -> str:
-    """Return the name of the format that defines the features of a file: for converted data the format of its sources,
-    for arrays libsvm.
+    """Return the name of the format that defines the features of a file.
 
-    `format` is the file's own format; None detects it. Raises DataError, and UsageError for an unknown format.
+    For converted data this is the format of the sources, for arrays libsvm. `format` is the file's own format; None
+    detects it. Raises DataError, and UsageError for an unknown format.
     """
     return find_format(format or detect_format(path)).source_of(str(path))
 
 
 def have_same_features(format: str, other: str) -> bool:
-    """Return whether a model that was trained on one of two source formats can read the other."""
+    """Return whether a model trained on one of two source formats can read the other."""
     return format == other or all(name in FORMATS and FORMATS[name].has_columns for name in (format, other))

@@ -1,4 +1,4 @@
-"""Interface of a data format. A format is one class in this package; :mod:`paceline.data.formats` lists them."""
+"""Define the interface of a data format. Each format is a class in this package."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from paceline.errors import DataError, UsageError
 
 
 class Format(ABC):
-    """A data format: detection, columns, labels, names of features, reader."""
+    """A data format: detection, columns, labels, names of features, and reader."""
 
     name: ClassVar[str]
     magics: ClassVar[tuple[bytes, ...]] = ()
-    """First bytes of a file, for binary formats."""
+    """The possible first bytes of a file, for binary formats."""
     is_random_access: ClassVar[bool] = False
-    """Whether the reader can start at any shard, and knows the number of shards after opening."""
+    """Whether the reader can start at any shard and knows the number of shards after opening."""
     scans_to_enter: ClassVar[bool] = False
-    """Whether the reader scans all text before a shard to find the beginning of a row."""
+    """Whether the reader scans all text before a shard to find the start of a row."""
     samples_beginnings: ClassVar[bool] = False
-    """Whether a sample has the beginnings of shards, because these are large."""
+    """Whether a sample contains only the beginnings of shards, because shards are large."""
     has_columns: ClassVar[bool] = False
-    """Whether rows are rows of a table. A model reads all formats of tables with its columns."""
+    """Whether rows belong to a table. A model reads all formats of tables with its columns."""
     column_options: ClassVar[tuple[str, ...]] = ()
-    """The options of columns, such as ``--label``, that apply to the format."""
+    """The column options, such as ``--label``, that apply to the format."""
     fixed_columns: ClassVar[tuple[str, ...]] = ()
-    """The names of the columns, if they are the same in every file."""
+    """The column names, if they are the same in every file."""
     has_numbers: ClassVar[bool] = True
-    """Whether any value is a number, so that ``--numeric-scale`` has a meaning."""
+    """Whether values can be numbers, so that ``--numeric-scale`` applies."""
     is_keyed: ClassVar[bool] = False
-    """Whether a number is identified by its key instead of a column. A training scales these numbers by key."""
+    """Whether a key identifies a number, instead of a column. A training scales such numbers by key."""
     absent_is_zero: ClassVar[bool] = True
-    """Whether a row without a number has the number 0."""
+    """Whether a missing number means 0."""
     has_numbered_features: ClassVar[bool] = False
-    """Whether a feature is identified by a number instead of a name."""
+    """Whether a number identifies a feature, instead of a name."""
     has_binary_labels: ClassVar[bool] = False
-    """Whether the reader accepts the labels 0 and 1 only."""
+    """Whether the reader accepts only the labels 0 and 1."""
     may_lack_labels: ClassVar[bool] = False
     """Whether rows without a label are usual in training data."""
 
     def matches(self, path: str, lines: Sequence[str]) -> bool:
-        """Return whether the first lines of a text file have this format. Raises DataError for unsupported variants."""
+        """Return whether a text file begins like this format. Raises DataError for unsupported variants."""
         return False
 
     def matches_unlabelled(self, path: str) -> bool:
-        """Return whether a file has this format except that its rows lack the label."""
+        """Return whether a file has this format except for missing labels."""
         return False
 
     def source_of(self, path: str) -> str:
@@ -68,42 +68,44 @@ class Format(ABC):
         return stat_file(path)
 
     def resolve(self, files: Sequence[str], columns: Columns | None, *, needs_label: bool) -> Columns | None:
-        """Return the columns that are read: the given ones, or guessed ones.
+        """Return the columns to read: the given columns, or guessed columns.
 
         Raises UsageError for columns that the format or a file does not have, DataError for unsuitable files.
         """
         if columns is not None:
-            raise UsageError(f"{self.name} has no columns to choose: leave columns out, or pass csv or parquet")
+            raise UsageError(f"{self.name} has no columns to choose. Leave columns out, or pass csv or parquet")
         return None
 
     def column_names(self, path: str, wanted: Sequence[str] = (), header: str = "auto") -> list[str]:
-        """Return the names of the columns of a file with a table; none for other formats.
+        """Return the column names of a file with a table; no names for other formats.
 
-        `wanted` and `header` have the same meaning as in :func:`paceline.data.dialect.guess_dialect`.
+        `wanted` and `header` are as in :func:`paceline.data.dialect.guess_dialect`.
         """
         return []
 
     @abstractmethod
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
-        """Return the labels of rows spread over the files, and the number of rows with each."""
+        """Return the labels of rows spread over the files, with the number of rows for each label."""
 
     def sample(self, files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> Sample:
         """Return a sample of the files.
 
-        `columns` are the columns to read; None guesses those that `options` do not name. `weight` is the name of the
+        `columns` are the columns to read; None guesses the columns not named by `options`. `weight` is the name of the
         column with the examples' weights. Raises DataError for unsuitable files, and UsageError for unsuitable options.
         """
         given = [*options.given, *(["--weight"] if weight is not None else [])]
         if given and columns is None:
             raise UsageError(
-                f"{self.name} has no columns to choose: leave {given[0]} out, or pass --format csv, parquet or jsonl"
+                f"{self.name} has no columns to choose. Leave {given[0]} out, or pass --format csv, parquet or jsonl"
             )
         for file in files:
             self.stat(file)
         self.resolve(files, columns, needs_label=True)
         labels = self.sample_labels(files, None)
         if not labels and self.may_lack_labels:
-            raise DataError(f"{files[0]} has no label in the sampled lines: begin each line with one, '1 | a b'")
+            raise DataError(
+                f"{files[0]} has no label in the sampled lines. Begin each line with one, such as '1 | a b'"
+            )
         return Sample(files=tuple(files), format=self.name, labels=labels, fields=self.sample_fields(files))
 
     def sample_fields(self, files: Sequence[str]) -> tuple[str, ...]:
@@ -113,7 +115,7 @@ class Format(ABC):
     def find_names(self, files: Sequence[str], columns: Columns | None, wanted: Keys) -> dict[int, str]:
         """Return the names of the `wanted` keys that occur in the files.
 
-        A category is called ``column=value``, and a number has the name of its column. Reads the files until all names
+        A category is named ``column=value``, and a number is named after its column. Reads the files until all names
         are found.
         """
         finder = NameFinder(wanted)
@@ -124,7 +126,7 @@ class Format(ABC):
         return finder.names
 
     def add_names(self, finder: NameFinder, files: Sequence[str], columns: Columns | None) -> None:  # noqa: B027
-        """Add the names of features in the files to `finder`; none for numbered features."""
+        """Add the names of features in the files to `finder`; numbered features have no names."""
 
     @abstractmethod
     def open_reader(self, path: str, settings: ReadSettings) -> ShardReader:
@@ -132,7 +134,7 @@ class Format(ABC):
 
 
 class LineFormat(Format):
-    """A format of text with one example per line, which begins with the label."""
+    """A text format with one example per line. A line begins with the label."""
 
     def label_words(self, files: Sequence[str]) -> Iterator[str]:
         for _, _, lines in text_pieces(files):

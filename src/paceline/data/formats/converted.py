@@ -29,7 +29,7 @@ CONVERTED = "paceline"
 
 
 class ConvertedData(Format):
-    """Converted data."""
+    """The format of converted data."""
 
     name = CONVERTED
     magics = (MAGIC,)
@@ -46,12 +46,12 @@ class ConvertedData(Format):
             found = describe_converted(file).description
             if found.format != first.format and not (_is_table(found) and _is_table(first)):
                 raise DataError(
-                    f"{file} was converted from {found.format}, and {files[0]} from {first.format}: all must have one "
+                    f"{file} was converted from {found.format}, and {files[0]} from {first.format}: Pass files of one "
                     "format"
                 )
             check_columns(file, found.columns, first.columns if columns is None else columns)
         if columns is not None and first.columns is None:
-            raise UsageError(f"{first.format} has no columns to choose: leave columns out")
+            raise UsageError(f"{first.format} has no columns to choose. Leave columns out")
         return columns or first.columns
 
     @override
@@ -62,11 +62,11 @@ class ConvertedData(Format):
         names = [guess.name for guess in first.guesses]
         if options.given and (stored is None or not options.fit(files[0], stored, names or stored.names)):
             raise UsageError(
-                f"{files[0]} was converted with other columns: leave {', '.join(options.given)} out, or convert its "
+                f"{files[0]} was converted with other columns. Leave {', '.join(options.given)} out, or convert its "
                 "sources again"
             )
         if weight is not None and (stored is None or weight != stored.weight):
-            raise UsageError(f"{files[0]} was converted without --weight {weight}: convert its sources with it")
+            raise UsageError(f"{files[0]} was converted without --weight {weight}. Convert its sources with it")
         return Sample(
             files=tuple(files),
             format=self.name,

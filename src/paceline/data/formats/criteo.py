@@ -30,7 +30,7 @@ CRITEO_NAMES = (
     *(f"C{number}" for number in range(1, CRITEO_CATEGORIES + 1)),
 )
 
-_LEAST_INTEGER = -16  # smaller integers are rare; each negative integer is a category
+_LEAST_INTEGER = -16  # each negative integer is a category; smaller ones are rare
 
 
 class Criteo(LineFormat):
@@ -72,7 +72,7 @@ def _is_criteo(line: str) -> bool:
 
 
 def criteo_parser(*, has_label: bool = True) -> Parse:
-    """Return a parser of Criteo's rows; without labels they are NaN."""
+    """Return a parser of Criteo's rows; if not `has_label`, labels are NaN."""
     from paceline.kernels.text import lines as kernels
     from paceline.kernels.text.criteo import CRITEO_FEATURES, criteo_tables
 

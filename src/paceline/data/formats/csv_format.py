@@ -1,8 +1,8 @@
-"""CSV: rows of cells that are separated by commas, semicolons, tabs, bars or blanks.
+"""CSV: rows of cells separated by commas, semicolons, tabs, bars or blanks.
 
-A shard is a range of bytes of the decompressed text, with the rows that begin in it. The beginning of a row depends on
-all quotes before it, so a reader that enters a file in the middle scans the text before. Without a quote or carriage
-return there it takes the next newline, which costs little more than reading the bytes.
+A shard is a range of bytes of the decompressed text, with the rows that begin in this range. The start of a row depends
+on all earlier quotes, so a reader that enters a file in the middle scans the text before. If this text has no quote
+and no carriage return, the reader takes the next newline, which costs little more than reading the bytes.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def _read_rows(files: Sequence[str], columns: Columns, names: Sequence[str]) -> 
 
 
 def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> ParseRows:
-    """Return a parser of the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``.
+    """Return a parser for the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``.
 
-    Without `needs_label` a missing label is NaN.
+    If not `needs_label`, a missing label is NaN.
     """
     from paceline.kernels.text import csv as kernels
     from paceline.kernels.text.codes import LABEL_SLOT, OPTIONAL_LABEL_SLOT, SKIPPED_SLOT, TEXT_SLOT, WEIGHT_SLOT
@@ -158,7 +158,7 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
 
 
 def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "") -> str:
-    """Return the reason for the kernel's code `why` about a row that begins with `line`."""
+    """Return the message for the kernel's code `why`, about a row that begins with `line`."""
     from paceline.kernels.text.codes import BAD_QUOTE, BAD_WIDTH, DETAIL, NO_LABEL, NO_WEIGHT
 
     detail, kind = divmod(why, DETAIL)
@@ -167,15 +167,15 @@ def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "
     if kind == BAD_WIDTH:
         reason = f"it has {detail} cell{'s' * (detail != 1)} where the first row has {len(dialect.names)}"
         is_quoted = any(cell.startswith("'") for cell in line.split(dialect.separator))
-        return reason + ("; csv has the quote \", not '" if is_quoted else "")
+        return reason + (". The quote of csv is \", not '" if is_quoted else "")
     return columns.describe_fault(dialect.names[detail], is_missing=kind in (NO_LABEL, NO_WEIGHT))
 
 
 class CsvReader:
     """Shards of a csv file.
 
-    The invariant: the window begins with the first row, except the header, that begins at byte `low` or later. Some
-    beginnings of rows are recorded, so that text is scanned once.
+    Invariant: the window begins with the first row, except the header, that begins at byte `low` or later. Some
+    starts of rows are recorded, so that text is scanned only once.
     """
 
     def __init__(self, path: str, settings: ReadSettings) -> None:
@@ -235,7 +235,7 @@ class CsvReader:
             self.num_shards = -(-window.num_bytes // self._shard_bytes)
 
     def _text(self) -> tuple[Text, int, bool]:
-        """Return the buffer of the window, its end, and whether the text ends there."""
+        """Return the window's buffer, its end, and whether the text ends there."""
         window = self._window
         last = window.num_bytes is not None
         end = window.end
@@ -249,14 +249,14 @@ class CsvReader:
         return np.frombuffer(window.buffer, np.uint8), end, last
 
     def _check_open_quote(self) -> None:
-        """Raise DataError if a quote of the last row is not closed and the row has several lines."""
+        """Raise DataError if the last row has several lines and an unclosed quote."""
         window = self._window
         num_lines = window.buffer.count(b"\n", window.begin, window.end - 1)
         if num_lines:
             raise DataError(
                 f"{self._path}: the row at line {line_number(self._path, window.position):,} opens a quote that is "
-                f"never closed, and would have the next {num_lines:,} line{'s' * (num_lines > 1)} too: close it, or "
-                'write a " within a text twice and the text in quotes'
+                f"never closed, so it would include {num_lines:,} more line{'s' * (num_lines > 1)}. Close the quote, "
+                'or write a " within a text twice and the text in quotes'
             )
 
     def _grow(self) -> None:
@@ -264,8 +264,8 @@ class CsvReader:
         held = window.end - window.begin
         if held >= MAX_LINE_BYTES:
             raise DataError(
-                f"{self._path} has a row of more than {MAX_LINE_BYTES >> 20} MiB, from byte {window.position:,} on: is "
-                "a quote opened there that is never closed?"
+                f"{self._path} has a row of more than {MAX_LINE_BYTES >> 20} MiB, from byte {window.position:,} on. "
+                "Check for a quote that is opened there and never closed"
             )
         window.fill(min(2 * held + 65536, MAX_LINE_BYTES))
 

@@ -1,4 +1,4 @@
-"""JSON lines: an object per line, whose fields are the columns. Files may have further fields."""
+"""JSON lines: one object per line, whose fields are the columns. Other files may have additional fields."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SCRATCH_BYTES = 128
 
 
 class JsonLines(Format):
-    """JSON lines. Nested objects have dotted names, and the elements of lists are categories."""
+    """JSON lines. Nested objects have dotted names, and elements of lists are categories."""
 
     name = "jsonl"
     column_options = ("--label", "--categorical", "--numeric")
@@ -46,7 +46,7 @@ class JsonLines(Format):
         if columns is None:
             return find_json_columns(files[0], sample_objects(files))
         if columns.numeric:
-            raise UsageError("all numbers of JSON lines are numeric: leave --numeric out")
+            raise UsageError("all numbers of JSON lines are numeric. Leave --numeric out")
         return replace(columns, is_open=True)
 
     @override
@@ -145,7 +145,7 @@ def json_cells(objects: Sequence[Mapping[str, Any]], wanted: str) -> list[str]:
 
 
 def walk_fields(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, bool]]:
-    """Yield the dotted name of each value that is neither object nor list, the value, and whether it is in a list."""
+    """Yield each value that is neither object nor list: its dotted name, the value, and whether it is in a list."""
     for name, member in value.items():
         yield from _walk(member, f"{path}.{name}" if path else name, in_list=False)
 
@@ -163,15 +163,15 @@ def _walk(value: Any, path: str, *, in_list: bool) -> Iterator[tuple[str, Any, b
 def find_json_columns(
     path: str, objects: Sequence[Mapping[str, Any]], options: ReadOptions = NO_OPTIONS, weight: str = ""
 ) -> Columns:
-    """Return the columns of JSON lines: the label, the weight, and the numeric fields that are categories.
+    """Return the columns of JSON lines: label, weight, and numeric fields that are categories.
 
-    The label is the field with the first usual name, in any case, unless `options` name it. Numbers that are
-    identifiers or codes are categories, unless `options` name their fields. Raises UsageError for an unknown field.
+    Unless `options` name the label, it is the field with the first usual name, ignoring case. Unless `options` name
+    their fields, numbers that are identifiers or codes are categories. Raises UsageError for an unknown field.
     """
     label = options.label
     refused = [option for option in options.given if option not in JsonLines.column_options]
     if refused:
-        raise UsageError(f"{refused[0]} applies to csv and parquet, and {path} has JSON lines: leave it out")
+        raise UsageError(f"{refused[0]} applies to csv and parquet, but {path} has JSON lines. Leave it out")
     values = _values_by_field(objects)
     names = list(values)
     found = usual_label(names) if label is None else label if label in names else None
@@ -179,11 +179,11 @@ def find_json_columns(
     if found is None:
         missing = f"'{label}'" if label is not None else f"named {', '.join(LABEL_NAMES)}"
         raise UsageError(
-            f"{path} has no field {missing} in the sampled rows: its fields are {shown}. Name the label with --label"
+            f"{path} has no field {missing} in the sampled rows. Its fields are {shown}. Name the label with --label"
         )
     for name in (weight, *options.categorical, *options.numeric):
         if name not in ("", *names):
-            raise UsageError(f"{path} has no field '{name}' in the sampled rows: its fields are {shown}")
+            raise UsageError(f"{path} has no field '{name}' in the sampled rows. Its fields are {shown}")
     given = options.kinds(path, names, found)
     codes = tuple(
         name
@@ -205,7 +205,7 @@ def _values_by_field(objects: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
 
 def _are_codes(name: str, values: Sequence[Any]) -> bool:
-    """Return whether the values of a field are identifiers or codes, by the rules for columns."""
+    """Return whether a field's values are identifiers or codes, by the rules for columns."""
     if not values or not all(_is_integer(value) for value in values):
         return False
     cells = list(map(json_text, values))

@@ -1,6 +1,6 @@
-"""The reader of arrays in files: ``.npy`` and ``.npz`` of NumPy, and sparse matrices that SciPy saved.
+"""Read arrays in files: NumPy's ``.npy`` and ``.npz``, and sparse matrices saved by SciPy.
 
-The number of a column is the key, as in LIBSVM's format. A ``.npz`` file has the examples as `X` or as the arrays of
+A column's number is the key, as in LIBSVM's format. A ``.npz`` file has the examples as `X` or as the arrays of
 ``scipy.sparse.save_npz`` (csr), and the labels as `y`. Otherwise the labels are in a separate file with the same name
 and the ending ``.y.npy``. A shard is a range of rows.
 """
@@ -30,7 +30,7 @@ from paceline.kernels.text.values import MAX_FLOAT32
 
 NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _PARTS = ("indptr", "indices", "data")
-_ROWS, _CELLS = 4096, 1 << 20  # the largest piece that is read in one step
+_ROWS, _CELLS = 4096, 1 << 20  # the largest piece to read in one step
 _MOST_TEXT = 200
 _LABELS = ".y.npy"
 _LARGEST = float(np.finfo(np.float32).max)
@@ -58,7 +58,7 @@ class NumpyArrays(Format):
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
         labels = [file.y for file in map(ArrayFile, files) if file.y is not None]
         sampled = (float(label) for y in labels for label in y[:: len(y) // _SAMPLED_ROWS + 1])
-        return dict(Counter(label for label in sampled if abs(label) <= MAX_FLOAT32))  # readers skip others, and NaN
+        return dict(Counter(label for label in sampled if abs(label) <= MAX_FLOAT32))  # readers skip other labels
 
     @override
     def open_reader(self, path: str, settings: ReadSettings) -> ShardReader:
@@ -66,9 +66,9 @@ class NumpyArrays(Format):
 
 
 class ArrayFile:
-    """The examples of a file, `X` dense [rows, columns] or sparse, and `y` [rows], or None without labels.
+    """The examples of a file: `X`, dense [rows, columns] or sparse, and `y` [rows], or None without labels.
 
-    Raises DataError for a file without such arrays. Arrays of ``.npy`` files are memory-mapped.
+    Raises DataError for a file without such arrays. Arrays in ``.npy`` files are memory-mapped.
     """
 
     def __init__(self, path: str) -> None:
@@ -77,7 +77,7 @@ class ArrayFile:
         try:
             with _quietly():
                 arrays = _load(path)
-        except Exception as error:  # NumPy parses headers as Python, and zlib archives: any kind of exception occurs
+        except Exception as error:  # any exception may occur, because NumPy evaluates headers as Python
             why = printable(str(error).partition("\n")[0] or type(error).__name__, _MOST_TEXT)
             raise DataError(f"{path} cannot be read as NumPy arrays: {why}") from error
         self.X: npt.NDArray[Any] | None = arrays.get("X")
@@ -109,7 +109,7 @@ class ArrayFile:
             )
 
     def end_of_piece(self, start: int, stop: int) -> int:
-        """Return the end of a piece of rows that begins at `start`: `stop`, or the limit of rows or memory."""
+        """Return the end of a piece of rows that starts at `start`: `stop`, or the limit of rows or memory."""
         stop = min(start + _ROWS, stop)
         if self.X is not None:
             return min(stop, start + max(_CELLS // max(int(self.X.shape[1]), 1), 1))
@@ -143,7 +143,7 @@ class ArrayFile:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress NumPy's warnings about too large numbers and unusual headers; the caller checks both."""
+    """Suppress NumPy's warnings about large numbers and unusual headers, because the caller checks both."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         yield
@@ -179,7 +179,7 @@ def _load(path: str) -> dict[str, npt.NDArray[Any]]:
 def _load_archive(file: BinaryIO) -> dict[str, npt.NDArray[Any]]:
     with np.load(file, allow_pickle=False) as found:
         if "format" in found.files and found["format"].item() not in (b"csr", "csr"):
-            raise ValueError(f"the matrix is {found['format'].item()!r}, expected csr: save X.tocsr()")
+            raise ValueError(f"the matrix is {found['format'].item()!r}, expected csr. Save X.tocsr()")
         arrays = {name: found[name] for name in found.files if name not in ("format", "shape")}
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
@@ -206,14 +206,14 @@ class ArrayFileReader:
         self._path = path
         self._file = ArrayFile(path)
         if self._file.y is None and needs_label:
-            raise DataError(f"{path} has no labels: expected y in it, or the file {labels_path(path)}")
+            raise DataError(f"{path} has no labels: expected y in this file, or the file {labels_path(path)}")
         self._needs_label = needs_label
         num_rows = self._file.num_rows
         self._shard_rows = max(num_rows * shard_bytes // stat_file(path).num_bytes, 1)
         self.num_shards: int | None = -(-num_rows // self._shard_rows)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing, because no file is open."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
         """Yield the shard's rows, up to 4,096 per batch. A row with a number that is not finite is malformed."""

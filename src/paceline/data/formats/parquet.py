@@ -25,7 +25,7 @@ _SAMPLED_ROWS = 16_000
 
 
 class Parquet(TableFormat):
-    """Parquet. Columns of structures, or of lists of structures, are not read."""
+    """Parquet. Columns of structures, and of lists of structures, are skipped."""
 
     name = "parquet"
     magics = (b"PAR1",)
@@ -35,7 +35,7 @@ class Parquet(TableFormat):
     @override
     def column_names(self, path: str, wanted: Sequence[str] = (), header: str = "auto") -> list[str]:
         if is_packed(path):
-            raise UsageError(f"{path}: a parquet file cannot be read through gzip or zstd: decompress it")
+            raise UsageError(f"{path}: a parquet file cannot be read through gzip or zstd. Decompress the file")
         is_nested = import_arrow().types.is_nested
         with _open_parquet(path) as file:
             return [item.name for item in file.schema_arrow if is_list(item.type) or not is_nested(item.type)]
@@ -74,7 +74,7 @@ class Parquet(TableFormat):
 
 
 def _rows_of(record_batch: Any, names: Sequence[str]) -> list[list[str]]:
-    """Return the rows of an Arrow record batch as text; cells of columns that it lacks are empty."""
+    """Return the rows of an Arrow record batch as text; cells of missing columns are empty."""
     found = record_batch.schema.names
     cells = [
         [_as_text(cell) for cell in _cells(record_batch.column(found.index(name)))]
@@ -86,7 +86,7 @@ def _rows_of(record_batch: Any, names: Sequence[str]) -> list[list[str]]:
 
 
 def _cells(column: Any) -> list[Any]:
-    """Return the values of an Arrow column; times that Python cannot represent, such as the year 10000, as text."""
+    """Return an Arrow column's values; times that Python cannot represent, such as the year 10000, become text."""
     try:
         return list(column.to_pylist())
     except (OverflowError, ValueError):
@@ -123,7 +123,7 @@ def _arrow_errors(path: str) -> Iterator[None]:
         text = str(error).partition("\n")[0]
         if "magic bytes" in text or "smaller than the minimum file footer" in text:
             raise DataError(
-                f"{path} is not a complete parquet file, because its end is missing: it is truncated or still being "
+                f"{path} is not a complete parquet file, because its end is missing. It is truncated or still being "
                 "written. Copy it again"
             ) from error
         if "thrift" in text or "metadata" in text.lower():
@@ -157,7 +157,7 @@ class ParquetReader:
             for name in {*columns.names} - {*columns.categorical}:
                 if name in file.schema_arrow.names and is_list(file.schema_arrow.field(name).type):
                     raise UsageError(
-                        f"{path}: column '{name}' has lists, which are categories: pass --categorical {name}"
+                        f"{path}: column '{name}' has lists, which are categories. Pass --categorical {name}"
                     )
             metadata = file.metadata
             self._first_rows = [0]
@@ -166,10 +166,10 @@ class ParquetReader:
         self.num_shards: int | None = metadata.num_row_groups
 
     def close(self) -> None:
-        """Do nothing: no file is open between shards."""
+        """Do nothing, because no file is open between shards."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """Yield the rows of a row group, 32,768 per batch."""
+        """Yield the rows of a row group, in batches of 32,768."""
         if shard >= len(self._first_rows) - 1:
             return
         row = self._first_rows[shard]
@@ -184,7 +184,7 @@ class ParquetReader:
                     yield converted.batch
 
     def _selected(self, record_batch: Any) -> Any:
-        """Return the columns in the order of :attr:`Columns.names`, with nulls for a missing label."""
+        """Return the columns in the order of :attr:`Columns.names`; a missing label is null."""
         if self._has_label:
             return record_batch
         arrow = import_arrow()

@@ -1,4 +1,4 @@
-"""Interface of the formats of tables, whose rows have named columns."""
+"""Define the interface of formats of tables, whose rows have named columns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TableFormat(Format):
 
     @abstractmethod
     def read_cells(self, files: Sequence[str], columns: Columns, name: str) -> Iterator[str]:
-        """Yield the text of each cell of a column; of a list, the text of each element."""
+        """Yield the text of each cell of a column; for a list, yield the text of each element."""
 
     @override
     def resolve(self, files: Sequence[str], columns: Columns | None, *, needs_label: bool) -> Columns | None:
@@ -48,10 +48,10 @@ class TableFormat(Format):
     def sample(self, files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> Sample:
         if options.header != "auto" and "--header" not in self.column_options:
             raise UsageError(
-                f"--header {options.header}: {files[0]} is {self.name}, which has no header: leave the option out"
+                f"--header {options.header}: {files[0]} is {self.name}, which has no header. Leave the option out"
             )
         if columns is None:
-            wanted = [name for name in (*options.names, weight) if name and not is_number(name)]  # a number is a place
+            wanted = [name for name in (*options.names, weight) if name and not is_number(name)]  # without positions
             table = self.sample_table(files, wanted, options.header)
             if not table.rows:
                 raise DataError(f"{files[0]} has columns, and no row of data: write rows to it, or name another file")

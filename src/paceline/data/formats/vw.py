@@ -29,7 +29,7 @@ _VW = re.compile(
 
 
 class _FieldedFormat(LineFormat):
-    """A format whose features stand in namespaces or fields."""
+    """A format whose features belong to namespaces or fields."""
 
     is_keyed = True
     _field: ClassVar[re.Pattern[bytes]]
@@ -47,7 +47,7 @@ class _FieldedFormat(LineFormat):
 
 
 class Libffm(_FieldedFormat):
-    """libffm's format: lines of a label and ``field:feature:value`` triples."""
+    """libffm's format: lines with a label and ``field:feature:value`` triples."""
 
     name = "libffm"
     _is_ffm = True
@@ -74,8 +74,8 @@ class VowpalWabbit(_FieldedFormat):
     def matches(self, path: str, lines: Sequence[str]) -> bool:
         if share_of_lines(lines, _BANDIT.match) > 0.5 or lines[0].startswith("shared |"):
             raise DataError(
-                f"{path} has the contextual bandit format of Vowpal Wabbit, which is not supported: write lines with "
-                "one label, '1 | a b'"
+                f"{path} has the contextual bandit format of Vowpal Wabbit, which is not supported. Write lines with "
+                "one label, such as '1 | a b'"
             )
         return share_of_lines(lines, _VW.match) > 0.5 and not _is_bar_separated(lines)
 
@@ -85,7 +85,7 @@ class VowpalWabbit(_FieldedFormat):
 
 
 def _is_bar_separated(lines: Sequence[str]) -> bool:
-    """Return whether lines that match Vowpal Wabbit's format are CSV: the first has names, or no line has a feature."""
+    """Return whether lines in Vowpal Wabbit's format are in fact CSV: the first has names, or no line has a feature."""
     if re.fullmatch(r"[^\s|]+(?:\|[^\s|]+)+", lines[0]) is None:
         return False
     dialect = guess_dialect("\n".join(lines))

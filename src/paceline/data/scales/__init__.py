@@ -1,1 +1,1 @@
-"""How the numbers of columns are brought to scales, or cut into bins, and how that is chosen."""
+"""Choose and apply scales and bins for the numbers of columns."""

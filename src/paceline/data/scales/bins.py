@@ -1,10 +1,10 @@
 """Bins of numeric columns. Each bin is a feature with value 1, so a column may have a nonlinear effect.
 
-Bins are found on rows spread over the files, and are part of a column's scale
-(:class:`paceline.data.scales.scaling.Scale`). Two methods find them: quantiles of the numbers, so that bins have about
-equally many rows, and logarithms, floor(ln(x)^2), as in the winning entry of Criteo's challenge of 2014 (Juan, Zhuang,
-Chin, "3 Idiots' approach for display advertising challenge", github.com/guestwalk/kaggle-2014-criteo) and in Criteo's
-format here.
+Rows spread over the files determine the bins, which are part of a column's scale
+(:class:`paceline.data.scales.scaling.Scale`). There are two methods. Quantiles of the numbers give bins with about
+equally many rows. Logarithms give the bins floor(ln(x)^2), as in the winning entry of Criteo's challenge of 2014 (Juan,
+Zhuang, Chin, "3 Idiots' approach for display advertising challenge", github.com/guestwalk/kaggle-2014-criteo) and in
+:mod:`paceline.data.formats.criteo`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Doubles = npt.NDArray[np.float64]
 
 
 def quantile_edges(numbers: Doubles, num_bins: int) -> tuple[float, ...]:
-    """Return the lower bounds of all bins but the first (float32, ascending).
+    """Return the lower bounds of all bins except the first (float32, ascending).
 
-    Bins have about equally many numbers; many equal numbers make fewer bins.
+    Bins have about equally many numbers; many equal numbers lead to fewer bins.
     """
     if not len(numbers):
         return ()
@@ -40,7 +40,7 @@ def quantile_edges(numbers: Doubles, num_bins: int) -> tuple[float, ...]:
 def log_edges(numbers: Doubles, unit: float) -> tuple[float, ...]:
     """Return the lower bounds of bins of floor(ln(x)^2), and of the integers up to 2, for x = number / unit.
 
-    The bins of negative numbers mirror the bins of positive ones. The last bin has the largest number.
+    The bins of negative numbers mirror those of positive numbers. The last bin contains the largest number.
     """
     if not len(numbers):
         return ()
@@ -57,7 +57,7 @@ def _distinct_edges(edges: Doubles, numbers: Doubles) -> tuple[float, ...]:
 
 
 def bins_of(numbers: Doubles, edges: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Return the bin of each number, from 0: the number of edges at or below it (as float32)."""
+    """Return each number's bin, from 0: the number of edges at or below the number (as float32)."""
     return np.searchsorted(np.array(edges, np.float32), numbers.astype(np.float32), side="right").astype(np.int64)
 
 
@@ -66,14 +66,14 @@ def bin_key(name: str, number: int) -> int:
 
 
 def key_bin_key(key: int, number: int) -> int:
-    """Return the key of a bin of the feature `key`, which is hashed first because it may be a small number."""
+    """Return the key of a bin of the feature `key`. Hash `key` first, because it may be a small number."""
     return hash_bytes(number.to_bytes(8, "little"), hash_bytes(key.to_bytes(8, "little"), 0))
 
 
 def bin_names(name: str, edges: Sequence[float], centre: float = 0.0, key: int | None = None) -> dict[int, str]:
-    """Return the names of the bins of a column, or of the feature `key`, by their keys.
+    """Return the names of the bins of a column, or of the feature `key`, by the bins' keys.
 
-    A name such as ``age=18..25`` means from 18, and below 25.
+    A name such as ``age=18..25`` means at least 18 and below 25.
     """
     shown = ["", *(f"{edge + centre:.6g}" for edge in edges), ""]
     return {
@@ -90,9 +90,9 @@ def _keys_of_bins(
 
 
 class ColumnBins:
-    """Bins of numeric columns, for rows that begin with a pair for each of the `categorical` columns.
+    """Bins of numeric columns, for rows that begin with one pair per `categorical` column.
 
-    `edges` has the edges of each numeric column; numbers of a column without edges are unchanged.
+    `edges` has the edges of each numeric column. Numbers of a column without edges do not change.
     """
 
     def __init__(self, categorical: Sequence[str], numeric: Sequence[str], edges: Sequence[Sequence[float]]) -> None:
@@ -105,9 +105,9 @@ class ColumnBins:
         self._all_are_binned = all(map(len, edges))
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows with bins in place of numbers; the batch's arrays are overwritten.
+        """Return the rows with bins in place of numbers; this overwrites the batch's arrays.
 
-        The result has the field of each pair, because keys of bins do not identify columns.
+        The result has each pair's field, because the keys of bins do not identify columns.
         """
         from paceline.kernels.features.scaling import bin_columns
 
@@ -116,7 +116,7 @@ class ColumnBins:
         if fields is None:
             fields = np.empty(len(batch.keys), np.uint32)
         else:
-            num_categorical = 0  # they have fields already
+            num_categorical = 0  # the pairs already have fields
         bin_columns(
             *(batch.indptr, batch.keys, batch.values, fields, self._hashes[self._num_categorical - num_categorical :]),
             *(num_categorical, self._seeds, self._firsts, self._edges, self._keys),
@@ -125,7 +125,7 @@ class ColumnBins:
 
 
 class KeyBins:
-    """Bins of numbers that are identified by `keys` (uint64 [n]), with the `edges` of each key."""
+    """Bins for the numbers of features identified by `keys` (uint64 [n]), with the `edges` of each key."""
 
     def __init__(self, keys: npt.NDArray[np.uint64], edges: Sequence[Sequence[float]]) -> None:
         of_edges = np.repeat(np.arange(len(edges)), list(map(len, edges)))
@@ -134,7 +134,7 @@ class KeyBins:
         """The keys of all bins (uint64)."""
 
     def find(self, at: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint64]:
-        """Return the key of the bin of each number (float32 [m]); ``at[i]`` is the index of its key."""
+        """Return the key of each number's bin (numbers float32 [m]); ``at[i]`` is the index of number i's key."""
         found: npt.NDArray[np.uint64] = self.keys[
             np.searchsorted(self._edges, _ordered(at, numbers), side="right") + at
         ]
@@ -142,8 +142,8 @@ class KeyBins:
 
 
 def _ordered(at: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint64]:
-    """Return integers in the order of the pairs (`at`, `numbers`), so that one search serves all keys."""
-    bits = (numbers + np.float32(0)).view(np.uint32)  # -0.0 is 0.0
+    """Return integers with the order of the pairs (`at`, `numbers`), so that one search serves all keys."""
+    bits = (numbers + np.float32(0)).view(np.uint32)  # adding 0 turns -0.0 into 0.0
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
     found: npt.NDArray[np.uint64] = (at.astype(np.uint64) << np.uint64(32)) | ordered
     return found

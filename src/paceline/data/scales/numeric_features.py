@@ -19,7 +19,7 @@ from paceline.data.scales.one_column import Doubles
 from paceline.data.scales.scaling import TRIED_BINS, ExplainedNumbers, Scale, explain_numbers
 
 _LEAST_SHARE: Final = 0.1
-_TABLE_SHARE: Final = 0.9  # of the pairs: all features are columns of a table
+_TABLE_SHARE: Final = 0.9  # fraction of pairs above which all features are columns of a table
 _DENSE_SHARE: Final = 0.5
 _LEAST_ROWS: Final = 20
 _LEAST_VALUES: Final = 3
@@ -44,11 +44,11 @@ class NumericFeature:
 
 
 def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[NumericFeature]:
-    """Return the features that are numbers: with three values or more, in a tenth of the rows.
+    """Return the features that are numbers, which means three values or more, in at least a tenth of the rows.
 
-    If `absent_is_zero`, rows that lack a number have the number 0. With many rare features, such as words, a number
-    must then be in half of the rows, because the zeros would outweigh the rare features. Uses up to 10,000 evenly
-    spread rows, fewer for many features. Returns none of more than 2,000 features, which are not columns of a table.
+    If `absent_is_zero`, a missing number is 0. With many rare features, such as words, a number must then occur in half
+    of the rows, because the zeros would outweigh the rare features. Uses up to 10,000 evenly spread rows, and fewer for
+    many features. Returns no features if there are more than 2,000 that are not columns of a table.
     """
     if batch.values is None:
         return []
@@ -65,7 +65,7 @@ def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[Numeric
 
 
 def numbers_of(batch: Batch, keys: Sequence[int], *, absent_is_zero: bool) -> list[NumericFeature]:
-    """Return the numbers of these features, in their order; arguments as for :func:`find_numeric_features`."""
+    """Return the numbers of these features, in their order; arguments as in :func:`find_numeric_features`."""
     if not keys:
         return []
     batch = _spread_rows(batch, min(max(_MOST_NUMBERS // len(keys), _LEAST_ROWS), _MOST_ROWS))
@@ -100,21 +100,21 @@ def known_labels(labels: Doubles) -> Doubles | None:
 
 
 def explain_features(features: Sequence[NumericFeature]) -> list[ExplainedNumbers]:
-    """Return the fit of each single feature.
+    """Return the fit of each feature alone.
 
-    Among many features some fit better on logarithms by chance, so logarithms must be better by ln(number of features)
-    nats more (the risk inflation criterion: Foster and George, Annals of Statistics 1994).
+    Among many features some fit better on logarithms by chance. Therefore logarithms must be better by an additional
+    ln(number of features) nats (the risk inflation criterion: Foster and George, Annals of Statistics 1994).
     """
     chance = math.log(max(len(features), 1))
     return [explain_numbers(feature.numbers, known_labels(feature.labels), chance) for feature in features]
 
 
 def candidate_scales(explained: Sequence[ExplainedNumbers]) -> list[tuple[Scale, ...]]:
-    """Return distinct candidates for the scales of all features, the usual ones first.
+    """Return distinct candidates for the scales of all features, the usual scales first.
 
-    The other candidates are: 8, 16, 32 or 64 bins for all features that usually have bins; 8, 16 or 32 bins for all; no
-    bins; no bins and no logarithms. No candidate selects features by their gain, because some of many features gain by
-    chance, on held-out examples too.
+    The other candidates are: 8, 16, 32 or 64 bins for all features that usually have bins; 8, 16 or 32 bins for all
+    features; no bins; no bins and no logarithms. No candidate selects features by their gain, because some of many
+    features gain by chance, even on held-out examples.
     """
     usual = tuple(fit.usual for fit in explained)
     found = [usual]

@@ -1,8 +1,8 @@
-"""The relation of one column to the label, for the choice of its scale and kind.
+"""Model the relation between one column and the label, to choose the column's scale and kind.
 
-A column is modelled as a *line* (the label's log-odds, or its mean for quantities, is linear in the number) or as a
-*table* (a rate for each value). The models are compared by their mean loss, with a penalty of 1 / rows for each
-parameter beyond the first (Akaike, "A new look at the statistical model identification", 1974).
+A column is modelled as a *line* or as a *table*. For a line, the label's log-odds, or the label's mean for quantities,
+are linear in the number. A table has a rate for each value. The models are compared by their mean loss, with a penalty
+of 1 / rows for each parameter beyond the first (Akaike, "A new look at the statistical model identification", 1974).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _MOST: Final = 1e6  # the largest ratio of the variance of a quantity to the res
 
 
 def line_loss(numbers: Doubles, labels: Doubles) -> float:
-    """Return the mean loss in nats of the best line, with its penalty; `numbers` and `labels` float64 [n].
+    """Return the mean loss in nats of the best line, including the penalty; `numbers` and `labels` float64 [n].
 
-    Labels with two values are classes (logistic regression by Newton's method), others quantities (least squares).
+    Labels with two values are classes (logistic regression by Newton's method), other labels quantities (least
+    squares).
     """
     x, classes = _standardised(numbers), _as_classes(labels)
     cost = 1 / max(len(x), 1)
@@ -35,9 +36,9 @@ def line_loss(numbers: Doubles, labels: Doubles) -> float:
 
 
 def table_loss(codes: npt.NDArray[np.int64], labels: Doubles) -> float:
-    """Return the mean loss in nats of a rate (a mean) for each value, with its penalty.
+    """Return the mean loss in nats of a rate (a mean) for each value, including the penalty.
 
-    `codes` int64 [n], from 0, is the number of each row's value; `labels` as in :func:`line_loss`.
+    `codes` int64 [n], from 0, are the numbers of the rows' values; `labels` as in :func:`line_loss`.
     """
     counts = np.bincount(codes)
     cost = (np.count_nonzero(counts) - 1) / max(len(codes), 1)
@@ -57,7 +58,7 @@ def _standardised(numbers: Doubles) -> Doubles:
     largest = float(np.abs(numbers).max(initial=0.0))
     if not 0 < largest < np.inf:
         return np.zeros(len(numbers))
-    centred = numbers / largest  # whose squares do not overflow
+    centred = numbers / largest  # squares of these do not overflow
     centred -= centred.mean()
     deviation = float(np.sqrt(np.mean(centred * centred)))
     return centred / deviation if deviation > _SAME else np.zeros(len(numbers))
@@ -69,7 +70,7 @@ def _gaussian_loss(residuals: Doubles) -> float:
 
 
 def _log_loss(rates: Doubles, classes: Doubles) -> float:
-    """Return the mean log loss. Rates of 0 and 1 occur for equal labels only."""
+    """Return the mean log loss. Rates of 0 and 1 occur only for equal labels."""
     predicted = np.where(classes > 0, rates, 1.0 - rates)
     return float(-np.log(np.maximum(predicted, 1e-300)).mean()) if len(predicted) else 0.0
 

@@ -1,7 +1,8 @@
-"""The scale, or the bins, of the numbers of a column, found on rows spread over the files.
+"""Choose the scale or the bins of a column's numbers, using rows spread over the files.
 
-Gradients of a linear model are proportional to its features' values, so columns of thousands and of thousandths would
-need different learning rates. A row lacks a missing number, which thus counts as the mean of a standardised column.
+Gradients of a linear model are proportional to the features' values, so columns of thousands and of thousandths would
+need different learning rates. A row lacks the feature of a missing number, which therefore counts as the mean of a
+standardized column.
 """
 
 from __future__ import annotations
@@ -24,40 +25,41 @@ from paceline.kernels.hashing import name_seed
 from paceline.kernels.text.values import MAX_FLOAT32
 
 NUMERIC_SCALES = ("auto", "standard", "log", "log-bins", "none")
-"""The methods without a parameter; ``quantile:N`` is another one."""
+"""The methods without a parameter; ``quantile:N`` is the method with a parameter."""
 KEPT_SCALES = ("auto", "standard", "log", "log-bins")
 """The methods whose scales converted data stores."""
 _QUANTILES = re.compile(r"quantile:([0-9]{1,9})")
 TRIED_BINS = (8, 16, 32, 64)
-"""The numbers of bins by quantiles that are tried."""
+"""The numbers of quantile bins to try."""
 _USUAL_BINS = TRIED_BINS[:3]
-_NONLINEAR = 10.0  # nats: bins of a column with a linear effect seldom explain more
-_HEAVY = 10.0  # the largest of 20,000 exponential variables lies 9 deviations above the mean
+_NONLINEAR = 10.0  # nats: bins seldom explain more if the effect is linear
+_HEAVY = 10.0  # deviations; the largest of 20,000 exponential variables is 9 above the mean
 _LEAST_ROWS = 20
-_FAR = 1000.0  # deviations from 0: float32 has 14 bits left for a deviation
-_EVIDENCE = 2.0  # nats: one scale is e^2 times as likely as the other
-_UNIT_SHARES = (0.5, 0.01)  # of the sizes other than 0 that are smaller than a unit
+_FAR = 1000.0  # deviations from 0; float32 then has 14 bits for a deviation
+_EVIDENCE = 2.0  # nats: one scale is e^2 times as likely as another
+_UNIT_SHARES = (0.5, 0.01)  # fractions of nonzero sizes below a unit
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """x becomes (x - mean) / deviation; with a `unit` u, sign(x) log(1 + |x|/u) replaces x.
 
-    With the deviation 0 numbers are unchanged, and with `edges` they become categories. Numbers are rounded to float32
-    first, less `centre`, which is in the middle of numbers that lie close together and far from 0, such as times.
+    If the deviation is 0, numbers do not change. With `edges`, numbers become categories. First `centre` is subtracted,
+    and the result is rounded to float32. The centre is in the middle of numbers that are far from 0 but close together,
+    such as times.
     """
 
     unit: float
-    """0 for no logarithms. Otherwise smaller numbers are nearly linear, and larger ones logarithmic."""
+    """0 for no logarithms. Otherwise numbers below the unit are nearly linear, and larger numbers logarithmic."""
     mean: float
     deviation: float
     centre: float = 0.0
     edges: tuple[float, ...] = ()
-    """Lower bounds of all bins but the first, for numbers less `centre` (float32); none without bins."""
+    """Lower bounds of all bins except the first, for numbers minus `centre` (float32); empty without bins."""
 
     @classmethod
     def from_fields(cls, fields: Sequence[Any]) -> Scale:
-        """Return the scale of :meth:`to_fields`. Raises TypeError and ValueError."""
+        """Create the scale from :meth:`to_fields`. Raises TypeError and ValueError."""
         unit, mean, deviation, *optional = fields
         centre, edges = (*optional, ()) if len(optional) == 1 else optional or (0.0, ())
         return cls(float(unit), float(mean), float(deviation), float(centre), tuple(map(float, edges)))
@@ -104,19 +106,19 @@ def check_numeric_scale(how: str) -> None:
 
 
 def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = None) -> Scale:
-    """Return the scale of a column, given a sample of its cells. `how` is a method, but not ``none``.
+    """Choose the scale of a column, given a sample of its cells. `how` is any method except ``none``.
 
-    ``quantile:N`` cuts the numbers into N bins, ``log-bins`` into bins of their logarithms (:mod:`.bins`). ``auto``
-    takes 8, 16 or 32 bins by quantiles if a rate (a mean) per bin explains the `labels` (float64, one per cell; NaN if
-    missing) better than a line by more than 10 / rows nats per row, with a penalty of 1 / rows for each bin beyond the
-    first.
+    ``quantile:N`` divides the numbers into N bins, ``log-bins`` into bins of their logarithms (:mod:`.bins`). ``auto``
+    may choose 8, 16 or 32 quantile bins. It does so if a rate (a mean) per bin explains the `labels` (float64, one per
+    cell; NaN if missing) better than a line by more than 10 / rows nats per row, with a penalty of 1 / rows for each
+    bin beyond the first.
 
-    Otherwise ``auto`` takes logarithms if they explain the labels better by 2 / rows nats per row or more, and does not
-    if they explain them worse by as much. In between, and without labels, it takes them if a value is more than 10
-    deviations from the mean, and less than half as many after logarithms.
+    Otherwise ``auto`` chooses logarithms if they explain the labels better by at least 2 / rows nats per row, and
+    rejects them if they are worse by as much. In between, and without labels, it chooses logarithms if a value is more
+    than 10 deviations from the mean, and less than half as many after logarithms.
 
-    The unit of logarithms is 1 for integers. Otherwise half of the magnitudes are below it, or a hundredth of them,
-    whichever explains the labels better; half without labels. Bins use the smaller one.
+    The unit of logarithms is 1 for integers. Otherwise a half or a hundredth of the magnitudes are below it, depending
+    on which explains the labels better; without labels it is a half. Bins use the smaller unit.
     """
     cells = list(cells)
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and is_number(cell)]
@@ -125,7 +127,7 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
 
 
 def fit_numbers(numbers: Doubles, how: str, known: Doubles | None = None) -> Scale:
-    """Do the same as :func:`fit_scale`, for finite float64 numbers. `known` are their labels, or None."""
+    """Do the same as :func:`fit_scale` for finite float64 numbers. `known` are their labels, or None."""
     if how == "auto":
         return explain_numbers(numbers, known).usual
     plain, _ = _standard_scale(numbers)
@@ -144,15 +146,15 @@ class ExplainedNumbers:
 
     plain: Scale
     line: Scale
-    """The better scale for a line: the plain one or logarithms."""
+    """The better scale for a line: plain or logarithmic."""
     bins: tuple[Scale, ...]
-    """Bins by quantiles for each of :data:`TRIED_BINS`; the line's scale for equal numbers, or unknown labels."""
+    """Quantile bins for each of :data:`TRIED_BINS`; the line's scale if numbers are equal or labels unknown."""
     gains: tuple[float, ...]
-    """The total gain in nats of each of the bins over a line, less one per bin; -inf for unknown labels."""
+    """The total gain in nats of each number of bins over a line, minus one per bin; -inf if labels are unknown."""
 
     @property
     def usual(self) -> Scale:
-        """The choice of ``auto`` for this column alone."""
+        """The choice of ``auto`` if this column is considered alone."""
         best = max(range(len(_USUAL_BINS)), key=lambda place: self.gains[place])
         return self.bins[best] if self.gains[best] > _NONLINEAR else self.line
 
@@ -160,7 +162,7 @@ class ExplainedNumbers:
 def explain_numbers(numbers: Doubles, known: Doubles | None, chance: float = 0.0) -> ExplainedNumbers:
     """Return the fit of numbers (finite float64) to the labels `known` (NaN if missing), or None.
 
-    `chance` is the gain in nats that logarithms of one column among many may have by chance.
+    `chance` is the gain in nats that logarithms of one among many columns may have by chance.
     """
     known = _known(known)
     plain, farthest = _standard_scale(numbers)
@@ -189,14 +191,14 @@ def _known(labels: Doubles | None) -> Doubles | None:
 
 
 def _standard_scale(numbers: Doubles) -> tuple[Scale, float]:
-    """Return the scale for a line, and the distance of the farthest number from the mean, in deviations."""
+    """Return the scale for a line, and the largest distance from the mean, in deviations."""
     (mean, deviation), farthest = _standardise(numbers.tolist())
     centre = float(np.float32(mean)) if _FAR * deviation < abs(mean) <= MAX_FLOAT32 else 0.0
     return Scale(0.0, mean, deviation, centre), farthest
 
 
 def _log_scale(numbers: Doubles, centre: float, known: Doubles | None) -> tuple[Scale, float, float]:
-    """Return the scale of logarithms, the distance of the farthest from their mean in deviations, and a line's loss."""
+    """Return the logarithmic scale, the largest distance from its mean in deviations, and a line's loss."""
     units = _units(numbers)
     losses = [0.0 if known is None else _line_loss(signed_logs(numbers, unit), known) for unit in units]
     unit = units[int(np.argmin(losses))]
@@ -234,9 +236,9 @@ def _line_loss(numbers: Doubles, labels: Doubles) -> float:
 
 
 def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:
-    """Return mean, deviation, and the distance of the farthest number from the mean in deviations.
+    """Return mean, deviation, and the largest distance from the mean in deviations.
 
-    Sums are exact, so the result is equal on all machines.
+    Sums are exact, so the result is the same on all machines.
     """
     if not numbers:
         return (0.0, 1.0), 0.0
@@ -250,7 +252,7 @@ def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:
 
 
 class ColumnScaling:
-    """Scales, and bins, of the numeric columns `names`, whose numbers were read less `centres`."""
+    """Scales and bins of the numeric columns `names`, whose numbers were read minus `centres`."""
 
     def __init__(
         self, names: Sequence[str], centres: Sequence[float], scales: Sequence[Scale], bins: ColumnBins | None = None
@@ -267,7 +269,7 @@ class ColumnScaling:
         return self.apply_in_place(batch.copy())
 
     def apply_in_place(self, batch: Batch) -> Batch:
-        """Scale the values of the batch, and return the rows with bins in place of numbers."""
+        """Scale the values of the batch in place, and return the rows with bins in place of numbers."""
         if batch.values is None or not len(self._seeds):
             return batch
         self._scale_columns(batch.indptr, batch.keys, batch.values, self._seeds, self._centres, self._scales)

@@ -1,4 +1,4 @@
-"""The bytes of data files: local or remote, compressed or not."""
+"""Read the bytes of data files, local or remote, compressed or not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_stream(path: str) -> ByteStream:
 
 
 def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
-    """Return the first bytes of the text, and whether they are the complete text."""
+    """Return the first bytes of the text, and whether they are the whole text."""
     stream = open_stream(path)
     try:
         buffer = bytearray(num_bytes + 1)
@@ -45,7 +45,7 @@ def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
 
 
 def text_size(path: str, num_bytes: int) -> int | None:
-    """Return the length of the text of a file of `num_bytes`; None for compressed files without sizes of members."""
+    """Return the length of the text in a file of `num_bytes`; None for compressed files without sizes of members."""
     if not is_packed(path):
         return num_bytes
     members = find_members(path)
@@ -53,7 +53,7 @@ def text_size(path: str, num_bytes: int) -> int | None:
 
 
 def line_number(path: str | Path, offset: int) -> int:
-    """Return the number, from 1, of the line with byte `offset` of the decompressed text."""
+    """Return the number, from 1, of the line that contains byte `offset` of the decompressed text."""
     stream = open_stream(str(path))
     try:
         buffer = bytearray(1 << 20)

@@ -1,8 +1,8 @@
-"""The members of a compressed file, found without decompression, so that reading can start at any member.
+"""Find the members of a compressed file without decompression, so that reading can start at any member.
 
 BGZF files (``bgzip``; SAM/BAM Format Specification, section 4.1) are gzip members of up to 64 KiB of text, with their
-sizes in the headers. Zstandard files of several frames (``pzstd``) have the size of the text in each frame's header
-(RFC 8878, section 3.1.1). Reading cannot start within other files: with one member, or members without sizes.
+sizes in the headers. Zstandard files with several frames (``pzstd``) have the size of the text in each frame's header
+(RFC 8878, section 3.1.1). In other files, with one member or without sizes, reading must start at the beginning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import lru_cache
 from paceline.data.streams.remote import is_url
 from paceline.errors import DataError
 
-_MOST_FRAME_BYTES = 16 << 20  # of text: a larger frame takes too long to decompress
+_MOST_FRAME_BYTES = 16 << 20  # limit of text; a larger frame takes too long to decompress
 _BGZF_HEADER = struct.Struct("<4s6xH2sHH")
 _ZSTD_MAGIC, _SKIPPED = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 
@@ -31,15 +31,15 @@ class Members:
     num_bytes: int
 
     def before(self, position: int) -> tuple[int, int]:
-        """Return the offsets in text and file of the last member that begins at or before `position` of the text."""
+        """Return the offsets, in text and file, of the last member with a start in the text up to `position`."""
         at = max(bisect_right(self.starts, position) - 1, 0)
         return self.starts[at], self.offsets[at]
 
 
 def find_members(path: str) -> Members | None:
-    """Return the members of a local file; None unless it has several members with sizes.
+    """Return the members of a local file; None unless there are several members with sizes.
 
-    Raises DataError for a truncated BGZF file, without its final empty member.
+    Raises DataError for a truncated BGZF file, which lacks the final empty member.
     """
     if is_url(path):
         return None
@@ -92,7 +92,7 @@ def _bgzf_members(descriptor: int, size: int) -> Iterator[tuple[int, int | None]
 
 
 def _zstd_frames(descriptor: int, size: int) -> Iterator[tuple[int, int | None]]:
-    """Yield the same for frames. Skippable frames have no text."""
+    """Yield the offset and text size of each frame. Skippable frames have no text."""
     at = 0
     while at < size:
         head = os.pread(descriptor, 18, at)

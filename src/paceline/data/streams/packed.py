@@ -1,4 +1,4 @@
-"""The text of compressed files."""
+"""Read the text of compressed files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from paceline.errors import DataError, UsageError
 
 
 class PackedStream(ABC):
-    """The text of a compressed file, of one or several members.
+    """The text of a compressed file with one or several members.
 
-    `seek` starts at the member with the position, if sizes of members are known (:mod:`paceline.data.streams.members`).
-    Otherwise seeking backward starts again, and seeking forward decompresses.
+    `seek` starts at the member that contains the position, if the members' sizes are known
+    (:mod:`paceline.data.streams.members`). Otherwise seeking backward starts at the beginning of the file, and seeking
+    forward decompresses.
     """
 
     suffix: str
     name: str
     magics: tuple[bytes, ...]
-    """The possible first bytes of a member, of equal lengths."""
+    """The possible first bytes of a member, all of the same length."""
     chunk_bytes: int
-    """The number of bytes that are read from the file in one step."""
+    """The number of bytes to read from the file in one step."""
     errors: tuple[type[Exception], ...]
 
     def __init__(self, path: str) -> None:
@@ -43,7 +44,7 @@ class PackedStream(ABC):
 
     @abstractmethod
     def _new_decoder(self) -> Any:
-        """Return a decoder of one member, with `eof` and `unused_data` as in zlib."""
+        """Return a decoder for one member, with `eof` and `unused_data` as in zlib."""
 
     @abstractmethod
     def _decode(self, data: bytes, limit: int) -> tuple[bytes, bytes]:
@@ -72,7 +73,7 @@ class PackedStream(ABC):
         self._raw.close()
 
     def decompress(self, limit: int) -> bytes:
-        """Return up to `limit` bytes of text; none at the end."""
+        """Return up to `limit` bytes of text; empty at the end."""
         while not self._surplus and not self._ended:
             if self._decoder is None and not self._next_member():
                 break
@@ -98,7 +99,7 @@ class PackedStream(ABC):
         return count > 0
 
     def _next_member(self) -> bool:
-        """Start the next member, if there is one. The file may have only members and padding."""
+        """Start the next member, if any. The file may have only members and padding."""
         is_first = self._raw.position == 0
         size = len(self.magics[0])
         self._pending = self._trim(self._pending)
@@ -109,9 +110,7 @@ class PackedStream(ABC):
             return False
         if not any(self._pending[:size] == magic[: len(self._pending)] for magic in self.magics):
             if is_first:
-                raise DataError(
-                    f"{self.path} ends in {self.suffix} but is not a {self.name} file: decompress or rename it"
-                )
+                raise DataError(f"{self.path} ends in {self.suffix} but is not a {self.name} file. Rename it")
             raise DataError(f"{self.path} is damaged: other bytes follow its {self.name} stream")
         self._decoder = self._new_decoder()
         return True
@@ -144,7 +143,7 @@ class ZstdStream(PackedStream):
 
     suffix, name = ".zst", "zstd"
     magics = (b"\x28\xb5\x2f\xfd",)
-    chunk_bytes = 1 << 13  # bounds the text of one call: 4 bytes may decompress to 128 KiB
+    chunk_bytes = 1 << 13  # limits the text per call, because 4 bytes may decompress to 128 KiB
 
     def __init__(self, path: str) -> None:
         try:

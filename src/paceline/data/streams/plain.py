@@ -1,4 +1,4 @@
-"""The bytes of one file with a movable position, and errors about files."""
+"""Read the bytes of one file from any position, and describe errors about files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.errors import DataError
 
 
 def stat_file(path: str | Path) -> FileStatus:
-    """Return the status of a regular, readable file that is not empty. Raises DataError for another file."""
+    """Return the status of a regular, readable, nonempty file. Raises DataError for other files."""
     if is_url(path):
         return stat_url(str(path))
     try:
         status = os.stat(path)
         if os.path.isdir(path):
-            raise DataError(f"{path} is a folder, not a data file: name the files in it, as in {path}/*")
+            raise DataError(f"{path} is a folder, not a data file. Pass the files in it, as in {path}/*")
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -45,7 +45,7 @@ class ByteStream(Protocol):
     position: int
 
     def readinto(self, view: memoryview) -> int:
-        """Fill a part of `view` from its start; return the number of bytes, which is 0 only at the end."""
+        """Fill a prefix of `view`; return the number of bytes, which is 0 only at the end."""
 
     def seek(self, position: int) -> None:
         """Move to `position`, or to the end if the file is shorter."""
@@ -55,7 +55,7 @@ class ByteStream(Protocol):
 
 
 class PlainStream:
-    """An uncompressed file. A descriptor, because a file object warns if an iterator is dropped before its end."""
+    """An uncompressed file. It uses a descriptor, because a file object would warn about an unfinished iterator."""
 
     def __init__(self, path: str) -> None:
         self.path = path

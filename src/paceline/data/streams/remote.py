@@ -14,13 +14,13 @@ from paceline.errors import DataError, UsageError
 
 _READ_AHEAD = 4 << 20
 _MARKS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "Content-MD5")
-"""The fields by which file systems distinguish versions of a file."""
+"""Fields in which file systems report the version of a file."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:::[A-Za-z][A-Za-z0-9+.-]+)*://")
 
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """The size of a file, and a text that changes with the file."""
+    """The size of a file, and a text that changes if the file changes."""
 
     num_bytes: int
     version: str
@@ -31,26 +31,26 @@ def is_url(path: str | Path) -> bool:
 
 
 def full_path(path: str | Path) -> str:
-    """Return the name of a file for other processes."""
+    """Return a file's name in a form that other processes can use."""
     return str(path) if is_url(path) else os.path.abspath(path)
 
 
 def check_local(path: str | Path, format: str) -> None:
     if is_url(path):
-        raise UsageError(f"{path}: {format} files are memory-mapped, so a URL is not possible: copy the file first")
+        raise UsageError(f"{path}: {format} files are memory-mapped, so a URL is not possible. Copy the file first")
 
 
 def stat_url(url: str) -> FileStatus:
-    """Return the status of a file that is not empty. Raises DataError for another file."""
+    """Return the status of a nonempty file. Raises DataError for other files."""
     with _data_errors(url):
         system, path = _find_system(url)
         system.invalidate_cache(path)  # old listings would have old sizes
         found = system.info(path)
         version = " ".join([str(system.ukey(path)), *(str(found[mark]) for mark in _MARKS if mark in found)])
     if found["type"] != "file":
-        raise DataError(f"{url} is a folder, not a data file: name the files in it, as in {url.rstrip('/')}/*")
+        raise DataError(f"{url} is a folder, not a data file. Pass the files in it, as in {url.rstrip('/')}/*")
     if found["size"] is None:
-        raise DataError(f"{url}: the server does not report the size of the file: copy it first")
+        raise DataError(f"{url}: the server does not report the size of the file. Copy it first")
     if not found["size"]:
         raise DataError(f"{url} is empty: it has no line or row to read")
     return FileStatus(int(found["size"]), version)

@@ -1,4 +1,4 @@
-"""Standard input as data: a copy in a temporary file, because several processes read the data several times."""
+"""Copy standard input to a temporary file, because several processes read the data several times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_folder() -> TemporaryFolder:
 
 
 def keep(source: BinaryIO, folder: Path) -> Path:
-    """Copy `source` to a file in `folder`, with a suffix for compressed data. Return its path. Raises OSError."""
+    """Copy `source` to a file in `folder`, with a suffix if the data is compressed. Return its path. Raises OSError."""
     path = folder / "stdin"
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
         shutil.copyfileobj(source, out, 1 << 20)
@@ -31,6 +31,6 @@ def keep(source: BinaryIO, folder: Path) -> Path:
 
 
 def name_for_people(text: str) -> str:
-    """Replace the name of the copy by `standard input` in a message."""
+    """Replace the copy's file name in a message by `standard input`."""
     parent = re.escape(os.path.join(tempfile.gettempdir(), ""))
     return re.sub(rf"{parent}{pattern_of(_KIND)}/stdin(?:\.gz|\.zst)?\b", "standard input", text)

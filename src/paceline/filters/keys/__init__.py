@@ -1,4 +1,4 @@
-"""Filters of keys, and the memory of sent keys at both ends of a connection."""
+"""Filters of keys, and memory for sent keys at both ends of a connection."""
 
 from .caching import KeyCaching
 from .deltas import DeltaKeys

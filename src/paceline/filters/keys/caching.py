@@ -1,4 +1,4 @@
-"""Digests for lists of keys that the server has seen (Li et al., OSDI 2014, section 3.6)."""
+"""Replace lists of keys by digests after the first use (Li et al., OSDI 2014, section 3.6)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.tables.types import Keys
 
 DIGEST_BYTES = 16
 LEAST_KEYS = 4
-"""Minimum length of a list for a digest."""
+"""Minimum length of a list that is replaced by a digest."""
 
 Digest: TypeAlias = bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyCaching(KeyFilter):
-    """16 bytes for a list of keys that was sent before on this connection, in a push or a pull.
+    """Replaces a list of keys by 16 bytes if a push or pull on this connection has already sent the list.
 
-    Both ends remember the lists of a table up to `megabytes` of keys, and then evict the least recently used. The
-    server may evict more: it then requests the keys. Both ends clear their lists when the connection or the cluster's
-    map changes.
+    Both ends store the lists of a table, up to `megabytes` of keys, and then evict the least recently used list. The
+    server may evict more lists; it then requests the keys again. Both ends clear their lists when the connection or the
+    cluster's map changes.
     """
 
     megabytes: int = 64
@@ -46,9 +46,9 @@ def digest_of(keys: Keys) -> Digest:
 
 
 class KeyLists:
-    """Lists of keys by digest: the receiver stores the keys, the sender only the digests.
+    """Lists of keys by digest. The receiver stores the keys, the sender only the digests.
 
-    Both evict in the same order, because both process the same lists.
+    Both ends evict in the same order, because they process the same lists.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -60,12 +60,12 @@ class KeyLists:
         return known in self._entries
 
     def use(self, known: Digest) -> Any:
-        """Return the value stored with a digest, and mark it as used. Raises KeyError."""
+        """Return the value stored under a digest, and mark the digest as used. Raises KeyError."""
         self._entries.move_to_end(known)
         return self._entries[known][1]
 
     def add(self, new: Digest, num_keys: int, kept: Any = None) -> None:
-        """Remember a list of `num_keys` keys."""
+        """Store a list of `num_keys` keys."""
         if new in self._entries:
             self._entries.move_to_end(new)
             return

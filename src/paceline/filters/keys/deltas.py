@@ -1,4 +1,4 @@
-"""Differences of sorted keys."""
+"""Encode differences of sorted keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from paceline.filters.base import KeyFilter
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeys(KeyFilter):
-    """Sorts the keys and sends their differences in LEB128, 7 bits per byte.
+    """Sorts the keys and sends their differences in LEB128, with 7 bits per byte.
 
-    It pays for small keys: 1 or 2 bytes each. n hashes of 64 bits still differ by 2^64 / n.
+    This is useful for small keys, which take 1 or 2 bytes each. It hardly helps for n hashes of 64 bits, which differ
+    by 2^64 / n.
     """
 
     name: ClassVar[str] = "delta-keys"

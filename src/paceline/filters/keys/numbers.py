@@ -1,4 +1,4 @@
-"""Numbers for keys that the server has seen."""
+"""Replace keys by small numbers after their first use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST_BYTES = 9
 
 @dataclasses.dataclass(frozen=True)
 class KeyNumbers(KeyFilter):
-    """1 to 4 bytes for a key that was sent before on this connection, 9 for a new one.
+    """Replaces a key by 1 to 4 bytes if this connection has already sent the key; a new key takes 9 bytes.
 
-    Keys are numbered in the order of their arrival, so frequent keys get the smallest numbers. Both ends remember them
-    up to `megabytes`; later keys get no number. The worker needs three times that memory. Both ends clear the numbers
+    Keys are numbered in the order of their arrival, so frequent keys get the smallest numbers. Both ends store up to
+    `megabytes` of keys; later keys get no number. The worker needs three times this memory. Both ends clear the numbers
     when the connection or the cluster's map changes.
     """
 
@@ -37,7 +37,7 @@ class KeyNumbers(KeyFilter):
 
 
 class SentNumbers:
-    """The sender's end: the number of each key."""
+    """The sender's memory: the number of each key."""
 
     num_bytes = 0
 
@@ -51,7 +51,7 @@ class SentNumbers:
         self._keys, self._numbers = np.zeros(_LEAST_SLOTS, np.uint64), np.zeros(_LEAST_SLOTS, np.uint32)
 
     def encode(self, keys: Keys) -> Bytes:
-        """Return the number of known keys (uint32), followed by these keys."""
+        """Return the count of known keys (uint32), followed by the encoded keys."""
         most = min(int(self._state[0]) + len(keys), self._limit)
         if 2 * most > len(self._keys):
             size = 1 << (3 * most).bit_length()
@@ -64,7 +64,7 @@ class SentNumbers:
 
 
 class ReceivedNumbers:
-    """The receiver's end: the key of each number."""
+    """The receiver's memory: the key of each number."""
 
     def __init__(self, megabytes: int) -> None:
         self._limit = megabytes << 17
@@ -72,7 +72,7 @@ class ReceivedNumbers:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the keys."""
+        """Return the size of the keys in bytes."""
         return self._keys.nbytes
 
     def clear(self) -> None:
@@ -81,11 +81,11 @@ class ReceivedNumbers:
         self._keys: Keys = np.zeros(0, np.uint64)
 
     def follows(self, data: Bytes) -> bool:
-        """Return whether the sender knew as many keys as this end does."""
+        """Return whether the sender knew the same number of keys as this end."""
         return len(data) >= BASE_BYTES and int(data[:BASE_BYTES].view(np.uint32)[0]) == int(self._state[0])
 
     def decode(self, data: Bytes, out: Keys) -> bool:
-        """Read keys (uint64 [n]); return False if the data is invalid."""
+        """Decode keys (uint64 [n]); return False if the data is invalid."""
         most = min(int(self._state[0]) + len(out), self._limit)
         if most > len(self._keys):
             grown = np.zeros(min(2 * most, self._limit), np.uint64)

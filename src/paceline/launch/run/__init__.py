@@ -1,1 +1,1 @@
-"""``paceline run``: a script started as the ranks of a strategy, with the servers it needs."""
+"""``paceline run``: start a script as the ranks of a strategy, with the servers it needs."""

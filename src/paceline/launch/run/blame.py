@@ -59,11 +59,11 @@ class Recent:
 
 
 def is_consequence(failure: RankFailure) -> bool:
-    """Return whether another rank caused the failure, judging by the rank's last traceback.
+    """Return whether another rank caused the failure, according to the rank's last traceback.
 
-    It did if the first of the chained exceptions is a lost connection or names another rank: any later exception of the
-    program is then a consequence. The failure of a program that afterwards cannot close its group is its own. So is a
-    signal, unless the program aborted itself.
+    The failure is a consequence if the first of the chained exceptions is a lost connection or names another rank,
+    because later exceptions then follow from it. If a program fails and then cannot close its group, the failure is its
+    own. A signal is the rank's own failure too, unless the program aborted itself.
     """
     if failure.status < 0 and failure.status != -signal.SIGABRT:
         return False
@@ -72,7 +72,7 @@ def is_consequence(failure: RankFailure) -> bool:
 
 
 def named_rank(failure: RankFailure) -> int | None:
-    """Return the first rank in the last traceback's first exception; None if it names no rank."""
+    """Return the first rank named in the first exception of the last traceback; None if there is none."""
     named = re.search(rb"\branks? (\d+)", _root(failure))
     return None if named is None else int(named[1])
 
@@ -83,12 +83,12 @@ def _root(failure: RankFailure) -> bytes:
 
 
 def choose_culprit(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """Return the first failure, in the order of the ends, that is not a consequence; None if all are."""
+    """Return the first failure, in order of time, that is not a consequence; None if all are."""
     return next((failure for failure in failures if not is_consequence(failure)), None)
 
 
 def follow_names(failures: Sequence[RankFailure]) -> tuple[RankFailure, int | None]:
-    """Follow the ranks named in the failures, from the first; return the last failure and the rank that it names."""
+    """Follow the named ranks from the first failure; return the last failure reached and the rank that it names."""
     by_rank = {failure.rank: failure for failure in failures}
     failure = failures[0]
     while (named := named_rank(failure)) in by_rank and named is not None:
@@ -97,13 +97,13 @@ def follow_names(failures: Sequence[RankFailure]) -> tuple[RankFailure, int | No
 
 
 def waiting_time(failures: Sequence[RankFailure], living: Sequence[int]) -> float:
-    """Return the seconds during which a failure that explains `failures` may still occur."""
+    """Return how many seconds a failure that explains `failures` may still take to occur."""
     named = follow_names(failures)[1]
     return _HOLD_S if named is not None and named in living else _QUIET_S
 
 
 def last_words(last_lines: Sequence[bytes]) -> list[bytes]:
-    """Return a rank's last traceback with its chained ones and all lines after it, or else its last lines."""
+    """Return a rank's last traceback with chained tracebacks and all later lines, or else its last lines."""
     words = _last_traceback(last_lines)
     if not words:
         return list(last_lines[-_NUM_PLAIN_LINES:])
@@ -114,14 +114,14 @@ def last_words(last_lines: Sequence[bytes]) -> list[bytes]:
 
 
 def exit_status(status: int) -> int:
-    """Return a process's status as in shells: 128 and the signal if it was killed."""
+    """Convert a process's status to a shell's: 128 plus the signal if the process was killed."""
     return 128 - status if status < 0 else status
 
 
 def describe_failure(
     failure: RankFailure, *, world_size: int, seconds: float, num_held: int, log_dir: str | None
 ) -> bytes:
-    """Return the final report of a failed run, with the rank's last output at its end."""
+    """Return the final report about a failed run, ending with the rank's last output."""
     cause = describe_status(failure.status)
     cause = cause.replace("ended with status", "failed with exit status")
     rank = f"rank {failure.rank} of {world_size}" if world_size > 1 else "the script"
@@ -159,7 +159,7 @@ def _is_chained(lines: Iterable[bytes]) -> bool:
 
 
 class _HeldTraceback:
-    """A rank's output from the start of a traceback, not shown yet."""
+    """A rank's output since the start of a traceback, not shown yet."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -168,21 +168,21 @@ class _HeldTraceback:
 
 
 class Tracebacks:
-    """Decides when to show lines of the ranks' standard error: one complete traceback at a time, consequences last.
+    """Chooses when to show lines of the ranks' standard error: one complete traceback at a time, consequences last.
 
     A traceback is held until its exception has arrived. It is held longer if it is a consequence, or if another rank's
-    was just shown: probably a rank ends next, :meth:`blame` is called, and only that rank's is shown. Otherwise all are
-    shown, in the order of each rank.
+    traceback was just shown, because a rank will probably end soon. Then :meth:`blame` shows only the tracebacks of
+    that rank. If no rank ends, all tracebacks are shown, in the order of each rank.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, _HeldTraceback] = {}
         self._shown: tuple[int, float] | None = None
-        """The rank of the last shown traceback, and the time."""
+        """The rank and the time of the last shown traceback."""
         self._culprit: int | None = None
         self._is_over = False
         self.num_dropped = 0
-        """Number of lines that are never shown."""
+        """Number of lines that were dropped without being shown."""
 
     def feed(self, rank: int, line: bytes, time_s: float) -> list[bytes]:
         """Add a line; return the lines to show now."""
@@ -201,11 +201,11 @@ class Tracebacks:
             else:
                 return self._show(rank, time_s)
         elif held.until is None and not held.complete:
-            held.until = time_s + _QUIET_S  # in case its exception never arrives
+            held.until = time_s + _QUIET_S  # in case the exception never arrives
         return []
 
     def _continues(self, rank: int, time_s: float) -> bool:
-        """Return whether a traceback is probably chained to this rank's traceback that was just shown."""
+        """Return whether a traceback is probably chained to the rank's traceback that was just shown."""
         return self._shown is not None and self._shown[0] == rank and time_s < self._shown[1] + _QUIET_S
 
     def _show(self, rank: int, time_s: float) -> list[bytes]:
@@ -213,25 +213,25 @@ class Tracebacks:
         return self._held.pop(rank).lines
 
     def due(self) -> float | None:
-        """Return the time of the next result of :meth:`overdue`, if no line arrives before."""
+        """Return when :meth:`overdue` will next have a result, if no line arrives before."""
         if self._is_over:
             return None
         return min((held.until for held in self._held.values() if held.until is not None), default=None)
 
     def overdue(self, time_s: float) -> list[tuple[int, list[bytes]]]:
-        """Return the lines that were held long enough, by rank."""
+        """Return the lines whose holding time is over, by rank."""
         if self._is_over:
             return []
         late = [rank for rank, held in self._held.items() if held.until is not None and held.until <= time_s]
         return [(rank, self._show(rank, time_s)) for rank in late]
 
     def blame(self, rank: int | None) -> list[bytes]:
-        """Show only this rank's lines from now (None: no lines); return its held lines."""
+        """Show only this rank's lines from now on (None: no lines); return the rank's held lines."""
         self._culprit, self._is_over = rank, True
         return self._held.pop(rank).lines if rank in self._held else []
 
     def finish(self) -> list[tuple[int, list[bytes]]]:
-        """Return all held lines, by rank, at the end; after :meth:`blame`, count and drop them instead."""
+        """At the end, return all held lines by rank; after :meth:`blame`, count and drop them instead."""
         left = [(rank, held.lines) for rank, held in self._held.items()]
         self._held = {}
         if not self._is_over:

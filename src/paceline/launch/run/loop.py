@@ -26,7 +26,7 @@ from paceline.launch.run.streams import Screen, Stream
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_GRACE_S = 30.0
-"""Time for the ranks to end after a signal, for example to write a checkpoint. torchrun's default."""
+"""Time for the ranks to end after a signal, for example to write a checkpoint; the default of torchrun."""
 _FAILURE_GRACE_S = 3.0
 _GLIMPSE_S = 5.0
 _NOTE_S = 2.0
@@ -34,7 +34,7 @@ _POLL_S = 1.0
 
 
 class Signals:
-    """During its block, signals are forwarded to the ranks, and the end of a child wakes the loop."""
+    """Forwards signals to the ranks during its block. The end of a child wakes the loop."""
 
     def __init__(self, processes: RankProcesses) -> None:
         self.first: int | None = None
@@ -46,12 +46,12 @@ class Signals:
         self._other_end.setblocking(False)
         self._wakeup_before = -1
         self.is_awake = threading.current_thread() is threading.main_thread()
-        """Whether signals arrive in this thread; else the loop has to poll."""
+        """Whether signals arrive in this thread; otherwise the loop has to poll."""
 
     def __enter__(self) -> Signals:
         if self.is_awake:
             for number in _PASSED_ON:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+                if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup
                     self._before[number] = signal.signal(number, self._pass_on)
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
             self._wakeup_before = signal.set_wakeup_fd(self._other_end.fileno(), warn_on_full_buffer=False)
@@ -68,12 +68,12 @@ class Signals:
         self._other_end.close()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        # Not in the loop, because a slow reader of standard output may block it.
+        # Do this outside the loop, because a slow reader of standard output may block the loop.
         if self.first is not None:
             self._processes.signal(signal.SIGKILL, groups=True)
             return
         self.first, self.since = number, time.monotonic()
-        # A terminal sends its signals to all of a program's processes; other senders to the main process.
+        # A terminal signals all processes of a program, other senders only the main process.
         self._processes.signal(number, groups=number != signal.SIGTERM)
 
 
@@ -102,7 +102,7 @@ class RunLoop:
         self._has_noted = False
 
     def run(self, signals: Signals) -> int:
-        """Return the exit status after every rank has ended."""
+        """Run until every rank has ended; return the exit status."""
         selector = selectors.DefaultSelector()
         with selector:
             selector.register(signals.wakeup, selectors.EVENT_READ)
@@ -141,15 +141,15 @@ class RunLoop:
 
     def _read(self, stream: Stream, selector: selectors.BaseSelector) -> None:
         if stream.pipe >= 0 and not stream.read():
-            # Readable but empty: the pipe is closed, though its rank may live on.
+            # A readable but empty pipe is closed, but its rank may still run.
             selector.unregister(stream.pipe)
             stream.close(drain=True)
 
     def _check(self, signals: Signals, selector: selectors.BaseSelector) -> None:
-        """Collect the ranks that have ended, and check for a lost server."""
+        """Find the ranks that have ended, and a lost server."""
         for rank in self._processes.find_ended():
             for stream in rank.streams:
-                if stream.pipe >= 0:  # before it is closed and its number used again
+                if stream.pipe >= 0:  # before the pipe is closed and its number is reused
                     selector.unregister(stream.pipe)
             self._processes.reap(rank)
             assert rank.status is not None
@@ -196,7 +196,7 @@ class RunLoop:
             self._has_noted = True
             ranks = ", ".join(str(rank.rank) for rank in self._processes.living())
             text = (
-                f"paceline run: waiting up to {_SIGNAL_GRACE_S:g} s for rank {ranks} to end; a second signal kills it\n"
+                f"paceline run: waiting up to {_SIGNAL_GRACE_S:g} s for rank {ranks} to end. A second signal kills it\n"
             )
             self._screen.write_bytes(text.encode(), is_error=True)
 
@@ -212,7 +212,7 @@ class RunLoop:
             self._screen.write_bytes(f"paceline run: {text}\n".encode(), is_error=True)
             return 128 + signals.first
         if self._lost_server is not None:
-            text = f"paceline run: {self._lost_server}; the ranks cannot continue and were ended\n"
+            text = f"paceline run: {self._lost_server}. The ranks cannot continue and were ended\n"
             self._screen.write_bytes(text.encode(), is_error=True)
             return 1
         if self._culprit is None:
@@ -223,7 +223,7 @@ class RunLoop:
     def _report_culprit(self, culprit: RankFailure) -> None:
         is_captured = any(rank.streams for rank in self._processes.ranks)
         if not is_captured and culprit.status > 0:
-            return  # its error is on standard error already, as the last output
+            return  # standard error already ends with its error
         report = describe_failure(
             culprit,
             world_size=self._world_size,

@@ -14,13 +14,13 @@ _COMMON, _SERVERS, _FAILURES, _MACHINES = "Common options", "Servers and traffic
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The given options, unchecked; None for missing ones. Names and meanings as on the command line."""
+    """The given options, unchecked; None for missing options. Names and meanings are those of the command line."""
 
     script: str | None = argument("Script to run (with -m: module).", show_default=False)
     arguments: list[str] | None = argument("Arguments of the script, passed unchanged.", show_default=False)
     strategy: str | None = option(
-        f"{', '.join([*STRATEGIES][:-1])} or {[*STRATEGIES][-1]}; "
-        "default: hybrid with --servers, else all-reduce for several processes, else one-device.",
+        f"{', '.join([*STRATEGIES][:-1])} or {[*STRATEGIES][-1]}. "
+        "Default: hybrid with --servers, else all-reduce for several processes, else one-device.",
         panel=_COMMON,
     )
     nproc_per_node: int | None = option("Processes (ranks) on this machine; default 1.", panel=_COMMON)
@@ -33,8 +33,8 @@ class RunOptions:
     )
     stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.", panel=_SERVERS)
     replicas: int | None = option(
-        "parameter-server, hybrid: copies of each server's data, so that as many servers may die without loss; "
-        "default 0. mirrored, central-storage: replicas in the process; default one per device.",
+        "parameter-server, hybrid: additional copies of each server's data, so that as many servers may die without "
+        "loss; default 0. mirrored, central-storage: replicas in the process; default one per device.",
         panel=_FAILURES,
     )
     pushes: PushFlags = in_panel(_FAILURES, default=PushFlags())
@@ -50,12 +50,14 @@ class RunOptions:
     log_dir: Path | None = option(
         "Folder for the complete output of each rank: rank0.stdout, rank0.stderr, ...", panel=_COMMON
     )
-    nnodes: int | None = option("Machines that each run this command; default 1.", panel=_MACHINES)
+    nnodes: int | None = option("Number of machines that each run this command; default 1.", panel=_MACHINES)
     node_rank: int | None = option("Number of this machine, from 0; default 0.", panel=_MACHINES)
     master_addr: str | None = option(
-        "Address of node 0, where ranks meet; default 127.0.0.1 for one node.", panel=_MACHINES
+        "Address of node 0, where the ranks meet; default 127.0.0.1 for one node.", panel=_MACHINES
     )
-    master_port: int | None = option("Port to meet at; default a free one for one node, else 29500.", panel=_MACHINES)
+    master_port: int | None = option(
+        "Port where the ranks meet; default: a free port for one node, else 29500.", panel=_MACHINES
+    )
     cluster: Path | None = option(
         'Static cluster: file {"server": ["host:port", ...], "worker": [...]}.', panel=_MACHINES
     )
@@ -68,6 +70,6 @@ class RunOptions:
     )
     pull_filters: str | None = option("Filters for rows pulled from servers; default: as --filters.", panel=_SERVERS)
     filter_modules: FilterModuleFlags = in_panel(_SERVERS, default=FilterModuleFlags())
-    """Servers import all of them. Ranks import the modules of `filters` and `pull_filters`."""
+    """Servers import all these modules. Ranks import the modules named in `filters` and `pull_filters`."""
     tls: TLSFlags = in_panel(_MACHINES, default=TLSFlags())
-    """For servers, and for connections between ranks of several machines; default: the environment's settings."""
+    """Settings for servers and for ranks on several machines; default: from the environment."""

@@ -20,7 +20,7 @@ from paceline.transport import TLS, Address
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 
-# Variables of another launcher, or of an outer run of this one, do not apply to the ranks.
+# Variables from another launcher, or from an outer run, do not apply to the ranks.
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _OWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -43,15 +43,15 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class ClusterFile:
-    """The addresses of all processes, checked."""
+    """The checked addresses of all processes."""
 
     servers: tuple[Address, ...]
-    """The servers' addresses; the scheduler listens at the first one."""
+    """The servers' addresses; the scheduler listens at the first address."""
     workers: tuple[Address, ...]
-    """The ranks meet at the first address; of the other ones, only the hosts matter."""
+    """The workers' addresses. The ranks meet at the first one; of the other addresses only the hosts matter."""
 
     def check_task(self, job: str | None, index: int | None) -> tuple[str, int]:
-        """Return job and index if the cluster has this process. Raises UsageError."""
+        """Return job and index after checking that the cluster has this process. Raises UsageError."""
         if job is None or index is None:
             raise UsageError("--cluster: pass --job server|worker and --index N too, for this process")
         if job not in JOBS:
@@ -73,7 +73,7 @@ def read_cluster_file(path: Path) -> ClusterFile:
 
 
 def parse_cluster(text: str, name: str) -> ClusterFile:
-    """Check a description; `name` is its name in errors. Raises UsageError."""
+    """Check a description; `name` identifies it in errors. Raises UsageError."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -93,7 +93,7 @@ def parse_cluster(text: str, name: str) -> ClusterFile:
             other = everywhere.setdefault(place.netloc, task)
             if other != task:
                 raise UsageError(
-                    f"{name} has the address {place.netloc} twice, for {other} and {task}: use different addresses"
+                    f"{name} has the address {place.netloc} twice, for {other} and {task}. Use different addresses"
                 )
     return ClusterFile(servers, workers)
 
@@ -120,14 +120,14 @@ class Layout:
 
     ranks: tuple[int, ...]
     local_ranks: tuple[int, ...]
-    """The numbers of `ranks` on this host, in the same order."""
+    """The ranks' numbers on this host, in the order of `ranks`."""
     world_size: int
     local_world_size: int
     node: int
-    """Number of this launcher among all launchers, torchrun's ``GROUP_RANK``."""
+    """Number of this launcher among all launchers (torchrun's ``GROUP_RANK``)."""
     master_addr: str
     master_port: int
-    """0: a free port, found later."""
+    """The port; 0 means a free port, chosen later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class RankPlan:
 def lay_out_node(
     *, nproc_per_node: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> Layout:
-    """Return the ranks of one of `nnodes` nodes with equal numbers of ranks. Raises UsageError."""
+    """Return the ranks of one of `nnodes` nodes, which have equal numbers of ranks. Raises UsageError."""
     for name, value in (("--nproc-per-node", nproc_per_node), ("--nnodes", nnodes)):
         if value < 1:
             raise UsageError(f"{name} {value}: expected 1 or more")
@@ -168,7 +168,7 @@ def lay_out_node(
 
 
 def lay_out_worker(cluster: ClusterFile, index: int) -> Layout:
-    """Return the rank of worker `index` in a cluster file; all ranks meet at worker 0."""
+    """Return the rank of worker `index` in a cluster file. All ranks meet at worker 0."""
     host = cluster.workers[index].host
     neighbours = [i for i, place in enumerate(cluster.workers) if place.host == host]
     first = cluster.workers[0]
@@ -184,7 +184,7 @@ def lay_out_worker(cluster: ClusterFile, index: int) -> Layout:
 
 
 def servers_of_node(servers: int, nnodes: int, node_rank: int) -> tuple[int, ...]:
-    """Return the servers that a node starts: they are assigned round robin."""
+    """Return the servers that a node starts, assigned round robin."""
     return tuple(range(node_rank, servers, nnodes))
 
 
@@ -203,7 +203,8 @@ def plan_ranks(
 ) -> list[RankPlan]:
     """Return the ranks of this launcher with their environments.
 
-    `threads` is OMP_NUM_THREADS. None: the user's own value if it is set; else several ranks share the cores.
+    `threads` is OMP_NUM_THREADS. If it is None, the user's own value remains; without one, several ranks share the
+    cores.
     """
     inherited_variables = {
         name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _OWN
@@ -229,7 +230,7 @@ def plan_ranks(
         variables["PACELINE_PULL_FILTERS"] = pull_filters
     if scheduler is not None:
         variables["PACELINE_SCHEDULER"] = scheduler
-    if tls is not None:  # absolute, because a script may change the current folder
+    if tls is not None:  # absolute paths, because a script may change the current folder
         files = {"CERT": tls.cert, "KEY": tls.key, "CA": tls.ca}
         variables |= {f"PACELINE_TLS_{name}": os.path.abspath(file) for name, file in files.items() if file is not None}
     if threads is not None:
@@ -243,5 +244,5 @@ def plan_ranks(
 
 
 def command_of(python: str, script: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:
-    """Return the command of every rank: unbuffered, so that lines arrive when they are written."""
+    """Return the command of every rank. Output is unbuffered, so that lines arrive when they are written."""
     return [python, "-u", *(["-m"] if is_module else []), script, *arguments]

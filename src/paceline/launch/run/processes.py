@@ -1,4 +1,4 @@
-"""Start and end the processes of the ranks, each in a process group of its own, including their children."""
+"""Start and end the ranks' processes, including their children. Each rank has its own process group."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankProcesses:
         captured: bool,
         log_dir: Path | None,
     ) -> None:
-        """Start the ranks. Without `captured` they inherit the standard streams. The first one gets standard input."""
+        """Start the ranks. If not `captured`, they inherit the standard streams. The first rank gets standard input."""
         for number, plan in enumerate(plans):
             logs: tuple[IO[bytes] | None, IO[bytes] | None] = (None, None)
             if log_dir is not None:
@@ -88,18 +88,18 @@ class RankProcesses:
         return [rank for rank in self.ranks if rank.status is None]
 
     def find_ended(self) -> list[Rank]:
-        """Return ranks whose process has ended, before :meth:`reap` is called for them."""
+        """Return ranks that have ended but for which :meth:`reap` was not called."""
         return [rank for rank in self.living() if not rank.child.is_alive()]
 
     def reap(self, rank: Rank) -> None:
-        """Record the status of a rank that has ended, read the rest of its output, and end its children."""
+        """Record the status of an ended rank, read the rest of its output, and end its children."""
         rank.status = rank.child.status()
         self._supervisor.signal(rank.child, signal.SIGTERM, group=True)
         for stream in rank.streams:
             stream.close(drain=True)
 
     def signal(self, number: int, *, groups: bool) -> None:
-        """Send every living rank a signal; with `groups` also its children, as a terminal does."""
+        """Send a signal to every living rank; with `groups` also to its children, as a terminal does."""
         for rank in self.living():
             self._supervisor.signal(rank.child, number, group=groups)
 

@@ -1,6 +1,6 @@
-"""``paceline run``: start a script as the ranks of a strategy, with its servers, and wait for its end.
+"""``paceline run``: start a script as the ranks of a strategy, with its servers, and wait until it ends.
 
-This module does not import torch: ``paceline.torch.strategy()`` reads the ranks' environments.
+This module does not import torch; ``paceline.torch.strategy()`` reads the ranks' environments.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ from paceline.transport.addresses import bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_token
 
 _PATIENCE_S = 300.0
-_OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # a script hardly has options with these names
+_OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # scripts rarely have options with these names
 _DATA_SUFFIXES = {".csv", ".gz", ".jsonl", ".npy", ".npz", ".parquet", ".svm", ".tsv", ".txt", ".vw", ".zst"}
 _MOST_SCRIPT_BYTES = 16 << 20
 _HEARTBEAT_TIMEOUT_S = 30.0
-"""For stopped or disconnected processes: connections show killed ones. It is long, because a rank may be busy."""
+"""Timeout for stopped or disconnected processes. It is long, because a rank may be busy; connections show killed
+ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class _Setup:
     token: str
     tls: TLS | None
     num_ranks: int
-    """Of all machines."""
+    """Number of ranks on all machines."""
     share: Share | None
     """This launcher's part of a cluster that several machines share; None: the whole cluster."""
 
@@ -176,7 +177,7 @@ def _run_ranks(
             # A single rank inherits the standard streams, which may be a terminal.
             captured = not is_alone or options.log_dir is not None
             processes.start(command, plans, screen, tracebacks, captured=captured, log_dir=options.log_dir)
-            if signals.first is not None:  # it arrived before all ranks were started
+            if signals.first is not None:  # the signal arrived before all ranks were started
                 processes.signal(signals.first, groups=True)
             loop = RunLoop(
                 processes,
@@ -197,15 +198,15 @@ def _check_script(options: RunOptions) -> None:
     if script is None:
         if options.job == "server" and options.cluster is not None:
             return
-        raise UsageError("no script: pass its path, as in paceline run [options] SCRIPT [arguments of the script]")
+        raise UsageError("no script. Pass its path, as in paceline run [options] SCRIPT [arguments of the script]")
     if options.job == "server":
-        raise UsageError(f"--job server runs no script: leave {script} out")
+        raise UsageError(f"--job server runs no script. Leave {script} out")
     if options.module:
         _check_module(script)
     elif not Path(script).exists():
-        raise UsageError(f"no script {script}. Pass options of 'paceline run' before it, and its own after it")
+        raise UsageError(f"no script {script}. Pass options of 'paceline run' before the script and its own after it")
     elif Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
-        raise UsageError(f"{script} is a folder without a __main__.py: pass a script")
+        raise UsageError(f"{script} is a folder without a __main__.py. Pass a script")
     elif not _is_python(Path(script)):
         raise UsageError(f"{script} is not a Python script: pass a script, or use 'paceline train' for data")
     for name in _OPTIONS_OF_RUN.intersection(options.arguments or ()):
@@ -240,11 +241,11 @@ def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, str
     for name, value in given.items():
         if value is not None:
             shown = f"{value:g}" if isinstance(value, float) else value
-            raise UsageError(f"strategy {strategy} has no servers: leave {name} {shown} out")
+            raise UsageError(f"strategy {strategy} has no servers. Leave {name} {shown} out")
 
 
 def _check_module(name: str) -> None:
-    """Find a module as ``python -m`` would, but without running the packages that contain it."""
+    """Find a module like ``python -m``, but without running the packages that contain it. Raises UsageError."""
     places: list[str] | None = None
     if all(part.isidentifier() for part in name.split(".")):
         before, sys.path[:] = list(sys.path), [os.getcwd(), *sys.path]
@@ -264,14 +265,14 @@ def _check_module(name: str) -> None:
                 return
         finally:
             sys.path[:] = before
-    raise UsageError(f"no module {name}: -m needs one that Python can import from this folder, as package.module")
+    raise UsageError(f"no module {name}. Pass a module that Python can import from this folder, such as package.module")
 
 
 def _plan_node(options: RunOptions) -> _Setup:
     tls = _find_tls(options)
     for name, value in (("--job", options.job), ("--index", options.index)):
         if value is not None:
-            raise UsageError(f"{name} {value} is for --cluster FILE: pass it too, or leave {name} out")
+            raise UsageError(f"{name} {value} is for --cluster FILE. Pass --cluster too, or leave {name} out")
     nnodes = 1 if options.nnodes is None else options.nnodes
     layout = lay_out_node(
         nproc_per_node=_num_processes(options, nnodes),
@@ -316,7 +317,7 @@ def _plan_node(options: RunOptions) -> _Setup:
 
 
 def _num_processes(options: RunOptions, nnodes: int) -> int:
-    """Return the number of processes of a node: the requested one, else its share of the strategy's, else 1."""
+    """Return the number of processes of a node: the requested number, else a share of the strategy's, else 1."""
     if options.nproc_per_node is not None:
         return options.nproc_per_node
     spec = STRATEGIES.get(options.strategy or "")
@@ -325,7 +326,7 @@ def _num_processes(options: RunOptions, nnodes: int) -> int:
     needed = spec.choose_options(options.flags.given(), None).num_processes
     if needed % nnodes:
         raise UsageError(
-            f"{needed} processes of a {spec.name} cannot be divided equally among {nnodes} nodes: choose other --stages"
+            f"{needed} processes of a {spec.name} cannot be divided equally among {nnodes} nodes. Choose other --stages"
         )
     return needed // nnodes
 
@@ -335,7 +336,7 @@ def _plan_cluster(options: RunOptions) -> _Setup:
     assert options.cluster is not None
     for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "servers"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--cluster FILE has the processes' addresses: leave --{name.replace('_', '-')} out")
+            raise UsageError(f"--cluster FILE contains the processes' addresses. Leave --{name.replace('_', '-')} out")
     cluster = read_cluster_file(options.cluster)
     job, index = cluster.check_task(options.job, options.index)
     num_servers = len(cluster.servers)
@@ -365,7 +366,7 @@ def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
     if job == "server":
         bind = _bindable(cluster.servers[index])
         _check_free(bind, f"server {index} of {name}")
-        # The scheduler has the first server's address; that server takes a free port.
+        # The scheduler uses the first server's address, and the first server uses a free port.
         servers[index] = Address("tcp", bind.host, 0 if index == 0 else bind.port).netloc
     return Share(
         scheduler=first.netloc,
@@ -377,12 +378,12 @@ def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
 
 
 def _bindable(place: Address) -> Address:
-    """Return the address to bind for one that other machines use: a host's own name may be its loopback address."""
+    """Return the address to bind for a public address, because a host's own name may resolve to loopback."""
     return Address("tcp", own_host(place.host), place.port)
 
 
 def _find_tls(options: RunOptions) -> TLS | None:
-    """Return the TLS settings of the options, else of the environment. Raises UsageError if they are invalid."""
+    """Return the TLS settings from the options, else from the environment. Raises UsageError if they are invalid."""
     settings = environment()
     tls = options.tls.load() or TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
     if tls is not None:
@@ -395,7 +396,7 @@ def _need_token(user: str) -> str:
     token = environment().token
     if token is None:
         raise UsageError(
-            f"no token for {user}: set PACELINE_TOKEN to the same secret on all machines (create one: {MAKE_TOKEN})"
+            f"no token for {user}. Set PACELINE_TOKEN to the same secret on all machines (create it: {MAKE_TOKEN})"
         )
     return check_token(token, "PACELINE_TOKEN")
 
@@ -412,7 +413,7 @@ def _check_free(place: Address, purpose: str) -> None:
 
 def _with_free_port(layout: Layout) -> Layout:
     if not is_loopback(layout.master_addr):
-        raise UsageError(f"--master-addr {layout.master_addr}: pass --master-port too, a free port of that machine")
+        raise UsageError(f"--master-addr {layout.master_addr}: pass --master-port too, a free port of this machine")
     with socket.socket(socket.AF_INET6 if ":" in layout.master_addr else socket.AF_INET) as probe:
         probe.bind((layout.master_addr, 0))
         port = int(probe.getsockname()[1])

@@ -46,11 +46,11 @@ class News:
         self._lines.append(line)
 
     def add_when_replaced(self, place: str, line: str) -> None:
-        """Add a line to print after another server has joined; only the first waiting line of a place counts."""
+        """Store a line to print after another server has joined, unless the place already has one."""
         self._notes.setdefault(place, line)
 
     def take_servers(self, incarnations: Iterable[int], *, is_lost: bool) -> None:
-        """Update the members. With `is_lost` no line is printed, because the loss is reported instead."""
+        """Update the members. If `is_lost`, drop the lines, because the loss itself is reported."""
         present = set(incarnations)
         joined = set() if self._known is None else present - self._known
         self._known = present | (self._known or set())
@@ -58,7 +58,7 @@ class News:
             self._lines.append(self._notes.pop(place))
 
     def take_lines(self) -> list[str]:
-        """Return the lines to print, and forget them."""
+        """Remove and return the lines to print."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -67,13 +67,13 @@ class RunServers(Closing):
     """This machine's part of a cluster whose workers are the ranks; it prints reports about replaced processes."""
 
     def __init__(self, workers: int, share: Share | None) -> None:
-        """Create it without processes; use :meth:`start` instead."""
+        """Create the object without processes; use :meth:`start` instead."""
         self._num_workers = workers
         self._share = share
         self._view: messages.View | None = None
-        self._seen: set[int] = set()  # ranks of the workers that have joined so far
-        self._expelled: dict[str, float] = {}  # servers declared dead: the time until which they may live
-        self._stopped: set[str] = set()  # names of the servers that were killed for that reason
+        self._seen: set[int] = set()  # ranks of workers that have joined
+        self._expelled: dict[str, float] = {}  # servers declared dead, with the deadline for their end
+        self._stopped: set[str] = set()  # names of servers killed after this deadline
         self._news = News()
         self._watch = RouteWatch()
         self._ended = self._cut_short = False
@@ -118,13 +118,13 @@ class RunServers(Closing):
         return self.cluster.scheduler
 
     def failure(self) -> str | None:
-        """Return a message if the run cannot continue; call it about every second."""
+        """Return a message if the run cannot continue. Call this method about every second."""
         self._check()
-        if self._ended:  # by the machine with the scheduler, after all ranks have left their servers or after a failure
+        if self._ended:  # the scheduler's machine ends the cluster after all ranks have left or after a failure
             cause = "the scheduler was ended" if self._share is None else "another node ended the servers"
             return cause if self._cut_short else None
         for name, status in self.cluster.dead_children("scheduler") + self.cluster.dead_children("server"):
-            if status or self._link is None:  # else the link will report the reason
+            if status or self._link is None:  # otherwise the link will report the reason
                 return f"{name} {describe_status(status)}"
         routes = self._watch.newest
         if routes is not None and routes.lost:
@@ -132,17 +132,17 @@ class RunServers(Closing):
         return self._lost
 
     def wait_workers(self) -> None:
-        """Wait until no rank on another machine needs this machine's processes; return at once if all ranks ran here.
+        """Wait until ranks on other machines no longer need this machine's processes.
 
-        On the machine with the scheduler: until every worker has joined and left, or no worker is connected. On other
-        machines: until the scheduler has ended the servers. Raises PeerError if a process that they need is lost.
+        The machine with the scheduler waits until every worker has joined and left, or no worker is connected. Other
+        machines wait until the scheduler has ended the servers. Raises PeerError if a required process is lost.
         """
         if self._share is not None:
-            # Do not wait for a script that never connects, as this machine's ranks have not.
+            # If this machine's ranks never connected, the script never connects: do not wait.
             self._wait(lambda: self._runs_scheduler and not self.connected and (self._have_all_come or not self._seen))
 
     def serve(self) -> None:
-        """Wait until every worker has joined and left; the static cluster's first server then ends the cluster."""
+        """Wait until every worker has joined and left. The static cluster's first server then ends the cluster."""
         self._wait(lambda: self._runs_scheduler and not self.connected and self._have_all_come)
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class RunServers(Closing):
         with self._changed:
             before = self._view
             if before is not None and view.epoch < before.epoch:
-                return  # the reply to the registration, after a newer view
+                return  # a late reply to the registration; a newer view has arrived
             self._view = view
             self._watch.take(view)
             self._seen |= self.connected
@@ -202,7 +202,7 @@ class RunServers(Closing):
     def _report_replaced(self, name: str, status: int) -> None:
         with self._changed:
             if name == "scheduler":
-                self._news.add(f"the scheduler {describe_status(status)}: another one replaces it")
+                self._news.add(f"the scheduler {describe_status(status)}. Another scheduler replaces it")
                 return
             death = "sent no heartbeat and was killed" if name in self._stopped else describe_status(status)
             self._stopped.discard(name)
@@ -226,7 +226,7 @@ class RunServers(Closing):
         with self._changed:
             lines = self._news.take_lines()
         for line in lines:
-            with contextlib.suppress(OSError, ValueError):  # the reader has closed it
+            with contextlib.suppress(OSError, ValueError):  # the reader has closed standard error
                 sys.stderr.write(f"paceline run: {line}\n")
                 sys.stderr.flush()
 
@@ -243,7 +243,7 @@ class RunServers(Closing):
         return len(self._seen) >= self._num_workers
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until a condition holds or the cluster has ended regularly. Raises PeerError after a failure."""
+        """Wait until a condition is true or the cluster has ended regularly. Raises PeerError after a failure."""
 
         def is_over() -> bool:
             routes = self._watch.newest
@@ -257,4 +257,4 @@ class RunServers(Closing):
                 failure = None if is_good else self.failure()
                 break
         if failure is not None:
-            raise PeerError(f"{failure}; the ranks on other machines cannot continue")
+            raise PeerError(f"{failure}. The ranks on other machines cannot continue")

@@ -11,9 +11,9 @@ from typing import IO
 from paceline.errors import UsageError
 from paceline.launch.run.blame import Recent, Tracebacks
 
-_COLOURS = (36, 33, 32, 35, 34, 31)  # as the terminal's theme shows cyan, yellow, green, magenta, blue, red
+_COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red in the terminal's theme
 _MAX_LINE_BYTES = 1 << 20
-"""A longer line is shown in pieces."""
+"""Maximum length of a line; a longer line is shown in pieces."""
 
 
 def label(rank: int, *, coloured: bool) -> bytes:
@@ -22,10 +22,10 @@ def label(rank: int, *, coloured: bool) -> bytes:
 
 
 class LineSplitter:
-    """Split chunks of arbitrary bytes into complete lines.
+    """Splits chunks of arbitrary bytes into complete lines.
 
-    A line that a program overwrites by carriage returns (a progress bar) becomes its final state on a terminal;
-    :meth:`glimpse` returns the current one.
+    A program may overwrite a line with carriage returns (a progress bar). Such a line becomes its final state on a
+    terminal; :meth:`glimpse` returns the current state.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class LineSplitter:
         self._glimpsed: bytes | None = None
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add a chunk; return the complete lines, with their ends."""
+        """Add a chunk; return the complete lines, including line ends."""
         start = len(self._pending)
         self._pending += data
         lines = []
@@ -49,12 +49,12 @@ class LineSplitter:
         return lines
 
     def flush(self) -> list[bytes]:
-        """Return the last line if it has no end; call it after the last chunk."""
+        """Return the last line if it has no line end. Call this method after the last chunk."""
         line, self._pending = bytes(self._pending), bytearray()
         return self._finish(line) if line else []
 
     def glimpse(self) -> list[bytes]:
-        """Return the current state of a line that is being overwritten, if it has changed since the last call."""
+        """Return the current state of an overwritten line, if it has changed since the last call."""
         shown = _shown(bytes(self._pending))
         if b"\r" not in self._pending or not shown.strip() or shown == self._glimpsed:
             return []
@@ -66,11 +66,11 @@ class LineSplitter:
         shown = _shown(line)
         known, self._glimpsed = self._glimpsed, None
         if overwritten and (not shown.strip() or shown == known):
-            return []  # an erased bar, or one that was shown in this state
+            return []  # an erased bar, or a state that was already shown
         return [shown + b"\n"]
 
     def _forget_overwritten(self) -> None:
-        """Keep the last two states of a progress bar: the last one may be incomplete or empty."""
+        """Keep the last two states of a progress bar, because the last state may be incomplete or empty."""
         last = self._pending.rfind(b"\r")
         before = self._pending.rfind(b"\r", 0, max(last, 0))
         if before > 0:
@@ -78,7 +78,7 @@ class LineSplitter:
 
 
 def _shown(line: bytes) -> bytes:
-    """Return the final state of a line on a terminal, if no state is shorter than the one before."""
+    """Return the final state of a line on a terminal, if no state is shorter than the previous one."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -91,7 +91,7 @@ class Screen:
         self._coloured = tuple(_is_coloured(output) for output in self._outputs)
 
     def write(self, rank: int, lines: list[bytes], *, is_error: bool) -> None:
-        """Write lines of a rank. Raises BrokenPipeError if the reader has closed it."""
+        """Write lines of a rank. Raises BrokenPipeError if the reader has closed the stream."""
         if lines:
             prefix = label(rank, coloured=self._coloured[is_error]) if self._labelled else b""
             self.write_bytes(b"".join(prefix + line for line in lines), is_error=is_error)
@@ -103,7 +103,7 @@ class Screen:
 
 
 class Stream:
-    """One rank's standard output or error: a nonblocking pipe."""
+    """A rank's standard output or error, as a nonblocking pipe."""
 
     def __init__(
         self,
@@ -135,11 +135,11 @@ class Stream:
         return bool(data)
 
     def glimpse(self) -> None:
-        """Show the current state of a line that the rank keeps overwriting, such as a progress bar."""
+        """Show the current state of a line that the rank overwrites repeatedly, such as a progress bar."""
         self._show(self._splitter.glimpse())
 
     def close(self, *, drain: bool) -> None:
-        """Close the pipe, after reading the rest if `drain`. A last line without a line end is shown too."""
+        """Close the pipe; with `drain`, read the rest before. A last line without a line end is shown too."""
         if self.pipe < 0:
             return
         try:
@@ -159,7 +159,7 @@ class Stream:
             return
         time_s, shown = self._clock(), []
         for line in lines:
-            # torch.distributed adds it to the lines of tracebacks, which would hide them from the search.
+            # torch.distributed adds this prefix to traceback lines, which would hide them from the search.
             line = line.removeprefix(self._torch_prefix)
             self.recent.add(line)
             shown += self._tracebacks.feed(self.rank, line, time_s)
@@ -172,7 +172,7 @@ class Stream:
             self._log.write(data)
         except OSError as error:
             log, self._log = self._log, None
-            text = f"paceline run: {log.name} ends here, the run continues: {error.strerror}\n"
+            text = f"paceline run: {log.name} ends here because of an error, but the run continues: {error.strerror}\n"
             self._screen.write_bytes(text.encode(), is_error=True)
             try:
                 log.close()
@@ -181,7 +181,7 @@ class Stream:
 
 
 def open_logs(folder: Path, rank: int) -> tuple[IO[bytes], IO[bytes]]:
-    """Open a rank's two files, for writing without delay. Raises UsageError."""
+    """Open a rank's two log files, unbuffered. Raises UsageError."""
     check_log_dir(folder)
     out: IO[bytes] | None = None
     try:

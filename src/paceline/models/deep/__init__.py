@@ -1,1 +1,1 @@
-"""Models with a network over the factors of each column, whose layers are rows of tables as all parameters are."""
+"""Models with a network over the factors of each column. The layers are rows of tables, like other parameters."""

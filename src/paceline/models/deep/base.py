@@ -1,8 +1,9 @@
 """Common parts of deep click models: a network over the factors of an example's columns.
 
-margin = offset + bias + Σ w[k]·x_k + network(e), where e concatenates Σ v[k]·x_k over the features of each column
-(zeros without factors). Weights w and factors v are those of :mod:`paceline.models.fm`. The layers are also tables
-(:mod:`paceline.models.deep.layers`), trained with Adam. PyTorch computes the networks, and is imported at first use.
+margin = offset + bias + Σ w[k]·x_k + network(e). The vector e concatenates Σ v[k]·x_k over the features of each column
+(zeros for features without factors). Weights w and factors v are as in :mod:`paceline.models.fm`. The layers are tables
+too (:mod:`paceline.models.deep.layers`) and are trained with Adam. PyTorch computes the networks; the first use imports
+it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _NUM_TABLES = 3  # weights, factors and counts come before the layers
 
 
 class ColumnSums:
-    """Sums over the features of each column of each example of a minibatch, and their gradients.
+    """Sums over the features of each column of each example in a minibatch, and their gradients.
 
-    `indices` int32 [pairs] are the numbers of the rows of factors; `values` are float32 [pairs], or empty if all are 1.
+    `indices` int32 [pairs] are row numbers of factors; `values` are float32 [pairs], or empty if all are 1.
     """
 
     def __init__(self, layout: RowLayout, batch: Batch, indices: npt.NDArray[np.int32], values: Floats) -> None:
@@ -48,13 +49,13 @@ class ColumnSums:
         self._indices, self._values = indices, values
 
     def sums(self, factors: Floats) -> Floats:
-        """Return Σ v[k]·x_k by example and column: float32 [n, columns, dim], for `factors` float32 [features, dim]."""
+        """Return Σ v[k]·x_k by example and column: float32 [n, columns, dim]. `factors`: float32 [features, dim]."""
         n, num_columns = self._shape
         found = self._summed(factors[self._indices], self._places, n * num_columns)
         return found.reshape(n, num_columns, factors.shape[1])
 
     def gradients(self, by_sums: Floats, num_features: int) -> Floats:
-        """Return the gradients with respect to the factors, given those with respect to :meth:`sums`."""
+        """Return the gradients with respect to the factors, given the gradients with respect to :meth:`sums`."""
         rows = by_sums.reshape(-1, by_sums.shape[2])[self._places]
         return self._summed(rows, self._indices, num_features)
 
@@ -118,8 +119,8 @@ class DeepMinibatch(FactorizationMinibatch):
 class DeepModel(FactorModel):
     """P(click) from a weight and factors per feature, and a network over the factors of all columns. Abstract.
 
-    `hidden` is the number of units in each hidden layer. `tower_lr`, `tower_l1` and `tower_l2` are the learning rate
-    and the penalties of Adam, for all layers.
+    `hidden` lists the number of units of each hidden layer. `tower_lr`, `tower_l1` and `tower_l2` are Adam's learning
+    rate and penalties for all layers.
     """
 
     usual: ClassVar[Mapping[str, Any]] = {**FactorModel.usual, "tower_lr": 0.002, "tower_l2": 0.0}
@@ -140,7 +141,7 @@ class DeepModel(FactorModel):
         super().__post_init__()
         if self.interactions is not None:
             raise UsageError(
-                f"--interactions is not an option of --model {self.name}, whose network crosses all columns"
+                f"--interactions is not an option of --model {self.name}, because its network crosses all columns"
             )
 
     @property
@@ -156,12 +157,12 @@ class DeepModel(FactorModel):
     @property
     @abstractmethod
     def layers(self) -> tuple[Layer, ...]:
-        """The layers of the network, in the order of :attr:`network`."""
+        """The network's layers, in the order of :attr:`network`."""
 
     @property
     @abstractmethod
     def network(self) -> Network:
-        """The function that computes margins from the factors of columns and the layers' rows."""
+        """The function from the columns' factors and the layers' rows to margins."""
 
     @cached_property
     def layer_keys(self) -> tuple[Keys, ...]:
@@ -182,7 +183,7 @@ class DeepModel(FactorModel):
     def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Self:
         layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
-            raise UsageError(f"--model {self.name} needs columns, and {format} has none: use --model fm")
+            raise UsageError(f"--model {self.name} needs columns, but {format} has none. Use --model fm")
         if importlib.util.find_spec("torch") is None:
             raise _missing_torch(self.name)
         return dataclasses.replace(self, layout=layout)

@@ -1,8 +1,8 @@
-"""Deep & Cross Network, version 2: layers that multiply columns' factors with themselves, parallel to a perceptron.
+"""Deep & Cross Network, version 2: layers that multiply columns' factors with each other, beside a perceptron.
 
-margin = offset + bias + Σ w[k]·x_k + output(crossed, perceptron), both over the factors of the columns; Wang, Shivanna,
-Cheng, Jain, Lin, Hong, Chi, "DCN V2", WWW 2021, the parallel structure of figure 1 with full matrices. The linear
-term is not in the paper: it serves features that are too rare to have factors.
+margin = offset + bias + Σ w[k]·x_k + output(crossed, perceptron); both parts use the columns' factors. Source: Wang,
+Shivanna, Cheng, Jain, Lin, Hong, Chi, "DCN V2", WWW 2021, the parallel structure of figure 1 with full matrices. The
+linear term is not in the paper; it serves features that are too rare to have factors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The layers of a network as tables of a model: a row per unit, with its weights and finally its bias.
+"""The layers of a network as tables: a row per unit, with the unit's weights followed by its bias.
 
-A network is therefore pulled, pushed, replicated, saved and stored in snapshots as all parameters are.
+A network is therefore pulled, pushed, replicated, saved and snapshotted like other parameters.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Layer(NamedTuple):
 
     @property
     def keys(self) -> Keys:
-        """The keys of its rows, distinct from other layers', because a row's initial values depend on its key."""
+        """The keys of the rows. Layers have distinct keys because a row's initial values depend on its key."""
         return (np.uint64(self.number) << np.uint64(32)) + np.arange(self.num_units, dtype=np.uint64)
 
     def table(self, update: UpdateRule) -> ModelTable:
-        """Return the table of its rows, with the initial values of ``torch.nn.Linear``: uniform within 1/√inputs."""
+        """Return the table of the rows, with the initial values of ``torch.nn.Linear``: uniform within 1/√inputs."""
         bound = 1 / math.sqrt(self.num_inputs)
         initializer = Uniform(low=-bound, high=bound)
         return ModelTable(
@@ -51,12 +51,12 @@ def check_layers(hidden: tuple[int, ...], num_inputs: int) -> None:
         )
     if num_inputs + 1 > MAX_DIM:
         raise UsageError(
-            f"the columns have {num_inputs:,} factors in total: expected fewer than {MAX_DIM:,}; use a smaller --dim"
+            f"the columns have {num_inputs:,} factors in total: expected fewer than {MAX_DIM:,}. Use a smaller --dim"
         )
 
 
 def parse_hidden(text: str) -> tuple[int, ...]:
-    """Return the units of each hidden layer for a text such as ``128,64``. Raises UsageError."""
+    """Parse the number of units of each hidden layer from a text such as ``128,64``. Raises UsageError."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -1,6 +1,6 @@
-"""The computation of networks in PyTorch: the only module of models that imports it.
+"""Compute networks in PyTorch. Among the models' modules, only this one imports PyTorch.
 
-A layer is float32 [units, inputs + 1], its biases in the last column.
+A layer is float32 [units, inputs + 1]; the last column has the biases.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.nn import functional
 from paceline.tables.types import Floats
 
 Network = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""Computes margins [n, 1] from the factors of columns [n, columns, dim] and the layers."""
+"""A function from the columns' factors [n, columns, dim] and the layers to margins [n, 1]."""
 
 
 def dense(inputs: Tensor, layer: Tensor) -> Tensor:
-    """Return the output of a layer for inputs [n, inputs]: [n, units]."""
+    """Return a layer's output [n, units] for inputs [n, inputs]."""
     return functional.linear(inputs, layer[:, :-1], layer[:, -1])
 
 
@@ -48,21 +48,21 @@ def cross_network(inputs: Tensor, layers: Sequence[Tensor]) -> Tensor:
 
 
 def deepfm(factors: Tensor, layers: Sequence[Tensor]) -> Tensor:
-    """Compute DeepFM; the last layer has one unit over the hidden ones."""
+    """Compute DeepFM; the last layer has one unit over the hidden layers."""
     return dense(perceptron(factors.flatten(1), layers[:-1]), layers[-1]) + sum_pairs(factors)
 
 
 def dcn(factors: Tensor, layers: Sequence[Tensor], num_cross: int) -> Tensor:
-    """Compute DCN-v2: `num_cross` cross layers, hidden layers, and one unit over both."""
+    """Compute DCN-v2 from `num_cross` cross layers, hidden layers, and one unit over both."""
     inputs = factors.flatten(1)
     crossed = cross_network(inputs, layers[:num_cross])
     return dense(torch.cat([crossed, perceptron(inputs, layers[num_cross:-1])], 1), layers[-1])
 
 
 class NetworkPass:
-    """One forward pass of a minibatch through a network, and its gradients.
+    """One forward pass of a minibatch through a network, with gradients.
 
-    `margins` float32 [n] are the output for `factors`, float32 [n, columns, dim].
+    `margins`, float32 [n], is the output for `factors`, float32 [n, columns, dim].
     """
 
     def __init__(self, network: Network, factors: Floats, layers: Sequence[Floats]) -> None:
@@ -72,14 +72,14 @@ class NetworkPass:
         self.margins: Floats = self._output.detach().numpy()
 
     def gradients(self, residuals: Floats) -> list[Floats]:
-        """Return the gradients by factors and by each layer, given the loss's derivatives by margin (float32 [n])."""
+        """Return the gradients by factors and by each layer, given the loss's derivative by margin, float32 [n]."""
         with _one_thread():
             found = torch.autograd.grad(self._output, self._leaves, torch.from_numpy(residuals))
         return [np.ascontiguousarray(gradient.numpy()) for gradient in found]
 
 
 class _WithLayers(torch.nn.Module):
-    """A network whose layers are its own parameters."""
+    """A network that owns its layers as parameters."""
 
     def __init__(self, network: Network, layers: Sequence[Floats]) -> None:
         super().__init__()
@@ -93,16 +93,17 @@ class _WithLayers(torch.nn.Module):
 def write_onnx(
     network: Network, layers: Sequence[Floats], num_columns: int, dim: int, file: Path, metadata: Mapping[str, str]
 ) -> None:
-    """Write a network as an ONNX file: `factors` float32 [examples, columns, dim] to `margins` float32 [examples, 1].
+    """Write a network as an ONNX file.
 
-    `metadata` is stored in the file. Needs the packages onnxscript and onnx.
+    It maps `factors`, float32 [examples, columns, dim], to `margins`, float32 [examples, 1]. `metadata` is stored in
+    the file. Requires the packages onnxscript and onnx.
     """
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of operators of missing packages
+    logger.setLevel(logging.ERROR)  # the exporter warns about operators of missing packages
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations inside PyTorch
+            warnings.simplefilter("ignore")  # PyTorch's own deprecations
             program = torch.onnx.export(
                 _WithLayers(network, layers).eval(),
                 (torch.zeros(2, num_columns, dim),),
@@ -121,7 +122,7 @@ def write_onnx(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit PyTorch to this thread: on busy cores, waiting for other threads took 100 times as long."""
+    """Limit PyTorch to this thread. On busy cores, waiting for other threads took 100 times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

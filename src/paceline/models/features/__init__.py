@@ -1,1 +1,1 @@
-"""Features of models: crosses of columns, and counts to select frequent features."""
+"""Features of models: crosses of columns, and counts for selecting frequent features."""

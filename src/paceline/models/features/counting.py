@@ -1,14 +1,14 @@
-"""Occurrences of features in little memory: a count-min sketch, with blocks as rows of a table on servers.
+"""Count features in little memory with a count-min sketch, whose blocks are rows of a table on servers.
 
-Three cells count each feature, and its count is at most the least of them (Cormode and Muthukrishnan, "An improved data
-stream summary: the count-min sketch and its applications", J. Algorithms 2005). It is never too low, and too high only
-if other features share all three. The cells are in one block of eight, a row (as in the blocked Bloom filters of Putze,
-Sanders and Singler, "Cache-, hash- and space-efficient Bloom filters", WEA 2007), so a feature costs one look-up and
-one key in a message.
+Each feature has three cells, and its count is at most the smallest of them (Cormode and Muthukrishnan, "An improved
+data stream summary: the count-min sketch and its applications", J. Algorithms 2005). The estimate is never too low, and
+too high only if other features share all three cells. The three cells lie in one block of eight, which is one row (as
+in the blocked Bloom filters of Putze, Sanders and Singler, "Cache-, hash- and space-efficient Bloom filters", WEA
+2007). So a feature costs one look-up, and one key in a message.
 
-As rows of a sparse table, blocks are replicated, moved and stored in snapshots; servers add the workers' pushes. Counts
-never fall and stop at the limit. A worker therefore needs no further count of a frequent feature, and caches the last
-ones (:class:`FrequentFeatures`).
+As rows of a sparse table, blocks are replicated, moved and snapshotted. Servers add the workers' pushes. Counts never
+fall, and they stop at the limit, so a worker need not read the count of a frequent feature again. It caches the latest
+frequent features (:class:`FrequentFeatures`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.kernels.features.sketch import BLOCK, add_counts, least_counts, no
 from paceline.kernels.hashing import mix
 from paceline.tables.types import Floats, Keys
 
-MOST_COUNTED: Final = 1 << 23  # exact as float32
+MOST_COUNTED: Final = 1 << 23  # float32 is exact up to this number
 _MOST_CELLS: Final = 1 << 40
 _NUM_REMEMBERED: Final = 1 << 17
 
@@ -37,18 +37,18 @@ def check_counting(min_count: int, count_cells: int) -> None:
 
 
 class FrequentFeatures:
-    """A cache (1 MiB) of the features that this worker last found to be frequent enough."""
+    """A cache (1 MiB) of this worker's latest frequent features."""
 
     def __init__(self) -> None:
         self.places = np.zeros(_NUM_REMEMBERED, np.uint64)
-        """Keys at the positions of their hashes; empty positions hold a key of another position."""
+        """Keys, each at the index of its hash; an empty position holds a key that belongs elsewhere."""
         last = np.uint64(_NUM_REMEMBERED - 1)
         of_zero = int(mix(0)[0] & last)
         self.places[of_zero] = next(key for key in range(1, 3) if int(mix(key)[0] & last) != of_zero)
 
 
 class FeatureCounts:
-    """The counts of features in a sketch of `num_cells` cells, without those known to be frequent.
+    """The counts of a minibatch's features in a sketch of `num_cells` cells, except features known to be frequent.
 
     `features` uint64 [n]; `blocks` uint64 [m] are the distinct keys of their rows in the table.
     """
@@ -63,9 +63,9 @@ class FeatureCounts:
         self.blocks, self._places = distinct_keys(blocks[:count])
 
     def have_occurred(self, rows: Floats, occurrences: npt.NDArray[np.int64], times: int) -> npt.NDArray[np.bool_]:
-        """Return whether features have occurred `times` or more, by estimate (bool [n]); remember these features.
+        """Return whether features have occurred at least `times` times, by estimate (bool [n]); cache these features.
 
-        `rows` float32 [m, BLOCK] are the blocks' counts; `occurrences` (int64 [n]) are added.
+        `rows` float32 [m, BLOCK] are the blocks' counts, to which `occurrences` (int64 [n]) are added.
         """
         found = np.ones(len(self._features), np.bool_)
         least = np.empty(len(self._chosen), np.float32)

@@ -3,8 +3,8 @@
 If columns have several values in a row, as namespaces of Vowpal Wabbit and lists do, all pairs (triples) of values are
 crossed. A namespace crossed with itself gives all pairs of its features.
 
-Interactions are computed from the columns' keys of each minibatch, in training, evaluation and prediction; data and
-caches do not contain them. A model stores the user's text and the places of the columns in its settings.
+Interactions are computed from the column keys of each minibatch, in training, evaluation and prediction. Data and
+caches do not contain them. A model's settings store the user's text and the positions of the columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_VALUES = np.empty(0, np.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interactions:
-    """The crossed columns. Raises UsageError for an invalid text and for unknown columns."""
+    """The crossed columns. Raises UsageError for an invalid text or an unknown column."""
 
     text: str
     """``C1:C2,C3:*``: crosses of two or three columns; ``*`` means every column."""
@@ -47,7 +47,7 @@ class Interactions:
                     f"--interactions {self.text}: {cross!r} is invalid; expected two or three columns, as in C1:C2,C3:*"
                 )
         if self.layout is not None:
-            _ = self.crosses  # checks them
+            _ = self.crosses  # checks the crosses
 
     @classmethod
     def of(cls, settings: Any) -> Interactions | None:
@@ -58,7 +58,7 @@ class Interactions:
         """Return these interactions for the columns of the data; `fields` are the fields of formats without columns."""
         layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
-            raise UsageError(f"--interactions {self.text}: {format} has no columns to cross; leave it out")
+            raise UsageError(f"--interactions {self.text}: {format} has no columns to cross. Leave the option out")
         return dataclasses.replace(self, layout=layout)
 
     @property
@@ -68,7 +68,7 @@ class Interactions:
 
     @cached_property
     def crosses(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the crossed columns, each cross sorted and once."""
+        """The numbers of the crossed columns. Each cross is sorted and occurs once."""
         layout = self._columns
         found: dict[tuple[int, ...], None] = {}
         for cross in self.text.split(","):
@@ -86,7 +86,7 @@ class Interactions:
                 if may_repeat or len(set(chosen)) == len(chosen):
                     found[tuple(sorted(chosen))] = None
                 if len(found) > MAX_CROSSES:
-                    raise UsageError(f"--interactions {self.text}: more than {MAX_CROSSES:,} crosses; name fewer")
+                    raise UsageError(f"--interactions {self.text}: more than {MAX_CROSSES:,} crosses. Name fewer")
             if len(found) == before and _ANY not in cross and len(set(cross.split(":"))) < len(cross.split(":")):
                 raise UsageError(f"--interactions {self.text}: {cross!r} crosses a column with itself")
         if not found:
@@ -116,14 +116,14 @@ class Interactions:
         return Batch(batch.labels, indptr, keys[:num_pairs], crossed, batch.weights)
 
     def _apply_to_fields(self, batch: Batch) -> Batch:
-        """Return the rows with crosses, for rows with a field for each feature."""
+        """Return the rows with crosses; each feature of the rows has a field."""
         from paceline.kernels.features.interactions import count_crosses, cross_fields
 
         starts, order = self._group(batch)
         num_pairs = len(batch.keys) + int(count_crosses(starts, self._terms))
         if num_pairs > _MOST_PAIRS:
             raise DataError(
-                f"--interactions {self.text} makes {num_pairs:,} features of {batch.num_examples:,} rows: cross fewer "
+                f"--interactions {self.text} makes {num_pairs:,} features of {batch.num_examples:,} rows. Cross fewer "
                 "fields, or fields with fewer features"
             )
         indptr, keys = np.empty(batch.num_examples + 1, np.int64), np.empty(num_pairs, np.uint64)
@@ -145,7 +145,7 @@ class Interactions:
         return starts, order
 
     def parts_of(self, batch: Batch) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the key of each cross of each row, with its source keys."""
+        """Yield the key of each cross in each row, with its source keys."""
         rows, own = self.apply(batch), np.diff(batch.indptr)
         starts, order = self._group(batch)
         for row in range(batch.num_examples):

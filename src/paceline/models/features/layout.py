@@ -1,4 +1,4 @@
-"""Places of columns in a row, or fields of features."""
+"""The positions of columns in a row, and the fields of features."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, name_seed
 
 _SEVERAL: Final = (
-    "a row has several values of a category, or none, and does not name their columns, as converted columns of lists: "
-    "convert the data again, or read it from its source"
+    "a row has several values of a category, or none, and does not name their columns (converted columns of lists). "
+    "Convert the data again, or read it from its source"
 )
 _UNNAMED = "(no name)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The columns of data: a row has a pair per categorical column, then a pair per number that is not missing.
+    """The columns of data. A row has a pair per categorical column, then a pair per number that is not missing.
 
     If features have fields (``batch.fields``), a row may have any number of features per column, in any order.
     """
@@ -31,7 +31,7 @@ class RowLayout:
     categorical: tuple[str, ...]
     numeric: tuple[str, ...] = ()
     is_open: bool = False
-    """Whether rows may have further fields, as in vw and JSON lines; they count as one additional column."""
+    """Whether rows may have additional fields, as in vw and JSON lines; all of them count as one additional column."""
 
     def __post_init__(self) -> None:
         for name in ("categorical", "numeric"):
@@ -61,7 +61,7 @@ class RowLayout:
 
     @property
     def fields(self) -> tuple[str | None, ...]:
-        """The column's name for each number; None for the additional column."""
+        """The name of the column with each number; None for the additional column."""
         return (*self.names, None) if self.is_open else self.names
 
     @property
@@ -69,9 +69,9 @@ class RowLayout:
         return ", ".join(name or _UNNAMED for name in self.names)
 
     def find(self, name: str) -> tuple[int, ...]:
-        """Return the numbers of the columns of a name; empty for an unknown name.
+        """Return the numbers of the columns with this name; empty for an unknown name.
 
-        As in Vowpal Wabbit, a single letter means all namespaces with this initial, unless one has this name.
+        As in Vowpal Wabbit, a single letter means all namespaces with this initial, unless a namespace has this name.
         """
         if name == _UNNAMED:
             name = ""
@@ -86,9 +86,9 @@ class RowLayout:
         return np.array([name_seed(name) for name in self.numeric], np.uint64)
 
     def fields_of(self, batch: Batch) -> npt.NDArray[np.int32]:
-        """Return the number of the column of each pair of a batch: int32 [pairs].
+        """Return the column number of each pair in a batch: int32 [pairs].
 
-        Raises DataError for rows without fields that lack a categorical value or have several.
+        Raises DataError if a row without fields has no categorical value, or several, for a column.
         """
         if batch.fields is not None:
             return self._numbers_of(batch.fields)
@@ -108,13 +108,13 @@ class RowLayout:
         return fields.astype(np.int32)
 
     def _numbers_of(self, fields: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
-        """Return the number of each field; unknown fields get the number of the additional column."""
+        """Return the number of each field; an unknown field gets the number of the additional column."""
         hashes, order = self._sorted_fields
         found = np.minimum(np.searchsorted(hashes, fields), len(hashes) - 1)
         is_known = hashes[found] == fields
         if not self.is_open and not is_known.all():
             raise DataError(
-                f"a row has a feature of a column that the model lacks: its columns are {self.shown_names}; train "
+                f"a row has a feature of a column that the model lacks; its columns are {self.shown_names}. Train "
                 "again with this column, or remove it from the data"
             )
         return np.where(is_known, order[found], len(self.names)).astype(np.int32)
@@ -124,7 +124,7 @@ class RowLayout:
         """The sorted field hashes of the columns, with the number of each."""
         hashes = np.array([field_of(name) for name in self.names], np.uint32)
         if len(np.unique(hashes)) < len(hashes):
-            raise UsageError(f"two of the fields {self.shown_names} have the same hash. Rename one")
+            raise UsageError(f"two of the fields {self.shown_names} have the same hash. Rename one field")
         order = np.argsort(hashes)
         return hashes[order], order
 

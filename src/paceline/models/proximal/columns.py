@@ -1,4 +1,4 @@
-"""A worker's examples by column: collected while reading, sorted once."""
+"""A worker's examples by column. The worker collects them while reading and sorts them once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from paceline.models.proximal.schedule import places_of
 from paceline.tables.types import Floats, Keys
 
 _SORT_BYTES: Final = 40
-"""Further memory per value for sorting: column numbers, hash table, sorted rows and values."""
+"""Additional memory per value for sorting: column numbers, hash table, sorted rows and values."""
 _SPARE_BYTES: Final = 64 << 20
 _MOST_ROWS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
 class ExampleColumns:
-    """Examples in compressed sparse columns, in the order of :func:`~.schedule.places_of`; the intercept's is the last.
+    """Examples in compressed sparse columns, in the order of :func:`~.schedule.places_of`; the intercept is last.
 
     `keys` uint64 [columns]; `places` uint64 [columns - 1]; `indptr` int64 [columns + 1]; `rows` int32 [nnz]; `values`
-    float32 [nnz], or of length 0 where all are 1; `labels` float32 [examples], 0 or 1; `weights` float32 [examples], or
-    of length 0 where all are 1. No value is 0, and no column is empty but that of the intercept.
+    float32 [nnz], or empty if all are 1; `labels` float32 [examples], 0 or 1; `weights` float32 [examples], or empty if
+    all are 1. No value is 0. Only the intercept's column may be empty.
     """
 
     keys: Keys
@@ -46,20 +46,20 @@ class ExampleColumns:
 
     @property
     def num_values(self) -> int:
-        """The number of values, without the intercept's."""
+        """The number of values outside the intercept's column."""
         return int(self.indptr[-2])
 
     def magnitudes(self) -> npt.NDArray[np.float64]:
         if not len(self.values):
             return np.diff(self.indptr).astype(np.float64)
         sums, is_full = np.zeros(len(self.keys)), np.diff(self.indptr) > 0
-        if is_full.any():  # sum per column: after a large column, a difference of running sums would lose all digits
+        if is_full.any():  # no differences of running sums, because they lose all digits after a large column
             sums[is_full] = np.add.reduceat(np.abs(self.values), self.indptr[:-1][is_full], dtype=np.float64)
         return sums
 
 
 class ColumnCollector:
-    """Collects examples and sorts them by column. With `available_bytes` None, it checks the system's free memory."""
+    """Collects examples and sorts them by column. If `available_bytes` is None, reads the system's free memory."""
 
     def __init__(self, available_bytes: int | None = None) -> None:
         self._batches: list[Batch] = []
@@ -67,7 +67,7 @@ class ColumnCollector:
         self._num_values = self._num_rows = 0
 
     def add(self, batch: Batch) -> None:
-        """Store a copy of examples. Raises DataError if they do not fit into memory."""
+        """Store a copy of examples. Raises DataError if the memory is too small."""
         self._num_values += len(batch.keys)
         self._num_rows += batch.num_examples
         available = self._available_bytes
@@ -77,7 +77,7 @@ class ColumnCollector:
         if wanted > available - (_SPARE_BYTES if self._available_bytes is None else 0) or self._num_rows > _MOST_ROWS:
             raise DataError(
                 f"{self._num_rows:,} examples with {self._num_values:,} values do not fit into this worker's memory by "
-                f"column: {wanted >> 20:,} MiB more are needed and {available >> 20:,} MiB are free; use more hosts, "
+                f"column: {wanted >> 20:,} MiB more are needed and {available >> 20:,} MiB are free. Use more hosts, "
                 "or leave --solver out to read the data again in every pass"
             )
         self._batches.append(batch.copy())
@@ -86,7 +86,7 @@ class ColumnCollector:
         """Return the collected examples by column, and empty the collector."""
         batch, self._batches = Batch.concatenate(self._batches), []
         keys, numbers = distinct_keys(batch.keys)
-        keys = keys.copy()  # a copy, because the underlying array is as long as all values
+        keys = keys.copy()  # a copy, because the underlying array is as large as all values
         values = np.empty(0, np.float32) if batch.values is None else batch.values
         counts = np.bincount(numbers if not len(values) else numbers[values != 0], minlength=len(keys))
         places = places_of(keys)

@@ -1,7 +1,7 @@
-"""Exchange of numbers among the workers of a solver, through a table.
+"""Exchange numbers among the workers of a solver, through a table.
 
-The table is that with the weights (:class:`~paceline.tables.rules.ProximalNewton`). Its rows for special keys hold the
-sum of all workers' last pushes. Consistency is sequential: a read after an iteration returns all pushes of the
+The table is the one with the weights (:class:`~paceline.tables.rules.ProximalNewton`). Rows with special keys hold the
+sums of all workers' last pushes. Consistency is sequential, so a read after an iteration includes all pushes of the
 iteration.
 """
 
@@ -16,21 +16,21 @@ from paceline.ps import Client, SparseTable, Ticket, write_records
 from paceline.tables.types import Doubles, Floats, Keys
 
 PRESENCE_KEY: Final = np.uint64(0x7072_6573_656E_7400)
-"""A row that each worker pushes 1 to, in each iteration of a pass."""
+"""The key of a row to which each worker pushes 1 in each iteration of a pass."""
 _FIRST_KEY: Final = 0x7061_6365_7365_0000
 WIDTH: Final = 16
 """The number of values from each worker."""
 
 
 class SummedRows(NamedTuple):
-    """The servers' reply for columns (float32 [n] each)."""
+    """The servers' reply for columns, float32 [n] each."""
 
     first: Floats
     second: Floats
 
 
 class NumberExchange:
-    """A worker's side: its rank is its place among `num_places`. Places may be empty."""
+    """A worker's side of the exchange. The worker's rank is its place among `num_places`; places may be empty."""
 
     def __init__(self, client: Client, table: SparseTable, num_places: int) -> None:
         self._client = client
@@ -46,7 +46,7 @@ class NumberExchange:
     def gather(self, numbers: Doubles) -> Doubles:
         """Send numbers (float64 [WIDTH], the first is 1); return all workers' numbers (float64 [workers, WIDTH]).
 
-        Ends the iteration. Raises LostRowsError if a worker was lost.
+        This ends the iteration. Raises LostRowsError if a worker was lost.
         """
         high = numbers.astype(np.float32)
         pairs = np.zeros((2 * WIDTH, 2), np.float32)
@@ -60,17 +60,17 @@ class NumberExchange:
         return present
 
     def write(self, keys: Keys, records: Floats) -> None:
-        """Set complete rows, as other workers with these keys do; they are visible after the next :meth:`gather`."""
+        """Set complete rows; other workers write the same rows. They are visible after the next :meth:`gather`."""
         write_records(self._client, self._table.spec, keys, records)
 
     def start(self, keys: Keys, pairs: Floats) -> Ticket:
-        """Push two numbers (float32 [n, 2]) for each column, and end the iteration; see :meth:`finish`."""
+        """Push two numbers (float32 [n, 2]) for each column and end the iteration; :meth:`finish` reads the result."""
         keys = np.append(keys, PRESENCE_KEY)
         pushed = np.concatenate([pairs, np.array([[1, 0]], np.float32)])
         return self._table.push_pull_async(keys, pushed, tick=True, assume_unique=True)
 
     def finish(self, ticket: Ticket) -> SummedRows:
-        """Return the rows after all workers' pushes of that iteration. Raises LostRowsError if a worker was lost."""
+        """Return the rows after all workers' pushes in that iteration. Raises LostRowsError if a worker was lost."""
         rows = ticket.result()
         num_workers = int(rows[-1, 1])
         if num_workers != (self._num_workers or num_workers):

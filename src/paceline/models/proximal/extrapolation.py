@@ -1,8 +1,9 @@
-"""Extrapolation of the weights from the last passes, for slow progress along a narrow valley.
+"""Extrapolate the weights from the last passes, for slow progress along a narrow valley.
 
-Coordinate descent is slow if columns nearly add up to others, as one-hot columns do to the intercept. The combination
-of the last iterates whose residuals nearly cancel is often much better; it is used if it lowers the objective. Source:
-Bertrand and Massias, "Anderson acceleration of coordinate descent", AISTATS 2021, algorithm 2.
+Coordinate descent is slow if some columns nearly add up to another, as one-hot columns do to the intercept. A better
+point is often the combination of the last iterates with the smallest combined residual. It replaces the weights if it
+lowers the objective. Source: Bertrand and Massias, "Anderson acceleration of coordinate descent", AISTATS 2021,
+algorithm 2.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from paceline.tables.types import Doubles
 
 NUM_STEPS: Final = 5
-"""The number of combined steps from pass to pass."""
+"""The number of steps between passes to combine."""
 NUM_PRODUCTS: Final = NUM_STEPS * (NUM_STEPS + 1) // 2
 _REGULARIZATION: Final = 1e-8
 
@@ -34,13 +35,13 @@ class Iterates:
         return len(self._weights) > NUM_STEPS
 
     def products(self, shares: Doubles) -> Doubles:
-        """Return the inner products of the steps, each column weighted by its share: float64 [NUM_PRODUCTS]."""
+        """Return the inner products of the steps; a column's weight is its share: float64 [NUM_PRODUCTS]."""
         steps = [after - before for before, after in zip(self._weights, self._weights[1:], strict=False)]
         found = [float((shares * a * b).sum()) for i, a in enumerate(steps) for b in steps[: i + 1]]
         return np.array(found)
 
     def extrapolate(self, products: Doubles) -> Doubles | None:
-        """Return the extrapolated weights, rounded to float32, given the products of all columns; None if undefined."""
+        """Return the extrapolated weights, rounded to float32, given the summed products; None if undefined."""
         factors = combine(products.tolist())
         if factors is None:
             return None
@@ -53,8 +54,8 @@ class Iterates:
 def combine(products: Sequence[float]) -> list[float] | None:
     """Return the factors, with sum 1, of the shortest combination of steps; None if undefined.
 
-    `products` are the products of step i with steps 0 to i, in order. All workers must compute the same bits, so this
-    uses plain arithmetic and no library.
+    `products` has the products of step i with steps 0 to i, in order. All workers must compute the same bits, so this
+    function uses plain arithmetic instead of a library.
     """
     gram = [[0.0] * NUM_STEPS for _ in range(NUM_STEPS)]
     pairs = [(i, j) for i in range(NUM_STEPS) for j in range(i + 1)]
@@ -66,7 +67,7 @@ def combine(products: Sequence[float]) -> list[float] | None:
     for i in range(NUM_STEPS):
         gram[i] = [product / trace for product in gram[i]] + [1.0]
         gram[i][i] += _REGULARIZATION
-    for i in range(NUM_STEPS):  # positive definite, so no pivots are needed
+    for i in range(NUM_STEPS):  # no pivots, because the matrix is positive definite
         for row in range(i + 1, NUM_STEPS):
             factor = gram[row][i] / gram[i][i]
             gram[row] = [a - factor * b for a, b in zip(gram[row], gram[i], strict=True)]

@@ -1,4 +1,4 @@
-"""The margins of a worker's examples while weights move, with loss, gradients and curvatures."""
+"""The margins of a worker's examples while weights change, with loss, gradients and curvatures."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Margins:
         count_entries(self._columns.indptr, self._columns.rows, columns, -1, self._moving)
 
     def gradients(self, columns: Positions, radii: Floats) -> Floats:
-        """Return the gradient of the loss and a bound of its second derivative per weight: float32 [n, 2].
+        """Return, per weight, the gradient of the loss and a bound of its second derivative: float32 [n, 2].
 
-        The bound holds while no weight moves by more than its radius (`radii` float32 [all columns]). Raises DataError
-        if a result exceeds float32.
+        The bound is valid while no weight changes by more than its radius (`radii` float32 [all columns]). Raises
+        DataError if a result exceeds float32.
         """
         matrix, pairs = self._columns, np.empty((len(columns), 2), np.float32)
         column_gradients(
@@ -51,7 +51,7 @@ class Margins:
         if not np.isfinite(pairs).all():
             raise DataError(
                 f"the values of the column with key {matrix.keys[columns[~np.isfinite(pairs).all(axis=1)][0]]} are too "
-                "large for this solver: scale them to below 1e12"
+                "large for this solver. Scale them to below 1e12"
             )
         return pairs
 
@@ -72,7 +72,7 @@ class Margins:
         )
 
     def losses(self) -> tuple[float, int]:
-        """Return the summed log loss, and the number of margins on the wrong side."""
+        """Return the summed log loss, and the number of examples with a margin on the wrong side."""
         labels, margins = self._columns.labels, self._margins
         loss = summed_loss(labels, self._columns.weights, margins)
         return float(loss), int(np.count_nonzero(np.where(labels > 0, margins, -margins) <= 0))

@@ -1,4 +1,4 @@
-"""The arithmetic of delayed block proximal gradient that all workers share: activity, violations, radii.
+"""Formulas of delayed block proximal gradient that all workers evaluate: activity, violations, radii.
 
 All workers read the same weights and gradients from the servers, so their results agree without communication.
 """
@@ -18,9 +18,9 @@ from paceline.tables.types import Doubles, Floats
 
 Flags = npt.NDArray[np.bool_]
 Positions = npt.NDArray[np.int64]
-"""Numbers of columns."""
+"""Column numbers."""
 THRESHOLD_RATIO: Final = 10.0
-"""Ratio of the KKT filter's threshold to the largest violation per example."""
+"""Ratio between the KKT filter's threshold and the largest violation per example."""
 
 
 class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +31,11 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
     l2: float = 0.0
     """Weight of Σw²/2."""
     max_delay: int = 0
-    """A block starts when all blocks before the last `max_delay` are done."""
+    """A block waits for all earlier blocks except the last `max_delay`."""
     block_ratio: float = 4.0
-    """Blocks per non-zero value of a mean example."""
+    """Number of blocks, divided by the mean number of nonzero values per example."""
     tolerance: float = 1e-9
-    """A relative change of the objective below this ends training, if a pass over all columns confirms it."""
+    """Training ends if a pass over all columns changes the objective by a smaller fraction."""
     max_passes: int = 5000
 
     def __post_init__(self) -> None:
@@ -52,9 +52,9 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -> Doubles:
-    """Return the violation of each weight's optimality condition: the least magnitude of a subgradient.
+    """Return the violation of each weight's optimality condition: the smallest magnitude of a subgradient.
 
-    `gradients` are those for the loss alone. The violation is 0 if the weight is optimal given the others.
+    `gradients` are those of the loss alone. The violation is 0 if the weight is optimal, given the other weights.
     """
     at_zero = np.maximum(np.abs(gradients) - l1, 0.0)
     found: Doubles = np.where(weights == 0, at_zero, np.abs(gradients + l2 * weights + l1 * np.sign(weights)))
@@ -64,19 +64,19 @@ def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -
 def stay_active(weights: Doubles, gradients: Doubles, l1: Doubles, thresholds: Doubles | Floats) -> Flags:
     """Return the columns that the KKT filter keeps. It drops weights of 0 with |gradient| below l1 − threshold.
 
-    It keeps all weights without a penalty, and all weights while thresholds are infinite.
+    It keeps every weight without a penalty, and all weights while thresholds are infinite.
     """
     left: Flags = (weights != 0) | (np.abs(gradients) >= l1 - thresholds)
     return left
 
 
 def filter_threshold(violation: float, num_examples: int) -> float:
-    """Return the KKT filter's threshold for a pass, given the largest violation in the previous one."""
+    """Return the KKT filter's threshold for a pass, given the largest violation in the previous pass."""
     return THRESHOLD_RATIO * violation / max(num_examples, 1)
 
 
 def next_radii(changes: Doubles, units: Floats) -> Floats:
-    """Return the trust regions after steps, by the servers' rule."""
+    """Return the trust regions after steps, using the servers' rule."""
     radii: Floats = np.minimum(np.float32(MOST) * units, 2 * np.abs(changes).astype(np.float32) + LEAST * units)
     return radii.astype(np.float32)
 

@@ -11,20 +11,20 @@ import numpy.typing as npt
 from paceline.kernels.hashing import mix
 from paceline.tables.types import Keys
 
-_SALT: Final = np.uint64(0x626C_6F63_6B73)  # spreads a block's keys over all servers, which hold keys by hash
+_SALT: Final = np.uint64(0x626C_6F63_6B73)  # spreads a block's keys over all servers, which partition keys by hash
 _SEED: Final = 14
 
 
 def places_of(keys: Keys) -> Keys:
-    """Return the places (uint64 [n]) of keys in a random order of all 2^64 keys."""
+    """Return the positions (uint64 [n]) of keys in a random order of all 2^64 keys."""
     places: Keys = mix(keys ^ _SALT)
     return places
 
 
 def count_blocks(block_ratio: float, num_values: int, num_examples: int, num_columns: int) -> int:
-    """Return the number of blocks: `block_ratio` per value of a mean example, at most one per column.
+    """Return the number of blocks: `block_ratio` times the mean number of values per example, at most one per column.
 
-    An example then has 1 / `block_ratio` values in a mean block, so columns of a block rarely share an example.
+    An example then has 1 / `block_ratio` values in a mean block, so two columns of a block rarely share an example.
     """
     wanted = math.ceil(block_ratio * num_values / max(num_examples, 1))
     return max(1, min(wanted, num_columns))
@@ -38,12 +38,12 @@ def block_starts(places: Keys, num_blocks: int) -> npt.NDArray[np.int64]:
 
 
 def block_order(num_blocks: int) -> npt.NDArray[np.int64]:
-    """Return a random order of blocks, equal in all workers and passes, so that passes can be compared."""
+    """Return a random order of blocks. All workers and passes use the same order, so that passes are comparable."""
     return np.random.default_rng(_SEED).permutation(num_blocks)
 
 
 def moving_with(step: int, num_steps: int, max_delay: int) -> range:
-    """Return the steps of a pass whose blocks may move together with `step`: up to `max_delay` before and after.
+    """Return the steps whose blocks may change together with `step`: up to `max_delay` steps before and after.
 
     A pass ends when all its blocks are done.
     """
@@ -51,11 +51,11 @@ def moving_with(step: int, num_steps: int, max_delay: int) -> range:
 
 
 FULL_PASS_INTERVAL: Final = 10
-"""Every 10th pass is over all columns, including those that the KKT filter would skip."""
+"""Every 10th pass covers all columns, including those that the KKT filter would skip."""
 
 
 class Convergence:
-    """The objective from pass to pass, starting with its value before the first pass."""
+    """The objective of successive passes, starting with its value before the first pass."""
 
     def __init__(self, objective: float, tolerance: float, max_passes: int) -> None:
         self._objective = objective
@@ -63,18 +63,17 @@ class Convergence:
         self._max_passes = max_passes
         self.num_passes = 0
         self.change = math.inf
-        """The last pass's reduction of the objective, relative to its current value."""
+        """The last pass's reduction of the objective, relative to the current objective."""
         self.is_over_all = True
-        """Whether the next pass is over all columns."""
+        """Whether the next pass covers all columns."""
         self.has_converged = False
 
     def note_pass(self, objective: float) -> None:
         """Record the objective after a pass.
 
         A pass is steady if it changes the objective by less than the tolerance. The solver stops after a steady pass
-        over all columns. After any other steady pass, the next pass is over all columns, because the KKT filter may
-        have skipped columns that still change. In any case, one in :data:`FULL_PASS_INTERVAL` passes is over all
-        columns.
+        over all columns. After any other steady pass, the next pass covers all columns, because the KKT filter may have
+        skipped columns that still change. At least one in :data:`FULL_PASS_INTERVAL` passes covers all columns.
         """
         self.num_passes += 1
         self.change = (self._objective - objective) / max(abs(objective), 1e-300)

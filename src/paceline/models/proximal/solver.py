@@ -1,6 +1,6 @@
-"""A worker's part in delayed block proximal gradient: its columns, margins and copy of the weights.
+"""A worker's part in delayed block proximal gradient: columns, margins and a copy of the weights.
 
-All workers process the same blocks in the same order and read the same sums from the servers. They therefore agree on
+All workers process the same blocks in the same order and read the same sums from the servers. Therefore they agree on
 the schedule, the active columns and the end without a leader.
 """
 
@@ -34,35 +34,35 @@ class BlockPass(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a pass over the blocks."""
 
     number: int
-    """From 1."""
+    """The number of the pass, from 1."""
     objective: float
-    """Summed loss and penalties after it."""
+    """Summed loss and penalties after the pass."""
     change: float
     """Reduction of the objective, relative to its new value."""
     loss: float
     nonzero: int
-    """Weights other than 0, without the intercept."""
+    """Number of nonzero weights, without the intercept."""
     active: float
-    """The share of columns in this pass."""
+    """The share of columns that this pass covered."""
     violation: float
     """The largest violation of an optimality condition in this pass, scaled to a mean value of 1 per column."""
     features: int
     blocks: int
     ended: str = ""
-    """In the last report, the reason: ``converged``, ``passes`` (the limit was reached) or ``separable``."""
+    """In the last report, the reason for the end: ``converged``, ``passes`` (the limit) or ``separable``."""
 
 
 class SolveTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The task of all workers of a solver."""
+    """The task of a solver, equal for all workers."""
 
     table: str
     blocks: ProximalBlocks
     examples: int
-    """The examples of all workers."""
+    """The number of examples on all workers."""
     num_places: int
-    """All workers' ranks are below this."""
+    """A number above all workers' ranks."""
     offset: float
-    """The addend of each margin."""
+    """A constant added to each margin."""
 
 
 class BlockSolver:
@@ -93,11 +93,11 @@ class BlockSolver:
         self._margins = Margins(columns, offset)
         self._weights = np.zeros(num)
         self._l1, self._l2 = np.full(num, blocks.l1), np.full(num, blocks.l2)
-        self._l1[-1] = self._l2[-1] = 0.0  # the intercept's
+        self._l1[-1] = self._l2[-1] = 0.0  # no penalty on the intercept
         self._is_penalized = np.arange(num) < num - 1
         self._units, self._radii = np.ones(num, np.float32), np.ones(num, np.float32)
         self._shares = np.zeros(num)
-        """This worker's share of each column's values: sums by column over workers use it as weight."""
+        """This worker's share of each column's values, used as a weight in sums by column over workers."""
 
     @property
     def is_reporter(self) -> bool:
@@ -107,14 +107,14 @@ class BlockSolver:
     def run(self, num_examples: int) -> Iterator[BlockPass | None]:
         """Yield None regularly, and a report after each pass; `num_examples` counts all workers' examples.
 
-        Raises LostRowsError if examples of other workers were lost, DataError for values that are too large.
+        Raises LostRowsError if examples of other workers were lost, DataError if values are too large.
         """
         examples, values, columns, positives, loss = self._sum_up(num_examples)
         yield from self._describe_columns(max(1, -(-columns // _AT_ONCE)))
         num_blocks = count_blocks(self._blocks.block_ratio, values, examples, columns)
         starts = np.append(block_starts(self._columns.places, num_blocks), len(self._columns.keys))
         movable = np.ones(len(self._weights), np.bool_)
-        movable[-1] = 0 < positives < examples  # otherwise no intercept is optimal
+        movable[-1] = 0 < positives < examples  # with labels of one class no intercept is optimal
         convergence = Convergence(loss, self._blocks.tolerance, self._blocks.max_passes)
         active, violation = movable, np.inf
         iterates, order = Iterates(self._weights), block_order(num_blocks + 1)
@@ -136,9 +136,9 @@ class BlockSolver:
             active = movable if convergence.is_over_all else sweep.left
 
     def _sum_up(self, num_examples: int) -> tuple[int, int, int, int, float]:
-        """Return the examples, values, columns and positives of all workers, and the loss without weights.
+        """Return the examples, values, columns and positives on all workers, and the loss with all weights 0.
 
-        A column counts once for each of its workers.
+        A column counts once for each worker that has it.
         """
         columns = self._columns
         loss, _ = self._margins.losses()
@@ -147,14 +147,14 @@ class BlockSolver:
         found = self._gather(own).sum(axis=0)
         if round(found[1]) != num_examples:
             raise LostRowsError(
-                f"workers hold {round(found[1]):,} of the {num_examples:,} examples that were read: the examples of "
-                "the lost workers are missing"
+                f"workers hold {round(found[1]):,} of the {num_examples:,} examples that were read. The examples "
+                "of lost workers are missing"
             )
         _, examples, values, num_columns, num_positives = (round(value) for value in found[:5])
         return examples, values, num_columns, num_positives, float(found[5])
 
     def _describe_columns(self, num_parts: int) -> Iterator[None]:
-        """Send the sums of the columns to the servers in parts, and read the sums of all workers."""
+        """Send the columns' sums to the servers in parts, and read the sums over all workers."""
         columns = self._columns
         counts, sums = np.diff(columns.indptr).astype(np.float64), columns.magnitudes()
         sums[-1] *= -1  # the intercept has no penalty
@@ -163,14 +163,14 @@ class BlockSolver:
         for first, last in itertools.pairwise(starts):
             own = np.stack([sums[first:last], -counts[first:last]], axis=1).astype(np.float32)
             magnitudes, totals = self._exchange.finish(self._exchange.start(columns.keys[first:last], own))
-            with np.errstate(divide="ignore", invalid="ignore"):  # of a worker without examples
+            with np.errstate(divide="ignore", invalid="ignore"):  # for a worker without examples
                 self._units[first:last] = np.abs(totals / magnitudes)
                 self._shares[first:last] = counts[first:last] / totals
             yield None
         self._radii = (START * self._units).astype(np.float32)
 
     def _make_pass(self, steps: Sequence[Positions], sweep: _Sweep) -> Iterator[None]:
-        """Process blocks of columns; a block starts when all before the last `max_delay` are done."""
+        """Process blocks of columns; a block waits for all earlier blocks except the last `max_delay`."""
         margins, delay = self._margins, self._blocks.max_delay
         under_way: deque[tuple[Positions, Ticket]] = deque()
         moving = range(0)
@@ -201,7 +201,7 @@ class BlockSolver:
         self._margins.move(columns, after - before)
 
     def _state(self, active: Flags, violation: float) -> _State:
-        """Sum the state of all workers; the violation is their maximum."""
+        """Combine the states of all workers: sums, and the maximum of the violations."""
         loss, num_wrong = self._margins.losses()
         penalty = float((rules.penalties(self._weights, self._l1, self._l2) * self._shares).sum())
         counted = self._shares[:-1]  # without the intercept
@@ -212,7 +212,7 @@ class BlockSolver:
         return _State(*total[1:8].tolist())
 
     def _extrapolate(self, iterates: Iterates, state: _State, active: Flags) -> _State:
-        """Replace the weights by their extrapolation if it is better; return the resulting state."""
+        """Extrapolate the weights if this lowers the objective; return the resulting state."""
         products = self._gather([1.0, *iterates.products(self._shares).tolist()]).sum(axis=0)[1 : 1 + NUM_PRODUCTS]
         found = iterates.extrapolate(products)
         if found is None:
@@ -262,7 +262,7 @@ class BlockSolver:
 
 
 class _State(NamedTuple):
-    """The state of all workers together."""
+    """The combined state of all workers."""
 
     loss: float
     num_wrong: float
@@ -279,7 +279,7 @@ class _State(NamedTuple):
 
 
 class _Sweep:
-    """Results of a pass: the largest violation, and the columns that the KKT filter keeps for the next one."""
+    """Results of a pass: the largest violation, and the columns that the KKT filter keeps for the next pass."""
 
     def __init__(self, active: Flags, threshold: float) -> None:
         self.left = active.copy()
@@ -296,7 +296,7 @@ class _Sweep:
         l2: Doubles,
         units: Floats,
     ) -> None:
-        """Record weights before and after a step, with the gradients of the step."""
+        """Record the weights before and after a step, and the step's gradients."""
         if len(columns):
             found = rules.violations(before, gradients, l1, l2) * units
             self.violation = max(self.violation, float(found.max()))

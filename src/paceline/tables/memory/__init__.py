@@ -1,1 +1,1 @@
-"""Memory of tables: pages of the system, and files beyond a limit."""
+"""Memory of tables: pages from the system, and files beyond a limit."""

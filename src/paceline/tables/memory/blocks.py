@@ -1,9 +1,9 @@
-"""Memory for the rows of a server's sparse tables: blocks in memory up to a limit, then in files.
+"""Provide memory for the rows of a server's sparse tables: blocks in memory up to a limit, then in files.
 
 Stores request a block from :class:`RowMemory` when a bucket grows. A block beyond the limit is a mapping of a file
-without a name (``O_TMPFILE``, or unlinked immediately), so nothing remains however the process ends. The system caches
-it in free memory and writes out the rest; kernels use it as any memory. Its disk space is allocated with the block, so
-that a full disk rejects the block and never ends the process during a write.
+without a name (``O_TMPFILE``, or unlinked immediately), so no file remains, however the process ends. The system caches
+the file in free memory and writes the rest to disk; kernels use it like other memory. The disk space is allocated
+together with the block. So a full disk rejects the block, and never ends the process during a write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.kernels.index import LINE_BYTES
 from paceline.tables.memory.limit import MemoryLimit, most_mappings, system_may_refuse
 from paceline.tables.memory.reading import ReadAhead
 
-_SMALL_BYTES: Final = 1 << 14  # smaller blocks stay in memory: 512 small buckets are not worth 512 files
+_SMALL_BYTES: Final = 1 << 14  # smaller blocks stay in memory, because 512 small buckets do not justify 512 files
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -34,11 +34,11 @@ _logger = logging.getLogger("paceline.tables")
 
 
 class SpillError(MemoryError):
-    """The folder for rows beyond the limit is full; nothing has changed."""
+    """The folder for rows beyond the limit is full. No row has changed."""
 
 
 class RowBlock:
-    """`num_bytes` of zeroed memory at `address`, a multiple of a cache line; valid as long as this object lives."""
+    """`num_bytes` of zeroed memory at `address`, a multiple of a cache line. Valid while this object exists."""
 
     __slots__ = ("__weakref__", "_memory", "address", "is_spilled", "num_bytes")
 
@@ -67,7 +67,7 @@ class RowMemory:
         self._has_warned = False
 
     def may_refuse(self) -> bool:
-        """Return whether a block may be rejected: see :func:`system_may_refuse`."""
+        """Return whether the system may reject a block (see :func:`system_may_refuse`)."""
         return self.limit is not None or system_may_refuse()
 
     def zeros(self, num_bytes: int) -> RowBlock:
@@ -85,7 +85,7 @@ class RowMemory:
         return block
 
     def enlarged(self, block: RowBlock, num_bytes: int) -> RowBlock:
-        """Return a new block that begins with the content of `block`."""
+        """Return a new block that begins with a copy of `block`."""
         larger = self.zeros(num_bytes)
         block.will_be_read()
         ctypes.memmove(larger.address, block.address, min(block.num_bytes, num_bytes))
@@ -101,7 +101,7 @@ class RowMemory:
         if not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "paceline server: rows exceed the memory limit of %.3g MB; further rows are stored in files in %s, "
+                "paceline server: rows exceed the memory limit of %.3g MB. Other rows are stored in files in %s, "
                 "which is slower",
                 limit.num_bytes / 1e6,
                 limit.spill_dir,
@@ -115,7 +115,7 @@ def _block_in_memory(num_bytes: int) -> RowBlock:
 
 
 def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
-    """Return a block in a file without a name. Only the mapping keeps the file, so it needs no file descriptor."""
+    """Return a block in a file without a name. The file lives as long as the mapping, without a descriptor."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             number = file.fileno()
@@ -135,7 +135,7 @@ def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
 
 
 def why_not_mapped(number: int) -> OSError:
-    """Return the error for a file that could not be mapped, given the system's error number."""
+    """Return the error for a failed mapping of a file, given the system's error number."""
     why = os.strerror(number)
     if number == errno.ENOMEM and (most := most_mappings()) is not None:
         why = f"{why}, or this process has reached the limit of {most:,} mappings (vm.max_map_count)"

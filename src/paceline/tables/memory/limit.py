@@ -15,12 +15,12 @@ from paceline.protocol import NUM_BUCKETS
 
 SIZE_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
-_MAPPINGS_BY_TABLE: Final = 2 * NUM_BUCKETS  # per bucket one for the index, and one for wide rows
+_MAPPINGS_BY_TABLE: Final = 2 * NUM_BUCKETS  # each bucket has one for the index and one for wide rows
 _LEAST_MAPPINGS: Final = 16 * _MAPPINGS_BY_TABLE
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of a size such as ``4``, ``16K`` or ``8G``, in units of 1024; None if it is invalid."""
+    """Parse a size such as ``4``, ``16K`` or ``8G`` to bytes (K = 1024); return None if it is invalid."""
     number, unit = text.strip().upper(), ""
     if number and number[-1] in SIZE_UNITS:
         number, unit = number[:-1], number[-1]
@@ -48,7 +48,7 @@ _OVERCOMMITS: Final = _overcommits()
 def system_may_refuse() -> bool:
     """Return whether the system may reject blocks of memory that are smaller than the machine's memory.
 
-    By default Linux does so only for a process with a resource limit, which may be set from outside at any time.
+    By default Linux does so only if the process has a resource limit, which may be set from outside at any time.
     """
     return not _OVERCOMMITS or any(
         resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
@@ -57,15 +57,15 @@ def system_may_refuse() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """Memory limit for the rows of a server's sparse tables; further rows are stored in files.
+    """Memory limit for the rows of a server's sparse tables. Rows beyond the limit are stored in files.
 
     Raises UsageError for an invalid limit.
     """
 
     num_bytes: int
-    """Limit of each server, including the index of wide rows. Dense tables stay in memory and do not count."""
+    """Limit per server, including the index of wide rows. Dense tables stay in memory and do not count."""
     spill_dir: str = field(default_factory=tempfile.gettempdir)
-    """Folder of the files, on a disk with enough space. They have no names and disappear with the process."""
+    """Folder for the files, on a disk with enough space. The files have no names and disappear with the process."""
 
     def __post_init__(self) -> None:
         if self.num_bytes <= 0:
@@ -76,7 +76,7 @@ class MemoryLimit:
         """Return the limit for ``--memory-limit`` and ``--spill-dir``. Raises UsageError for invalid values."""
         if text is None:
             if spill_dir is not None:
-                raise UsageError(f"--spill-dir {spill_dir} has no effect without a limit: pass --memory-limit too")
+                raise UsageError(f"--spill-dir {spill_dir} has no effect without a limit. Pass --memory-limit too")
             return None
         num_bytes = parse_size(text)
         if num_bytes is None:
@@ -91,7 +91,7 @@ class MemoryLimit:
             tempfile.TemporaryFile(dir=self.spill_dir).close()
         except OSError as error:
             raise UsageError(
-                f"--spill-dir {self.spill_dir}: cannot store rows there: {error.strerror}; name a folder with write "
+                f"--spill-dir {self.spill_dir}: cannot store rows there: {error.strerror}. Pass a folder with write "
                 "permission"
             ) from None
 
@@ -101,8 +101,8 @@ class MemoryLimit:
         most = most_mappings()
         if most is not None and most < _LEAST_MAPPINGS:
             return (
-                f"the system allows a process {most:,} mappings (vm.max_map_count), and a table with rows in files "
-                f"needs up to {_MAPPINGS_BY_TABLE:,}: set it to {_LEAST_MAPPINGS:,} or more"
+                f"the system allows a process {most:,} mappings (vm.max_map_count), but a table with rows in files "
+                f"needs up to {_MAPPINGS_BY_TABLE:,}. Set it to {_LEAST_MAPPINGS:,} or more"
             )
         return self._in_memory_warning
 
@@ -114,6 +114,6 @@ class MemoryLimit:
         if mount is None or mount.fstype not in _IN_MEMORY:
             return None
         return (
-            f"{self.spill_dir} is a {mount.fstype}, which stores files in memory, so rows in it save no memory; name a "
+            f"{self.spill_dir} is a {mount.fstype}, which stores files in memory, so rows in it save no memory. Pass a "
             "folder on a disk with --spill-dir"
         )

@@ -1,7 +1,7 @@
-"""Memory in pages: blocks that grow in place, for wide rows, and arrays that are written only in parts.
+"""Memory in pages: blocks that grow in place, for wide rows, and arrays that are written only in part.
 
-On Linux this is an anonymous mapping. `mremap` enlarges it by moving page tables, without a copy, and unwritten pages
-take no memory. On other systems, growth copies.
+On Linux a block is an anonymous mapping. `mremap` enlarges it by moving page tables, without a copy, and unwritten
+pages use no memory. On other systems growth requires a copy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 PAGE_BYTES = mmap.PAGESIZE
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", getattr(mmap, "MAP_ANON", 0))
-# Python has the name since 3.13. Without the flag, Linux rejects a mapping that is larger than the memory.
+# Python defines this name since 3.13. Without the flag, Linux rejects a mapping larger than the memory.
 _LINUX_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX_NORESERVE)
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
-_HUGE_LEAST_BYTES = 8 << 20  # of contiguous used memory: four huge pages
+_HUGE_LEAST_BYTES = 8 << 20  # contiguous used memory; four huge pages
 _FORGET = getattr(mmap, "MADV_DONTNEED", None)
 
 
@@ -33,9 +33,9 @@ def _map_pages(num_bytes: int, flags: int) -> mmap.mmap:
 
 
 class Pages:
-    """`num_bytes` of zeroed memory that starts on a page; `address` is valid until the next `resize`.
+    """`num_bytes` of zeroed memory that starts on a page boundary; `address` is valid until the next `resize`.
 
-    The constructor and `resize` raise MemoryError; `resize` then changes nothing.
+    The constructor and `resize` raise MemoryError; then `resize` changes nothing.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -44,10 +44,10 @@ class Pages:
         self.address = self._find_address()
 
     def resize(self, num_bytes: int) -> None:
-        """Enlarge it; the content stays, the address may change."""
+        """Enlarge the memory. The content stays, but the address may change."""
         try:
             self._map.resize(num_bytes)
-        except (SystemError, ValueError, OSError):  # no mremap, or no memory: then the copy fails too
+        except (SystemError, ValueError, OSError):  # no mremap, or no memory, in which case the copy fails too
             larger = _map_pages(num_bytes, _FLAGS)
             larger[: self.num_bytes] = self._map[:]
             self._map.close()
@@ -63,29 +63,29 @@ class Pages:
 
 
 class LazyFloats:
-    """`array`, float32 [length], initially zero. A page takes memory from its first write until :meth:`forget`.
+    """`array`, float32 [length], initially zero. A page uses memory from its first write until :meth:`forget`.
 
-    Raises MemoryError if the system rejects memory for `used` elements, the first ones to be written.
+    Raises MemoryError if the system rejects memory for `used` elements, which will be written first.
     """
 
     def __init__(self, length: int, used: int) -> None:
-        _map_pages(4 * used, _FLAGS).close()  # a check only: the lazy mapping below is never rejected
+        _map_pages(4 * used, _FLAGS).close()  # only a check, because the system never rejects the lazy mapping below
         self._map = _map_pages(4 * length, _FLAGS and _FLAGS | _NORESERVE)
         self.array: npt.NDArray[np.float32] = np.frombuffer(self._map, np.float32, length)
 
     def expect(self, start: int, stop: int) -> None:
-        """Announce that all elements [start, stop) will be written: large ranges get huge pages."""
-        # Not the complete mapping: a partly written huge page takes 2 MiB.
+        """Announce that all elements [start, stop) will be written, so that large ranges get huge pages."""
+        # Do not announce the complete mapping, because a partly written huge page uses 2 MiB.
         if 4 * (stop - start) >= _HUGE_LEAST_BYTES:
             self._advise(_HUGE, start, stop)
 
     def forget(self, start: int, stop: int) -> None:
-        """Free the pages inside the elements [start, stop), whose values become undefined."""
+        """Free the pages within elements [start, stop), whose values become undefined."""
         self._advise(_FORGET, start, stop)
 
     def _advise(self, advice: int | None, start: int, stop: int) -> None:
         first = -(-4 * start // PAGE_BYTES) * PAGE_BYTES
         length = (4 * stop - first) // PAGE_BYTES * PAGE_BYTES
         if advice is not None and length > 0:
-            with contextlib.suppress(OSError):  # a kernel without huge pages
+            with contextlib.suppress(OSError):  # the kernel may not support huge pages
                 self._map.madvise(advice, first, length)

@@ -1,8 +1,8 @@
-"""Parallel reads of rows on disk, because a kernel's loop would wait for one page after the other.
+"""Read rows on disk in parallel, because a kernel's loop would wait for one page after another.
 
-Before a request is processed, threads touch its rows, so that the disk reads many pages at once. Without waits for the
-disk this only costs time. It is therefore done only while requests wait for pages (major faults, counted by the
-system).
+Before a request is processed, threads touch its rows, so that the disk reads many pages at once. If nothing waits for
+the disk, this only costs time. Therefore it is done only while requests wait for pages, which the system counts as
+major faults.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from paceline.tables.types import Keys
 
 try:
     import resource
-except ImportError:  # not on Unix: no count of page faults
+except ImportError:  # page faults are counted only on Unix
     resource = None  # type: ignore[assignment]
 
 NUM_THREADS: Final = 32
 _FEW_KEYS: Final = 64
-_WORTH: Final = 1 / 64  # minimum waits per key
-_MEMORY: Final = 0.8  # weight of the previous rate at the next request
+_WORTH: Final = 1 / 64  # minimum number of waits per key
+_MEMORY: Final = 0.8  # weight of the previous rate when the next request updates it
 
 
 class ReadAhead:
@@ -38,7 +38,7 @@ class ReadAhead:
         self._waits_by_key = 0.0
 
     def read(self, directory: npt.NDArray[np.uint64], layout: npt.NDArray[np.int64], keys: Keys) -> None:
-        """Load the existing rows of `keys` into memory if that pays; call it before every request."""
+        """Load the existing rows of `keys` into memory if this saves time. Call this method before every request."""
         num_waits = _count_waits()
         self._waits_by_key = max(_MEMORY * self._waits_by_key, (num_waits - self._num_waits) / self._num_keys)
         self._num_waits, self._num_keys = num_waits, max(len(keys), 1)
@@ -55,7 +55,7 @@ class ReadAhead:
         list(self._pool.map(touch, (keys[at : at + size] for at in range(0, len(keys), size))))
 
     def close(self) -> None:
-        """Stop the threads, which would keep the process alive."""
+        """Stop the threads, because they would keep the process alive."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None

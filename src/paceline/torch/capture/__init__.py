@@ -1,1 +1,1 @@
-"""The graph of a model's forward: by `torch.fx`, else by `torch.export`. For `pipeline` and `partition`."""
+"""Capture the graph of a model's forward with `torch.fx`, else with `torch.export`, for `pipeline` and `partition`."""

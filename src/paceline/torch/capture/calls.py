@@ -1,4 +1,4 @@
-"""A call of a model as names and values, and its result as a list of parts."""
+"""Represent a call of a model as names and values, and its result as a list of parts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from paceline.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The arguments of a call, as leaves by name."""
+    """The arguments of a call, as named leaves."""
 
     values: Mapping[str, Any]
-    """The leaves that differ between calls, such as tensors."""
+    """The leaves that may differ between calls, such as tensors."""
     constants: Mapping[str, Any]
     fill: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    """Returns the arguments of a call with other :attr:`values`, in the same order."""
+    """A function that returns the arguments of a call with other :attr:`values`, in the same order."""
 
     @property
     def kind(self) -> str:
-        """The text that is the same for two calls with tensors if one graph serves both."""
+        """A text that is equal for two calls with tensors if one graph serves both calls."""
         tensors = [f"{name}={tensor.dtype}{tensor.dim()}" for name, tensor in self.values.items()]
         return ", ".join([*tensors, *self.constants_as_text()])
 
     def constants_as_text(self) -> list[str]:
-        """Return name and value of each constant. Raises UsageError for an object whose text has an address."""
+        """Return each constant's name and value. Raises UsageError for an object whose text has an address."""
         return [f"{name}={_text_of(name, constant)}" for name, constant in self.constants.items()]
 
 
@@ -43,7 +43,7 @@ def bind(
     kwargs: dict[str, Any],
     is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
 ) -> CallArguments:
-    """Return the arguments of a call, defaults included. A leaf is a constant unless `is_value`."""
+    """Return the arguments of a call, including defaults. A leaf is a constant unless `is_value`."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     bound.apply_defaults()
     leaves, structure = pytree.tree_flatten(dict(bound.arguments))
@@ -64,7 +64,7 @@ def bind(
 
 
 def of_class(kind: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a dictionary or a dataclass of a class. A defaultdict has no default: functions do not travel."""
+    """Create a dictionary or a dataclass of a class. A defaultdict gets no default, because functions are not sent."""
     if issubclass(kind, defaultdict):
         return kind(None, fields)
     return kind(fields) if not dataclasses.is_dataclass(kind) else kind(**fields)  # type: ignore[operator]
@@ -77,7 +77,7 @@ def _text_of(name: str, value: Any) -> str:
     if " at 0x" in text:
         raise UsageError(
             f"the model was called with {name}, an object of type {type(value).__name__}, which a pipeline cannot "
-            "compare between calls and processes: pass tensors, numbers and text, in tuples, lists and dictionaries, "
+            "compare between calls and processes. Pass tensors, numbers and text, in tuples, lists and dictionaries, "
             "and store an object that all calls share in an attribute of the model (caches: use_cache=False)"
         )
     return text
@@ -90,25 +90,25 @@ def _name(path: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputForm:
-    """The result of a traced forward: nodes in structures of the forward's own classes."""
+    """The result of a traced forward: nodes inside structures of the forward's own classes."""
 
     nodes: tuple[Any, ...]
     build: Callable[[Iterator[Any]], Any]
 
     @property
     def graph_nodes(self) -> list[fx.Node]:
-        """The nodes among the parts; the others are constants."""
+        """The parts that are nodes. Other parts are constants."""
         return [node for node in self.nodes if isinstance(node, fx.Node)]
 
     def fill(self, value_of: Callable[[fx.Node], Any]) -> Any:
-        """Return the forward's result, with values in place of nodes."""
+        """Return the forward's result with values in place of nodes."""
         return self.build(iter([value_of(node) if isinstance(node, fx.Node) else node for node in self.nodes]))
 
 
 def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
-    """Return the values in a forward's result, and a function that builds the result from other values.
+    """Return the values in a forward's result, and a function that rebuilds the result from other values.
 
-    Other objects than structures, such as a cache of keys and values, become None. Raises UsageError if the whole
+    Objects that are not structures, such as a cache of keys and values, become None. Raises UsageError if the whole
     result is such an object.
     """
     if isinstance(value, (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -126,8 +126,8 @@ def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[I
     is_plain = isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
     if is_whole and not is_plain and value is not None:
         raise UsageError(
-            f"the model returns an object of the class {type(value).__name__}, whose tensors cannot be found: "
-            "return tensors, alone or in tuples, lists, dictionaries and dataclasses"
+            f"the model returns an object of the class {type(value).__name__}, whose tensors cannot be found. "
+            "Return tensors, alone or in tuples, lists, dictionaries and dataclasses"
         )
     return [], lambda _: value if is_plain else None
 

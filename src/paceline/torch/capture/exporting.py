@@ -1,4 +1,4 @@
-"""Capture the graph of a forward with ``torch.export``. Sizes stay dynamic where the forward allows it."""
+"""Capture the graph of a forward with ``torch.export``. Sizes stay dynamic if the forward allows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _FlatCall(nn.Module):
     def __init__(self, model: nn.Module, arguments: CallArguments, take_build: Callable[[Any], None]) -> None:
         """`take_build` receives the function that builds the result.
 
-        It is not stored in an attribute, because torch.export restores the attributes of a module.
+        The function is not stored in an attribute, because torch.export restores a module's attributes.
         """
         super().__init__()
         self.model = model
@@ -59,7 +59,7 @@ def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
         if node.op == "placeholder":
             node.target = names[_place(node.target)]
         if node.target is torch.ops.aten.linear.default:
-            node.target = F.linear  # the gradients of its weights may be added in place
+            node.target = F.linear  # F.linear can add the gradients of its weights in place
         if "_pipe_split" in str(node.target):
             node.target = stage_boundary
         stack = [
@@ -72,14 +72,14 @@ def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
 
 
 def _free_sizes(value: Any) -> Any:
-    """Return the ``dynamic_shapes`` of an argument; torch.export finds the sizes that the forward depends on."""
+    """Return the ``dynamic_shapes`` of an argument. torch.export finds the sizes on which the forward depends."""
     if not isinstance(value, Tensor):
         return None
     return {k: torch.export.Dim.AUTO for k, size in enumerate(value.shape) if size > 1} or None
 
 
 def _take_check(root: Any) -> Callable[[Sequence[Any]], str | None]:
-    """Remove the check of the arguments from a graph, and return it as a function."""
+    """Remove the check of the arguments from a graph and return the check as a function."""
     found = list(root.graph.find_nodes(op="call_module", target=_GUARDS))
     if not found:
         return lambda _: None

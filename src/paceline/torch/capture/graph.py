@@ -1,4 +1,4 @@
-"""The graph of a model's forward for one kind of call, and properties of its nodes."""
+"""Represent the graph of a model's forward for one kind of call, and the properties of its nodes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _IN_PLACE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """The graph of a forward. Its placeholders are the values of the call, in their order."""
+    """The graph of a forward. Its placeholders are the values of the call, in order."""
 
     graph: fx.Graph
     output: OutputForm
     root: nn.Module
-    """Holds the modules, parameters and buffers that nodes name. Parameters and buffers are the model's own."""
+    """The module with the modules, and the model's own parameters and buffers, that nodes name."""
     whole: dict[str, str] = field(default_factory=dict)
-    """By name, why a module is one node: it cannot be traced."""
+    """For each module that is one node, by name, why it cannot be traced."""
     check: Callable[[Sequence[Any]], str | None] = lambda _: None
-    """Returns why the graph does not hold for these values of a call; None if it does."""
+    """Returns why the graph does not support these values of a call; None if it does."""
     is_exported: bool = False
 
 
 def stage_boundary() -> None:
-    """Stand in a graph where ``pipe_split()`` stood."""
+    """Mark the position of ``pipe_split()`` in a graph."""
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of the function or method that an operation calls, without its overload; "" if it calls none."""
+    """Return the name of the function or method that an operation calls, without overload; "" if there is none."""
     if node.op == "call_method":
         return str(node.target)
     if node.op == "call_function":
@@ -52,12 +52,12 @@ def name_of(node: fx.Node) -> str:
 
 
 def modules_around(node: fx.Node) -> list[str]:
-    """Return the paths of the modules that an operation is in, the outermost first; without the model's own."""
+    """Return the paths of the modules that contain an operation, the outermost first, without the model itself."""
     return [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
 
 
 def draws(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether an operation draws random numbers when the model trains; `root` has the modules of its graph."""
+    """Return whether an operation draws random numbers in training mode; `root` has the modules of its graph."""
     if node.op == "call_module":
         return any(_is_drawing(module) for module in root.get_submodule(str(node.target)).modules())
     name = name_of(node)
@@ -75,7 +75,7 @@ def _is_drawing(module: nn.Module) -> bool:
 
 
 def may_draw(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether an operation draws random numbers, or calls a module whose forward is unknown."""
+    """Return whether an operation draws random numbers, or calls a module with an unknown forward."""
     is_own = node.op == "call_module" and not root.get_submodule(str(node.target)).__module__.startswith("torch.nn")
     return is_own or draws(node, root)
 
@@ -95,7 +95,7 @@ def attribute(root: nn.Module, path: str) -> Any:
 
 
 def tensors_of(node: fx.Node, root: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers of the module that a node calls, or the one that it reads."""
+    """Return the parameters and buffers of the module that a node calls, or the tensor that it reads."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return [*module.parameters(), *module.buffers()]

@@ -1,9 +1,9 @@
-"""How a model's forward becomes a graph.
+"""Convert a model's forward to a graph.
 
-By ``torch.fx`` first, module by module. Modules stay the same objects, with their training mode and buffers; all sizes
-stay free; a module whose forward cannot be traced is one node. If the model's own forward cannot be traced, or a module
-with several layers in it, by ``torch.export``: operation by operation, for the present modes of all modules and for the
-sizes that the forward decides by.
+``torch.fx`` is tried first, module by module. Modules stay the same objects, with their training mode and buffers, and
+all sizes stay dynamic. A module whose forward cannot be traced becomes one node. If this is the model itself, or a
+module that contains several layers, ``torch.export`` is used instead. It traces operation by operation, for the current
+modes of all modules, and for the sizes on which the forward depends.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _HOLDING_LAYERS: Final = (nn.Transformer, nn.TransformerEncoder, nn.TransformerD
 def capture(
     module: nn.Module, arguments: CallArguments, *, opens_torch_modules: bool, refusal: str = ""
 ) -> CapturedGraph:
-    """Return the graph of a model for a call with these arguments. Raises UsageError if there is none.
+    """Capture the graph of a model for a call with these arguments. Raises UsageError if there is none.
 
-    `opens_torch_modules`: trace through torch's losses and Transformers too. `refusal`: the reason not to use
-    ``torch.fx``, if any.
+    `opens_torch_modules`: whether to trace through torch's losses and Transformers too. `refusal`: why ``torch.fx``
+    cannot be used, if so.
     """
     graph: CapturedGraph | None = None
     traced = refusal
@@ -45,12 +45,12 @@ def capture(
         return export(module, arguments)
     except UsageError:
         raise
-    except Exception as error:  # the model's code may raise anything for stand-ins of its arguments
+    except Exception as error:  # the model's code may raise any error for tracing proxies
         if graph is None:
             raise UsageError(
                 f"{type(module).__name__} cannot be cut: its forward ({_where(module)}) cannot be traced. torch.fx: "
-                f"{traced}; torch.export: {first_line(error)}. A forward that is cut may not decide by the values of "
-                "tensors: put such a part into a module of its own, which stays whole"
+                f"{traced}; torch.export: {first_line(error)}. A forward that is cut may not depend on the values of "
+                "tensors. Put such a part into its own module, which stays whole"
             ) from error
         for name in graph.whole:
             graph.whole[name] += f"; torch.export says: {first_line(error)}"
@@ -88,7 +88,7 @@ def _trace(module: nn.Module, arguments: CallArguments, *, opens_torch_modules: 
 
 
 def _hides_layers(module: nn.Module) -> bool:
-    """Return whether several modules within one have parameters, so that it may be worth a cut."""
+    """Return whether a module contains several modules with parameters, so that it may be worth cutting."""
     return sum(any(True for _ in inner.parameters(recurse=False)) for inner in module.modules()) > 1
 
 
@@ -97,9 +97,9 @@ class _NotTraceableError(Exception):
 
 
 class _Tracer(fx.Tracer):
-    """Traces through all modules but `whole`, and records the module that failed and the places of ``pipe_split()``.
+    """Traces through all modules except `whole`, and records failed modules and the positions of ``pipe_split()``.
 
-    A trace would lose the modes of a region, and random numbers that depend on no argument: such a forward is rejected.
+    A trace would lose a region's modes, and random numbers that depend on no argument. Such forwards are rejected.
     """
 
     proxy_buffer_attributes = True
@@ -150,7 +150,7 @@ class _Tracer(fx.Tracer):
             raise
 
     def marking(self) -> TorchFunctionMode:
-        """Return a context in which ``pipe_split()`` leaves a node."""
+        """Return a context in which ``pipe_split()`` adds a node."""
         tracer = self
 
         class Marks(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Embeddings over sparse tables: modules, stores of rows, and their use in a training step."""
+"""Embeddings with rows in sparse tables: modules, stores of rows, and their use in a training step."""
 
 from paceline.torch.embeddings.embedder import Embedder
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag, find_embeddings

@@ -1,4 +1,4 @@
-"""The distinct keys of a lookup."""
+"""Find the distinct keys of a lookup."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.tables.types import Floats, Keys
 
 
 class DistinctKeys:
-    """The distinct keys of a lookup: ``unique[inverse]`` is `flat` (uint64 [n]), the keys in their order."""
+    """The distinct keys of a lookup, `unique`; ``unique[inverse]`` equals its keys `flat` (uint64 [n])."""
 
     __slots__ = ("flat", "inverse", "unique")
 
@@ -24,14 +24,14 @@ class DistinctKeys:
 
 
 def find_distinct(keys: Keys) -> tuple[Keys, npt.NDArray[np.int32]]:
-    """Return the distinct keys in order of first appearance, and the index of every key among them (int32 [n])."""
+    """Return the distinct keys in order of first appearance, and each key's index among them (int32 [n])."""
     unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
     count = dedup(keys, np.empty(scratch_size(len(keys)), np.int32), unique, inverse)
     return unique[:count], inverse
 
 
 def sum_equal_keys(keys: Sequence[Keys], grads: Sequence[Floats], dim: int) -> tuple[Keys, Floats]:
-    """Return the distinct keys, and their gradients summed in the given order, float32 [n, dim]."""
+    """Return the distinct keys and the sums of their gradients in the given order, float32 [n, dim]."""
     unique, inverse = find_distinct(np.concatenate(keys))
     summed = np.empty(len(unique) * dim, np.float32)
     sum_rows(inverse, np.concatenate(grads).reshape(-1), dim, summed)
@@ -39,13 +39,13 @@ def sum_equal_keys(keys: Sequence[Keys], grads: Sequence[Floats], dim: int) -> t
 
 
 def keys_of(tensor: torch.Tensor) -> Keys:
-    """Return a tensor of keys as uint64 [n], in memory of its own.
+    """Copy a tensor of keys to a new uint64 [n] array.
 
     Raises UsageError unless the tensor is int64 or uint64.
     """
     if tensor.dtype is not torch.int64 and tensor.dtype is not torch.uint64:
         raise UsageError(
-            f"keys of an embedding are {str(tensor.dtype).removeprefix('torch.')}: expected int64 or uint64; convert "
+            f"keys of an embedding are {str(tensor.dtype).removeprefix('torch.')}: expected int64 or uint64. Convert "
             "with keys.long()"
         )
     flat = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).view(-1)

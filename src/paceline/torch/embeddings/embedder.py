@@ -1,4 +1,4 @@
-"""Serve a model's embeddings in a training: their tables, updates, and prefetched rows."""
+"""Serve a model's embeddings in a training: tables, updates and prefetched rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paceline.torch.update_rules import rule_of
 
 
 class Embedder:
-    """Creates the tables of embeddings, and sends their gradients there in every step of their optimizer."""
+    """Creates the tables of embeddings, and sends them the embeddings' gradients in every optimizer step."""
 
     def __init__(self, tables: RowTables) -> None:
         self.tables: dict[str, RowTable] = {}
-        """Every table by its name."""
+        """All tables, by name."""
         self._row_tables = tables
         self._sources: list[tuple[RowSource, Optimizer | None]] = []
         self._followers: list[_Follower] = []
@@ -34,11 +34,11 @@ class Embedder:
         self._last_keys = LastKeys()
 
     def serve(self, embeddings: Mapping[str, Embedding | EmbeddingBag], optimizers: Sequence[Optimizer]) -> None:
-        """Create the tables of `embeddings` (by name), which steps of their optimizer update.
+        """Create the tables of `embeddings` (by name). Steps of the embeddings' optimizer update the tables.
 
-        A table's update rule is the embedding's own, else that of the optimizer with its anchor; without optimizers
-        rows are only read. Raises UsageError for an embedding without either, for an optimizer without a rule, and for
-        two different embeddings with one name.
+        A table's update rule is the embedding's own rule, else the rule of the optimizer that has the embedding's
+        anchor. Without optimizers rows are only read. Raises UsageError for an embedding with neither, for an optimizer
+        without a corresponding rule, and for two different embeddings with one name.
         """
         first = optimizers[0] if optimizers else None
         for name, module in sorted(embeddings.items()):
@@ -59,7 +59,7 @@ class Embedder:
         first = self._declared.setdefault(name, declaration)
         if declaration != first:
             raise UsageError(
-                f"two embeddings with the name {name!r} share a table, but differ: {first} and {declaration}; make "
+                f"two embeddings with the name {name!r} share a table, but differ: {first} and {declaration}. Make "
                 "them equal, or give them different names"
             )
         if name not in self.tables:
@@ -84,8 +84,8 @@ class Embedder:
     def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
         """Apply the row gradients of `optimizer` since ``zero_grad()``.
 
-        `tick` is called after they are sent, to end the iteration on servers; without it, call :meth:`ticked` after
-        ending the iteration. Every rank calls this in every iteration, also a rank without a batch.
+        `tick` is called after sending the gradients, to end the iteration on servers. Without `tick`, end the iteration
+        and then call :meth:`ticked`. Every rank must call this in every iteration, even a rank without a batch.
         """
         for follower in self._followers:
             if follower.optimizer is optimizer:
@@ -110,22 +110,22 @@ class Embedder:
             self.ticked()
 
     def ticked(self) -> None:
-        """Record that the iteration has ended on the servers, so that the next one's rows may be requested."""
+        """Record that the iteration has ended on the servers, so that rows for the next one may be requested."""
         if self._prefetcher is not None:
             self._prefetcher.ticked()
 
     def begin(self, batch: Any) -> None:
-        """Record the next batch of the loop: its lookups show the tensors of a batch that are keys."""
+        """Record the loop's next batch. Its lookups show which tensors of a batch are keys."""
         if self._prefetcher is not None:
             self._prefetcher.begin(batch)
 
     def prefetch(self, batch: Any) -> None:
-        """Request the rows of the batch after that (None: no batch), during its computation."""
+        """Request the rows of the following batch (None: no batch) during the computation of the current one."""
         if self._prefetcher is not None and batch is not None:
             self._prefetcher.prefetch(batch)
 
     def forget(self) -> None:
-        """Drop prefetched rows, because the tables were written to since."""
+        """Drop prefetched rows, because the tables have been written since."""
         if self._prefetcher is not None:
             self._prefetcher.forget()
 
@@ -138,7 +138,7 @@ class Embedder:
 
 
 class _Follower:
-    """Copies the optimizer's hyperparameters to a table's rule when they change, for example by a scheduler."""
+    """Copies the optimizer's hyperparameters to a table's rule after they change, for example through a scheduler."""
 
     def __init__(self, table: RowTable, optimizer: Optimizer, group: int, rule: UpdateRule) -> None:
         self._table = table
@@ -157,7 +157,7 @@ class _Follower:
                 self._rule = rule
 
     def _values(self) -> list[Any]:
-        group = self.optimizer.param_groups[self._group]  # read it again: loading a checkpoint replaces the groups
+        group = self.optimizer.param_groups[self._group]  # loading a checkpoint replaces the groups
         values = [value for key, value in group.items() if key != "params"]
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
 
@@ -172,14 +172,14 @@ def _rule_for(
     if group is None:
         raise UsageError(
             f"the rows of embedding {name!r} would never be updated, because its anchor is not a parameter of the "
-            "optimizer: pass model.parameters() to the optimizer, or give the embedding a rule, such as "
+            "optimizer. Pass model.parameters() to the optimizer, or give the embedding a rule, such as "
             "update=paceline.Adagrad(lr=0.1)"
         )
     return rule_of(optimizer, optimizer.param_groups[group])
 
 
 def _group_of(module: Embedding | EmbeddingBag, optimizer: Optimizer | None) -> int | None:
-    """Return the number of the parameter group with a module's anchor; None without one."""
+    """Return the number of the parameter group that has a module's anchor; None if no group has it."""
     for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
         if any(parameter is module.anchor for parameter in group["params"]):
             return number

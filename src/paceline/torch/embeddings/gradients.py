@@ -1,4 +1,4 @@
-"""The row gradients of one embedding between its backward passes and the optimizer's step."""
+"""Hold an embedding's row gradients between its backward passes and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ RowGradient = tuple[Keys, Floats]
 
 
 class AnchorGradient(torch.Tensor):
-    """An anchor's gradient: it is empty, and rejects a ``GradScaler``, which cannot unscale the rows' gradients."""
+    """An anchor's gradient, which is empty. It rejects a ``GradScaler``, which cannot unscale the rows' gradients."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; its result is a plain tensor."""
+        """Call a function of torch; the result is a plain tensor."""
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             raise UsageError(
-                "GradScaler does not unscale the gradients of embedding rows, which would be too large by its factor: "
-                "train in bfloat16 (torch.autocast(dtype=torch.bfloat16)) without a scaler"
+                "GradScaler does not unscale the gradients of embedding rows, which would be too large by its factor. "
+                "Train in bfloat16 (torch.autocast(dtype=torch.bfloat16)) without a scaler"
             )
-        if func is torch.linalg.vector_norm:  # it fails for an empty tensor and the maximum norm
+        if func is torch.linalg.vector_norm:  # fails for an empty tensor with the maximum norm
             return torch.zeros((), device=args[0].device)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -44,10 +44,10 @@ class AnchorGradient(torch.Tensor):
 
 
 class RowGradients:
-    """The gradients of backward passes for the rows of one embedding.
+    """The gradients that backward passes give to the rows of one embedding.
 
-    They are valid as long as the gradient of the embedding's anchor, an empty parameter in the user's optimizer: after
-    ``zero_grad()`` that is None, or (``set_to_none=False``) has a new version. Several threads may add gradients.
+    The embedding's anchor is an empty parameter in the user's optimizer. The row gradients are valid as long as the
+    anchor's gradient: ``zero_grad()`` sets it to None, or (``set_to_none=False``) gives it a new version. Thread-safe.
     """
 
     def __init__(self, anchor: nn.Parameter, *, keeps: bool) -> None:
@@ -70,9 +70,9 @@ class RowGradients:
             self._found.append((keys, copied))
 
     def take(self) -> list[RowGradient]:
-        """Return the gradients for an optimizer's step: all since the last ``zero_grad()``, like torch's gradients.
+        """Return the gradients for an optimizer's step. Like torch's gradients, these are all since ``zero_grad()``.
 
-        If no optimizer has the anchor, ``zero_grad()`` does not reset it; then the returned gradients are forgotten.
+        If no optimizer has the anchor, ``zero_grad()`` does not reset it; then the returned gradients are dropped.
         """
         with self._lock:
             if self._anchor.grad is None:
@@ -83,8 +83,8 @@ class RowGradients:
             return found
 
     def _is_zeroed(self) -> bool:
-        # An empty gradient is written to by backward, whose version is recorded here, and by zero_(). (Also by
-        # clip_grad_norm_, but no backward adds to gradients after it.)
+        # Backward and zero_() write to an empty gradient. The version after backward is recorded here. (clip_grad_norm_
+        # also writes to it, but no backward adds gradients afterwards.)
         return self._anchor.grad is None or self._anchor.grad._version != self._version
 
     def _accumulated(self, anchor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Lookups in the autograd graph: rows forward, row gradients backward."""
+"""Add lookups to the autograd graph: rows forward, row gradients backward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.torch.embeddings.distinct import DistinctKeys
 from paceline.torch.embeddings.staging import to_device
 
 OnGradient = Callable[[Keys, torch.Tensor], None]
-"""Called in backward with distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
+"""A callback for backward, with distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
 
 
 class Rows(torch.autograd.Function):
     """(anchor, rows) → the rows (float32 [u, dim]) on the anchor's device, as a node of the graph.
 
-    Backward passes the rows' gradients to `on_gradient`; the anchor gets an empty gradient.
+    Backward passes the rows' gradients to `on_gradient`. The anchor receives an empty gradient.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class Rows(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """(anchor, rows) → the row of every key, float32 [n, dim], on the CPU; forward and backward are one pass each."""
+    """(anchor, rows) → the row of every key, float32 [n, dim], on the CPU. Forward and backward take one pass each."""
 
     @staticmethod
     def forward(
@@ -57,7 +57,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Sum the gradients of equal keys, and pass them to `on_gradient`."""
+        """Sum the gradients of equal keys and pass them to `on_gradient`."""
         dim = grads[0].shape[1]
         flat_grads = np.ascontiguousarray(grads[0].numpy()).reshape(-1)
         summed = np.empty(len(ctx.keys.unique) * dim, np.float32)

@@ -1,4 +1,4 @@
-"""``Embedding`` and ``EmbeddingBag``: layers with rows in a sparse table, by key."""
+"""Define ``Embedding`` and ``EmbeddingBag``: layers with rows in a sparse table, by key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES = ("sum", "mean", "max")
 
 
 class SparseRows(nn.Module):
-    """The common part of both layers: the table's settings, and the access to its rows. Abstract."""
+    """The common part of both layers: the table's settings and access to the rows. Abstract."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SparseRows(nn.Module):
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise UsageError(f"{layer}(seed={seed!r}): expected a whole number")
         if name is not None and (not isinstance(name, str) or not name):
-            raise UsageError(f"{layer}(name={name!r}): expected the name of a table, or None for the module's own")
+            raise UsageError(f"{layer}(name={name!r}): expected the name of a table, or None for the module's name")
         self.dim = dim
         self.name = name
         self.update = update
@@ -54,13 +54,13 @@ class SparseRows(nn.Module):
         if filters is None and pull_filters is not None:
             raise UsageError(f"{layer}(pull_filters={pull_filters!r}): pass filters=[...] too")
         self.filters: RowFilters | None = None
-        """Filters of its rows in messages; None: the strategy's."""
+        """Filters for messages about the rows; None: the strategy's filters."""
         if filters is not None:
             pulled = None if pull_filters is None else FilterChain(pull_filters).filters
             self.filters = RowFilters(FilterChain(filters).filters, pulled)
         self.anchor = nn.Parameter(torch.empty(0))
-        """An empty parameter: the module's place in the autograd graph, in the optimizer, and on a device."""
-        # Shallow copies of the module share it: all replicas of a model have the same rows.
+        """An empty parameter that represents the module in the autograd graph, in the optimizer and on a device."""
+        # Shallow copies of the module share the link, so all replicas of a model have the same rows.
         self.link = _TableLink()
 
     def _fetch(self, keys: torch.Tensor) -> tuple[DistinctKeys, Floats, OnGradient]:
@@ -69,8 +69,8 @@ class SparseRows(nn.Module):
         source = self.link.source
         if source is None:
             raise UsageError(
-                f"{self._own_name()} has no table yet, because the strategy creates it: call strategy.prepare(model, "
-                "optimizer, loader) before the model is used"
+                f"{self._own_name()} has no table yet, because the strategy creates it. Call strategy.prepare(model, "
+                "optimizer, loader) before using the model"
             )
         found, rows = source.lookup(keys)
         return found, rows, source.gradients.add
@@ -79,13 +79,13 @@ class SparseRows(nn.Module):
         return type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
 
     def extra_repr(self) -> str:
-        """Return the module's description in its repr."""
+        """Return the module's description for its repr."""
         name = "" if self.name is None else f", name={self.name!r}"
         return f"dim={self.dim}{name}"
 
 
 class _TableLink:
-    """A module's access to its table, set by ``prepare()``. A copy of the module shares it."""
+    """A module's access to its table, set by ``prepare()``. Copies of the module share it."""
 
     def __init__(self) -> None:
         self.source: RowSource | None = None
@@ -94,26 +94,26 @@ class _TableLink:
         return _TableLink() if self.source is None else self
 
     def __reduce__(self) -> tuple[type[_TableLink], tuple[()]]:
-        return _TableLink, ()  # rows are saved by strategy.save(), not with the module
+        return _TableLink, ()  # strategy.save() saves the rows, not the module
 
 
 class Embedding(SparseRows):
-    """An embedding for any keys, without a vocabulary: like ``torch.nn.Embedding``, with rows in a sparse table.
+    """An embedding for arbitrary keys, without a vocabulary: like ``torch.nn.Embedding``, with rows in a sparse table.
 
     Called with int64 or uint64 keys of any shape ``[*]``, it returns float32 ``[*, dim]`` on its own device. A negative
-    int64 key is the uint64 of the same bits. A row exists from its first update; before, it is the value of
-    `initializer` (default: standard normal, like torch's), which depends only on `seed` and key.
+    int64 key stands for the uint64 with the same bits. A row exists after its first update. Before that it has the
+    value of `initializer` (default: standard normal, like torch's), which depends only on `seed` and key.
 
-    `update` is the update rule of its rows, such as ``paceline.Adagrad(lr=0.1)``; default: the program's optimizer with
-    its current learning rate. Only rows that were looked up are updated, also by weight decay and momentum, and Adam
-    counts the updates of each row. `name` is the name of the table, by default the module's name in the model; two
-    modules with one name share the table. The strategy determines the location of the rows; call its ``prepare()``
-    before the first use.
+    `update` is the update rule of the rows, such as ``paceline.Adagrad(lr=0.1)``; default: the rule of the program's
+    optimizer with its current learning rate. Only rows that were looked up are updated, even with weight decay and
+    momentum, and Adam counts the updates of each row. `name` is the name of the table, by default the module's name in
+    the model; two modules with the same name share the table. The strategy determines the location of the rows. Call
+    its ``prepare()`` before the first use.
 
-    For rows on servers, `filters` apply to pushes and pulls, and `pull_filters` to pulled values, as for
-    ``client.sparse_table``; default: the strategy's (``paceline run --filters``).
+    If rows are on servers, `filters` apply to pushes and pulls, and `pull_filters` to pulled values, as for
+    ``client.sparse_table``; default: the strategy's filters (``paceline run --filters``).
 
-    Raises UsageError for keys of another dtype, and before ``prepare()``.
+    Raises UsageError for keys of another dtype, and if ``prepare()`` was not called.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class EmbeddingBag(SparseRows):
     """Sums, means or maxima of bags of rows: like ``torch.nn.EmbeddingBag``, with rows in a sparse table.
 
     Called with keys ``[bags, n]``, or with keys ``[n]`` and `offsets` (int64 ``[bags]``: the start of each bag), it
-    returns float32 ``[bags, dim]``; an empty bag gives zeros. `per_sample_weights`, float of the keys' shape, scale the
-    rows (mode ``sum`` only). The rest is as for :class:`Embedding`.
+    returns float32 ``[bags, dim]``; an empty bag gives zeros. `per_sample_weights`, float with the keys' shape, scales
+    the rows (only in mode ``sum``). For all other settings see :class:`Embedding`.
     """
 
     def __init__(
@@ -201,12 +201,12 @@ class EmbeddingBag(SparseRows):
             raise UsageError(f"{self._own_name()} has mode {self.mode}: per_sample_weights need mode sum")
 
     def extra_repr(self) -> str:
-        """Return the module's description in its repr."""
+        """Return the module's description for its repr."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
 def find_embeddings(model: nn.Module) -> dict[str, Embedding | EmbeddingBag]:
-    """Return a model's embeddings by their names in it; the model itself, if it is one, is ``embedding``."""
+    """Return a model's embeddings by name. If the model itself is an embedding, its name is ``embedding``."""
     return {
         name or "embedding": module
         for name, module in model.named_modules()

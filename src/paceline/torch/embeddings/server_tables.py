@@ -1,4 +1,4 @@
-"""Rows of embeddings on parameter servers."""
+"""Store rows of embeddings on parameter servers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ClusterTable(RowTable):
         return self._table.pull_async(keys, assume_unique=True, ahead=int(ahead))
 
     def push(self, keys: Keys, grads: Floats) -> None:
-        """Send the gradients of distinct keys; a failure is raised by the client's next tick."""
+        """Send the gradients of distinct keys. The client's next tick raises a failure."""
         self._table.push(keys, grads, assume_unique=True)
 
     @override
     def set_update(self, rule: UpdateRule) -> None:
-        """Change the rule; only rank 0 sends it."""
+        """Change the rule. Only rank 0 sends the change."""
         rule.check_follows(from_fields(RULES, self.spec.update), f"embedding {self.spec.name!r}")
         if self._client.rank == 0:
             self._table.set_update(rule)
@@ -72,11 +72,11 @@ class ClusterTable(RowTable):
 
 
 class ClusterTables(RowTables):
-    """Every row on the servers of a cluster. The strategy ends the iterations (``client.tick()``).
+    """Stores every row on the servers of a cluster. The strategy ends the iterations (``client.tick()``).
 
-    Messages use `filters`, unless their embedding has its own. If the consistency allows a worker to be an iteration
-    behind itself (τ ≥ 1), rows are requested one iteration before their use, and may lack this worker's own last
-    update; else after the last iteration has ended.
+    Messages use `filters`, unless their embedding has its own filters. If the consistency allows a worker to be one
+    iteration behind itself (τ ≥ 1), rows are requested one iteration before their use, and may lack this worker's own
+    last update. Otherwise rows are requested after the last iteration has ended.
     """
 
     def __init__(self, client: Client, filters: RowFilters = _NO_FILTERS) -> None:
@@ -98,7 +98,7 @@ class ClusterTables(RowTables):
 
     @override
     def push(self, pushes: Sequence[Push]) -> None:
-        """Send without waiting; the cluster's consistency determines the averaging."""
+        """Send the gradients without waiting. The cluster's consistency determines the averaging."""
         for table, keys, grads in pushes:
             assert isinstance(table, ClusterTable)
             table.push(keys, grads)

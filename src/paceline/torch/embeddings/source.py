@@ -1,7 +1,7 @@
-"""The rows of an embedding: fetched when the model needs them, or prefetched with the keys of the next batch.
+"""Fetch the rows of an embedding when the model needs them, or prefetch them with the keys of the next batch.
 
-The prefetcher learns which tensors of a batch hold keys. A wrong prediction costs a useless request only, because rows
-are found by their requested keys.
+The prefetcher learns which tensors of a batch contain keys. A wrong prediction costs only a useless request, because
+rows are found by the keys that were requested.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _TENSOR_SIZE = -1
 
 
 class KeyPlace(NamedTuple):
-    """The place of keys in a batch: a view of one of its tensors."""
+    """The position of keys in a batch, as a view of one of its tensors."""
 
     leaf: int
-    """The tensor's number in the batch."""
+    """The tensor's index in the batch."""
     dtype: torch.dtype
     size: tuple[int, ...]
-    """The view's shape; -1 for the first dimension if it is the tensor's own, because a last batch may be smaller."""
+    """The view's shape. The first dimension is -1 if it equals the tensor's, because a last batch may be smaller."""
     stride: tuple[int, ...]
     offset: int
-    """In elements, from the start of the tensor."""
+    """Offset from the start of the tensor, in elements."""
 
     def of(self, leaf: torch.Tensor) -> torch.Tensor:
-        """Return this view of another batch's tensor. Raises RuntimeError if it does not fit."""
+        """Return the same view of another batch's tensor. Raises RuntimeError if it does not fit."""
         size = (leaf.shape[0], *self.size[1:]) if self.size[:1] == (_TENSOR_SIZE,) else self.size
         return leaf.view(self.dtype).as_strided(size, self.stride, leaf.storage_offset() + self.offset)
 
 
 class _Fetched:
-    """Requested rows."""
+    """Rows that were requested."""
 
     __slots__ = ("keys", "place", "requested_in", "ticket")
 
@@ -51,9 +51,9 @@ class _Fetched:
 
 
 class Prefetcher:
-    """Fetches the rows of the next batch during the computation of this one. Used by one thread.
+    """Fetches the rows of the next batch during the computation of the current batch. Not thread-safe.
 
-    `lead`: number of iterations between the request of rows and their use, 0 or 1.
+    `lead` is the number of iterations between a request for rows and their use, 0 or 1.
     """
 
     def __init__(self, lead: int) -> None:
@@ -65,11 +65,11 @@ class Prefetcher:
         self._fetched: dict[RowSource, list[_Fetched]] = {}
 
     def begin(self, batch: Any) -> None:
-        """Record the batch of the next computation: lookups of its tensors show the places of keys."""
+        """Record the batch of the next computation. Lookups of its tensors show the positions of keys."""
         self._leaves = list(_leaves(batch))
 
     def prefetch(self, batch: Any) -> None:
-        """Request the rows of the batch after it, as early as the consistency allows."""
+        """Request the rows of the following batch, as early as the consistency allows."""
         if self._lead:
             self._request(batch)
         else:
@@ -80,18 +80,18 @@ class Prefetcher:
         self._iteration += 1
 
     def ticked(self) -> None:
-        """Record that the next iteration's rows may be requested."""
+        """Record that rows for the next iteration may be requested."""
         batch, self._deferred = self._deferred, None
         if batch is not None:
             self._request(batch)
 
     def forget(self) -> None:
-        """Drop requested rows, because the tables were written to since."""
+        """Drop requested rows, because the tables have been written since."""
         self._deferred = None
         self._fetched.clear()
 
     def find(self, source: RowSource, keys: torch.Tensor, flat: Keys) -> tuple[DistinctKeys, Floats] | None:
-        """Return the rows of a lookup if they were requested; else learn its place, if it is in the current batch."""
+        """Return a lookup's rows if they were requested; otherwise learn its keys' position in the batch."""
         waiting = self._fetched.get(source, [])
         for fetched in waiting:
             if not self._is_late(fetched) and np.array_equal(fetched.keys.flat, flat):
@@ -142,12 +142,12 @@ def _keys_at(place: KeyPlace, leaves: list[torch.Tensor]) -> DistinctKeys | None
         return None
     try:
         return DistinctKeys(keys_of(place.of(leaves[place.leaf])))
-    except RuntimeError:  # the batch has another form than earlier ones
+    except RuntimeError:  # the batch has another form than earlier batches
         return None
 
 
 def _leaves(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, in an order that depends only on its form."""
+    """Yield the tensors of a batch, in an order that depends only on the batch's form."""
     if isinstance(batch, torch.Tensor):
         if batch.is_sparse or batch.layout is not torch.strided:
             return
@@ -161,7 +161,7 @@ def _leaves(batch: Any) -> Iterator[torch.Tensor]:
 
 
 class LastKeys:
-    """The distinct keys of the last lookup, because several embeddings are often called with the same keys."""
+    """The distinct keys of the last lookup, kept because several embeddings often receive the same keys."""
 
     def __init__(self) -> None:
         self._last: DistinctKeys | None = None
@@ -175,7 +175,7 @@ class LastKeys:
 
 
 class RowSource:
-    """The source of one embedding's rows, and the gradients of backward for them."""
+    """The source of one embedding's rows, which also receives their gradients from backward."""
 
     def __init__(
         self, table: RowTable, gradients: RowGradients, last_keys: LastKeys, prefetcher: Prefetcher | None
@@ -186,7 +186,7 @@ class RowSource:
         self._prefetcher = prefetcher
 
     def lookup(self, keys: torch.Tensor) -> tuple[DistinctKeys, Floats]:
-        """Return the distinct keys of a lookup, and their rows, float32 [u, dim]."""
+        """Return the distinct keys of a lookup and their rows, float32 [u, dim]."""
         if self._prefetcher is not None:
             found = self._prefetcher.find(self, keys, keys_of(keys))
             if found is not None:

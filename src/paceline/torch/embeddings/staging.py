@@ -1,4 +1,4 @@
-"""Copy rows between a process's memory, where tables are, and a CUDA device, through pinned memory."""
+"""Copy rows between a process's memory, which has the tables, and a CUDA device, through pinned memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def to_device(rows: Floats, device: torch.device) -> torch.Tensor:
-    """Return rows as a tensor on `device`: the same memory on the CPU; else a copy, made on a side stream."""
+    """Return rows as a tensor on `device`: the same memory on the CPU, otherwise a copy made on a side stream."""
     tensor = torch.from_numpy(rows)
     if device.type != "cuda":
         return tensor if device.type == "cpu" else tensor.to(device)
@@ -28,7 +28,7 @@ def to_device(rows: Floats, device: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor in the process's memory, in flight from CUDA; :meth:`wait` returns it as an array."""
+    """A copy of a tensor from CUDA to the process's memory, in flight; :meth:`wait` returns it as an array."""
 
     __slots__ = ("_copied", "_tensor")
 

@@ -1,4 +1,4 @@
-"""Stores of embeddings' rows: in this process, in every rank, or on servers (:mod:`.server_tables`)."""
+"""Define stores of embeddings' rows: in this process, in every rank, or on servers (:mod:`.server_tables`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.distinct import sum_equal_keys
 
 Push = tuple["RowTable", Keys, Floats]
-"""A table, distinct keys of it, uint64 [n], and their gradients, float32 [n, dim]."""
+"""A table, some distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
 
 
 class RowFilters(NamedTuple):
@@ -45,11 +45,11 @@ class RowTicket(Protocol):
     """Rows in flight."""
 
     def result(self) -> Floats:
-        """Wait; return the rows, float32 [n, dim]."""
+        """Wait for the rows and return them, float32 [n, dim]."""
 
 
 class RowTable(ABC):
-    """One table of rows, by uint64 key. A row exists from its first update."""
+    """A table of rows, by uint64 key. A row exists after its first update."""
 
     is_shared: bool
     """Whether all ranks share the rows, so that only one rank writes them."""
@@ -57,15 +57,15 @@ class RowTable(ABC):
     @property
     @abstractmethod
     def spec(self) -> TableSpec:
-        """The specification of the table, with its current update rule."""
+        """The table's specification, with its current update rule."""
 
     @abstractmethod
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
-        """Request the rows of distinct `keys` (uint64 [n]); with `ahead` as of the next iteration."""
+        """Request the rows of distinct `keys` (uint64 [n]); with `ahead`, as they are in the next iteration."""
 
     @abstractmethod
     def set_update(self, rule: UpdateRule) -> None:
-        """Change the hyperparameters of the rule, from the next update on."""
+        """Change the rule's hyperparameters for the next updates."""
 
     @abstractmethod
     def items(self) -> Iterable[tuple[Keys, Floats]]:
@@ -73,11 +73,11 @@ class RowTable(ABC):
 
     @abstractmethod
     def write(self, keys: Keys, records: Floats) -> None:
-        """Set complete rows, in the form of :meth:`items`."""
+        """Set complete rows, in the format of :meth:`items`."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Erase all rows: they read as initial values."""
+        """Erase all rows, so that they have initial values."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -85,11 +85,11 @@ class RowTable(ABC):
 
 
 class RowTables(ABC):
-    """A strategy's store of the rows of a model's embeddings."""
+    """A strategy's store for the rows of a model's embeddings."""
 
     lead: int | None = None
-    """Number of iterations between a row's request and its use: 1; 0: request it after the last iteration has ended;
-    None: an early request has no advantage."""
+    """Number of iterations between a row's request and its use. With 0, rows are requested after the last iteration has
+    ended. None means that an early request has no advantage."""
 
     @abstractmethod
     def table(self, name: str, declared: RowDeclaration) -> RowTable:
@@ -97,9 +97,9 @@ class RowTables(ABC):
 
     @abstractmethod
     def push(self, pushes: Sequence[Push]) -> None:
-        """Apply the gradients of one iteration, at most one push per table. Every rank calls it, in every iteration.
+        """Apply the gradients of one iteration, at most one push per table. Every rank calls this in every iteration.
 
-        Raises NonFiniteError for NaN or Inf; then this rank's tables are unchanged.
+        Raises NonFiniteError for NaN or infinity; then this rank's tables do not change.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -107,7 +107,7 @@ class RowTables(ABC):
 
 
 class LocalTable(RowTable):
-    """Rows in this process. Safe for several threads."""
+    """Rows in this process. Thread-safe."""
 
     is_shared = False
 
@@ -141,7 +141,7 @@ class LocalTable(RowTable):
         return _LocalRows(rows)
 
     def apply(self, keys: Keys, grads: Floats) -> None:
-        """Update the rows of distinct keys by finite gradients."""
+        """Update the rows of distinct keys with finite gradients."""
         with self._lock:
             self._store.push(keys, grads)
 
@@ -172,7 +172,7 @@ class LocalTable(RowTable):
 
 
 class _LocalRows:
-    """Rows that need no waiting."""
+    """Rows that are available without waiting."""
 
     __slots__ = ("_rows",)
 
@@ -184,7 +184,7 @@ class _LocalRows:
 
 
 class LocalTables(RowTables):
-    """Every row in this process, for strategies with one process."""
+    """Stores every row in this process, for strategies with one process."""
 
     @override
     def table(self, name: str, declared: RowDeclaration) -> LocalTable:
@@ -200,10 +200,10 @@ class LocalTables(RowTables):
 
 
 class ReplicatedTables(RowTables):
-    """Every row in every rank of a group. All ranks apply the mean of their gradients, so that their rows stay equal.
+    """Stores every row in every rank of a group. All ranks apply the mean of their gradients, so their rows stay equal.
 
-    A push is two all-gathers, of sizes and of keys with gradients. Every rank sums in the ranks' order, so that the
-    copies are equal bit by bit. A rank without a batch pushes nothing; the mean is still over all ranks.
+    A push takes two all-gathers, of sizes and of keys with gradients. Every rank sums in the order of the ranks, so the
+    copies are bit-identical. A rank without a batch pushes nothing, but the mean is still over all ranks.
     """
 
     def __init__(self, group: Group | None) -> None:
@@ -223,7 +223,7 @@ class ReplicatedTables(RowTables):
             return
         by_name = {table.spec.name: (keys, grads) for table, keys, grads in pushes}
         own = [by_name.get(name) for name in self._tables]
-        # A rank with NaN takes part too, so that all ranks detect it: else they would wait for this one.
+        # A rank with NaN participates too, so that all ranks detect the NaN. Otherwise they would wait for this rank.
         counts = self._group.all_gather(np.array([0 if push is None else len(push[0]) for push in own], np.int64))
         sizes = counts.reshape(self._group.size, len(own))
         words = [2 + table.spec.dim for table in self._tables.values()]

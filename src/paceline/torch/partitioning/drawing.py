@@ -1,4 +1,4 @@
-"""A cut graph as text and as a drawing. Pure."""
+"""Describe a cut graph as text, and draw it. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 from paceline.torch.partitioning.graph import CALLER, CutGraph, GraphSegment
 
 _NUM_NAMES: Final = 6
-"""Largest number of operations shown for a segment: the first ones and the last."""
+"""Maximum number of operations shown for a segment: the first ones and the last one."""
 
 
 def describe_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) -> str:
-    """Return the cut graph as text; `titles`: a line per device; `shapes`: the values' shapes as text."""
+    """Return the cut graph as text. `titles` has a line per device, `shapes` the values' shapes as text."""
     lines = []
     for device, title in enumerate(titles):
         lines.append(title)
@@ -34,8 +34,8 @@ def describe_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]
             ]
     num_sent = sum(transfer.source != CALLER for transfer in cut.transfers)
     lines.append(
-        f"{num_sent} {'transfer' if num_sent == 1 else 'transfers'} between devices in a forward; backward, the "
-        "gradient of each value that has one comes back"
+        f"{num_sent} {'transfer' if num_sent == 1 else 'transfers'} between devices in a forward; in backward, "
+        "the gradient of each value that has one is sent back"
     )
     return "\n".join(lines)
 
@@ -59,11 +59,11 @@ def _place(device: int) -> str:
 _COLUMN, _ROW, _HEAD = 300, 92, 44
 _BOX_WIDTH, _BOX_HEIGHT = 230, 40
 _LETTERS: Final = 36
-"""Letters that fit into a box."""
+"""Number of letters that fit into a box."""
 
 
 def draw_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) -> str:
-    """Return an SVG: a column for the caller and for each device; a segment is below the segments that it waits for."""
+    """Return an SVG with a column for the caller and each device. A segment is below the segments it waits for."""
     rows = find_rows(cut.segments)
     boxes = {number: (segment.device, rows[number]) for number, segment in enumerate(cut.segments)}
     boxes[CALLER] = (CALLER, 0)
@@ -91,7 +91,7 @@ def draw_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) ->
 
 
 def find_rows(segments: Sequence[GraphSegment]) -> list[int]:
-    """Return the row of each segment, from 1: below the segments that it waits for, one segment per row and device."""
+    """Return the row of each segment, from 1: below the segments it waits for, one segment per row and device."""
     rows: list[int] = []
     occupied: set[tuple[int, int]] = set()
     for segment in segments:
@@ -104,7 +104,7 @@ def find_rows(segments: Sequence[GraphSegment]) -> list[int]:
 
 
 def _find_edges(cut: CutGraph) -> dict[tuple[int, int], list[str]]:
-    """Return the values by pair of segments; an empty list if the second only waits for the first."""
+    """Return the values by pair of segments; no values if the second segment only waits for the first."""
     maker = {value: number for number, segment in enumerate(cut.segments) for value in segment.outputs}
     edges: dict[tuple[int, int], list[str]] = {}
     for number, segment in enumerate(cut.segments):

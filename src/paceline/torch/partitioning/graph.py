@@ -1,11 +1,11 @@
-"""Split a graph of operations over devices: pure rules on names, tested without tensors.
+"""Split a graph of operations over devices, by pure rules on names that are tested without tensors.
 
-Edges between two devices become transfers: one for each value and destination, independent of the number of users
-there. TensorFlow's partitioner does the same (``graph_partition.cc``; Abadi et al., OSDI 2016, section 3.3). Backward,
-the same transfers return the gradients, summed over the operations of the destination.
+Edges between two devices become transfers: one for each value and destination, even if the destination has several
+users of the value. TensorFlow's partitioner does the same (``graph_partition.cc``; Abadi et al., OSDI 2016, section
+3.3). In backward, the same transfers return the gradients, summed over the operations at the destination.
 
 A segment is a sequence of operations on one device between transfers. It runs as soon as its inputs have arrived. A
-value that is sent ends its segment, so that it leaves at once.
+value that is sent ends its segment, so that the value leaves at once.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from functools import cached_property
 from typing import Final
 
 CALLER: Final = -1
-"""The place of the arguments, in place of a device."""
+"""The device number that stands for the caller, which has the arguments."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a graph, with one value."""
+    """An operation of a graph, which has one value."""
 
     name: str
     inputs: tuple[str, ...] = ()
-    """The operations and arguments whose values it uses, without repetition."""
+    """The operations and arguments whose values this operation uses, without repetition."""
     after: tuple[str, ...] = ()
-    """Operations that must run earlier, although it does not use their values."""
+    """Operations that must run before this operation, although it does not use their values."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that travels between two devices; its gradient returns."""
+    """A value sent from one device to another; its gradient is sent back."""
 
     value: str
     source: int
@@ -41,7 +41,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class GraphSegment:
-    """Operations of one device between two transfers, in the order of execution."""
+    """Operations on one device between two transfers, in the order of execution."""
 
     device: int
     operations: tuple[str, ...]
@@ -50,7 +50,7 @@ class GraphSegment:
     outputs: tuple[str, ...]
     """Values that other segments use, or that the graph returns."""
     waits_for: tuple[int, ...]
-    """Numbers, in :attr:`CutGraph.segments`, of the segments that must end earlier."""
+    """Numbers, in :attr:`CutGraph.segments`, of the segments that must end before this segment starts."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CutGraph:
 
     @cached_property
     def destinations(self) -> dict[str, list[int]]:
-        """The receiving devices of each value."""
+        """The devices that receive each value."""
         devices: dict[str, list[int]] = {}
         for transfer in self.transfers:
             devices.setdefault(transfer.value, []).append(transfer.destination)
@@ -72,8 +72,8 @@ class CutGraph:
 def cut_graph(operations: Sequence[Operation], devices: Mapping[str, int], outputs: Collection[str]) -> CutGraph:
     """Cut a graph whose operations are placed on devices.
 
-    `operations` are in a valid order of execution; `devices` has the number of each operation's device. Inputs that are
-    not operations are arguments. `outputs` are the values that the graph returns: they stay on their devices.
+    `operations` are in a valid order of execution; `devices` has the device number of each operation. Inputs that are
+    not operations are arguments. `outputs` are the values that the graph returns, which stay on their devices.
     """
     transfers: dict[Transfer, None] = {}
     for operation in operations:
@@ -88,11 +88,12 @@ def cut_graph(operations: Sequence[Operation], devices: Mapping[str, int], outpu
 def _find_segments(
     operations: Sequence[Operation], devices: Mapping[str, int], sent: Collection[str]
 ) -> dict[str, str]:
-    """Return the segment of each operation, by the name of an operation in it.
+    """Return the segment of each operation, identified by the name of an operation in the segment.
 
-    The level of an operation is the largest number of segment ends on a path to it. Connected operations of one device
-    and level form a segment. No path leaves such a segment and returns to it: it would cross the end of a segment, and
-    levels never fall. An operation without inputs, such as a parameter, joins its first user on its device.
+    The level of an operation is the largest number of segment ends on a path to it. Connected operations with the same
+    device and level form a segment. No path leaves such a segment and returns to it, because it would cross the end of
+    a segment, and levels never decrease. An operation without inputs, such as a parameter, joins the first operation on
+    its device that uses it.
     """
     levels: dict[str, int] = {}
     leader: dict[str, str] = {}
@@ -179,7 +180,7 @@ def _sorted_by_dependence(waits: Mapping[str, set[str]]) -> list[str]:
 
 
 class Arrivals:
-    """The segments that may run: all segments that they wait for have ended."""
+    """Finds the segments that may run, because all segments they wait for have ended."""
 
     def __init__(self, segments: Sequence[GraphSegment]) -> None:
         self._missing = [len(segment.waits_for) for segment in segments]
@@ -188,10 +189,10 @@ class Arrivals:
             for earlier in segment.waits_for:
                 self._followers[earlier].append(number)
         self.num_left = len(segments)
-        """Number of segments that have not ended."""
+        """Number of segments that have not ended yet."""
 
     def first(self) -> list[int]:
-        """Return the segments that wait for no other."""
+        """Return the segments that wait for no other segment."""
         return [number for number, missing in enumerate(self._missing) if not missing]
 
     def ended(self, number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The operations of a model, with their costs, measured by running its graph."""
+"""Measure the costs of a model's operations by running its graph."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _OPERATIONS: Final = ("call_function", "call_method", "call_module", "get_attr")
 
 
 def bind_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Return the arguments of a call. A forward may decide by None, truth values and texts: they are constants."""
+    """Return a call's arguments. None, booleans and texts are constants; a forward may depend on them."""
     return bind(model, args, kwargs, lambda leaf: leaf is not None and not isinstance(leaf, (bool, str)))
 
 
 @dataclass
 class MeasuredGraph:
-    """The graph of a model as operations."""
+    """The graph of a model, as operations."""
 
     captured: CapturedGraph
     root: fx.GraphModule
-    """Holds the modules, parameters and buffers that operations use by name."""
+    """The module with the modules, parameters and buffers that operations use by name."""
     operations: tuple[Operation, ...]
     paths: dict[str, str]
-    """The module that each operation belongs to."""
+    """The path of the module that contains each operation."""
     nodes: dict[str, fx.Node]
     """The graph's nodes by name."""
     costs: dict[str, Cost] = field(default_factory=dict)
     shapes: dict[str, str] = field(default_factory=dict)
-    """The type and shape of the values that are tensors, as text."""
+    """The type and shape of each value that is a tensor, as text."""
     shared: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By operation, the inputs whose memory its value shares."""
+    """For each operation, the inputs whose memory its value shares."""
     changed: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By operation, the inputs that it changes in place."""
+    """For each operation, the inputs that it changes in place."""
 
     @property
     def outputs(self) -> list[str]:
@@ -53,12 +53,12 @@ class MeasuredGraph:
         return [node.name for node in self.captured.output.graph_nodes]
 
     def name_values(self, arguments: CallArguments) -> dict[str, Any]:
-        """Return the values of a call under the names of the graph. Raises UsageError if the graph is not for them."""
+        """Return a call's values by name in the graph. Raises UsageError if the graph does not support them."""
         values = list(arguments.values.values())
         failure = self.captured.check(values)
         if failure is not None:
             raise UsageError(
-                f"the model was called with arguments that its graph is not for: {failure}; partition it with an "
+                f"the model was called with arguments that its graph does not support: {failure}. Partition it with an "
                 "example like them"
             )
         return dict(zip((node.name for node in self.placeholders()), values, strict=True))
@@ -68,11 +68,11 @@ class MeasuredGraph:
         return list(self.root.graph.find_nodes(op="placeholder"))
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the model's parameters and buffers with their paths, each once."""
+        """Return the model's parameters and buffers with their paths, without repetition."""
         return [*self.root.named_parameters(), *self.root.named_buffers()]
 
     def module_of(self, name: str) -> nn.Module | None:
-        """Return the module that an operation calls; None if it calls none."""
+        """Return the module that an operation calls; None if it does not call a module."""
         node = self.nodes[name]
         return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
@@ -82,13 +82,13 @@ class MeasuredGraph:
 
 
 def measure_graph(model: nn.Module, arguments: CallArguments) -> MeasuredGraph:
-    """Return the measured graph of a model that is called with these arguments.
+    """Measure the graph of a model that is called with these arguments.
 
-    Raises UsageError for a model without a graph, and for operations that change in place a value that others take.
+    Raises UsageError for a model without a graph, and if an operation changes a value in place that others use.
     """
     with undone(model):
         measured = _measure(model, capture(model, arguments, opens_torch_modules=False), arguments)
-        if not measured.captured.is_exported and _changes_buffers(measured):  # which other nodes may read
+        if not measured.captured.is_exported and _changes_buffers(measured):  # other nodes may read the buffers
             refusal = "its forward changes a buffer"
             exported = capture(model, arguments, opens_torch_modules=False, refusal=refusal)
             measured = _measure(model, exported, arguments)
@@ -97,10 +97,10 @@ def measure_graph(model: nn.Module, arguments: CallArguments) -> MeasuredGraph:
 
 
 def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments) -> MeasuredGraph:
-    """Find costs, shapes, and shared or changed memory, by running the graph twice."""
+    """Run the graph twice to find costs, shapes, and shared or changed memory."""
     graph = captured.graph
     for node in graph.find_nodes(op="placeholder"):
-        node.target = node.name  # torch.fx writes it as a Python name
+        node.target = node.name  # torch.fx uses the target as a Python name
     root = captured.root if isinstance(captured.root, fx.GraphModule) else fx.GraphModule(model, graph)
     nodes = {node.name: node for node in graph.nodes}
     paths = {node.name: _path(node) for node in graph.nodes if node.op in _OPERATIONS}
@@ -113,7 +113,7 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
 
 def _operations_of(root: fx.GraphModule, graph: fx.Graph) -> tuple[Operation, ...]:
     operations: list[Operation] = []
-    last: dict[Any, str] = {}  # by ordered effect, its last operation
+    last: dict[Any, str] = {}  # the last operation for each ordered effect
     for node in graph.nodes:
         if node.op in _OPERATIONS and (node.users or node.op != "get_attr"):
             effects = _ordered_effects(root, node)
@@ -134,7 +134,7 @@ _RANDOM = "random numbers"
 
 
 def _ordered_effects(root: fx.GraphModule, node: fx.Node) -> list[Any]:
-    """Return the state that an operation changes, which must keep its order: a module's, or the random numbers'."""
+    """Return the states that an operation changes in order: a module's state, or the random numbers'."""
     effects: list[Any] = []
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is not None and any(True for _ in module.buffers()):
@@ -145,7 +145,7 @@ def _ordered_effects(root: fx.GraphModule, node: fx.Node) -> list[Any]:
 
 
 class _Given(nn.Module):
-    """A module that is called with some of its parameters given."""
+    """A module that is called with some of its parameters as arguments."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Given(nn.Module):
 def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]) -> list[str]:
     """Make some parameters inputs of an operation that calls a module; return the new operations that read them.
 
-    `given`: the parameters' paths in the model by their names in the module.
+    `given` maps names in the module to the parameters' paths in the model.
     """
     node, root = measured.nodes[name], measured.root
     wrapper = f"given_{name}"
@@ -185,7 +185,7 @@ def _changes_buffers(measured: MeasuredGraph) -> bool:
 
 
 def _check_in_place(measured: MeasuredGraph) -> None:
-    """Raise UsageError if an operation changes a value in place that another one uses: their order is not fixed."""
+    """Raise UsageError if an operation changes a value in place that another operation uses, in undefined order."""
     for name, values in measured.changed.items():
         pending = list(values)
         while pending:
@@ -193,7 +193,7 @@ def _check_in_place(measured: MeasuredGraph) -> None:
             if len(measured.nodes[value].users) > 1:
                 users = [user.name for user in measured.nodes[value].users if user.name != name]
                 raise UsageError(
-                    f"{name} changes {value} in place, which {', '.join(users)} takes too: write it out of place "
+                    f"{name} changes {value} in place, but {', '.join(users)} uses it too. Do not change it in place "
                     "(inplace=False, or x = x + y for x += y)"
                 )
             pending += measured.shared.get(value, ())
@@ -251,7 +251,7 @@ def _wait_for(value: Any) -> None:
 def segment_module(
     measured: MeasuredGraph, operations: Sequence[str], inputs: Sequence[str], outputs: Sequence[str]
 ) -> fx.GraphModule:
-    """Return a module of these operations; its forward takes `inputs` and returns a list of `outputs`."""
+    """Return a module with these operations; its forward takes `inputs` and returns a list of `outputs`."""
     nodes, graph = measured.nodes, fx.Graph()
     copied = {nodes[name]: graph.placeholder(name) for name in inputs}
     for name in operations:

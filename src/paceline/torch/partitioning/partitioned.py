@@ -1,4 +1,4 @@
-"""A model whose graph is split over the devices of one process; calls and training do not change."""
+"""Split a model's graph over the devices of one process. Calls and training of the model do not change."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def partition(
     placement: Mapping[str, int | str | torch.device] | None = None,
     *,
     memory: Sequence[int] | None = None,
-    compile: bool | str = False,  # the name that torch.nn.Module.compile has made the usual one
+    compile: bool | str = False,  # shadows the builtin, because torch.nn.Module.compile made this name usual
 ) -> PartitionedModel:
-    """Cut a model's graph over several devices of this process; return a model with the same behavior.
+    """Split a model's graph over several devices of this process; return a model with the same behavior.
 
     `example` has the arguments of a call: a tensor, a tuple of positional arguments, or a dictionary of keyword
     arguments. A device may occur several times in `devices`; each entry has a thread. `placement` maps names of modules
     and operations to devices or to indexes of `devices`, as in ``{"encoder": 0, "decoder": "cuda:1"}``. A name covers
-    everything inside the module; other operations run where their inputs are. Without `placement` a planner measures
-    the operations with `example` and minimizes the time of a forward; all devices get about equal bytes of parameters,
-    or at most their number of bytes in `memory`. `compile` compiles each segment by ``torch.compile``: True, or the
-    name of a backend.
+    everything inside the module; other operations run on the device of their inputs. Without `placement` a planner
+    measures the operations with `example` and minimizes the time of a forward. All devices then get about the same
+    number of bytes of parameters, or at most the number given in `memory`. `compile` compiles each segment with
+    ``torch.compile``: True, or the name of a backend.
 
-    The parameters move to their devices and stay the same objects, so an existing optimizer keeps them. An output is on
-    the device that computed it. Outputs, gradients and random numbers of the CPU equal those of the whole model.
+    The parameters move to their devices and stay the same objects, so an existing optimizer remains valid. An output is
+    on the device that computed it. Outputs, gradients and the CPU's random numbers equal those of the original model.
 
     Raises UsageError for a model without a graph, an unknown name or device, and parameters that do not fit.
     """
@@ -55,7 +55,7 @@ def partition(
         by_operation = place_by_name(measured.operations, measured.paths, _numbered(placement, devices, all_devices))
         check_together(by_operation, _groups(measured, lambda name: _modules_and_buffers(measured, name)))
     else:
-        raise UsageError("got both placement and memory, expected one of them: memory limits apply to the planner only")
+        raise UsageError("got both placement and memory, expected one of them. Memory limits apply only to the planner")
     return PartitionedModel(model, arguments, Program(measured, all_devices, by_operation, compile=compile))
 
 
@@ -66,7 +66,7 @@ def _checked_devices(devices: Sequence[str | torch.device]) -> tuple[torch.devic
     for device in devices:
         try:
             checked.append(torch.empty(0, device=device).device)
-        except (RuntimeError, AssertionError) as error:  # torch raises either for a kind of device it does not support
+        except (RuntimeError, AssertionError) as error:  # torch raises either error for an unsupported kind of device
             raise UsageError(f"devices: {device} cannot be used: {str(error).splitlines()[0]}") from None
     return tuple(checked)
 
@@ -89,7 +89,7 @@ def _numbered(
         number = device if isinstance(device, int) else named.get(str(device), -1)
         if not 0 <= number < len(checked):
             raise UsageError(
-                f"placement of {name!r}: got {device!r}, expected one of {', '.join(map(str, devices))}, or its place "
+                f"placement of {name!r}: got {device!r}, expected one of {', '.join(map(str, devices))}, or an index "
                 f"from 0 to {len(checked) - 1}"
             )
         numbers[name] = number
@@ -107,7 +107,7 @@ def _plan(measured: MeasuredGraph, devices: Sequence[torch.device], memory: Sequ
 
 
 def _groups(measured: MeasuredGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
-    """Return the groups of operations that hold the same objects; operations that hold nothing are in no group."""
+    """Return groups of operations that have the same objects; operations without objects are in no group."""
     leader: dict[int, int] = {}
 
     def leader_of(key: int) -> int:
@@ -140,9 +140,9 @@ def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class PartitionedModel(nn.Module):
-    """A model over several devices; made by :func:`partition`.
+    """A model on several devices, created by :func:`partition`.
 
-    Parameters, buffers, submodules and ``state_dict`` are the model's, under the same names.
+    Parameters, buffers, submodules and ``state_dict`` are those of the original model, under the same names.
     """
 
     def __init__(self, model: nn.Module, example: CallArguments, program: Program) -> None:
@@ -161,7 +161,7 @@ class PartitionedModel(nn.Module):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "a partitioned model cannot be pickled, because its graph belongs to this process: save its state_dict(), "
+            "a partitioned model cannot be pickled, because its graph belongs to this process. Save its state_dict(), "
             "and load it into a model before or after partition()"
         )
 
@@ -182,17 +182,17 @@ class PartitionedModel(nn.Module):
         return self._program(arguments).run(arguments)
 
     def describe(self) -> str:
-        """Return the cut graph as text: the segments of each device, with the values that they receive and send."""
+        """Return the cut graph as text: each device's segments, with the values that they receive and send."""
         program = self._program()
         return describe_cut(program.cut, program.titles(), program.measured.shapes)
 
     def save_svg(self, path: str | Path) -> None:
-        """Draw the cut graph: a column for each device, segments from top to bottom in the order of execution."""
+        """Draw the cut graph as SVG: a column per device, segments from top to bottom in the order of execution."""
         program = self._program()
         Path(path).write_text(draw_cut(program.cut, program.titles(), program.measured.shapes), encoding="utf-8")
 
     def _program(self, arguments: CallArguments | None = None) -> Program:
-        """Return the program for a call; None: for the example.
+        """Return the program for a call, or for the example if `arguments` is None.
 
         A forward may depend on the modes of modules, on constants and on the structure of the arguments.
         """
@@ -223,5 +223,5 @@ class PartitionedModel(nn.Module):
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._program().place()  # back to the devices: only dtypes may change
+        self._program().place()  # move parameters back to their devices, because only dtypes may change
         return self

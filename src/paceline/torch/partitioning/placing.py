@@ -14,35 +14,35 @@ from paceline.torch.partitioning.graph import Operation
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """Cost of a transfer to another device."""
+    """The cost of a transfer to another device."""
 
     seconds: float = 50e-6
-    """From the end of a segment to the start of the next one, in another thread."""
+    """Time from the end of a segment to the start of the next segment in another thread."""
     bytes_per_s: float = 8e9
-    """A guess: half the rate of a PCI Express 4.0 link of 16 lanes in one direction."""
+    """An estimate: half the rate of a PCI Express 4.0 link with 16 lanes in one direction."""
 
     def transfer_s(self, cost: Cost) -> float:
-        """Return the seconds for the value of an operation."""
+        """Return the seconds for sending an operation's value."""
         return self.seconds + cost.num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of an operation."""
+    """The cost of an operation."""
 
     seconds: float = 0.0
     num_bytes: int = 0
-    """The size of its value."""
+    """The size of the operation's value."""
 
 
 def place_by_name(
     operations: Sequence[Operation], paths: Mapping[str, str], placement: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the device of each operation, given those of modules.
+    """Return the device of each operation, given the devices of modules.
 
-    `paths`: the module of each operation, as in ``named_modules``. `placement`: the devices of modules and of single
-    operations; a module's device holds for everything inside it without a device of its own. Other operations run on
-    the device of their last input that has one, else of their first user, else on device 0.
+    `paths` has the module of each operation, as in ``named_modules``. `placement` has the devices of modules and of
+    single operations. A module's device applies to everything inside the module without its own device. Other
+    operations run on the device of their last input that has one, otherwise of their first user, otherwise on device 0.
 
     Raises UsageError for a name in `placement` that is neither a module nor an operation.
     """
@@ -66,7 +66,7 @@ def place_by_name(
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return the paths of the modules around a module, the model's empty path first, and its own path last."""
+    """Return the paths of the modules around a module, from the model's empty path to the module's own path."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
@@ -85,7 +85,7 @@ def check_together(devices: Mapping[str, int], together: Sequence[Collection[str
         if len(by_device) > 1:
             places = ", ".join(f"{name} is on device {device}" for device, name in sorted(by_device.items()))
             raise UsageError(
-                f"placement: {places}, expected one device for operations of the same module; name the module"
+                f"placement: {places}, expected one device for operations of the same module. Name the module"
             )
 
 
@@ -97,12 +97,12 @@ def plan(
     room: Sequence[int],
     times: TransferTimes,
 ) -> dict[str, int]:
-    """Return the devices of the operations, for an early end of the last operation.
+    """Return devices for the operations such that the last operation ends early.
 
-    A list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002): it takes operations by their longest path to
-    the end, and places each on the device on which it ends first. `together`: groups of operations that share memory
-    and need one device; `group_bytes`: their memory; `room`: the bytes for it on each device. Raises UsageError if a
-    group does not fit.
+    This is a list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002). It takes operations in the order of
+    their longest path to the end, and places each operation on the device where it ends first. `together` has groups of
+    operations that share memory and need one device, `group_bytes` the memory of each group, and `room` the available
+    bytes of each device. Raises UsageError if a group does not fit.
     """
     group_of = {name: number for number, group in enumerate(together) for name in group}
     to_end = _seconds_to_end(operations, costs, times)
@@ -130,8 +130,8 @@ def plan(
             choices = [device for device in range(num_devices) if left[device] >= need]
             if not choices:
                 raise UsageError(
-                    f"{operation.name} needs {need:,} bytes, and the devices have {', '.join(f'{n:,}' for n in left)} "
-                    "left; give them more memory, or a placement"
+                    f"{operation.name} needs {need:,} bytes, but the devices have {', '.join(f'{n:,}' for n in left)} "
+                    "left. Give them more memory, or a placement"
                 )
         device = min(choices, key=partial(start_of, operation))
         if group is not None and group not in placed:
@@ -165,10 +165,10 @@ def place_evenly(
     num_devices: int,
     times: TransferTimes,
 ) -> dict[str, int]:
-    """Return the result of :func:`plan` with about equal memory on all devices: the even share, if groups fit so.
+    """Return the result of :func:`plan` with about equal memory on all devices; exactly equal if groups permit.
 
-    A device holds at most the even share plus the largest group. A group always fits then: otherwise every device would
-    hold more than the share.
+    A device gets at most the even share plus the largest group. Then a group always fits, because otherwise every
+    device would have more than the even share.
     """
     share, largest = -(-sum(group_bytes) // num_devices), max(group_bytes, default=0)
     for room in sorted({max(int(share * more), largest) for more in (1.0, 1.05, 1.1, 1.25)}):

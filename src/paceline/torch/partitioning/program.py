@@ -1,4 +1,4 @@
-"""Run a graph that is split over devices: a segment starts when its inputs have arrived."""
+"""Run a graph that is split over devices. A segment starts when its inputs have arrived."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.torch.partitioning.measuring import MeasuredGraph, give_parameters
 
 
 class Program:
-    """The segments of a graph, their parameters on their devices."""
+    """The segments of a graph, with their parameters on their devices."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Program:
                 backend = "inductor" if compile is True else compile
                 self._run_segments.append(torch.compile(module, backend=backend))
             else:
-                self._run_segments.append(module.forward)  # a call of the module would print its exception
+                self._run_segments.append(module.forward)  # calling the module itself would print its exception
         self._threads = DeviceThreads(self.devices, "part")
 
     @property
     def placement(self) -> dict[str, int]:
-        """The device of each module, parameter and buffer that an operation calls or holds, by its path."""
+        """The device of each module, parameter and buffer that an operation uses, by path."""
         measured, devices = self.measured, self._homes.by_operation
         return {
             measured.paths[name]: device
@@ -57,14 +57,14 @@ class Program:
         }
 
     def place(self) -> None:
-        """Move parameters and buffers to their devices; they stay the same objects."""
+        """Move parameters and buffers to their devices. They stay the same objects."""
         for tensor, device in self._homes.tensors():
             tensor.data = tensor.data.to(self.devices[device])
             if tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(self.devices[device])
 
     def titles(self) -> list[str]:
-        """Return a line for each device: its name and its bytes of parameters and buffers."""
+        """Return a line for each device with its name and the bytes of its parameters and buffers."""
         sizes = [0] * len(self.devices)
         for tensor, device in self._homes.tensors():
             sizes[device] += tensor.numel() * tensor.element_size()
@@ -89,9 +89,9 @@ class Program:
 
 
 class _Homes:
-    """The device of each parameter and buffer: the device of the first operation that holds it.
+    """The device of each parameter and buffer: the device of the first operation that has it.
 
-    Operations on other devices receive it as a value, through a transfer. So gradients of tied weights are summed.
+    Operations on other devices receive it as a value, through a transfer, so gradients of tied weights are summed.
     """
 
     def __init__(self, measured: MeasuredGraph, by_operation: Mapping[str, int]) -> None:
@@ -107,7 +107,7 @@ class _Homes:
             self._give_away(measured, operation.name, paths)
 
     def tensors(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the parameters and buffers with the number of the device of each."""
+        """Return the parameters and buffers, each with the number of its device."""
         return list(self._device_of.values())
 
     def _give_away(self, measured: MeasuredGraph, name: str, paths: Mapping[int, str]) -> None:
@@ -128,7 +128,7 @@ class _Homes:
 
 @dataclass(frozen=True)
 class _Stop:
-    """The end of a device's queue."""
+    """A marker for the end of a device's queue."""
 
 
 class _Call:
@@ -140,14 +140,14 @@ class _Call:
         self._lock = threading.Lock()
         self._ready: list[queue.SimpleQueue[int | _Stop]] = [queue.SimpleQueue() for _ in program.devices]
         self.values: dict[str, Any] = dict(arguments)
-        """By name, on the devices that computed them."""
+        """Values by name, on the devices that computed them."""
         self._arrived: dict[tuple[str, int], Any] = {}
         for name, value in arguments.items():
             self._send(name, value)
         self._start(self._arrivals.first())
 
     def work_on(self, device: int) -> None:
-        """Run the device's segments as they become ready, to the last one."""
+        """Run the device's segments as they become ready, until the last one."""
         try:
             while not isinstance(number := self._ready[device].get(), _Stop):
                 segment = self._program.cut.segments[number]
@@ -182,7 +182,7 @@ class _Call:
 
 
 def _add_location(error: Exception, measured: MeasuredGraph, operations: Sequence[str]) -> None:
-    """Put the failed operation and its module before an error's message."""
+    """Prefix an error's message with the failed operation and its module."""
     name = _raising_operation(error, operations)
     path = measured.paths.get(name, "")
     location = f"{name}, in {path}" if path and path != name else name
@@ -191,7 +191,7 @@ def _add_location(error: Exception, measured: MeasuredGraph, operations: Sequenc
 
 
 def _raising_operation(error: Exception, operations: Sequence[str]) -> str:
-    """Return the operation whose line of code raised; if it is unknown, the first and the last operation."""
+    """Return the operation whose line of code raised. If it is unknown, return the first and the last operation."""
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -1,4 +1,4 @@
-"""Convert data files to one file that is read without parsing: ``paceline convert``."""
+"""Convert data files to one file that needs no parsing: ``paceline convert``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from paceline.training.files.numeric_scales import fit_scales
 
 _BLOCK_BYTES = 1 << 18
 _BLOCK_ROWS = 256
-"""A block has a multiple of this number of rows, so that minibatches, which are rarely larger, lie in one block."""
+"""A block's number of rows is a multiple of this number, so that most minibatches lie in one block."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def sample_sources(
     _check_place(sources, out)
     sample = sample_data(sources, format, columns, "none", weight, reading)
     if sample.format == CONVERTED:
-        raise UsageError(f"{sources[0]} is converted already: name the files that it was made from")
+        raise UsageError(f"{sources[0]} is already a converted file. Pass its original files")
     return sample
 
 
@@ -99,7 +99,7 @@ def convert_data(
     """Write the examples of the sources to `out`, completely or not at all.
 
     `sample` is the result of :func:`sample_sources`. Every `report_s` seconds `on_progress` receives the number of
-    written examples. Raises DataError for malformed sources, and if `out` cannot be written.
+    written examples. Raises DataError if the sources are malformed or `out` cannot be written.
     """
     prepare_kernels()
     start = time.perf_counter()
@@ -133,7 +133,7 @@ def _find_scales(sample: Sample) -> dict[str, tuple[Scale, ...]]:
 
 
 def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:
-    """Return the scales of numbers in the file: unscaled, minus a centre if float32 needs it."""
+    """Return scales that leave numbers unscaled, except for a centre that float32 needs."""
     found = tuple(scale.centring for scale in next(iter(scales.values()), ()))
     return found if any(scale.centre for scale in found) else ()
 
@@ -160,26 +160,26 @@ def _distinct_keys(dataset: Dataset) -> np.ndarray[tuple[int], np.dtype[np.uint6
 
 
 def _check_place(sources: Sequence[str], out: Path) -> None:
-    """Raise UsageError unless `out` is a new file or an earlier conversion, which is replaced."""
+    """Raise UsageError unless `out` is a new file or an earlier conversion, which this conversion replaces."""
     if out.is_dir():
-        raise UsageError(f"{out} is a folder: name the file to write, as in {out / 'train.paceline'}")
+        raise UsageError(f"{out} is a folder. Pass the file to write, such as {out / 'train.paceline'}")
     if not out.exists():
         return
     for source in sources:
         if os.path.exists(source) and out.samefile(source):
-            raise UsageError(f"{out} is a source too: name another file to write")
+            raise UsageError(f"{out} is also a source. Pass another file to write")
     try:
         if detect_format(out) == CONVERTED:
             describe_converted(str(out))
             return
     except DataError:
         pass
-    raise UsageError(f"{out} exists, and 'paceline convert' did not write it: name another file, or remove it first")
+    raise UsageError(f"{out} exists, and 'paceline convert' did not write it. Pass another file, or remove this one")
 
 
 @contextlib.contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """Yield a temporary name; at the end, rename the file and sync it, or remove it after an error."""
+    """Yield a temporary path. Rename and sync the file at the end, or remove it after an error."""
     try:
         with replacing(out) as aside:
             yield aside

@@ -40,8 +40,8 @@ from paceline.training.tuning.choices import L1
 from paceline.training.weighting import BALANCED, Weighting, balance
 
 _MIXED_SHARD_BYTES = 32 << 10
-_ANY_FORMAT = ("auto", "none")  # scales for formats without columns too
-_CACHE_SPARE = 4  # free disk space that a temporary cache needs, in sizes of the data
+_ANY_FORMAT = ("auto", "none")  # scales that formats without columns support too
+_CACHE_SPARE = 4  # required free disk space for a temporary cache, as a multiple of the data's size
 
 
 def sample_data(
@@ -59,8 +59,8 @@ def sample_data(
     source = kind.source_of(files[0])
     if numeric_scale not in _ANY_FORMAT and not FORMATS[source].has_numbers:
         raise UsageError(
-            f"--numeric-scale {numeric_scale} applies to numbers, and {source} has none, because its integers are "
-            "categories: leave it out"
+            f"--numeric-scale {numeric_scale} applies to numbers, but {source} has none, because its integers are "
+            "categories. Leave the option out"
         )
     sample = add_scales(kind.sample(files, columns, reading, weight), numeric_scale)
     open_dataset(files, sample.format, sample.columns).close()
@@ -80,7 +80,7 @@ def resolve_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
     model = options.model
     if classes and not model.has_classes:
         raise UsageError(
-            f"{options.data[0]}: labels are words, such as {classes[0]}, and --model {model.name} learns numbers. Pass "
+            f"{options.data[0]}: labels are words, such as {classes[0]}, but --model {model.name} learns numbers. Pass "
             "--model lr (two classes) or softmax (several)"
         )
     if model.labels == "clicks":
@@ -111,17 +111,17 @@ def resolve_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
 
 
 def _check_clicks(options: TrainOptions, labels: Mapping[float, int], classes: Sequence[str]) -> None:
-    """Raise DataError for labels that are not clicks, UsageError for a missing positive label."""
+    """Raise DataError if the labels are not clicks, UsageError if the positive label is missing."""
     read_as = options.model.read_labels_as
     odd = describe_not_binary(labels, read_as, classes)
     if odd is None:
         return
     if read_as == CLICKS:
         raise DataError(
-            f"{options.data[0]}: {odd}. Pass the positive one with --positive, or pass --model softmax (classes)"
+            f"{options.data[0]}: {odd}. Pass the positive label with --positive, or pass --model softmax (classes)"
             + ("" if classes else ", poisson (counts) or regression (quantities)")
         )
-    if options.init_from is None:  # further data may have negatives only
+    if options.init_from is None:  # additional data may have only negatives
         raise UsageError(f"{options.data[0]}: {odd}. Pass an existing label with --positive")
 
 
@@ -131,7 +131,7 @@ def weighting_of(options: TrainOptions) -> Weighting:
     if classes is not None and not model.has_classes:
         raise UsageError(f"--class-weight is not an option of --model {model.name}: its labels are not classes")
     if keep_negatives != 1 and model.labels != "clicks":
-        raise UsageError(f"--keep-negatives is not an option of --model {model.name}: it is for models of clicks")
+        raise UsageError(f"--keep-negatives is not an option of --model {model.name}: only models of clicks have it")
     assert not isinstance(classes, str)
     return Weighting(classes=dict(classes or {}), keep_negatives=keep_negatives)
 
@@ -143,7 +143,7 @@ def is_weighted(options: TrainOptions) -> bool:
 def _check_class_weights(
     classes: Mapping[str, float] | str | None, labels: Mapping[float, int], model: SparseModel
 ) -> None:
-    """Raise UsageError for weights of labels outside the sample and the model."""
+    """Raise UsageError for weights of labels that neither the sample nor the model has."""
     if classes is None or isinstance(classes, str) or not model.has_classes:
         return
     of_model = (0.0, 1.0) if model.labels == "clicks" else getattr(model, "classes", ())
@@ -152,7 +152,7 @@ def _check_class_weights(
         if np.float32(label) not in known:
             labels_found = ", ".join(f"{value:g}" for value in sorted(known)[:10])
             raise UsageError(
-                f"--class-weight {label}:{classes[label]:g}: no example has that label; there are {labels_found}"
+                f"--class-weight {label}:{classes[label]:g}: no example has this label. The labels are {labels_found}"
             )
 
 
@@ -187,7 +187,7 @@ def _describe_format(file: str | Path, format: str) -> str:
 
 
 def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
-    """Return the format of the evaluation files: the data's format, or another one with the same features."""
+    """Return the format of the evaluation files: the training format, or another format with the same features."""
     try:
         found = detect_format(files[0])
     except DataError:
@@ -200,7 +200,7 @@ def _check_names(options: TrainOptions, sample: Sample) -> None:
     for path, file in zip(options.data, sample.converted, strict=False):  # empty for other formats
         if options.feature_names and file.description.format != "libsvm" and not file.has_names:
             raise UsageError(
-                f"{path} has no names of features: convert its sources with --feature-names, or leave the option out"
+                f"{path} has no feature names. Convert its sources with --feature-names, or leave the option out"
             )
 
 
@@ -209,7 +209,7 @@ def _check_place(save: str | Path | None) -> None:
         return
     try:
         for made in prepare_directory(Path(save)):
-            made.rmdir()  # only a test; the directory is created with the model
+            made.rmdir()  # this was a test: saving the model creates the directory
         if Path(save).is_dir() and not os.access(save, os.W_OK):
             raise ModelError(f"cannot save a model in {save}: permission denied. Pass another directory")
     except OSError as error:
@@ -223,9 +223,10 @@ def total_size(files: Sequence[str | Path]) -> int:
 def open_training_data(
     options: TrainOptions, plan: TrainingPlan, num_workers: int, spare: Path | None, shard_bytes: int | None = None
 ) -> Dataset:
-    """Open the data; the size of shards depends on the number of workers, unless `shard_bytes` is given.
+    """Open the data; the number of workers determines the size of shards, unless `shard_bytes` is given.
 
-    Parsed data for several passes is cached in `spare` if there is disk space. Mixed shards are many and small.
+    If there are several passes and enough disk space, parsed data is cached in `spare`. Mixed shards are many and
+    small.
     """
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(stat_file(file).num_bytes for file in dataset.files)

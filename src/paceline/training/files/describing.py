@@ -30,7 +30,7 @@ from paceline.training.files.numeric_scales import choose_key_scaling
 _MOST_COLUMNS, _MOST_LABELS = 40, 10
 _MOST_TEXT = 24
 _SHARD_BYTES, _SHARDS, _MOST_BEFORE = 256 << 10, 16, 256 << 20
-_ROWS, _BATCHES = 4096, 8  # of a shard, at most; of lines of text it has fewer
+_ROWS, _BATCHES = 4096, 8  # at most, per shard; a shard of text lines has fewer
 
 
 def describe_data(
@@ -85,14 +85,14 @@ def _name_labels(sample: Sample) -> dict[str, int]:
 
 
 def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float | str | None:
-    """Return the positive label; None for numbers above 0, and for more than two words."""
+    """Return the positive label; None for numeric labels and for more than two classes of words."""
     if not classes:
         return resolve_positive(positive, classes)
     return classes[1] if positive is None and len(classes) == 2 else positive
 
 
 def find_warnings(sample: Sample, labels: str) -> list[str]:
-    """Return warnings about data that can be trained on; `labels` is the way to read them."""
+    """Return warnings about usable but doubtful data; `labels` names their interpretation."""
     classes = sample.classes
     one_label = describe_one_label(sample.labels, labels, classes)
     found = [] if one_label is None else [one_label]
@@ -101,7 +101,7 @@ def find_warnings(sample: Sample, labels: str) -> list[str]:
     if odd is not None:
         found.append(
             f"text such as '{shorten(str(odd))}' is not UTF-8. Its bytes are the category, so the same text in UTF-8 "
-            "would be another one. Convert the file, for example with iconv -f LATIN1 -t UTF-8"
+            "would be another category. Convert the file, for example with iconv -f LATIN1 -t UTF-8"
         )
     return found
 
@@ -109,15 +109,15 @@ def find_warnings(sample: Sample, labels: str) -> list[str]:
 def _warning(sample: Sample, labels: str, classes: Sequence[str]) -> str | None:
     odd = describe_not_binary(sample.labels, labels, classes)
     if odd is not None:
-        return odd if labels != CLICKS else f"{odd}. Pass the positive one with --positive"
+        return odd if labels != CLICKS else f"{odd}. Pass the positive label with --positive"
     return "; ".join(find_warnings(sample, labels)) or None
 
 
 def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
-    """Read rows from the whole files; return the first batch, and the number of valid rows."""
+    """Read rows spread over the whole files; return the first batch and the number of valid rows."""
     first, num_good = None, 0
     for file in spread(len(dataset.files), _SHARDS):
-        num_shards = dataset.num_shards(file) or 1  # unknown for a packed file: only its beginning
+        num_shards = dataset.num_shards(file) or 1  # unknown for a packed file: read only its beginning
         if FORMATS[dataset.format].scans_to_enter:
             num_shards = min(num_shards, _MOST_BEFORE // _SHARD_BYTES)
         for shard in spread(num_shards, max(_SHARDS // len(dataset.files), 1)):
@@ -165,7 +165,7 @@ def _describe_columns(sample: Sample) -> list[dict[str, Any]]:
 
 
 def _describe_nonlinear(sample: Sample, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
-    """Return the features on logarithms or in bins, for formats without columns."""
+    """Return the features with a logarithm or bins, for formats without columns."""
     if not FORMATS[dataset.source_format].is_keyed or numeric_scale == "none":
         return []
     examples = sample_examples(dataset)
@@ -176,7 +176,7 @@ def _describe_nonlinear(sample: Sample, dataset: Dataset, numeric_scale: str) ->
 
 
 def _describe_row(sample: Sample, dataset: Dataset, batch: Batch) -> list[dict[str, Any]]:
-    """Return the features of the first row: column (or the known name, for formats without columns), key and value."""
+    """Return the first row's features: column (or known name, for formats without columns), key and value."""
     row = batch.slice(0, 1)
     values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
     if sample.columns is None or sample.columns.is_open:
@@ -205,7 +205,7 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
     labels = ", ".join(f"{label}: {count:,}" for label, count in found["labels"].items())
     if found["positive"] is not None:
         positive = found["positive"] if found["classes"] else f"{found['positive']:g}"
-        labels += f" ({positive} is the positive one)"
+        labels += f" ({positive} is the positive label)"
     words = describe_label_words(found["label_words"]) if found["label_words"] else None
     for name, text in (
         ("format", found["format"] + _converted_from(found["converted"])),
@@ -233,7 +233,7 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
     table = _new_table("column", "key", "value")
     for feature in rows["features"]:
         table.add_row(_plain(feature["column"] or ""), str(feature["key"]), f"{feature['value']:g}")
-    scale = "" if rows["is_scaled"] else " (values as they stand: training brings them to a scale)"
+    scale = "" if rows["is_scaled"] else " (unscaled values: training scales them)"
     console.print(f"\nthe first row has label {rows['label']:g} and these features{scale}:", highlight=False)
     console.print(table, highlight=False)
 
@@ -242,7 +242,7 @@ def _describe_malformed(found: dict[str, Any]) -> str | None:
     if not found["count"]:
         return None
     of_all = f"{found['count']:,} of the {found['rows_read']:,} rows read ({found['count'] / found['rows_read']:.0%})"
-    return f"{of_all} are malformed, and skipped in training: {found['first']}"
+    return f"{of_all} are malformed, and training skips them. The first: {found['first']}"
 
 
 def _converted_from(converted: dict[str, Any] | None) -> str:
@@ -292,7 +292,7 @@ def _new_table(*headings: str) -> Table:
 
 
 def _example(text: str, kind: str) -> str:
-    """Return a value of a column: a number with six significant digits, quotes for an empty text."""
+    """Return a column's value as text: six significant digits for a number, quotes for an empty text."""
     if kind == "numeric" and is_number(text) and not text.strip().lstrip("+-").isdigit():
         return f"{float(text):.6g}"
     return _plain(text) or "''"

@@ -23,7 +23,7 @@ _ROWS = 4096
 
 
 def keep_feature_names(directory: str | Path, dataset: Dataset) -> None:
-    """Read the data again, find the names of features with a weight, and save them with the model."""
+    """Read the data again and save the names of features with a weight next to the model."""
     stored = read_stored_model(directory)
     table = stored.tables[0]
     pieces = [keys[records[:, : table.spec.dim].any(axis=1)] for keys, records in stored.records(table)]
@@ -34,7 +34,7 @@ def keep_feature_names(directory: str | Path, dataset: Dataset) -> None:
     try:
         write_feature_names(Path(directory), names)
     except OSError as error:
-        raise ModelError(f"cannot keep the names of features in {directory}: {error.strerror or error}") from None
+        raise ModelError(f"cannot save the names of features in {directory}: {error.strerror or error}") from None
 
 
 def name_features(
@@ -45,9 +45,9 @@ def name_features(
     wanted: Keys,
     scaling: KeyScaling | None = None,
 ) -> dict[int, str]:
-    """Return the names of those of the `wanted` keys that occur in the files, as :meth:`Format.find_names` does.
+    """Return the names of the `wanted` keys that occur in the files, as :meth:`Format.find_names` does.
 
-    Bins of a `scaling` have the name of their feature and their bounds. With interactions the data is read twice.
+    A bin of a `scaling` is named after its feature and its bounds. With interactions the data is read twice.
     """
     if interactions is None:
         return _find_names(files, format, columns, wanted, scaling)

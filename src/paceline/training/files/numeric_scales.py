@@ -1,4 +1,4 @@
-"""Which scales, or bins, the numbers of a training's data get, by a sample of its examples."""
+"""Choose scales or bins for the numbers of a training's data, using a sample of its examples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.training.tuning.scale_trial import Scaling, best_scaling, is_worse
 
 
 def add_scales(sample: Sample, how: str) -> Sample:
-    """Return the sample with scales of its numeric columns, unless it has some; `how` as for :func:`fit_scale`."""
+    """Return the sample with scales for its numeric columns; existing scales remain. `how` as in :func:`fit_scale`."""
     columns = sample.columns
     if how == "none" or columns is None or columns.scales or not columns.numeric:
         return sample
@@ -41,7 +41,7 @@ def add_scales(sample: Sample, how: str) -> Sample:
 def fit_scales(sample: Sample, how: str) -> tuple[tuple[Scale, ...], ExampleSample | None]:
     """Return the scale of each numeric column of csv and parquet files.
 
-    ``auto`` tries scales of all columns together, on the examples that are returned for :func:`scale_columns`.
+    ``auto`` tries scales of all columns together, using the returned examples in :func:`scale_columns`.
     """
     assert sample.table is not None
     assert sample.columns is not None
@@ -56,7 +56,7 @@ def fit_scales(sample: Sample, how: str) -> tuple[tuple[Scale, ...], ExampleSamp
 
 
 def _stored_scales(sample: Sample, how: str) -> tuple[Scale, ...]:
-    """Return the scales that converted files store, or fit them on a sample of the examples."""
+    """Return the scales stored in converted files, or fit scales on a sample of the examples."""
     first = sample.converted[0].description
     assert first.columns is not None
     assert sample.columns is not None
@@ -74,13 +74,13 @@ def _stored_scales(sample: Sample, how: str) -> tuple[Scale, ...]:
 
 
 def _sample_numbers(files: Sequence[str], format: str, columns: Columns) -> ExampleSample:
-    """Return a sample of the examples, with numbers and labels as in the files, less the centres of `columns`."""
+    """Return a sample of the examples, with the files' labels and numbers minus the centres of `columns`."""
     with open_dataset(files, format, columns, labels=NUMBERS) as dataset:
         return sample_examples(dataset)
 
 
 def scale_columns(sample: ExampleSample, columns: Columns, labels: str) -> ExampleSample:
-    """Return the sample of :func:`fit_scales` as `columns` with the chosen scales, and `labels`, read it."""
+    """Return the sample of :func:`fit_scales` with the scales of `columns` and with `labels` applied."""
     batch = sample.batch.copy()
     read_as(labels, batch.labels)
     return dataclasses.replace(sample, batch=_scaling_of(columns).apply_in_place(batch))
@@ -112,11 +112,11 @@ def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
 def choose_key_scaling(
     sample: ExampleSample, how: str, *, absent_is_zero: bool, model: SparseModel | None = None
 ) -> KeyScaling | None:
-    """Return the scaling of values that suits examples of numbered or named features; None where all are 1.
+    """Return the best scaling for the values of numbered or named features; None if all values are 1.
 
-    `how` as :func:`paceline.data.fit_scale` has it. Each feature is divided by the root of its mean square, or
-    standardised, but where logarithms or bins suit it better; these are for features that are numbers, not marks.
-    A `model` that is a factorization machine has them only if it is no worse with them.
+    `how` is as in :func:`paceline.data.fit_scale`. Each feature is divided by its root mean square, or standardized.
+    Numeric features get logarithms or bins if these are better. If `model` is a factorization machine, it gets
+    logarithms and bins only if its loss is no worse with them.
     """
     usual = find_key_scaling(sample.batch)
     if how == "standard":
@@ -137,7 +137,7 @@ def choose_key_scaling(
 
 
 def _best(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> int:
-    """Return the place of the best scaling; of labels that are not of two classes the first, which is the usual one."""
+    """Return the index of the best scaling; 0, the usual scaling, unless the labels have two classes."""
     labels = np.unique(sample.batch.labels)
     if len(labels) != 2:
         return 0

@@ -3,17 +3,17 @@
 Trials train in this process (:mod:`paceline.training.tuning.trial`). The choices are:
 
 - FTRL's alpha is the better of 0.35 / sqrt(x) and 0.7 / sqrt(x). x is the mean over examples of the sum of squared
-  values: the number of an example's features if all values are 1. All features of an example move together, so more
-  features need a smaller rate. This is the global rate of "Normalized online learning" (Ross, Mineiro, Langford, UAI
-  2013, NG); the scaled values (:mod:`paceline.data.key_scaling`) contain its rates by feature. If 0.7 is clearly
-  better, 1.4 and 2.8 are tried too: if the data drifts, the model must forget.
+  values; if all values are 1, it is the number of features in an example. All features of an example move together,
+  so more features need a smaller rate. This is the global rate of NG, "Normalized online learning" (Ross, Mineiro,
+  Langford, UAI 2013); NG's rates by feature are in the scaled values (:mod:`paceline.data.key_scaling`). If 0.7 is
+  clearly better, the data may drift and the model must forget, so 1.4 and 2.8 are tried too.
 - A minibatch is a 64th of the examples, between 8 and 256, so that small data gives many steps.
-- L1 is 1. For small data, and for fewer than 20 examples per feature, 100 and 300 are tried too: only a large penalty
-  finds the few relevant features among many. It must be better by more than chance.
+- L1 is 1. For small data, and for fewer than 20 examples per feature, 100 and 300 are tried too, because only a large
+  penalty finds a few relevant features among many. A large penalty must be better by more than chance.
 - L2 is 0. For small data, 30, 100 and 300 are tried too; if one class is rare, 100 and 300. FTRL's penalty is relative
   to the gradients of all passes: 30 in 30 passes corresponds to C = 1 in scikit-learn.
-- For more data the first rule is chosen unless another one is better by more than a standard error of the difference.
-- If labels are in runs, as in a sorted file, many shards are read at a time.
+- For larger data the first rule is chosen unless another one is better by more than a standard error of the difference.
+- If labels come in runs, as in a sorted file, many shards are read at once.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def suggested_l2(sample: ExampleSample) -> tuple[float, ...]:
 
 
 def is_sorted_by_label(sample: ExampleSample) -> bool:
-    """Return whether an example's position predicts its label: more than 0.3 of the labels' variance."""
+    """Return whether an example's position explains more than 0.3 of the labels' variance."""
     labels = sample.batch.labels.astype(np.float64)
     runs = [run for run in np.split(labels, sample.starts[1:]) if len(run) > 1]
     total = float(labels.var())
     if not total or len(runs) < 2:
         return False
-    within = [run.var(ddof=1) for run in runs]  # unbiased by a run's own mean
+    within = [run.var(ddof=1) for run in runs]  # unbiased estimate
     return float(np.average(within, weights=[len(run) for run in runs])) < _SORTED * total
 
 
@@ -94,11 +94,12 @@ def tune(
     faster: Sequence[FTRL] = (),
     is_mixed: bool,
 ) -> list[TriedRule]:
-    """Try update rules in threads, each for at most 64 passes; return the results of `rules`, the best first.
+    """Try update rules in threads, each for at most 64 passes; return the results for `rules`, the best first.
 
-    The `sparse` rules are tried if the first one succeeds, the `faster` rules if the fastest of `rules` is best by more
-    than chance. The best of both precedes the other results if it is better than them and than the base rate by more
-    than chance. `offset` is the model's constant part of every margin. Equal arguments give equal results.
+    The `sparse` rules are tried if the first rule succeeds. The `faster` rules are tried if the fastest of `rules` is
+    best by more than chance. The best `sparse` or `faster` rule comes first if it is better than all other results and
+    the base rate by more than chance.
+    `offset` is the constant part of every margin. Equal arguments give equal results.
     """
     splits = list(held_out_splits(sample.batch, is_mixed=is_mixed))
     trial = SampleTrial(sample.batch, offset, batch_size, splits)
@@ -130,7 +131,7 @@ def tune(
 
 
 def _is_fastest_best(tried: Sequence[TriedRule]) -> bool:
-    """Return whether the first has the highest rate, and is better by more than chance than all lower rates."""
+    """Return whether the best rule has the highest rate and beats all lower rates by more than chance."""
     best = tried[0]
     slower = [other for other in tried if other.rule.alpha != best.rule.alpha]
     return all(other.rule.alpha < best.rule.alpha and best.losses.is_below(other.losses) for other in slower)
@@ -143,7 +144,7 @@ def _score(tried: TriedRule) -> float:
 def suits_mixing(sample: ExampleSample, tried: ExampleSample, offset: float, batch_size: int) -> bool:
     """Return whether a trial may hold out examples from the whole sample: neither click rate nor loss drifts.
 
-    `tried` are examples of the sample with scaled values, for the loss.
+    `tried` contains the sample's examples with scaled values, for measuring the loss.
     """
     if is_sorted_by_label(sample):
         return True
@@ -160,9 +161,9 @@ def has_steady_loss(sample: ExampleSample, offset: float, batch_size: int) -> bo
 def passes_for_all(passes: int, sample: ExampleSample, num_tried: int | None = None) -> int:
     """Return the passes over all data, given the best number of passes over the sample.
 
-    Learning needs a number of examples rather than of passes, so more data needs fewer passes. At least 6 passes remain
-    of more, because features that are rare in the sample are rare in all data. `num_tried` is the number of examples of
-    the trial; None: the whole sample.
+    Learning needs a number of examples rather than passes, so more data needs fewer passes. At least 6 passes remain
+    if the sample needs that many, because features that are rare in the sample are rare in all data. `num_tried` is the
+    trial's number of examples; None means the whole sample.
     """
     needed = -(-passes * (num_tried or sample.batch.num_examples) // max(sample.num_examples, 1))
     return min(passes, max(_LEAST_PASSES, needed))

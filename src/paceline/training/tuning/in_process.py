@@ -1,4 +1,4 @@
-"""A model's tables in this process: servers and one worker without a network."""
+"""Hold a model's tables in this process and train them without a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class InProcessTables:
 
     @classmethod
     def create(cls, model: SparseModel, rule: UpdateRule) -> Self:
-        """Return empty tables; `rule` updates the tables without an own rule."""
+        """Return empty tables; `rule` updates the tables that have no rule of their own."""
         return cls(
             [
                 SparseStore(dim=table.dim, rule=table.update or rule, initializer=table.initializer or Zeros())
@@ -30,7 +30,7 @@ class InProcessTables:
         )
 
     def pull(self, minibatch: Minibatch) -> list[Floats]:
-        """Return a minibatch's rows by table; a minibatch of predictions needs no rows of tables for training alone."""
+        """Return a minibatch's rows by table. Minibatches of predictions omit tables that only training needs."""
         rows = []
         for store, keys in zip(self.stores, minibatch.keys, strict=False):
             rows.append(np.empty((len(keys), store.dim), np.float32))
@@ -38,7 +38,7 @@ class InProcessTables:
         return rows
 
     def learn(self, minibatch: Minibatch) -> float:
-        """Update the rows by a minibatch's gradients; return its summed loss before the update."""
+        """Update the rows with a minibatch's gradients; return its summed loss before the update."""
         gradients, loss = minibatch.gradients(self.pull(minibatch))
         for store, keys, gradient in zip(self.stores, minibatch.gradient_keys, gradients, strict=True):
             store.push(keys, gradient)

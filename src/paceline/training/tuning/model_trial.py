@@ -1,11 +1,12 @@
 """Try settings of any model on a sample of the data, in this process.
 
-A trial uses the model's own minibatches and update rules. Held-out examples and passes are chosen as in
-:mod:`paceline.training.tuning.trial`.
+A trial uses the model's own minibatches and update rules. It chooses held-out examples and passes as
+:mod:`paceline.training.tuning.trial` does.
 
-A trial of one setting takes about a second of one core, by an estimate of the model's speed, so that equal data gives
-equal choices. A slower model is tried on fewer examples: at least 8,192, in runs of neighbours from the whole sample,
-with the examples of the rarer of two classes. For small data fewer fifths are held out, at least one.
+A trial of one setting takes about one second on one core. An estimate of the model's speed replaces a measurement, so
+that equal data gives equal choices. Slower models are tried on fewer examples: at least 8,192, in runs of neighbours
+from the whole sample, with all examples of the rarer of two classes. On small data slow models use fewer of the five
+folds, but at least one.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class TriedModel:
 class ModelTrial:
     """A part of a sample, split into examples for training and held-out examples.
 
-    With `passes`, the passes of the training, settings are judged after these passes instead of at their best.
+    With `passes`, settings are judged after this number of passes instead of at their best pass.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class ModelTrial:
         return TriedModel(model=model, rule=rule, passes=passes, losses=best)
 
     def optimism(self, tried: TriedModel) -> Optimism:
-        """Return a click model's calibration error on held-out examples, beyond its error on training examples."""
+        """Return a click model's calibration error on held-out examples, minus its error on training examples."""
         learned, held_out = [], []
         for split in self.splits:
             learner = _Learner(tried.model, tried.rule, self.batch, split, self._batch_size)
@@ -176,7 +177,7 @@ class _Learner:
 
 
 def seconds_per_pass(model: SparseModel, num_examples: int, num_pairs: int, batch_size: int) -> float:
-    """Return an estimate of the seconds of one core for a pass over examples with `num_pairs` values in total."""
+    """Return an estimate of the seconds per pass on one core; `num_pairs` counts the values of all examples."""
     num_batches = num_examples / batch_size
     if not isinstance(model, FactorModel):
         return num_pairs * 0.05e-6 * model.num_outputs + num_batches * 0.1e-3

@@ -1,4 +1,4 @@
-"""Which scales and bins of numbers suit a sample of the data, by the held-out loss of a logistic regression.
+"""Choose scales and bins for numbers by the held-out loss of a logistic regression on a sample.
 
 The usual scales are those of the single features (:mod:`paceline.data.scales.numeric_features`). Others must be better
 by more than chance: of up to 5,000 examples by more than two standard errors, else by more than one.
@@ -36,11 +36,11 @@ class Scaling(Protocol):
     """A way to scale the numbers of examples."""
 
     def apply(self, batch: Batch) -> Batch:
-        """Return scaled examples; `batch` stays as it is."""
+        """Return scaled examples; `batch` does not change."""
 
 
 def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> int:
-    """Return the place of the scaling that suits the sample, whose labels are 0 and 1; the first is the usual one."""
+    """Return the index of the best scaling for a sample with labels 0 and 1; index 0 is the usual scaling."""
     if len(scalings) < 2:
         return 0
     offset = SparseLogisticRegression().starting_from(sample.batch.labels, sample.batch.weights).offset
@@ -53,7 +53,7 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> i
     try:
         tried = list(pool.map(lambda scaling: _try(part, scaling, offset, splits), scalings))
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, none is begun
+        pool.shutdown(cancel_futures=True)  # start no more trials after Ctrl-C
     best = int(np.argmin([each.mean for each in tried]))
     errors = _CAUTION if part.num_examples <= SMALL else 1.0
     return best if tried[best].is_below(tried[0], errors) else 0
@@ -62,9 +62,9 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> i
 def is_worse_for_factors(
     model: FactorModel, sample: ExampleSample, bent: Scaling | None, plain: Scaling | None
 ) -> bool:
-    """Return whether a factorization machine does better by more than chance on `plain` scales than on `bent` ones.
+    """Return whether a factorization machine is better on `plain` than on `bent` scales, by more than chance.
 
-    Pairs of numbers say more together than pairs of their bins, which are rarer.
+    Pairs of numbers carry more information than pairs of their bins, which are rarer.
     """
     batch_size = suggested_batch_size(sample.num_examples, model.least_batch_size)
     model = model.starting_from(sample.batch.labels, sample.batch.weights).with_defaults(FACTORS[2])

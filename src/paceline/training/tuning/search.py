@@ -1,14 +1,15 @@
-"""Search settings of a model on a sample of the data: a few start values, then the neighbours of the best.
+"""Search settings of a model on a sample of the data: a few start values, then the neighbours of the best settings.
 
 Linear models are tried with several rates and L1 penalties. In models with factors, the weights get the rate, penalty
-and passes of a logistic regression of the same data. The search varies the rates and penalties of the factors, the
-occurrences that a feature needs for factors, and whether the weights are penalized at all: a penalty removes the weight
-of a feature that matters in pairs only. Rates and penalties of deep models' layers are tried too.
+and passes of a logistic regression on the same data. The search varies the rates and penalties of the factors, and the
+number of occurrences after which a feature gets factors. It also varies whether the weights are penalized, because a
+penalty removes the weight of a feature that matters only in pairs. Deep models' layers get several rates and penalties.
 
 A logistic regression is tried on the same examples. If the trial has all the data, the best settings win, and features
-get factors if these are better than the logistic regression by more than a standard error. If the trial has a part of
-the data, features are rarer than in all data. Then the usual settings win unless others are better by more than a
-standard error, and features get factors unless the logistic regression is better by more than two.
+get factors if the model with factors is better than the logistic regression by more than a standard error. If the
+trial has part of the data, features are rarer than in all data. Then the usual settings win unless other settings are
+better by more than a standard error, and features get factors unless the logistic regression is better by more than
+two standard errors.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ def tune_linear(
     default: TunedModel | None = None,
     given: Collection[str] = (),
 ) -> TunedModel:
-    """Return the best settings of a linear model, from these update rules and the neighbours of the best rule.
+    """Return the best settings of a linear model, among these update rules and the neighbours of the best rule.
 
-    The first rule is kept unless another is better by more than a standard error (two for up to 5,000 examples): the
-    best of many rules is better by chance. Settings that were `given` by the user, such as ``l1``, do not change. With
-    a `default`, whose rule is the first one, the search is wide.
+    The best of many rules is better by chance, so the first rule stays unless another is better by more than a standard
+    error (two for up to 5,000 examples). Settings `given` by the user, such as ``l1``, do not change. If `default` is
+    set, the first rule is its rule, and the search is wide.
     """
     is_wide = default is not None
     trial = ModelTrial(
@@ -97,7 +98,7 @@ def tune_linear(
 
 
 def _next_rules(rule: UpdateRule, given: Collection[str]) -> list[UpdateRule]:
-    """Return the neighbours of a rule, which differ in one setting that was not `given`."""
+    """Return rules that differ from `rule` in one setting that the user did not give."""
     if not isinstance(rule, FTRL):
         return []
     return [
@@ -107,7 +108,7 @@ def _next_rules(rule: UpdateRule, given: Collection[str]) -> list[UpdateRule]:
 
 
 class FactorSearch:
-    """Search settings of a model with factors on a sample."""
+    """A search for the settings of a model with factors on a sample."""
 
     def __init__(
         self,
@@ -129,9 +130,9 @@ class FactorSearch:
     def run(self, linear: TunedModel, unpenalized: UpdateRule) -> TunedModel:
         """Return the best settings.
 
-        `linear` are the settings of a logistic regression; `unpenalized` is its rule without an L1 penalty, or with the
-        given one. With a default, the search is wide, and the default is kept unless other settings are better by more
-        than a standard error.
+        `linear` has the settings of a logistic regression. `unpenalized` is its rule without an L1 penalty, or with the
+        user's penalty. With a default, the search is wide, and the default stays unless other settings are better by
+        more than a standard error.
         """
         rule = linear.rule
         usual = self._try([({}, rule)])[0]
@@ -202,7 +203,7 @@ class FactorSearch:
         return [self._tried[pair] for pair in wanted]
 
     def _next_to(self, best: TriedModel, unpenalized: UpdateRule) -> list[tuple[Settings, UpdateRule]]:
-        """Return the settings that differ from the best ones in one value."""
+        """Return settings that differ from the best settings in one value."""
         found = self._settings_of(best.model)
         changes = [
             *({"factor_l2": found["factor_l2"] * factor} for factor in _OTHER_L2),

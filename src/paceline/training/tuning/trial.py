@@ -1,18 +1,18 @@
 """Try update rules of a logistic regression on a sample of the data, in a fast loop of this process.
 
-The loop does the arithmetic of servers and workers. A part of the examples is held out. After each pass the loss on the
-held-out part is measured; the chosen number of passes is the point after which the loss hardly decreases.
+The loop does the arithmetic of servers and workers. Part of the examples is held out. After each pass the loss on the
+held-out part is measured. The chosen number of passes is the point after which the loss hardly decreases.
 
-Up to 5,000 examples are split into five folds, each held out in turn. Of more examples an eighth is held out: the
-newest ones if the click rate or the loss drifts, else runs of 16 from the whole sample, and up to five such eighths
-until they contain 500 examples of the rarer class. If examples have copies, as after oversampling, all copies of an
-example are on the same side; otherwise memorizing would look like learning.
+Up to 5,000 examples are split into five folds, and each fold is held out in turn. Of more examples an eighth is held
+out: the newest examples if the click rate or the loss drifts, otherwise runs of 16 from the whole sample. Up to five
+such eighths are held out until they contain 500 examples of the rarer class. If examples have copies, as after
+oversampling, all copies of an example are on the same side; otherwise memorizing would look like learning.
 
-With few examples the lowest of many losses is low by chance. For up to 5,000 examples with fewer features than
-examples, 8 passes of the first rule are the standard, and other results count with their loss plus half a standard
-error of the difference to the standard. More caution costs more than it saves if L2 penalties are tried: on 26 small
-data sets, public and generated (docs/explanation/defaults.md), AUC with half an error is 0.001 higher than with one
-error and 0.002 higher than with three.
+With few examples the lowest of many losses is low by chance. Therefore, for up to 5,000 examples with fewer features
+than examples, 8 passes of the first rule are the standard. Every other result gets a penalty of half a standard error
+of its difference from the standard. A larger penalty does harm if L2 penalties are tried: on 26 small data sets, public
+and generated (docs/explanation/defaults.md), AUC with half an error is 0.001 higher than with one error and 0.002
+higher than with three.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ RUN = 16  # neighbours on the same side of a split
 _ENOUGH_RARE = 500  # held-out examples of the rarer class
 _MOST_FOLD_PAIRS = 4 << 20
 _DRIFT = 3.0  # standard errors
-_SEPARATED = 0.01  # fraction of the base rate's loss: labels are separated, and more passes only make weights large
-_TOLERANCE = 2e-4  # fraction of the base rate's loss that does not justify more passes
+_SEPARATED = 0.01  # fraction of the base rate's loss: labels are separated, so more passes only enlarge weights
+_TOLERANCE = 2e-4  # fraction of the base rate's loss: a smaller gain does not justify more passes
 _COPIED_SHARE = 0.05
-_EQUAL_LABELS = 0.99  # rows of few categories are equal by chance too, but their labels differ
+_EQUAL_LABELS = 0.99  # rows with few categories may be equal by chance, but then their labels differ
 _LEAST_DISTINCT = 50
 
 _NONE = np.empty(0, np.float32)
 
 Positions = npt.NDArray[np.int64]
 Split: TypeAlias = tuple[Positions, Positions]
-"""Examples to train on, in the order of training, and held-out examples."""
+"""Positions of the training examples, in the order of training, and of the held-out examples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOutLosses:
-    """The losses and weights of the held-out examples, float64 [n], and the weighted mean loss."""
+    """The held-out examples' losses and weights, float64 [n], and the weighted mean loss."""
 
     losses: Doubles
     weights: Doubles
@@ -73,13 +73,13 @@ class HeldOutLosses:
         return cls(losses, weights, float(np.average(losses, weights=weights)) if weights.sum() > 0 else math.inf)
 
     def is_below(self, other: HeldOutLosses, errors: float = 1.0) -> bool:
-        """Return whether the mean is below another on the same examples by more than `errors` standard errors."""
+        """Return whether the mean is at least `errors` standard errors below `other`'s, on the same examples."""
         if not math.isfinite(other.mean):
             return math.isfinite(self.mean)
         return other.mean - self.mean > errors * self._standard_error(other)
 
     def doubted_mean(self, usual: HeldOutLosses) -> float:
-        """Return the mean plus half a standard error of its difference to `usual`, the alternative."""
+        """Return the mean plus half a standard error of its difference from `usual`."""
         return self.mean + _CAUTION * self._standard_error(usual)
 
     def _standard_error(self, other: HeldOutLosses) -> float:
@@ -95,7 +95,7 @@ class TriedRule:
     passes: int
     losses: HeldOutLosses
     score: float
-    """The criterion for the choice: the mean loss; for few examples :meth:`HeldOutLosses.doubted_mean`."""
+    """The value to minimize: the mean loss, or for few examples :meth:`HeldOutLosses.doubted_mean`."""
     optimism: Optimism
 
 
@@ -105,7 +105,7 @@ def is_over(means: Sequence[float]) -> bool:
 
 
 def passes_needed(means: Sequence[float], of_constant: float) -> int:
-    """Return the passes after which the loss hardly decreases, given each pass's loss and the base rate's loss."""
+    """Return the passes after which the loss hardly decreases, given the loss of each pass and of the base rate."""
     enough = max(min(means) + _TOLERANCE * of_constant, _SEPARATED * of_constant)
     return 1 + next((i for i, mean in enumerate(means) if mean <= enough), 0)
 
@@ -136,9 +136,9 @@ class SampleTrial:
         return self._losses(np.full(len(self._labels), self._offset))
 
     def usual_losses(self, rule: FTRL) -> HeldOutLosses | None:
-        """Return the standard losses, which a better rule must beat by more than chance; None for enough examples.
+        """Return the standard losses that a better rule must beat by more than chance; None for enough examples.
 
-        With as many features as examples the result is None too: such data needs fewer than 8 passes.
+        The result is also None if there are as many features as examples, because such data needs fewer than 8 passes.
         """
         if not self._num_features < len(self._all_labels) <= SMALL:
             return None
@@ -174,7 +174,7 @@ class SampleTrial:
             logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)
 
     def _optimism(self, weights: list[Floats]) -> Optimism:
-        """Return the models' calibration error on held-out examples, beyond their error on training examples."""
+        """Return the models' calibration error on held-out examples, minus their error on training examples."""
         indptr, ids, values, labels, _ = self._arrays
         learned, margins = 0.0, []
         for of_one, (trained, held_out) in zip(weights, self._splits, strict=True):
@@ -205,7 +205,7 @@ class SampleTrial:
 
 
 def num_folds(batch: Batch) -> int:
-    """Return the number of parts to hold out in turn; for more than 5,000 examples by the size of the rarer class."""
+    """Return the number of parts to hold out in turn; above 5,000 examples it depends on the rarer class."""
     n, classes = batch.num_examples, np.unique(batch.labels, return_counts=True)[1]
     if n <= SMALL:
         return min(_FOLDS, n)
@@ -214,7 +214,7 @@ def num_folds(batch: Batch) -> int:
 
 
 def has_drifting_loss(batch: Batch, offset: float, batch_size: int, rule: FTRL) -> bool:
-    """Return whether the newest eighth is predicted worse than held-out older examples, beyond chance."""
+    """Return whether the newest eighth has a higher loss than held-out older examples, by more than chance."""
     n = batch.num_examples
     older, newest = n - n // _HELD_OUT, n // _HELD_OUT
     is_held_out = np.arange(older) // RUN % _HELD_OUT == 0
@@ -227,7 +227,7 @@ def has_drifting_loss(batch: Batch, offset: float, batch_size: int, rule: FTRL) 
 
 
 def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
-    """Yield positions of examples; held-out ones come from the whole batch if `is_mixed`, else from its end."""
+    """Yield splits of the examples; held-out ones come from the whole batch if `is_mixed`, otherwise from its end."""
     n, random = batch.num_examples, np.random.default_rng(0)
     copies = copies_of(batch)
     groups = copies if copies is not None else np.arange(n) // (RUN if n > SMALL else 1)
@@ -240,7 +240,7 @@ def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
     cuts = [0, *np.cumsum(sizes).tolist()]
     if copies is not None:
         ends = np.flatnonzero(np.diff(copies[anywhere], append=-1)) + 1
-        cuts = [0, *ends[np.searchsorted(ends, cuts[1:])].tolist()]  # none between copies
+        cuts = [0, *ends[np.searchsorted(ends, cuts[1:])].tolist()]  # keep copies together
     for start, stop in pairwise(cuts):
         trained = np.concatenate([anywhere[:start], anywhere[stop:]])
         if start < stop:
@@ -250,8 +250,8 @@ def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
 def copies_of(batch: Batch) -> Positions | None:
     """Return each example's group of copies; None if copies do not matter.
 
-    Copies matter if more than 5% of the examples have the same features as another example, and 99% of these also the
-    same label. With few categories examples are equal by chance, and their labels differ.
+    Copies matter if more than 5% of the examples have the same features as another example, and 99% of these examples
+    also have the same label. With few categories, examples are equal by chance, but their labels differ.
     """
     n = batch.num_examples
     mixed = (batch.keys ^ (batch.keys >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)

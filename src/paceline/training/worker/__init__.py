@@ -1,1 +1,1 @@
-"""The worker's side of a training: tasks of jobs, shards and learning rates."""
+"""The worker's side of a training: jobs, shards and learning rates."""

@@ -1,4 +1,4 @@
-"""The tasks of workers, their leases of shards, and their counters of a job."""
+"""The jobs of workers, their leases of shards, and their counters."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ FOREVER_S: Final = 365 * 86400.0
 
 
 class JobRates(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan for the learning rates of the model's tables: a :class:`RatePlan` as text and numbers."""
+    """The plan for the learning rates of the model's tables, as in :class:`RatePlan`."""
 
     schedule: str
     warmup: float
     most_passes: int
     num_examples: int
-    """The examples of the data, perhaps an estimate; 0: unknown."""
+    """The number of examples in the data, possibly an estimate; 0: unknown."""
 
 
 class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     """A job for the workers of a cluster. `task` is ``train``, ``evaluate``, ``read-columns`` or ``solve-blocks``.
 
-    `model` is a :meth:`SparseModel.describe`, `dataset` a :meth:`Dataset.spec`, `update` the rule of the tables without
-    a rule from the model. `filters` and `pull_filters` (None: the same) are texts for
+    `model` comes from :meth:`SparseModel.describe` and `dataset` from :meth:`Dataset.spec`. `update` is the rule of the
+    tables for which the model has no rule. `filters` and `pull_filters` (None: the same) are texts for
     :func:`paceline.filters.parse_filters`. A worker mixes the examples of `shards_at_once` shards. A job with `solve`
     solves by blocks; it follows a job that reads columns.
     """
@@ -53,7 +53,7 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int = 1
     """Passes over the data in the whole training."""
     reordered: tuple[int, ...] = ()
-    """Passes with the opposite order, because an earlier run started them with other options."""
+    """Passes with the opposite of `is_shuffled`, because an earlier run started them so."""
     filters: str = ""
     pull_filters: str | None = None
     solve: SolveTask | None = None
@@ -84,7 +84,7 @@ def decode(data: bytes) -> WorkerTask:
 
 
 class WorkerLeases:
-    """A worker's leases of a job's shards. The next shard is requested while the worker reads this one."""
+    """A worker's leases of a job's shards. The worker requests the next shard while it reads the current one."""
 
     def __init__(self, link: SchedulerLink, job: int) -> None:
         self._link = link
@@ -98,14 +98,14 @@ class WorkerLeases:
             self._requested = self._link.start(messages.TakeLease(job=self._job, wait=False), Lease)
 
     def next_nowait(self) -> Lease | None:
-        """Return the next lease, or None if no shard is free now. Its number is ALL_DONE after the last shard."""
+        """Return the next lease, or None if no shard is free now; after the last shard the lease is ALL_DONE."""
         self.prefetch()
         assert self._requested is not None
         lease, self._requested = self._requested(), None
         return None if lease.lease == NONE_FREE else lease
 
     def wait_next(self) -> Lease:
-        """Wait for the next lease: a shard that another worker holds may return."""
+        """Wait for the next lease; another worker's shard may become free."""
         lease: Lease = self._link.call(messages.TakeLease(job=self._job, wait=True), Lease, timeout_s=FOREVER_S)
         return lease
 
@@ -122,13 +122,13 @@ class WorkerLeases:
             yield lease
 
     def read(self, file: int, num_shards: int | None) -> None:
-        """Report the number of a file's shards, if known. Otherwise shards after the file's end are leased forever."""
+        """Report a file's number of shards. Without this report, shards beyond its end would be leased forever."""
         if num_shards is not None and file not in self._ended:
             self._ended.add(file)
             self._link.notify(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
 
     def done(self, lease: Lease, progress: dict[str, float]) -> None:
-        """Report a shard as done: all its pushes are acknowledged."""
+        """Report a shard as done, after all its pushes are acknowledged."""
         self._link.notify(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
 
 
@@ -140,7 +140,7 @@ class WorkerCounters:
     examples: int = 0
     weight: float = 0.0
     held: int = 0
-    """Examples in memory for the block solver."""
+    """Number of examples in memory for the block solver."""
     loss: float = 0.0
     positives: int = 0
     bad_lines: int = 0

@@ -1,7 +1,7 @@
-"""Read several shards at the same time, so that each minibatch has examples from the whole file.
+"""Read several shards at once, so that each minibatch has examples from the whole file.
 
-In a file that is sorted by label, minibatches of neighbours would teach first one label and then the other. Here the
-order of shards leaps through the file, and a minibatch has a few examples of each open shard.
+In a file sorted by label, minibatches of neighbours would teach the labels one after another. Here the order of shards
+leaps through the file, and a minibatch has a few examples from each open shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.data import Batch, Dataset
 from paceline.protocol.jobs import Lease
 from paceline.training.weighting import Weighting
 
-_LEAP: Final = (math.sqrt(5) - 1) / 2  # the golden section: successive leaps land far from all before
+_LEAP: Final = (math.sqrt(5) - 1) / 2  # golden ratio: each leap lands far from all earlier ones
 
 
 def leaping(shard: int, num_shards: int, epoch: int) -> int:
@@ -36,8 +36,8 @@ class _OpenShard:
 class MixedShards:
     """The open shards of a data set, at most `most`.
 
-    A file that can only be read from its beginning (gzip) is read in its order in the first epoch; later epochs mix its
-    shards if these are cached.
+    Some files (gzip) can be read only from the beginning. The first epoch reads such a file in its order; later epochs
+    mix its shards if these are cached.
     """
 
     def __init__(self, dataset: Dataset, weighting: Weighting, batch_size: int, most: int) -> None:
@@ -60,7 +60,7 @@ class MixedShards:
         return all(shard.lease.epoch == 0 for shard in self._open)
 
     def open(self, lease: Lease) -> None:
-        """Start to read the shard of a lease, or the shard in its place."""
+        """Start to read the lease's shard, or the shard that replaces it in the mixed order."""
         dataset, shard = self._dataset, lease.shard
         can_enter = dataset.can_enter(lease.file)
         num_shards = lease.num_shards if can_enter or lease.epoch else 0  # the same on every worker
@@ -74,7 +74,7 @@ class MixedShards:
         self._open.append(_OpenShard(lease, batches))
 
     def next_batch(self) -> tuple[Batch | None, int, list[Lease]]:
-        """Return a few examples of each open shard (or None), the number of examples read, and the ended leases."""
+        """Return a few examples from each open shard (or None), the number of examples read, and the ended leases."""
         parts: list[Batch] = []
         ended: list[Lease] = []
         missing, num_read = self._batch_size, 0

@@ -1,10 +1,10 @@
 """Keep prepared minibatches in memory, with their distinct keys, for later passes.
 
-A shuffled training shuffles the rows of each shard once and leaps through the file from shard to shard. The last pass
-has the order of the file, because the newest rows of a log resemble future rows most.
+A shuffled training shuffles each shard's rows once and visits the shards in a leaping order. The last pass keeps the
+order of the file, because the newest rows of a log resemble future rows most.
 
-The first shards are kept, up to a limit in bytes, and never replaced: with cyclic reading, replacement would drop
-exactly the shard that is due next.
+The first shards are kept, up to a limit in bytes, and never replaced. Reading is cyclic, so replacement would drop
+exactly the shard needed next.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Prepared(NamedTuple):
 
 
 class PreparedShards:
-    """The minibatches of one training's shards; at most `most_bytes` are kept."""
+    """The minibatches of a training's shards; at most `most_bytes` are kept."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._left_bytes = self._most_bytes = most_bytes
@@ -53,7 +53,7 @@ class PreparedShards:
         return self._most_bytes - self._left_bytes
 
     def begin(self, job: WorkerTask, model: SparseModel) -> None:
-        """Drop the minibatches unless the job has the same ones as the job before."""
+        """Drop the minibatches unless the job has the same ones as the previous job."""
         identity = (job.dataset, model.interactions, job.batch_size, job.weighting, job.is_shuffled)
         if identity != self._identity:
             self._left_bytes, self._is_full, self._kept, self._identity = self._most_bytes, False, {}, identity
@@ -61,9 +61,9 @@ class PreparedShards:
     def read(
         self, job: WorkerTask, model: SparseModel, dataset: Dataset, lease: Lease, scratch: KeyScratch
     ) -> Iterator[tuple[Minibatch, int]]:
-        """Yield the minibatches of a shard and the number of examples read for each.
+        """Yield a shard's minibatches with the number of examples read for each.
 
-        Raises DataError as :meth:`Dataset.read` does, and if the file of a kept shard has changed.
+        Raises the errors of :meth:`Dataset.read`, and DataError if the file of a kept shard has changed.
         """
         is_first_pass = lease.epoch == 0
         if job.shuffles(lease.epoch) and lease.num_shards and dataset.can_enter(lease.file):
@@ -101,7 +101,7 @@ class PreparedShards:
 
 
 def _batches(job: WorkerTask, dataset: Dataset, lease: Lease) -> Iterator[tuple[Batch, int]]:
-    """Yield the minibatches of a shard, with shuffled rows in a shuffled job, and the examples read for each."""
+    """Yield a shard's minibatches, with shuffled rows in a shuffled job, and the number of examples read for each."""
     if not job.shuffles(lease.epoch):
         yield from job.weighting.read(dataset, lease, job.batch_size)
         return

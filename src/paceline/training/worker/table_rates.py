@@ -1,7 +1,7 @@
 """Change the learning rates of a training's tables by its schedule.
 
-Each worker changes the rates with its minibatches, by its position in its own shard. Under sequential consistency the
-driver changes them between passes.
+Each worker changes the rates with its minibatches, according to its position in its own shard. Under sequential
+consistency the driver changes the rates between passes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class TableRates:
         self._share = 0.0
 
     def set_within(self, passes: float) -> None:
-        """Set the rate after a number of passes, which may be fractional."""
+        """Set the rate for a number of finished passes, possibly fractional."""
         self._set(self._plan.share(passes, self._most))
 
     def set_before(self, number: int) -> None:
-        """Set one rate for a complete pass; `number` counts from 1."""
+        """Set one rate for the complete pass `number`, counted from 1."""
         self._set(self._plan.share_of_pass(number, self._most))
 
     def reset(self) -> None:
-        """Set the full rate again, with which a model is saved and may be trained further."""
+        """Restore the full rate, so that a saved model can be trained further."""
         self._share = 0.0
         self._set(1.0)
 
@@ -53,10 +53,10 @@ class TableRates:
 
 
 class PassProgress:
-    """The number of passes done over a data set, computed from the position in a lease's shard.
+    """The number of finished passes over a data set, computed from the position in a lease's shard.
 
-    `num_examples` of the data set may be an estimate; if it is 0 (unknown), half of the shard counts as read. Files are
-    weighted by their bytes. A packed file in its first pass counts four times its bytes, because its size is unknown.
+    `num_examples` may be an estimate. If it is 0 (unknown), half of the shard counts as read. Files are weighted by
+    their bytes. In the first pass a packed file counts four times its bytes, because its unpacked size is unknown.
     """
 
     def __init__(self, dataset: Dataset, num_examples: int) -> None:
@@ -66,7 +66,7 @@ class PassProgress:
         self._num_examples = num_examples
 
     def passes(self, lease: Lease, num_read: int | None = None) -> float:
-        """Return the passes done after `num_read` examples of the lease's shard (None: half of the shard)."""
+        """Return the finished passes after `num_read` examples of the lease's shard (None: half of the shard)."""
         size = self._sizes[lease.file]
         num_shards = lease.num_shards or max(_UNPACKED * size / self._shard_bytes, 1)
         within = 0.5
@@ -77,13 +77,13 @@ class PassProgress:
 
 
 class WorkerRates:
-    """Changes rates by one worker's progress."""
+    """Changes rates according to one worker's progress."""
 
     @classmethod
     def open(
         cls, job: WorkerTask, rates: JobRates, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable]
     ) -> WorkerRates:
-        """Create the rates of a job; `tables` are the model's."""
+        """Create the rates of a job for the model's `tables`."""
         plan = RatePlan(schedule=parse_schedule(rates.schedule), warmup=rates.warmup)
         changed = TableRates(tables, model, from_fields(RULES, job.update), plan, rates.most_passes)
         return cls(changed, PassProgress(dataset, rates.num_examples))
@@ -93,5 +93,5 @@ class WorkerRates:
         self._progress = progress
 
     def set_within(self, lease: Lease, num_read: int | None = None) -> None:
-        """Set the rate for the worker's position; arguments as for :meth:`PassProgress.passes`."""
+        """Set the rate for the worker's position; the arguments are those of :meth:`PassProgress.passes`."""
         self._rates.set_within(self._progress.passes(lease, num_read))

@@ -1,8 +1,9 @@
 """A worker process: receive jobs and shards from the scheduler, and train or predict.
 
-The loop overlaps its work with the servers'. While a minibatch's weights are in flight, it parses the next minibatch
-and finds its distinct keys. If the consistency allows it (τ ≥ 1), it also requests the next weights before it computes
-the gradients. It does not wait at the end of a shard: it reports the shard when its last push is acknowledged.
+The loop overlaps its work with the servers' work. While a minibatch's weights are in flight, the worker parses the next
+minibatch and finds its distinct keys. If the consistency allows it (τ ≥ 1), the worker also requests the next weights
+before it computes the gradients. It does not wait at the end of a shard; it reports the shard when the last push is
+acknowledged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from paceline.transport import Transport
 
 _PROGRESS_S = 0.2
 _READ_AT_ONCE = 16_384
-_EXPELLED = "this worker sent no heartbeat for too long and was declared dead. Start it again"
+_EXPELLED = "this worker sent no heartbeat for too long, so the scheduler declared it dead. Start it again"
 
 
 def run_worker(
@@ -51,7 +52,7 @@ def run_worker(
 ) -> None:
     """Run jobs until the cluster ends.
 
-    `watch`, if given, receives a function that ends this process immediately; `on_ready` receives the rank.
+    `watch`, if given, receives a function that ends this process at once; `on_ready` receives the rank.
     """
     if watch is not None:
         watch(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -60,7 +61,7 @@ def run_worker(
     def receive(notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.Expelled):
             expelled.set()
-            raise PeerError(_EXPELLED)  # closes the link to the scheduler, on which a call may wait for a job
+            raise PeerError(_EXPELLED)  # closes the link, where a call may be waiting for a job
         if isinstance(notice, messages.Ended):
             ended.set()
 
@@ -95,7 +96,7 @@ class _Part(NamedTuple):
 
 
 class Worker:
-    """One worker's part in the jobs of a cluster."""
+    """A worker's part in the jobs of a cluster."""
 
     def __init__(self, client: Client, expelled: threading.Event) -> None:
         self._client = client
@@ -105,12 +106,12 @@ class Worker:
         self._prepared = PreparedShards()
         self._counters = WorkerCounters(0)
         self._columns: ExampleColumns | None = None
-        """This worker's examples between the two jobs of the block solver."""
+        """This worker's examples, kept between the block solver's two jobs."""
 
     def work(self, number: int, job: jobs.WorkerTask) -> None:
-        """Do this worker's part of a job; an error of the data fails the job, not this process."""
+        """Do this worker's part of a job. A data error fails the job, not this process."""
         client = self._client
-        if number != self._counters.job:  # the same job again if shards have returned
+        if number != self._counters.job:  # the same job comes again if shards were returned
             self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
             self._scratch = KeyScratch()
         leases = WorkerLeases(client.link, number)
@@ -235,7 +236,7 @@ class Worker:
     def _read_columns(self, part: _Part) -> None:
         """Read this worker's part of the examples, and store it by column.
 
-        Shards are reported after the last one: if a worker dies, the other workers read all its shards again.
+        The worker reports its shards after the last one. If it dies, the other workers read all its shards again.
         """
         job, model, dataset, _, leases = part
         counters, collector = self._counters, ColumnCollector()
@@ -263,7 +264,7 @@ class Worker:
         self._columns = collector.finish()
 
     def _solve_blocks(self, part: _Part) -> None:
-        """Take part in the passes over blocks of columns, with the examples of the job before."""
+        """Take part in the passes over blocks of columns, using the examples of the previous job."""
         job, leases = part.job, part.leases
         assert job.solve is not None
         counters, columns = self._counters, self._columns
@@ -309,13 +310,13 @@ class Worker:
         return self._client.link.call(message, body=body)
 
     def retire(self) -> None:
-        """Leave the iterations, so that no other worker waits for this one."""
+        """Leave the iterations, so that other workers do not wait for this worker."""
         if not self._retired:
             self._client.retire()
             self._retired = True
 
     def _retire_after_failure(self) -> None:
-        """Leave the iterations; ignore that further earlier pushes are rejected too."""
+        """Leave the iterations; ignore rejections of other earlier pushes."""
         with contextlib.suppress(NoRoomError, UsageError):
             self.retire()
         self.retire()
@@ -336,7 +337,7 @@ class Worker:
 
 
 def _pull(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -> list[Ticket]:
-    """Request a minibatch's rows; a minibatch of predictions needs no rows of tables for training alone."""
+    """Request a minibatch's rows. Minibatches of predictions omit tables that only training needs."""
     return [
         table.pull_async(keys, assume_unique=True, ahead=ahead)
         for table, keys in zip(tables, minibatch.keys, strict=False)
@@ -346,7 +347,7 @@ def _pull(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -
 class _Pipeline:
     """The minibatches in flight: requested, computed, pushed, acknowledged.
 
-    With `ahead` 1 the next minibatch's weights may be requested before the push of this one's gradients.
+    With `ahead` 1, the next minibatch's weights may be requested before the current gradients are pushed.
     """
 
     def __init__(
@@ -368,7 +369,7 @@ class _Pipeline:
         self._unconfirmed: deque[tuple[Ticket, list[Lease], dict[str, float]]] = deque()
 
     def feed(self, minibatch: Minibatch, num_read: int, is_first_pass: bool) -> None:
-        """Request the weights of the next minibatch, made from `num_read` examples; finish the one before."""
+        """Request the weights for the next minibatch, made from `num_read` examples; finish the current one."""
         if self._ahead and self._current is not None:
             tickets = _pull(self._tables, minibatch, ahead=1)
             self._finish_current()

@@ -1,14 +1,14 @@
-"""Authentication: both ends prove that they hold the cluster's token before any other frame.
+"""Authenticate both ends of a connection: each proves that it has the cluster's token, before any other frame.
 
 1. The server sends a nonce (CHALLENGE).
-2. The client sends its :class:`Hello`, its :class:`ConnectionIdentity`, a nonce of its own, and an HMAC-SHA256 of all
-   these fields under the token (HELLO).
+2. The client sends its :class:`Hello`, its :class:`ConnectionIdentity`, its own nonce, and an HMAC-SHA256 of all these
+   fields with the token as key (HELLO).
 3. The server sends its own fields and an HMAC of the fields of both ends (WELCOME).
 
-The token is never sent. An attacker cannot replay a recorded exchange (each end chooses a nonce), reflect it (the
-labels differ) or alter a field (every field has a length prefix). A relay gains nothing: the proof names its recipient,
-and on connections with a possible intermediary every later frame is sealed with a key derived from the token and this
-handshake (`sealing`).
+The token is never sent. An attacker cannot replay a recorded exchange, because each end chooses a nonce. It cannot
+reflect an exchange, because the labels differ, and it cannot alter a field, because every field has a length prefix. A
+relay gains nothing, because the proof names its recipient. On connections with a possible intermediary, every later
+frame is sealed with a key derived from the token and this handshake (`sealing`).
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from paceline.transport.frames import PROTOCOL_VERSION
 NONCE_BYTES = 32
 MIN_TOKEN_CHARS = 16
 MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_hex(16))"'
-"""A command that prints a token."""
+"""A command that prints a new token."""
 PROTOCOL_NAME = b"paceline/%d" % PROTOCOL_VERSION
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of a process. Both ends of a connection send one, authenticated by the token."""
+    """The identity of a process. Both ends of a connection send a Hello, which the token authenticates."""
 
     role: str
     """``scheduler``, ``server``, ``worker``, or an application's role."""
     rank: int = 0
     incarnation: int = 0
-    """Distinguishes a restarted process from the previous one with its rank."""
+    """Distinguishes a restarted process from the previous process with the same rank."""
     name: str = ""
-    """The node's name for people."""
+    """The node's name, for messages."""
     extra: dict[str, int | str] = {}
-    """Further fields of the application."""
+    """Additional fields of the application."""
     to: str = ""
-    """The required role of the server; empty accepts any. If it differs, both ends close the connection."""
+    """The required role of the server; empty accepts any role. If the role differs, both ends close the connection."""
     cluster: str = ""
-    """The cluster's id, if known. If it differs from the server's, both ends close the connection."""
+    """The cluster's id, if known. If the server has another id, both ends close the connection."""
     protocol: int = PROTOCOL_VERSION
     paceline: str = ""
     """The version of the package, set when the Hello is sent."""
@@ -68,9 +68,9 @@ class ConnectionIdentity(msgspec.Struct, frozen=True, kw_only=True):
     binding: bytes = b""
     """The channel binding, which only the two ends share (`sealing`); empty if an intermediary is possible."""
     address: str = ""
-    """The address that the client connected to."""
+    """The address to which the client connected."""
     listener: str = ""
-    """Client: the expected listener, empty if it has only an address. Server: its own."""
+    """Client: the expected listener; empty if the client knows only an address. Server: its own listener."""
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -85,14 +85,14 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 def make_token() -> str:
-    """Return a fresh token: 43 characters, 256 bits of the system's randomness."""
+    """Return a new token: 43 characters, 256 bits of the system's randomness."""
     return secrets.token_urlsafe(32)
 
 
 def read_token(path: str | os.PathLike[str]) -> str:
     """Read a token from a file, without surrounding white space.
 
-    Raises UsageError for an unreadable file, or a file that other users can access.
+    Raises UsageError for an unreadable file, or a file that other users can read.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -103,8 +103,8 @@ def read_token(path: str | os.PathLike[str]) -> str:
         raise UsageError(f"cannot read the cluster's token from {path}: {reason}") from None
     if os.name == "posix" and stat.S_ISREG(mode) and mode & 0o077:
         raise UsageError(
-            f"the token in {path} is open to other users (mode {stat.S_IMODE(mode):04o}), who could join the cluster; "
-            f"run: chmod 600 {shlex.quote(os.fspath(path))}"
+            f"the token in {path} is open to other users (mode {stat.S_IMODE(mode):04o}), who could join the cluster. "
+            f"Run: chmod 600 {shlex.quote(os.fspath(path))}"
         )
     return check_token(token, f"the token in {path}")
 
@@ -112,30 +112,30 @@ def read_token(path: str | os.PathLike[str]) -> str:
 def check_token(token: str, source: str = "the token") -> str:
     """Return the token. Raises UsageError if it is too short.
 
-    Every peer and intermediary of a client receives a proof and can test guesses against it unnoticed.
+    Every peer and intermediary of a client receives a proof, and can use it to test guesses of the token unnoticed.
     """
     if len(token) < MIN_TOKEN_CHARS:
         raise UsageError(
-            f"{source} has {len(token)} characters, at least {MIN_TOKEN_CHARS} are needed against guessing; "
-            f"create one: {MAKE_TOKEN}"
+            f"{source} has {len(token)} characters, but at least {MIN_TOKEN_CHARS} are needed against guessing. "
+            f"Create one: {MAKE_TOKEN}"
         )
     return token
 
 
 def encode_hello(hello: Hello) -> bytes:
-    """Return the Hello as msgpack, with this package's version filled in."""
+    """Encode the Hello as msgpack, with this package's version."""
     from paceline.version import __version__
 
     return msgspec.msgpack.encode(msgspec.structs.replace(hello, paceline=hello.paceline or __version__))
 
 
 def join_fields(*fields: bytes) -> bytes:
-    """Return the fields joined, each with a length prefix: different lists give different bytes."""
+    """Join the fields, each with a length prefix, so that different lists give different bytes."""
     return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
 
 def prove(token: str, label: str, *fields: bytes) -> bytes:
-    """Return the proof that the end called ``label`` holds the token and sent these fields."""
+    """Return the proof that the end called ``label`` has the token and sent these fields."""
     return hmac.digest(token.encode(), join_fields(PROTOCOL_NAME, label.encode(), *fields), "sha256")
 
 
@@ -146,17 +146,17 @@ def check_proof(token: str, label: str, proof: Proof, *fields: bytes) -> None:
 
 
 def read_hello(label: str, data: bytes) -> Hello:
-    """Return the authenticated Hello. Raises VersionError for another version of paceline.
+    """Decode an authenticated Hello. Raises VersionError for another version of paceline.
 
-    Frames have no version of their contents, so both ends must have the same version of the package.
+    The contents of frames have no version, so both ends must have the same version of the package.
     """
     from paceline.version import __version__
 
     hello = decode(data, Hello)
     if (hello.protocol, hello.paceline) != (PROTOCOL_VERSION, __version__):
         raise VersionError(
-            f"the {label} has protocol version {hello.protocol} (paceline {hello.paceline}), this "
-            f"process version {PROTOCOL_VERSION} (paceline {__version__}); install the same version of "
+            f"the {label} has protocol version {hello.protocol} (paceline {hello.paceline}), but this "
+            f"process has version {PROTOCOL_VERSION} (paceline {__version__}). Install the same version of "
             "paceline on both"
         )
     return hello
@@ -167,4 +167,4 @@ def decode(meta: bytes | memoryview, kind: type[_Message]) -> _Message:
     try:
         return msgspec.msgpack.decode(meta, type=register_type(kind))
     except UNREADABLE as error:
-        raise ProtocolError(f"got a handshake that cannot be read: {error}; the connection is closed") from None
+        raise ProtocolError(f"got a handshake that cannot be read: {error}. The connection is closed") from None

@@ -1,4 +1,4 @@
-"""Server's half of the handshake, without I/O; `client_handshake` has the client's half."""
+"""Implement the server's half of the handshake, without I/O; `client_handshake` has the client's half."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ServerHandshake:
     def __init__(self, token: str, hello: Hello, listener: str) -> None:
         """``listener``: the id of this listener."""
         self.seals: Seals | None = None
-        """Seals of later frames, available after the welcome; None if frames are not sealed."""
+        """Seals of later frames, available after the WELCOME; None if frames are not sealed."""
         self.is_relayed = False
-        """Whether both ends have a binding, but different ones."""
+        """Whether both ends have a binding, but the bindings differ."""
         self._token = token
         self._hello = hello
         self._listener = listener
@@ -47,7 +47,7 @@ class ServerHandshake:
         return msgspec.msgpack.encode(Challenge(self._nonce))
 
     def receive_hello(self, meta: bytes | memoryview) -> None:
-        """Process the meta of the HELLO. Raises AuthenticationError if its proof is wrong."""
+        """Process the meta of the HELLO. Raises AuthenticationError if the proof is wrong."""
         proof = decode(meta, Proof)
         if len(proof.nonce) != NONCE_BYTES:
             raise AuthenticationError(f"the client's nonce has {len(proof.nonce)} bytes, {NONCE_BYTES} were expected")
@@ -56,9 +56,9 @@ class ServerHandshake:
         self._transcript, self._identity = transcript, decode(proof.view, ConnectionIdentity)
 
     def welcome(self, binding: bytes) -> bytes:
-        """Return the meta of the WELCOME; ``binding`` is this end's.
+        """Return the meta of the WELCOME; ``binding`` is the channel binding of this end.
 
-        Send it even if :meth:`identify` rejects the client, so that the client finds the reason in authenticated data.
+        Send the WELCOME even if :meth:`identify` rejects the client, because it authenticates the reason.
         """
         own_hello = encode_hello(self._hello)
         view = msgspec.msgpack.encode(ConnectionIdentity(binding=binding, listener=self._listener))
@@ -80,7 +80,7 @@ class ServerHandshake:
         )
         if reason:
             raise AddressError(
-                f"{client_hello.role} {client_hello.rank} ({client_hello.name}) has the wrong server: {reason}"
+                f"{client_hello.role} {client_hello.rank} ({client_hello.name}) reached the wrong server: {reason}"
             )
         return client_hello
 
@@ -88,11 +88,11 @@ class ServerHandshake:
 def wrong_server_reason(
     client: Hello, client_identity: ConnectionIdentity, server: Hello, server_identity: ConnectionIdentity
 ) -> str:
-    """Return the reason why this is not the client's expected server; empty if it is."""
+    """Return why this server is not the one that the client expects; empty if it is."""
     if client_identity.listener and client_identity.listener != server_identity.listener:
-        return "another process listens there now: the previous one has ended"
+        return "another process listens there now, because the previous one has ended"
     if client.to and client.to != server.role:
-        return f"a {server.role} listens there, a {client.to} was expected"
+        return f"a {server.role} listens there, but a {client.to} was expected"
     if client.cluster and server.cluster and client.cluster != server.cluster:
         return f"the {server.role} there belongs to another cluster"
     return ""

@@ -1,8 +1,8 @@
-"""Unauthenticated connections: a bounded number per listener.
+"""Limit the number of unauthenticated connections per listener.
 
-If a listener waited for a free slot, a few silent connections could block it; without a limit it would run out of file
-descriptors. The listener therefore accepts all connections. Above the limit it drops the oldest one of the source with
-the most connections. A handshake takes milliseconds, so an honest client is rarely the oldest.
+If a listener waited for a free slot, a few silent connections could block it. Without a limit it would run out of file
+descriptors. Therefore the listener accepts all connections. Above the limit it drops the oldest connection from the
+source with the most connections. A handshake takes milliseconds, so an honest client is rarely the oldest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def max_unauthenticated() -> int:
 
 
 class UnauthenticatedConnections(Generic[_Connection]):
-    """The connections of one listener in their handshake. Not thread-safe; closes nothing."""
+    """A listener's connections in their handshake. Not thread-safe. The caller closes connections."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -58,7 +58,7 @@ class UnauthenticatedConnections(Generic[_Connection]):
 
 
 class LogRateLimit:
-    """Rate limit of log lines about unauthenticated peers: a burst, then one per pause. It protects the disk."""
+    """Limits log lines about unauthenticated peers, to protect the disk: a burst, then one line per pause."""
 
     def __init__(self, burst: int = 20, pause_s: float = 3.0) -> None:
         self._burst = burst
@@ -68,7 +68,7 @@ class LogRateLimit:
         self._num_skipped = 0
 
     def record(self, time_s: float) -> int | None:
-        """Return None if this event should not be logged, else the number skipped since the last line."""
+        """Return the number of skipped events since the last line; None to skip this one too."""
         self._left = min(self._left + max(time_s - self._at_s, 0.0) / self._pause_s, float(self._burst))
         self._at_s = time_s
         if self._left < 1.0:

@@ -1,4 +1,4 @@
-"""Channels on TLS connections, without scattered reads or kernel timeouts."""
+"""Implement channels on TLS connections, without scattered reads or kernel timeouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.transport.client import is_hung_up, shut, wait_readable
 from paceline.transport.frames import Limits, join, size_of, view_of
 from paceline.transport.security.sealing import certificate_binding
 
-_JOINED_BYTES = 1 << 14  # a TLS record
+_JOINED_BYTES = 1 << 14  # size of a TLS record
 
 
 class TLSChannel(StreamChannel):
@@ -43,7 +43,7 @@ class TLSChannel(StreamChannel):
         except TimeoutError:
             self.close()
             raise DeadlineError(
-                f"{self._peer_name()} read no messages for {self._timeout_s:g} s; the connection is closed"
+                f"{self._peer_name()} read no messages for {self._timeout_s:g} s. The connection is closed"
             ) from None
         except OSError as error:
             raise self._lost(error) from None
@@ -103,29 +103,29 @@ def wrap_tls(connected: socket.socket, context: ssl.SSLContext, address: Address
     except OSError as error:
         raise no_tls(address, error, timeout_s) from None
     finally:
-        connected.close()  # wrap_socket has detached it or failed
+        connected.close()  # wrap_socket has detached this socket or failed
 
 
 def client_not_trusted(address: Address) -> AuthenticationError:
     """Return the error for a TLS connection that ends before the server's first frame.
 
-    In TLS 1.3 the client's handshake ends before the server checks the client's certificate. A server that rejects the
-    certificate closes the connection at this point, without a reason if it uses asyncio.
+    In TLS 1.3 the client's handshake ends before the server checks the client's certificate. If the server rejects the
+    certificate, it closes the connection at this point, without a reason if it uses asyncio.
     """
     return AuthenticationError(
-        f"the server at {address} closed the TLS connection before its first frame: most likely it "
-        "does not trust this process's certificate; use one of the cluster's authority (--tls-cert)"
+        f"the server at {address} closed the TLS connection before its first frame. Probably it "
+        "does not trust this process's certificate. Use one of the cluster's authority (--tls-cert)"
     )
 
 
 def no_tls(address: Address, error: OSError, timeout_s: float) -> PeerError | DeadlineError:
-    """Return the error for a TLS handshake that failed."""
+    """Return the error for a failed TLS handshake."""
     if isinstance(error, TimeoutError):
         return DeadlineError(f"the server at {address} did not finish the TLS handshake in {timeout_s:g} s")
     if not isinstance(error, ssl.SSLError):
         return ConnectionLostError(f"the server at {address} closed the connection in the TLS handshake ({error})")
     detail = getattr(error, "verify_message", "") or error.reason or str(error)
     return AuthenticationError(
-        f"no TLS connection to the server at {address}: {detail}; check that both ends have a certificate "
+        f"no TLS connection to the server at {address}: {detail}. Check that both ends have a certificate "
         "of the same authority (--tls-ca) and that the server's certificate names this host"
     )

@@ -1,4 +1,4 @@
-"""TLS contexts: certificates of peers and encrypted connections."""
+"""Create TLS contexts, for certificates of peers and encrypted connections."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE---
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TLS:
-    """The files (PEM) of a node's TLS. With TLS, nodes use TCP only."""
+    """The files (PEM) of a node's TLS identity. With TLS, nodes use only TCP."""
 
     cert: str | PathLike[str] | None = None
     """This node's certificate with its chain. Required for servers, optional for clients."""
     key: str | PathLike[str] | None = None
     """The private key of ``cert``; None if it is in the same file."""
     ca: str | PathLike[str] | None = None
-    """The trusted authorities. With them, servers require certificates of clients (mutual TLS)."""
+    """The trusted authorities. If set, servers require certificates from clients (mutual TLS)."""
 
     @classmethod
     def of_files(
         cls, cert: str | PathLike[str] | None, key: str | PathLike[str] | None, ca: str | PathLike[str] | None
     ) -> TLS | None:
-        """Return the TLS of the given files; None without any."""
+        """Create the TLS settings from the given files; return None if there are none."""
         return None if cert is None and key is None and ca is None else cls(cert=cert, key=key, ca=ca)
 
     def server_context(self) -> ssl.SSLContext:
-        """Return a server's context. Raises UsageError for a missing file or certificate."""
+        """Create a server's context. Raises UsageError for a missing file or certificate."""
         if self.cert is None:
-            raise UsageError("a server needs a certificate for TLS; pass its file as TLS(cert=...)")
+            raise UsageError("a server needs a certificate for TLS. Pass its file as TLS(cert=...)")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load(context)
         if self.ca is not None:
@@ -41,7 +41,7 @@ class TLS:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a client's context; without ``ca`` the system's authorities are trusted."""
+        """Create a client's context; without ``ca`` it trusts the system's authorities."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the certificate and its host name
         if self.ca is None:
             context.load_default_certs()

@@ -1,6 +1,6 @@
-"""A TLS connection as a plain socket, for callers that do not support TLS.
+"""Present a TLS connection as a plain socket, for callers that do not support TLS.
 
-A thread moves the bytes between the plain socket and the TLS connection. This costs two wake-ups in each direction.
+A thread moves the bytes between the plain socket and the TLS connection, which costs two wake-ups per direction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINGER_S: Final = 2.0
 
 
 def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
-    """Return a socket that transfers its bytes through a TLS connection, which it then owns."""
+    """Return a socket that transfers its bytes through a TLS connection, and then owns the connection."""
     caller_end, pump_end = socket.socketpair()
     pump = _Pump(encrypted, pump_end)
     threading.Thread(target=pump.run, name="paceline-tls", daemon=True).start()
@@ -52,7 +52,7 @@ class _Direction:
             if self.held:
                 self.held = self.held[self._target.send(self.held) :]
                 return True
-            # The base class's method, because a TLS socket's own closes both directions.
+            # Use the base class's method, because the TLS socket's method closes both directions.
             socket.socket.shutdown(self._target, socket.SHUT_WR)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
@@ -85,7 +85,7 @@ class _Pump:
                 poll.register(self._encrypted, self._events_of(self._in, self._out))
                 poll.register(self._plain, 0 if closed_at else self._events_of(self._out, self._in))
                 if closed_at is not None:
-                    poll.unregister(self._plain)  # it would report the end repeatedly
+                    poll.unregister(self._plain)  # otherwise poll() would report the end repeatedly
                 events = dict(poll.poll(None if left_s is None else left_s * 1e3))
                 if closed_at is None and events.get(self._plain.fileno(), 0) & select.POLLHUP:
                     closed_at = time.monotonic()
