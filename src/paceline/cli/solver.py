@@ -22,7 +22,7 @@ OF_BLOCKS: Final = ("max_delay", "block_ratio", "tolerance", "plot")
 OF_MINIBATCHES: Final = {
     "batch_size": "it has no minibatches",
     "tune": "it has no rates to try",
-    "lr": "steps are as long as the second derivative allows",
+    "lr": "the second derivative determines the length of steps",
     "beta": "it is FTRL's",
     "update": "its servers take proximal steps",
     "schedule": "it has no learning rate",

@@ -46,7 +46,6 @@ class TextTable:
         object.__setattr__(self, "_places", places_of(self.names))
 
     def column(self, name: str) -> list[str]:
-        """Return the cells of a column."""
         at = self._places[name]
         return [row[at] for row in self.rows]
 

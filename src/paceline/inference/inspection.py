@@ -201,7 +201,6 @@ def _compare(name: str, one: Weights, other: Weights, top: int) -> TableDifferen
 
 
 def _spread(keys: Keys, weights: Weights) -> Doubles:
-    """Return the weights of `keys`, 0 for missing keys."""
     out = np.zeros((len(keys), weights.values.shape[1]))
     out[np.searchsorted(keys, weights.keys)] = weights.values
     return out

@@ -353,7 +353,7 @@ def local_cluster(
 ) -> LocalCluster:
     """Start a cluster on this machine: a context manager whose ``connect()`` returns a client.
 
-    - `servers`: processes that hold the tables.
+    - `servers`: processes that store the tables.
     - `workers`: number of clients that iterations wait for, under `consistency` (default ``Eventual()``).
     - `stale`: policy for stale gradients.
     - `replicas`: additional copies of every row on other servers, so that as many servers may die without loss.

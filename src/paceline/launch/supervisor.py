@@ -145,7 +145,7 @@ class Supervisor:
             child.process.send_signal(number)
 
     def stop_replacing(self) -> None:
-        """Do not replace processes that die from now on."""
+        """Stop replacing dead processes."""
         with self._lock:
             self._is_closing.set()
 

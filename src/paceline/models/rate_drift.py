@@ -25,7 +25,7 @@ _MOST_STEPS: Final = 30
 
 
 class RateShift(NamedTuple):
-    """Corrections of log odds for all examples and, in addition, for the newest rate.
+    """A correction of log odds for all examples, and a further correction for the newest rate.
 
     The correction for all examples has a standard error. `newest` is the mean over the hypotheses; `drift` is the
     probability that the rate drifts.

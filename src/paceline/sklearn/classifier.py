@@ -101,7 +101,6 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
 
     @override
     def _to_labels(self, targets: npt.NDArray[Any]) -> Floats:
-        """Return the indices of the classes."""
         unknown = np.setdiff1d(targets, self.classes_)
         if len(unknown):
             raise UsageError(f"y has {unknown.tolist()[0]!r}: expected one of the classes {self.classes_.tolist()}")

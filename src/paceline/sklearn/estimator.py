@@ -134,7 +134,6 @@ class SparseEstimator(BaseEstimator, ABC):
         """Return targets as the model's labels (float32 [n]). Raises UsageError for invalid targets."""
 
     def _weighting(self, targets: npt.NDArray[Any]) -> Weighting:
-        """Return the weights of examples, given their targets."""
         return Weighting()
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:

@@ -124,7 +124,7 @@ class StoredPart(StoredFile, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         is_divided = len(self.buckets) == len(self.rows) and len(set(self.buckets)) == len(self.buckets)
         if not is_divided and (self.buckets or len(self.rows) != 1):
-            raise UsageError(f"{self.file} holds {len(self.buckets)} buckets, and rows of {len(self.rows)}")
+            raise UsageError(f"{self.file} has {len(self.buckets)} buckets, but numbers of rows for {len(self.rows)}")
         if self.num_rows * (8 + 4 * self.words) > self.num_bytes:
             raise UsageError(f"{self.file} cannot hold {self.num_rows} rows of {self.words} words")
 
@@ -142,7 +142,7 @@ class PartUse(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not set(self.buckets) <= set(self.part.buckets):
-            raise UsageError(f"{self.part.file} does not hold all buckets that the manifest uses")
+            raise UsageError(f"{self.part.file} lacks buckets that the manifest uses")
 
 
 class StoredTable(msgspec.Struct, frozen=True, kw_only=True):

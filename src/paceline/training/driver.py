@@ -159,7 +159,7 @@ def _open_cluster(
 class _Display:
     """A training's output for the user: the columns, the plan, warnings and a progress line.
 
-    With `progressive`, each loss before learning is printed on a line of its own.
+    With `progressive`, each loss before learning is printed on a separate line.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ class BestPass:
     def _erase_later_rows(self, kept: SavedModel, spec: TableSpec) -> None:
         table = self._client.open_table(spec)
         assert isinstance(table, SparseTable)  # true for all tables of models
-        copies = (keys.copy() for keys, _ in kept.records(kept.table(spec.name)))  # views would hold the records
+        copies = (keys.copy() for keys, _ in kept.records(kept.table(spec.name)))  # views would retain the records
         known = np.sort(np.concatenate([np.empty(0, np.uint64), *copies]))
         for keys, _ in read_records(self._client, spec):  # a bucket at a time
             places = np.searchsorted(known[:-1], keys)  # at most the last

@@ -61,7 +61,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         """
         generator = np.random.default_rng((lease.epoch, lease.file, lease.shard))
         num_read = num_reported = 0
-        ends = np.empty(0, np.int64)  # examples read up to each pending kept example
+        ends = np.empty(0, np.int64)  # by kept example that is not in a batch yet: the number of examples read up to it
 
         def drawn() -> Iterator[Batch]:
             nonlocal num_read, ends

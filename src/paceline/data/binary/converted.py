@@ -37,6 +37,7 @@ _GUESSES = tuple[tuple[str, str, str, int, tuple[str, ...]], ...]
 _HASH = hash_bytes(b"paceline", name_seed("hash"))
 """A key that identifies the hash function of the keys in a file."""
 """A key that identifies the hash function used for the keys in a file."""
+"""A key that identifies the hash function used for the keys in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,6 @@ class DataWriter:
         self._writer.finish(content, sync=True)
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -187,7 +187,6 @@ class ConvertedFile:
         )
 
     def close(self) -> None:
-        """Close the file."""
         self.blocks.close()
 
     @property

@@ -158,7 +158,7 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
 
 
 def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "") -> str:
-    """Return the message for the kernel's code `why`, about a row that begins with `line`."""
+    """Return the reason for the kernel's error code `why`; the malformed row begins with `line`."""
     from paceline.kernels.text.codes import BAD_QUOTE, BAD_WIDTH, DETAIL, NO_LABEL, NO_WEIGHT
 
     detail, kind = divmod(why, DETAIL)

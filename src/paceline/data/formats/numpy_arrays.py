@@ -109,7 +109,7 @@ class ArrayFile:
             )
 
     def end_of_piece(self, start: int, stop: int) -> int:
-        """Return the end of a piece of rows that starts at `start`: `stop`, or the limit of rows or memory."""
+        """Return the end of the piece of rows from `start`: `stop`, or earlier if the piece would be too large."""
         stop = min(start + _ROWS, stop)
         if self.X is not None:
             return min(stop, start + max(_CELLS // max(int(self.X.shape[1]), 1), 1))

@@ -191,7 +191,7 @@ def _known(labels: Doubles | None) -> Doubles | None:
 
 
 def _standard_scale(numbers: Doubles) -> tuple[Scale, float]:
-    """Return the scale for a line, and the largest distance from the mean, in deviations."""
+    """Return the standard scale, and the largest distance of a number from the mean, in deviations."""
     (mean, deviation), farthest = _standardise(numbers.tolist())
     centre = float(np.float32(mean)) if _FAR * deviation < abs(mean) <= MAX_FLOAT32 else 0.0
     return Scale(0.0, mean, deviation, centre), farthest

@@ -31,7 +31,7 @@ _MAX_KEPT_LINES, _MAX_LINE_BYTES = 300, 4096
 _MAX_SHOWN_LINES, _NUM_PLAIN_LINES = 60, 10
 _QUIET_S = 1.0
 _HOLD_S = 10.0
-"""Time to end for a rank that other ranks lost: it may write a file, or wait for its threads."""
+"""Time limit for the end of a rank that other ranks lost, because it may write a file or wait for its threads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,6 @@ class DeepModel(FactorModel):
         return tuple(layer.keys for layer in self.layers)
 
     def hidden_layers(self, first: int) -> tuple[Layer, ...]:
-        """Return the hidden layers, numbered from `first`."""
         sizes = zip((self.num_inputs, *self.hidden), self.hidden, strict=False)
         return tuple(
             Layer(f"{self.name} hidden {number + 1}", first + number, *size) for number, size in enumerate(sizes)

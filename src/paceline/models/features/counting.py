@@ -41,7 +41,7 @@ class FrequentFeatures:
 
     def __init__(self) -> None:
         self.places = np.zeros(_NUM_REMEMBERED, np.uint64)
-        """Keys, each at the index of its hash; an empty position holds a key that belongs elsewhere."""
+        """Keys, each at the index of its hash; an empty position has a key with another hash."""
         last = np.uint64(_NUM_REMEMBERED - 1)
         of_zero = int(mix(0)[0] & last)
         self.places[of_zero] = next(key for key in range(1, 3) if int(mix(key)[0] & last) != of_zero)

@@ -1,6 +1,6 @@
 """Exchange numbers among the workers of a solver, through a table.
 
-The table is the one with the weights (:class:`~paceline.tables.rules.ProximalNewton`). Rows with special keys hold the
+The table with the weights is used (:class:`~paceline.tables.rules.ProximalNewton`). Rows with special keys hold the
 sums of all workers' last pushes. Consistency is sequential, so a read after an iteration includes all pushes of the
 iteration.
 """

@@ -115,7 +115,7 @@ def _block_in_memory(num_bytes: int) -> RowBlock:
 
 
 def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
-    """Return a block in a file without a name. The file lives as long as the mapping, without a descriptor."""
+    """Return a block in a file without a name. The mapping keeps the file, so no descriptor is open."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             number = file.fileno()

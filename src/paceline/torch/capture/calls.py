@@ -154,7 +154,7 @@ def _sequence_like(value: Any, parts: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def undone(module: nn.Module) -> Iterator[None]:
-    """Restore buffers, gradients and the random state at the end."""
+    """Restore buffers, gradients and the random state at the end of the block."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:

@@ -39,10 +39,7 @@ def sum_equal_keys(keys: Sequence[Keys], grads: Sequence[Floats], dim: int) -> t
 
 
 def keys_of(tensor: torch.Tensor) -> Keys:
-    """Copy a tensor of keys to a new uint64 [n] array.
-
-    Raises UsageError unless the tensor is int64 or uint64.
-    """
+    """Copy a tensor of keys to a new uint64 [n] array. Raises UsageError unless the tensor is int64 or uint64."""
     if tensor.dtype is not torch.int64 and tensor.dtype is not torch.uint64:
         raise UsageError(
             f"keys of an embedding are {str(tensor.dtype).removeprefix('torch.')}: expected int64 or uint64. Convert "

@@ -93,7 +93,7 @@ class ClusterTables(RowTables):
             name, dim=dim, update=rule, initializer=initializer, seed=seed, filters=pushed, pull_filters=pulled
         )
         table = ClusterTable(self._client, made)
-        table.set_update(rule)  # the table may exist from an earlier training, with another learning rate
+        table.set_update(rule)  # an earlier training may have left the table with another learning rate
         return table
 
     @override

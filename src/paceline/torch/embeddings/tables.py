@@ -30,7 +30,7 @@ class RowFilters(NamedTuple):
 
 
 class RowDeclaration(NamedTuple):
-    """The settings that two embeddings of one table must agree on."""
+    """The settings in which two embeddings with the same table must agree."""
 
     dim: int
     """Number of float32 in a row."""

@@ -223,5 +223,5 @@ class PartitionedModel(nn.Module):
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._program().place()  # move parameters back to their devices, because only dtypes may change
+        self._program().place()  # undo moves between devices, but keep changes of dtypes
         return self
