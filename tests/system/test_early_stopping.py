@@ -54,6 +54,7 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     assert f"log loss {predicted['log_loss']:.4f}" in told
 
 
+@pytest.mark.thorough
 def test_rates_fall_from_pass_to_pass(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """Steps of a thousandth teach next to nothing; the saved model has the whole rate again."""
     train, validation = click_log

@@ -94,6 +94,7 @@ def test_click(paceline: Commands, run_alone: Any, real_data: Path, capsys: pyte
     assert found["log_loss"] == pytest.approx(alone["log_loss"], abs=0.005)
 
 
+@pytest.mark.thorough
 def test_charlm(paceline: Commands, run_alone: Any, real_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = real_data / "text" / "tinyshakespeare.txt"
     arguments = ("--data", text, "--limit", "30000", "--length", "32", "--batch-size")

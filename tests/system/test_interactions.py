@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import paceline as package
 from paceline.ps import read_model
@@ -41,6 +42,7 @@ def test_interactions_of_two_columns_are_learned(paceline: Commands, tmp_path: P
     assert paceline.succeed(*common, "--init-from", "model", "--eval", data, "--json").json["auc"] > 0.99
 
 
+@pytest.mark.thorough
 def test_fields_of_lines_and_bins_of_columns(paceline: Commands, tmp_path: Path) -> None:
     """Namespaces with several features, of text and converted; fields of JSON; a column whose effect is bent."""
     random = np.random.default_rng(7)

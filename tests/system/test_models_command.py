@@ -57,6 +57,7 @@ def test_classes(paceline: Commands, tmp_path: Path) -> None:
     assert "--classes is not an option of --model lr" in refused.err
 
 
+@pytest.mark.thorough
 def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None:
     """A row of weight 3 is three rows; predictions after passing negatives over are calibrated."""
     rng = np.random.default_rng(0)
@@ -92,6 +93,7 @@ def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None
         assert message in refused.err
 
 
+@pytest.mark.thorough
 def test_factorization_machine(paceline: Commands, tmp_path: Path) -> None:
     """It learns what only pairs of features tell, on two servers; its three tables are saved and read again."""
     for name, seed in (("train.svm", 0), ("eval.svm", 1)):

@@ -82,6 +82,7 @@ def test_a_killed_worker(paceline: Commands, click_log: tuple[Path, Path]) -> No
     assert "a worker died" in finished.err
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_of_a_sequential_training(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, "--epochs", "20", "--consistency", "sequential", "--json")
     running.children("worker")[0].kill()

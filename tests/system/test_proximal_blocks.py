@@ -85,7 +85,11 @@ def best_objective(matrix: Array, labels: Array, l1: float, l2: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("servers", "workers", "max_delay", "l2"), [(1, 1, 0, 0.0), (2, 3, 2, 0.5)], ids=["alone", "together"]
+    ("servers", "workers", "max_delay", "l2"),
+    [
+        pytest.param(1, 1, 0, 0.0, id="alone", marks=pytest.mark.thorough),
+        pytest.param(2, 3, 2, 0.5, id="together"),
+    ],
 )
 def test_the_optimum_is_found(tmp_path: Path, servers: int, workers: int, max_delay: int, l2: float) -> None:
     matrix, labels = write_examples(tmp_path / "rows.svm")

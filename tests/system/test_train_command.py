@@ -346,6 +346,7 @@ def test_training_behind_filters(paceline: Commands, click_log: tuple[Path, Path
         assert "Quantize(bits=3): expected 8, 4, 2 or 1" in refused.err
 
 
+@pytest.mark.thorough
 def test_converted_data_is_as_good_as_its_sources(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
 ) -> None:
