@@ -23,9 +23,14 @@ COLLECTED = "WARM_COLLECTED_TESTS"
 
 @functools.cache
 def prepare() -> None:
-    """Collect the tests; what is wrong with them, each worker will say."""
+    """Collect the tests. Errors are left to the workers, which report them.
+
+    pytest stores the rewritten tests, as `make test` stores bytecode: to rewrite them takes ten seconds.
+    """
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main(["--collect-only", "--quiet", "-n", "0", *json.loads(os.environ[COLLECTED])])
+    sys.dont_write_bytecode = before
 
 
 def main() -> NoReturn:
