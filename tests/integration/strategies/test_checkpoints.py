@@ -355,7 +355,7 @@ def test_invalid_checkpoints_are_rejected(kept: Path, tmp_path: Path) -> None:
     with paceline.local_cluster(servers=1) as cluster, cluster.connect() as client:
         client.sparse_table("w", dim=1, update=paceline.SGD(lr=0.1))
         client.save(tmp_path / "tables")
-    with pytest.raises(ModelError, match=r"holds tables, not a checkpoint .*client\.load\(\)"):
+    with pytest.raises(ModelError, match="holds tables, not a checkpoint"):
         chosen.load(tmp_path / "tables")
     for path in sorted(kept.glob("*.safetensors")):
         content = path.read_bytes()
