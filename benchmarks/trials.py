@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from paceline.data.batch import Batch
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.environment import num_cores
 from paceline.models.logistic import SparseLogisticRegression
 from paceline.ps import FTRL

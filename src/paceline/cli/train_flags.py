@@ -19,13 +19,7 @@ if TYPE_CHECKING:
     from paceline.models.update import RuleChoice
     from paceline.ps import UpdateRule
     from paceline.ps.messages import ClusterSettings
-    from paceline.training.options import (
-        EarlyStopping,
-        ExampleWeights,
-        PassOptions,
-        SnapshotPlan,
-        TrafficFilters,
-    )
+    from paceline.training.options import EarlyStopping, ExampleWeights, PassOptions, SnapshotPlan, TrafficFilters
     from paceline.training.schedules import RatePlan
 
 MINIBATCHES: Final = "minibatches"

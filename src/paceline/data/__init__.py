@@ -22,8 +22,7 @@ from paceline.data.formats import (
 )
 from paceline.data.guessing import describe_named, guess_columns
 from paceline.data.labels import count_labels, describe_not_binary
-from paceline.data.sample import Sample
-from paceline.data.sampling import TextTable
+from paceline.data.sampling import Sample, TextTable
 from paceline.data.scales.scaling import KEPT_SCALES, NUMERIC_SCALES, Scale, check_numeric_scale, fit_numbers, fit_scale
 from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log

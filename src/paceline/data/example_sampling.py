@@ -12,7 +12,7 @@ from paceline.data.batch import Batch
 from paceline.data.dataset import Dataset, open_dataset
 from paceline.data.formats import FORMATS
 from paceline.data.reader import BLOCK_BYTES
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.data.streams import stat_file
 
 MAX_ROWS = 262_144

@@ -18,14 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.bad_lines import shorten
-from paceline.data.columns import (
-    Columns,
-    Guess,
-    Guesses,
-    check_distinct,
-    find_label,
-    resolve_label,
-)
+from paceline.data.columns import Columns, Guess, Guesses, check_distinct, find_label, resolve_label
 from paceline.data.dialect import PLACE, check_header, is_missing, is_number
 from paceline.data.sampling import TextTable
 from paceline.data.scales.one_column import line_loss, table_loss

@@ -1,4 +1,4 @@
-"""Read pieces of text from positions spread over files, because files may be sorted.
+"""Samples of data files: pieces of text from places spread over files, because files may be sorted.
 
 The same files give the same pieces. The pieces of a gzip file are its beginning, because reaching the remainder
 requires decompressing all text before it.
@@ -6,6 +6,7 @@ requires decompressing all text before it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -16,9 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.bad_lines import BadLines
+from paceline.data.batch import Batch
+from paceline.data.binary.converted import ConvertedFile
+from paceline.data.columns import Columns, Guesses
 from paceline.data.dialect import PREAMBLE
-from paceline.data.labels import find_classes, read_label
-from paceline.data.streams import ByteStream, open_stream, stat_file, text_size
+from paceline.data.labels import MOST_CLASSES, describe_no_numbers, find_classes, read_label
+from paceline.data.streams import open_stream, read_bytes, stat_file, text_size
+from paceline.errors import DataError
 from paceline.kernels.text.values import number_text
 
 _PIECES = 64
@@ -96,8 +102,7 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
     for file in chosen:
         path = files[file]
         size = text_size(path, stat_file(path).num_bytes)
-        stream = open_stream(path)
-        try:
+        with contextlib.closing(open_stream(path)) as stream:
             if size is None or size <= num_pieces * _PIECE_BYTES:
                 starts, length = [0], num_pieces * _PIECE_BYTES
             else:
@@ -105,10 +110,10 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
                 length = _PIECE_BYTES
             for start in starts:
                 stream.seek(start)
-                piece = _read(stream, length)
+                piece = read_bytes(stream, length)
                 begin = _first_line(piece, start)
                 while not 0 <= begin < piece.rfind(b"\n") + 1 and len(piece) < budget:
-                    more = _read(stream, len(piece))  # the line is longer
+                    more = read_bytes(stream, len(piece))  # a longer line
                     piece += more
                     begin = _first_line(piece, start)
                     if not more:
@@ -118,8 +123,6 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
                 preamble = PREAMBLE.match(piece) if start == 0 else None
                 if 0 <= begin < end:
                     yield file, start + begin, piece[max(begin, preamble.end() if preamble else 0) : end]
-        finally:
-            stream.close()
 
 
 def _first_line(piece: bytes, start: int) -> int:
@@ -128,9 +131,67 @@ def _first_line(piece: bytes, start: int) -> int:
     return 0 if start == 0 else newline + 1 if 0 <= newline < len(piece) - 1 else -1
 
 
-def _read(stream: ByteStream, length: int) -> bytes:
-    buffer = bytearray(length)
-    filled = 0
-    while filled < length and (count := stream.readinto(memoryview(buffer)[filled:])):
-        filled += count
-    return bytes(buffer[:filled])
+@dataclass(frozen=True, slots=True, eq=False)
+class ExampleSample:
+    """Examples in the order of the files, in runs of neighbours. Run i begins with row ``starts[i]`` of `batch`."""
+
+    batch: Batch
+    starts: npt.NDArray[np.int64]
+    num_examples: int
+    """The number of examples in the whole data set; an estimate unless `is_whole`."""
+    is_whole: bool
+    """Whether the sample contains all examples of the data set."""
+    bad_lines: BadLines | None = None
+    num_read: int = 0
+    """The number of examples read, some of which may not be in the sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """A sample of data files, and properties of the data derived from it."""
+
+    files: tuple[str, ...]
+    format: str
+    labels: dict[float, int]
+    """The number of sampled rows with each label; for converted data, of all rows."""
+    columns: Columns | None = None
+    guesses: Guesses | None = None
+    """The guessed kinds of the columns, with reasons."""
+    has_guessed_columns: bool = False
+    label_words: tuple[str, ...] = ()
+    """The words for the labels 0 and 1, such as yes and no, if labels are words."""
+    fields: tuple[str, ...] = ()
+    """The namespaces or fields of rows, for formats without columns."""
+    table: TextTable | None = None
+    """The sampled rows of csv and parquet files, as text."""
+    converted: tuple[ConvertedFile, ...] = ()
+    """The converted files, closed."""
+    examples: ExampleSample | None = None
+    """The examples used to choose the scales of the columns, if a trial chose the scales."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The words that are labels; empty if labels are numbers."""
+        return () if self.columns is None else self.columns.classes
+
+    @property
+    def header_note(self) -> str | None:
+        """A note that the csv files have no header; None if they have a header or another format."""
+        if self.table is None or self.table.has_header:
+            return None
+        last = self.table.names[-1]
+        return (
+            f"{self.files[0]} has no header: its columns are c1 to {last} (--header yes reads names from its first row)"
+        )
+
+
+def check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: Sequence[str]) -> None:
+    texts = None if columns.classes else describe_no_numbers(labels)
+    if texts is not None:
+        raise DataError(
+            f"{path}: the labels, column '{columns.label}', are {texts}: expected numbers, or 2 to {MOST_CLASSES} "
+            "words. Choose another column with --label"
+        )
+    texts = describe_no_numbers(weights)
+    if texts is not None:
+        raise DataError(f"{path}: the weights, column '{columns.weight}', are {texts}: expected numbers of 0 or more")

@@ -19,6 +19,7 @@ from typing_extensions import Self, override
 
 from paceline.data import Batch, Columns
 from paceline.data.batch import rebatch
+from paceline.kernels.csr import csr_dot, csr_transposed_dot
 from paceline.kernels.dedup import dedup, scratch_size
 from paceline.kernels.features.sketch import BLOCK, count_occurrences
 from paceline.models.features.counting import FeatureCounts, FrequentFeatures, check_counting
@@ -156,6 +157,19 @@ class KeyedMinibatch(Minibatch):
     @override
     def keys(self) -> tuple[Keys, ...]:
         return (self._rows.keys,)
+
+    def _linear_margins(self, first: Floats) -> Floats:
+        """Return Σ w[key]·value without the bias: float32 [n]; `first` are the weights of the first table."""
+        rows, margins = self._rows, np.empty(self.num_examples, np.float32)
+        csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
+        return margins
+
+    def _linear_gradient(self, residuals: Floats, of_bias: np.float64) -> Floats:
+        """Return the gradient by the weights of the first table, given the derivatives by margin (float32 [n])."""
+        rows, gradient = self._rows, np.empty(len(self._rows.keys), np.float32)
+        csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
+        gradient[-1] = of_bias
+        return gradient
 
     def occurrences(self) -> npt.NDArray[np.int64]:
         """Return the number of occurrences of each feature in the examples: int64 [m], without the bias."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.errors import UsageError
-from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
+from paceline.kernels.csr import add_interactions, interaction_gradients
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable, SparseModel
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.models.features.counting import MOST_COUNTED
@@ -59,9 +59,8 @@ class FactorizationMinibatch(ClickMinibatch):
         rows, first = self._rows, weights[0].reshape(-1)
         residuals = np.empty(self.num_examples, np.float32)
         loss = self._forward(weights, residuals)
-        gradient, of_factors = np.empty(len(rows.keys), np.float32), np.empty(weights[1].shape, np.float32)
-        csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
-        gradient[-1] = residuals.sum(dtype=np.float64)
+        gradient = self._linear_gradient(residuals, residuals.sum(dtype=np.float64))
+        of_factors = np.empty(weights[1].shape, np.float32)
         self._pair_gradients(residuals, of_factors)
         counts = weights[2].reshape(-1)
         self._active = np.flatnonzero(self._are_active(first, counts))
@@ -71,8 +70,8 @@ class FactorizationMinibatch(ClickMinibatch):
 
     @override
     def margins(self, weights: Sequence[Floats]) -> Floats:
-        rows, margins, first = self._rows, np.empty(self.num_examples, np.float32), weights[0].reshape(-1)
-        csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
+        first = weights[0].reshape(-1)
+        margins = self._linear_margins(first)
         margins += first[-1] + np.float32(self._model.offset)
         self._add_pairs(weights[1], self._are_active(first, weights[2].reshape(-1)), margins)
         return margins

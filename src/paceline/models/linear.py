@@ -14,7 +14,6 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.data import Batch
-from paceline.kernels.csr import csr_dot, csr_transposed_dot
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable, SparseModel, sum_examples
 from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
@@ -67,16 +66,12 @@ class LinearMinibatch(KeyedMinibatch):
 
     @override
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
-        rows = self._rows
         margins = self._margins(weights[0].reshape(-1))
         losses, slopes = self._model.losses(margins, self.labels)
         self._predictions = self._model.outcome(margins).astype(np.float32)
         if self._weights is not None:
             losses, slopes = losses * self._weights, slopes * self._weights
-        residuals, gradient = slopes.astype(np.float32), np.empty(len(rows.keys), np.float32)
-        csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
-        gradient[-1] = slopes.sum()
-        return (gradient,), float(losses.sum())
+        return (self._linear_gradient(slopes.astype(np.float32), slopes.sum()),), float(losses.sum())
 
     @override
     def sums(self) -> ExampleSums:
@@ -87,9 +82,7 @@ class LinearMinibatch(KeyedMinibatch):
         return self._model.outcome(self._margins(weights[0].reshape(-1))).astype(np.float32)
 
     def _margins(self, weights: Floats) -> Doubles:
-        rows, margins = self._rows, np.empty(self.num_examples, np.float32)
-        csr_dot(rows.indptr, rows.indices, rows.values, weights, margins)
-        wide: Doubles = margins.astype(np.float64) + weights[-1]
+        wide: Doubles = self._linear_margins(weights).astype(np.float64) + weights[-1]
         return wide
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.data import Batch
-from paceline.kernels.csr import csr_dot, csr_transposed_dot
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.tables.types import Floats
@@ -32,17 +31,14 @@ class LogisticMinibatch(ClickMinibatch):
 
     @override
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
-        rows, residuals = self._rows, np.empty(self.num_examples, np.float32)
+        residuals = np.empty(self.num_examples, np.float32)
         loss = self._forward(weights, residuals)
-        gradient = np.empty(len(rows.keys), np.float32)
-        csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
-        gradient[-1] = residuals.sum(dtype=np.float64)
-        return (gradient,), loss
+        return (self._linear_gradient(residuals, residuals.sum(dtype=np.float64)),), loss
 
     @override
     def margins(self, weights: Sequence[Floats]) -> Floats:
-        rows, first, margins = self._rows, weights[0].reshape(-1), np.empty(self.num_examples, np.float32)
-        csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
+        first = weights[0].reshape(-1)
+        margins = self._linear_margins(first)
         margins += first[-1] + self._offset
         return margins
 

@@ -1,4 +1,4 @@
-"""Show the progress and the results of training: progress line, rates, tables.
+"""Show the progress of a training: progress line, rates.
 
 Only this package uses rich. Of Paceline it imports only the errors, so callers pass a :class:`ProgressSnapshot` from
 time to time.
@@ -6,16 +6,13 @@ time to time.
 
 from paceline.observe.passes_plot import draw_passes
 from paceline.observe.progress import ProgressSnapshot, RateMeter, TrainingProgress
-from paceline.observe.table import ResultRow, format_bytes, format_rate, results_table, strategies_table
+from paceline.observe.table import format_bytes, format_rate
 
 __all__ = [
     "ProgressSnapshot",
     "RateMeter",
-    "ResultRow",
     "TrainingProgress",
     "draw_passes",
     "format_bytes",
     "format_rate",
-    "results_table",
-    "strategies_table",
 ]

@@ -32,7 +32,7 @@ from paceline.protocol import parse_consistency
 from paceline.ps import UpdateRule
 from paceline.sklearn.frames import choose_columns, has_text
 from paceline.sklearn.model_tables import ModelTables
-from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
+from paceline.sklearn.on_cluster import train_on_cluster
 from paceline.tables.types import Doubles, Floats
 from paceline.training.files.numeric_scales import choose_key_scaling
 from paceline.training.options import ExampleWeights, PassOptions, TrainOptions
@@ -157,8 +157,10 @@ class SparseEstimator(BaseEstimator, ABC):
             options = dataclasses.replace(
                 self._options(rows), weights=ExampleWeights(classes=weighting.classes or None)
             )
-            where = ClusterChoice(self.workers or 1, self.servers, self.consistency, self.scheduler, self.token)
-            tables = train_on_cluster(rows, order, options, where)
+            tables = train_on_cluster(
+                *(rows, order, options), workers=self.workers or 1, servers=self.servers,
+                consistency=self.consistency, scheduler=self.scheduler, token=self.token,
+            )  # fmt: skip
         self._tables = tables
         return self
 

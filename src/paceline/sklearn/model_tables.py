@@ -21,7 +21,7 @@ from paceline.storage.model_directory import fill_store, save_model
 from paceline.tables.initializers import Zeros
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Doubles, Floats, Keys
-from paceline.training.tuning.in_process import InProcessTables
+from paceline.training.tuning.model_trial import InProcessTables
 
 _BATCH = 4096
 _SEEDS = 1 << 31

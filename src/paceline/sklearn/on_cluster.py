@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,30 +23,29 @@ from paceline.training.options import TrainOptions
 _ROWS = 4096
 
 
-@dataclass(frozen=True)
-class ClusterChoice:
-    """The cluster to train on: `workers` and `servers` processes on this machine, or a scheduler's cluster."""
-
-    workers: int
-    servers: int
-    consistency: str
-    scheduler: str | None
-    token: str | None
-
-
 def train_on_cluster(
-    examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, where: ClusterChoice
+    examples: Batch,
+    order: npt.NDArray[np.int64],
+    options: TrainOptions,
+    *,
+    workers: int,
+    servers: int,
+    consistency: str,
+    scheduler: str | None,
+    token: str | None,
 ) -> ModelTables:
-    """Train on examples in this order, like ``paceline train``; return the model's tables."""
+    """Train on examples in this order, as ``paceline train`` does; return the model's tables.
+
+    The cluster has `workers` and `servers` as processes of this machine, or is the one of a `scheduler`.
+    """
     with TemporaryFolder.make("sklearn") as folder:
         data, directory = folder.path / "examples.svm", folder.path / "model"
         write_libsvm(data, examples, order)
         options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=directory)
-        if where.scheduler is None:
-            consistency = parse_consistency(where.consistency)
-            train_locally(options, servers=where.servers, workers=where.workers, consistency=consistency)
+        if scheduler is None:
+            train_locally(options, servers=servers, workers=workers, consistency=parse_consistency(consistency))
         else:
-            with contextlib.closing(connect(where.scheduler, token=where.token, observer=True)) as client:
+            with contextlib.closing(connect(scheduler, token=token, observer=True)) as client:
                 train_on(options, client)
         stored = read_stored_model(directory)
         model = read_model_settings(stored.described)

@@ -3,13 +3,14 @@
 The launcher, which does not import torch, uses this package, as does ``paceline.torch`` with the implementations.
 """
 
-from paceline.strategies.choosing import StrategyChoice, choose_strategy
 from paceline.strategies.pipeline import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.strategies.registry import (
     NEUTRAL_SETTINGS,
     STRATEGIES,
+    StrategyChoice,
     StrategyFlags,
     check_strategy,
+    choose_strategy,
     default_strategy,
     needs_servers,
 )

@@ -1,15 +1,15 @@
-"""List all strategies, and the flags of ``paceline run`` for individual strategies."""
+"""All strategies, the flags of ``paceline run`` that belong to single strategies, and the choice of a strategy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline.command_options import given_values
 from paceline.errors import UsageError
 from paceline.strategies.pipeline import PIPELINE, PipelineFlags
 from paceline.strategies.sharding import SHARDED, ShardingFlags
-from paceline.strategies.spec import StrategySpec
+from paceline.strategies.spec import StrategyOptions, StrategySpec
 
 _TORCH: Final = "paceline.torch.strategies"
 
@@ -95,3 +95,98 @@ def default_strategy(*, has_servers: bool, num_ranks: int) -> str:
 def needs_servers(name: str | None) -> bool:
     """Return whether a strategy stores parameters on servers; False for a missing or unknown name."""
     return name in STRATEGIES and STRATEGIES[name].has_servers
+
+
+if TYPE_CHECKING:
+    from paceline.protocol import Consistency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyChoice:
+    """A valid strategy with its settings, created by :func:`choose_strategy`."""
+
+    spec: StrategySpec
+    servers: int
+    """Number of parameter servers to start; 0 for strategies without servers."""
+    consistency: Consistency | None
+    """The servers' consistency; None without servers."""
+    replicas: int | None
+    """Replicas of the model in one process; None for one per device, or for a strategy without replicas."""
+    server_replicas: int
+    """Number of additional servers that store each server's data; 0 without servers."""
+    options: StrategyOptions | None = None
+    """The strategy's own options; None if it has none."""
+
+    @property
+    def name(self) -> str:
+        """A key of :data:`STRATEGIES`."""
+        return self.spec.name
+
+
+def choose_strategy(
+    name: str | None,
+    *,
+    processes: int,
+    servers: int | None = None,
+    consistency: str | None = None,
+    replicas: int | None = None,
+    flags: StrategyFlags | None = None,
+) -> StrategyChoice:
+    """Check the settings of a strategy and set defaults for missing settings.
+
+    The default of `name` is :func:`default_strategy`. `processes` is the number of ranks. Sequential consistency
+    averages over the ranks, like all-reduce. `replicas` counts the replicas of the model in one process or, for
+    strategies with servers, the replicas of the servers' data.
+
+    Raises UsageError for an unknown name and for settings that the strategy does not use.
+    """
+    spec = check_strategy(name or default_strategy(has_servers=bool(servers), num_ranks=processes))
+    name = spec.name
+    if spec.is_one_process and processes > 1:
+        raise UsageError(
+            f"strategy {name} is one process, got {processes} processes. Choose all-reduce, parameter-server or hybrid "
+            "for several"
+        )
+    given = {} if flags is None else flags.given()
+    _check_flags(spec, given)
+    options = None if spec.choose_options is None else spec.choose_options(given, processes)
+    if replicas is not None:
+        if not spec.has_replicas and not spec.has_servers:
+            raise UsageError(
+                f"strategy {name} has neither servers nor replicas in one process. Leave --replicas {replicas} out"
+            )
+        least = 0 if spec.has_servers else 1
+        if replicas < least:
+            raise UsageError(f"strategy {name}: got {replicas} replicas, expected {least} or more")
+    if spec.consistency is None:
+        if servers:
+            raise UsageError(f"strategy {name} has no servers, got {servers}. Leave --servers out")
+        if consistency is not None:
+            raise UsageError(f"strategy {name} has no servers. Leave --consistency {consistency} out")
+        return StrategyChoice(
+            spec=spec, servers=0, consistency=None, replicas=replicas, server_replicas=0, options=options
+        )
+    if servers is not None and servers < 1:
+        raise UsageError(f"strategy {name} stores parameters on servers, got {servers} servers: expected 1 or more")
+    from paceline.protocol.consistency import Sequential, parse_consistency  # slow to import
+
+    parsed = parse_consistency(consistency or spec.consistency)
+    if isinstance(parsed, Sequential) and consistency in (None, "sequential"):
+        parsed = Sequential(aggregate="mean")
+    return StrategyChoice(
+        spec=spec,
+        servers=1 if servers is None else servers,
+        consistency=parsed,
+        replicas=None,
+        server_replicas=replicas or 0,
+        options=options,
+    )
+
+
+def _check_flags(spec: StrategySpec, given: dict[str, Any]) -> None:
+    """Raise UsageError if options of other strategies are given."""
+    for other in STRATEGIES.values():
+        wrong = [name for name in other.flags if name in given and name not in spec.flags]
+        if wrong:
+            shown = " ".join(f"--{name.replace('_', '-')} {given[name]}" for name in wrong)
+            raise UsageError(f"strategy {spec.name} {other.without_flags}. Leave {shown} out, or choose {other.name}")

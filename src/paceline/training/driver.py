@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline.data import Sample
 from paceline.data.labels import describe_classes, describe_label_words
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.errors import ModelLostError
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster

@@ -7,14 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from paceline.data import (
-    FORMATS,
-    Columns,
-    Dataset,
-    detect_format,
-    have_same_features,
-    source_format,
-)
+from paceline.data import FORMATS, Columns, Dataset, detect_format, have_same_features, source_format
 from paceline.errors import DataError, PeerError, UsageError
 from paceline.models.base import SparseModel, open_tables
 from paceline.models.clicks import for_classes

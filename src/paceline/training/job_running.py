@@ -1,10 +1,13 @@
-"""Post the jobs of a training to its cluster and watch them until they end."""
+"""Post the jobs of a training to its cluster and watch them until they end; defer signals meanwhile."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
 
 from paceline.data import Dataset
@@ -18,7 +21,6 @@ from paceline.errors import (
     TableMismatchError,
     UsageError,
 )
-from paceline.launch.interrupts import DeferredSignals
 from paceline.models.progressive import progressive_losses
 from paceline.protocol import Sequential
 from paceline.protocol.jobs import JobAccount, JobSpec, JobState, TakenReport
@@ -46,6 +48,49 @@ class FinishedJob:
     reports: list[tuple[dict[str, Any], bytes]]
     account: JobAccount
     """The finished shards, from which another job can continue."""
+
+
+class DeferredSignals:
+    """Records SIGINT, SIGTERM and SIGHUP during its block. They take effect at :meth:`check` and at its end.
+
+    A second signal takes effect immediately. Signals without a Python handler, and signals outside the main thread,
+    are not deferred.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._recorded: int | None = None
+
+    def __enter__(self) -> DeferredSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._record)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if error is None:
+            self.check()
+        self._handlers = {}
+
+    def check(self) -> None:
+        """Call the handler of a recorded signal, which usually raises KeyboardInterrupt."""
+        if self._recorded is not None:
+            number, self._recorded = self._recorded, None
+            self._handlers[number](number, None)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if self._recorded is not None:
+            self._recorded = None
+            self._handlers[number](number, frame)
+        else:
+            self._recorded = number
 
 
 class JobRunner:

@@ -12,7 +12,7 @@ from paceline.data import FORMATS, BadLines, open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import sample_examples
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.errors import UsageError
 from paceline.models.base import Optimism, SparseModel
 from paceline.models.clicks import ClickProbabilityModel

@@ -16,7 +16,6 @@ import numpy as np
 
 from paceline.data import Columns, Dataset, open_dataset
 from paceline.errors import ModelError, ModelLostError, PacelineError
-from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
 from paceline.models.base import open_tables, predict_on_cluster
 from paceline.models.metrics import Evaluation
@@ -40,7 +39,7 @@ from paceline.training.files.data_files import (
 )
 from paceline.training.files.feature_names import keep_feature_names
 from paceline.training.initial_model import InitialModel, clear_tables
-from paceline.training.job_running import FinishedJob, JobRunner
+from paceline.training.job_running import DeferredSignals, FinishedJob, JobRunner
 from paceline.training.options import EarlyStopping, TrainOptions
 from paceline.training.plan import TrainingPlan
 from paceline.training.results import ObservedStaleness, TrainingState, TrainResult, judge_losses, mean_loss

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from paceline.launch.interrupts import DeferredSignals
+from paceline.training.job_running import DeferredSignals
 
 
 def interrupt() -> None:

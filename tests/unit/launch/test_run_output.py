@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from paceline.launch.run.blame import (
     RankFailure,
-    Recent,
     Tracebacks,
     choose_culprit,
     describe_failure,
@@ -174,13 +173,6 @@ class TestBlame:
         words = last_words([_START, *_FRAME * 100, b"ValueError: deep"])
         assert len(words) < 70
         assert (words[0], words[-1]) == (_START, b"ValueError: deep")
-
-    def test_only_so_much_is_kept(self) -> None:
-        recent = Recent()
-        for number in range(10_000):
-            recent.add(b"%d" % number + b"x" * 10_000 + b"\n")
-        assert sum(map(len, recent.lines())) < 2 << 20
-        assert recent.lines()[-1].startswith(b"9999x")
 
 
 class TestTracebacks:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from paceline.data import Batch
 from paceline.models.base import KeyScratch, SparseModel
 from paceline.ps import FTRL, SparseStore
-from paceline.training.tuning.in_process import InProcessTables
+from paceline.training.tuning.model_trial import InProcessTables
 
 Array = npt.NDArray[Any]
 

@@ -8,7 +8,7 @@ from tests.unit.models.test_fm import make_pairs
 
 from paceline.data import Batch
 from paceline.data.example_sampling import sample_batch
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.models.features.counting import MOST_COUNTED
 from paceline.models.fm import SparseFactorizationMachine
 from paceline.models.poisson import PoissonRegression

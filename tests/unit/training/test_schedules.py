@@ -13,7 +13,7 @@ from paceline.protocol.jobs import Lease
 from paceline.ps import FTRL, SGD
 from paceline.tables.rules import Adam
 from paceline.training.schedules import LEAST, SCHEDULES, ConstantRate, CosineRate, RatePlan, StepRate, parse_schedule
-from paceline.training.worker.table_rates import PassProgress
+from paceline.training.worker.table_rates import WorkerRates
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,10 @@ def test_how_far_a_lease_is(tmp_path: Path) -> None:
             Lease(lease=1, epoch=2, file=file, shard=shard, num_shards=num_shards)
             for file, shard, num_shards in ((0, 0, 1), (0, 1, 2), (1, 0, 6), (1, 5, 6), (1, 1, 0), (1, 99, 0))
         ]
-        progress = PassProgress(dataset, 40)
+        progress = WorkerRates(None, dataset, 40)  # type: ignore[arg-type]
         found = [progress.passes(lease) for lease in leases]
         read = [progress.passes(leases[0], number) for number in (0, 5, 10, 11)]
-        assert PassProgress(dataset, 0).passes(leases[0], 9) == found[0]
+        unknown = WorkerRates(None, dataset, 0)  # type: ignore[arg-type]
+        assert unknown.passes(leases[0], 9) == found[0]
     assert read == pytest.approx([2.0, 2.125, 2.25, 2.25])
     assert found == pytest.approx([2.125, 2.1875, 2.3125, 2.9375, 2.25 + 0.75 * 1.5 / 24, 3.0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.data import Batch
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.kernels.csr import csr_dot, logistic
 from paceline.models.base import BIAS_KEY, KeyScratch, Optimism
 from paceline.models.logistic import SparseLogisticRegression

@@ -13,8 +13,7 @@ from paceline.data.feature_names import Keys, NameFinder
 from paceline.data.guessing import ReadOptions
 from paceline.data.labels import count_labels
 from paceline.data.reader import ReadSettings, ShardReader
-from paceline.data.sample import Sample
-from paceline.data.sampling import text_pieces
+from paceline.data.sampling import Sample, text_pieces
 from paceline.data.scales.bins import bin_names
 from paceline.data.streams import FileStatus, stat_file
 from paceline.errors import DataError, UsageError

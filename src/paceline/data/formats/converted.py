@@ -22,7 +22,7 @@ from paceline.data.feature_names import NameFinder
 from paceline.data.formats.base import Format
 from paceline.data.guessing import ReadOptions
 from paceline.data.reader import ReadSettings, ShardReader
-from paceline.data.sample import Sample
+from paceline.data.sampling import Sample
 from paceline.errors import DataError, UsageError
 
 CONVERTED = "paceline"

@@ -19,8 +19,7 @@ from paceline.data.formats.base import Format, share_of_lines
 from paceline.data.guessing import IN_LISTS, NO_OPTIONS, NUM_EXAMPLES, ReadOptions, judge_column
 from paceline.data.labels import count_labels, find_classes, find_label_words
 from paceline.data.reader import ReadSettings, ShardReader
-from paceline.data.sample import Sample, check_numbers
-from paceline.data.sampling import json_text, text_pieces
+from paceline.data.sampling import Sample, check_numbers, json_text, text_pieces
 from paceline.data.text import Parse, Parsed, SparseArrays, TextReader, call_kernel
 from paceline.errors import UsageError
 from paceline.kernels.hashing import name_seed

@@ -14,8 +14,7 @@ from paceline.data.feature_names import NameFinder, decoded, encoded
 from paceline.data.formats.base import Format
 from paceline.data.guessing import ReadOptions, describe_named, guess_columns
 from paceline.data.labels import count_labels, find_label_words
-from paceline.data.sample import Sample, check_numbers
-from paceline.data.sampling import TextTable
+from paceline.data.sampling import Sample, TextTable, check_numbers
 from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import name_seed
 from paceline.kernels.text.values import split_words

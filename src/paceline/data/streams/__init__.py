@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from paceline.data.streams.members import find_members
@@ -20,6 +21,7 @@ __all__ = [
     "line_number",
     "open_stream",
     "open_url",
+    "read_bytes",
     "read_head",
     "stat_file",
     "text_size",
@@ -32,16 +34,18 @@ def open_stream(path: str) -> ByteStream:
 
 
 def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
-    """Return the first bytes of the text, and whether they are the whole text."""
-    stream = open_stream(path)
-    try:
-        buffer = bytearray(num_bytes + 1)
-        filled = 0
-        while filled <= num_bytes and (count := stream.readinto(memoryview(buffer)[filled:])):
-            filled += count
-    finally:
-        stream.close()
-    return bytes(buffer[: min(filled, num_bytes)]), filled <= num_bytes
+    """Return the first bytes of the text, and whether they are the complete text."""
+    with closing(open_stream(path)) as stream:
+        data = read_bytes(stream, num_bytes + 1)
+    return data[:num_bytes], len(data) <= num_bytes
+
+
+def read_bytes(stream: ByteStream, num_bytes: int) -> bytes:
+    """Return the next bytes of a stream; fewer at the end."""
+    buffer, filled = bytearray(num_bytes), 0
+    while filled < num_bytes and (count := stream.readinto(memoryview(buffer)[filled:])):
+        filled += count
+    return bytes(buffer[:filled])
 
 
 def text_size(path: str, num_bytes: int) -> int | None:
@@ -53,16 +57,9 @@ def text_size(path: str, num_bytes: int) -> int | None:
 
 
 def line_number(path: str | Path, offset: int) -> int:
-    """Return the number, from 1, of the line that contains byte `offset` of the decompressed text."""
-    stream = open_stream(str(path))
-    try:
-        buffer = bytearray(1 << 20)
-        newlines = 0
-        while left := min(offset - stream.position, len(buffer)):
-            count = stream.readinto(memoryview(buffer)[:left])
-            if not count:
-                break
-            newlines += buffer.count(b"\n", 0, count)
-    finally:
-        stream.close()
+    """Return the number, from 1, of the line with byte `offset` of the decompressed text."""
+    newlines = 0
+    with closing(open_stream(str(path))) as stream:
+        while data := read_bytes(stream, min(offset - stream.position, 1 << 20)):
+            newlines += data.count(b"\n")
     return newlines + 1

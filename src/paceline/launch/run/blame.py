@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ _CONSEQUENCE = re.compile(
 _OF_RANK = re.compile(rb"^paceline\.[\w.]+Error: .*?\branks? (\d+)")
 """An error that every rank raises begins with the causing rank."""
 _ASIDES = (b"Exception ignored", b"Error in atexit", b"Exception in thread")
-_MAX_KEPT_LINES, _MAX_LINE_BYTES = 300, 4096
+RECENT_LINES, RECENT_LINE_BYTES = 300, 4096
 _MAX_SHOWN_LINES, _NUM_PLAIN_LINES = 60, 10
 _QUIET_S = 1.0
 _HOLD_S = 10.0
@@ -43,19 +42,6 @@ class RankFailure:
     """As in ``subprocess``: negative for a signal."""
     last_lines: tuple[bytes, ...]
     """Its last lines on standard error, without line ends."""
-
-
-class Recent:
-    """The last lines that a rank wrote on standard error."""
-
-    def __init__(self) -> None:
-        self._lines: deque[bytes] = deque(maxlen=_MAX_KEPT_LINES)
-
-    def add(self, line: bytes) -> None:
-        self._lines.append(line.rstrip(b"\r\n")[:_MAX_LINE_BYTES])
-
-    def lines(self) -> tuple[bytes, ...]:
-        return tuple(self._lines)
 
 
 def is_consequence(failure: RankFailure) -> bool:

@@ -30,7 +30,7 @@ class Rank:
         self.status: int | None = None
 
     def last_lines(self) -> tuple[bytes, ...]:
-        return self.streams[1].recent.lines() if self.streams else ()
+        return tuple(self.streams[1].recent) if self.streams else ()
 
 
 class RankProcesses:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from paceline.errors import UsageError
-from paceline.launch.run.blame import Recent, Tracebacks
+from paceline.launch.run.blame import RECENT_LINE_BYTES, RECENT_LINES, Tracebacks
 
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red in the terminal's theme
 _MAX_LINE_BYTES = 1 << 20
@@ -117,7 +118,7 @@ class Stream:
         clock: Callable[[], float],
     ) -> None:
         self.rank, self.pipe, self.is_error = rank, pipe, is_error
-        self.recent = Recent()
+        self.recent: deque[bytes] = deque(maxlen=RECENT_LINES)
         self._screen, self._log, self._tracebacks, self._clock = screen, log, tracebacks, clock
         self._torch_prefix = b"[rank%d]: " % rank
         self._splitter = LineSplitter()
@@ -161,7 +162,7 @@ class Stream:
         for line in lines:
             # torch.distributed adds this prefix to traceback lines, which would hide them from the search.
             line = line.removeprefix(self._torch_prefix)
-            self.recent.add(line)
+            self.recent.append(line.rstrip(b"\r\n")[:RECENT_LINE_BYTES])
             shown += self._tracebacks.feed(self.rank, line, time_s)
         self._screen.write(self.rank, shown, is_error=True)
 

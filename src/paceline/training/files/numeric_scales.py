@@ -11,7 +11,7 @@ from paceline.data import Columns, Sample, Scale, fit_numbers, fit_scale, open_d
 from paceline.data.example_sampling import sample_examples
 from paceline.data.key_scaling import KeyScaling, find_key_scaling, with_scales
 from paceline.data.labels import NUMBERS, read_as
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.data.scales.numeric_features import (
     candidate_scales,
     explain_features,

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from paceline.data.key_scaling import distinct_keys
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.environment import num_cores
 from paceline.models.rate_drift import changed_rates
 from paceline.tables.rules import FTRL

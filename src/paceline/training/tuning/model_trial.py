@@ -19,18 +19,19 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from typing_extensions import Self
 
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import thin
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.environment import num_cores
-from paceline.models.base import KeyScratch, Optimism, SparseModel
+from paceline.models.base import KeyScratch, Minibatch, Optimism, SparseModel
 from paceline.models.deep.base import DeepModel
 from paceline.models.fm import FactorModel
 from paceline.models.rate_drift import log_odds_shift
-from paceline.ps import UpdateRule
+from paceline.ps import SparseStore, UpdateRule
+from paceline.tables.initializers import Zeros
 from paceline.tables.types import Doubles, Floats
-from paceline.training.tuning.in_process import InProcessTables
 from paceline.training.tuning.trial import (
     MAX_PASSES,
     RUN,
@@ -186,3 +187,38 @@ def seconds_per_pass(model: SparseModel, num_examples: int, num_pairs: int, batc
         num_weights = sum((layer.num_inputs + 1) * layer.num_units for layer in model.layers)
         seconds += num_examples * num_weights * 0.3e-9 + num_batches * 1.5e-3
     return seconds
+
+
+class InProcessTables:
+    """The rows of a model's tables in this process, with the arithmetic of a training. Not thread-safe."""
+
+    def __init__(self, stores: Sequence[SparseStore]) -> None:
+        self.stores = stores
+
+    @classmethod
+    def create(cls, model: SparseModel, rule: UpdateRule) -> Self:
+        """Return empty tables; `rule` updates the tables that have no rule of their own."""
+        return cls(
+            [
+                SparseStore(dim=table.dim, rule=table.update or rule, initializer=table.initializer or Zeros())
+                for table in model.tables
+            ]
+        )
+
+    def pull(self, minibatch: Minibatch) -> list[Floats]:
+        """Return a minibatch's rows by table. Minibatches of predictions omit tables that only training needs."""
+        rows = []
+        for store, keys in zip(self.stores, minibatch.keys, strict=False):
+            rows.append(np.empty((len(keys), store.dim), np.float32))
+            store.pull(keys, rows[-1])
+        return rows
+
+    def learn(self, minibatch: Minibatch) -> float:
+        """Update the rows with a minibatch's gradients; return its summed loss before the update."""
+        gradients, loss = minibatch.gradients(self.pull(minibatch))
+        for store, keys, gradient in zip(self.stores, minibatch.gradient_keys, gradients, strict=True):
+            store.push(keys, gradient)
+        return loss
+
+    def predict(self, minibatch: Minibatch) -> Floats:
+        return minibatch.predict(self.pull(minibatch))

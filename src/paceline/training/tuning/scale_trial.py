@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import thin
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.environment import num_cores
 from paceline.models.fm import FactorModel
 from paceline.models.logistic import SparseLogisticRegression

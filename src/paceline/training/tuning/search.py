@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from paceline.data.sample import ExampleSample
+from paceline.data.sampling import ExampleSample
 from paceline.models.base import Optimism, SparseModel
 from paceline.models.deep.base import DeepModel
 from paceline.models.features.counting import MOST_COUNTED

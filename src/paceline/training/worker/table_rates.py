@@ -52,18 +52,32 @@ class TableRates:
         self._share = share
 
 
-class PassProgress:
-    """The number of finished passes over a data set, computed from the position in a lease's shard.
+class WorkerRates:
+    """Changes `rates` by one worker's progress: the finished passes, computed from the position in a lease's shard.
 
     `num_examples` may be an estimate. If it is 0 (unknown), half of the shard counts as read. Files are weighted by
     their bytes. In the first pass a packed file counts four times its bytes, because its unpacked size is unknown.
     """
 
-    def __init__(self, dataset: Dataset, num_examples: int) -> None:
+    @classmethod
+    def open(
+        cls, job: WorkerTask, rates: JobRates, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable]
+    ) -> WorkerRates:
+        """Create the rates of a job for the model's `tables`."""
+        plan = RatePlan(schedule=parse_schedule(rates.schedule), warmup=rates.warmup)
+        changed = TableRates(tables, model, from_fields(RULES, job.update), plan, rates.most_passes)
+        return cls(changed, dataset, rates.num_examples)
+
+    def __init__(self, rates: TableRates, dataset: Dataset, num_examples: int) -> None:
+        self._rates = rates
         self._sizes = [stat_file(file).num_bytes for file in dataset.files]
         self._total = max(sum(self._sizes), 1)
         self._shard_bytes = dataset.shard_bytes
         self._num_examples = num_examples
+
+    def set_within(self, lease: Lease, num_read: int | None = None) -> None:
+        """Set the rate for the worker's position; the arguments are those of :meth:`passes`."""
+        self._rates.set_within(self.passes(lease, num_read))
 
     def passes(self, lease: Lease, num_read: int | None = None) -> float:
         """Return the finished passes after `num_read` examples of the lease's shard (None: half of the shard)."""
@@ -74,24 +88,3 @@ class PassProgress:
             within = min(num_read * num_shards * self._total / (self._num_examples * max(size, 1)), 1.0)
         done = min((lease.shard + within) / num_shards, 1.0) * size
         return lease.epoch + (sum(self._sizes[: lease.file]) + done) / self._total
-
-
-class WorkerRates:
-    """Changes rates according to one worker's progress."""
-
-    @classmethod
-    def open(
-        cls, job: WorkerTask, rates: JobRates, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable]
-    ) -> WorkerRates:
-        """Create the rates of a job for the model's `tables`."""
-        plan = RatePlan(schedule=parse_schedule(rates.schedule), warmup=rates.warmup)
-        changed = TableRates(tables, model, from_fields(RULES, job.update), plan, rates.most_passes)
-        return cls(changed, PassProgress(dataset, rates.num_examples))
-
-    def __init__(self, rates: TableRates, progress: PassProgress) -> None:
-        self._rates = rates
-        self._progress = progress
-
-    def set_within(self, lease: Lease, num_read: int | None = None) -> None:
-        """Set the rate for the worker's position; the arguments are those of :meth:`PassProgress.passes`."""
-        self._rates.set_within(self._progress.passes(lease, num_read))
