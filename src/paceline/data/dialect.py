@@ -157,13 +157,11 @@ def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -
 
 
 def _is_aligned(text: str, separator: str) -> bool:
-    """Return whether runs of blanks separate the columns, even if some lines have a tab."""
     lines = text.splitlines()[:_ROWS]
     return separator == "\t" and sum("  " in line.strip() for line in lines) > len(lines) / 2
 
 
 def _are_mostly_numbers(rows: Sequence[Sequence[str]]) -> bool:
-    """Return whether at least half of the columns have only numbers and missing values after the first row."""
     columns = zip(*([row for row in rows[1:] if len(row) == len(rows[0])] or rows), strict=True)
     return 2 * sum(all(is_number(cell) or is_missing(cell) for cell in cells) for cells in columns) >= len(rows[0])
 

@@ -46,7 +46,6 @@ def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: in
 
 
 def sample_batch(batch: Batch, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
-    """Return a sample of examples in memory, like :func:`sample_examples`."""
     thinned = _Thinned(max_rows, max_pairs)
     for start in range(0, batch.num_examples, _CHUNK_ROWS):
         thinned.add(batch.slice(start, min(start + _CHUNK_ROWS, batch.num_examples)))

@@ -77,7 +77,6 @@ def encoded(text: str) -> bytes:
 
 
 def decoded(text: bytes) -> str:
-    """Return the text of a file's bytes; invalid UTF-8 is preserved."""
     return text.decode("utf-8", "surrogateescape")
 
 

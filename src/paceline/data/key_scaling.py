@@ -192,7 +192,6 @@ class KeyScaling:
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> KeyScaling:
-        """Create the scaling described by :meth:`spec`. Raises UsageError for another description."""
         try:
             keys = np.array(spec["keys"], np.uint64)
             means, scales = np.array(spec["means"], np.float64), np.array(spec["scales"], np.float64)

@@ -119,7 +119,6 @@ def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
 
 
 def _read_settings(stored: StoredModel) -> SparseModel | None:
-    """Return the settings of a model of ``paceline train``; None for other tables."""
     return read_model_settings(stored.described) if stored.described.get("kind") in MODELS else None
 
 

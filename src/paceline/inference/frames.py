@@ -23,6 +23,7 @@ from paceline.data import Batch, Columns
 from paceline.data.columns import Converter, are_integers, find_double, import_arrow, is_list
 from paceline.data.formats.criteo import CRITEO_NAMES, criteo_parser
 from paceline.data.formats.json_lines import json_parser
+from paceline.data.text import Parse
 from paceline.errors import UsageError, printable
 from paceline.kernels.text.codes import REASONS
 
@@ -205,21 +206,7 @@ class CriteoReader(FrameReader):
             for row, line in enumerate(lines):
                 if line.count("\t") >= len(CRITEO_NAMES) or "\n" in line or "\r" in line:
                     raise UsageError(f"row {row + start:,} of the frame holds a tab or a newline within a field")
-            yield from self._parsed("0\t" + "\n0\t".join(lines) + "\n", start)
-
-    def _parsed(self, lines: str, first_row: int) -> Iterator[Batch]:
-        text = lines.encode()
-        buffer = np.zeros(len(text) + _PADDING, np.uint8)
-        buffer[: len(text)] = np.frombuffer(text, np.uint8)
-        position = 0
-        while position < len(text):
-            parsed = self._parse(buffer, position, len(text))
-            if parsed.num_bad:
-                at, why = parsed.bad[0]
-                row = text.count(b"\n", 0, at) + first_row
-                raise UsageError(f"row {row:,} of the frame: {REASONS[why]}")
-            position = parsed.position
-            yield parsed.batch
+            yield from _parse_lines(self._parse, "0\t" + "\n0\t".join(lines) + "\n", start)
 
 
 @final
@@ -243,19 +230,27 @@ class JsonReader(FrameReader):
                 lines = [json.dumps(row, default=_plain_value) + "\n" for row in rows[start : start + _ROWS]]
             except (TypeError, ValueError) as error:
                 raise UsageError(f"a row cannot be written as a JSON object: {error}") from None
-            text = "".join(lines).encode()
-            buffer = np.zeros(len(text) + _PADDING, np.uint8)
-            buffer[: len(text)] = np.frombuffer(text, np.uint8)
-            parsed = self._parse(buffer, 0, len(text))
-            if parsed.num_bad:
-                at, why = parsed.bad[0]
-                row = text.count(b"\n", 0, at) + start
-                raise UsageError(f"row {row:,}: {REASONS[why]}")
-            yield parsed.batch
+            yield from _parse_lines(self._parse, "".join(lines), start)
 
     @override
     def _batches(self, columns: dict[str, Any]) -> Iterator[Batch]:
         return self.batches(columns)
+
+
+def _parse_lines(parse: Parse, lines: str, first_row: int) -> Iterator[Batch]:
+    """Yield the rows of lines. Raises UsageError for an invalid row; `first_row` is the number of the first line."""
+    text = lines.encode()
+    buffer = np.zeros(len(text) + _PADDING, np.uint8)
+    buffer[: len(text)] = np.frombuffer(text, np.uint8)
+    position = 0
+    while position < len(text):
+        parsed = parse(buffer, position, len(text))
+        if parsed.num_bad:
+            at, why = parsed.bad[0]
+            row = text.count(b"\n", 0, at) + first_row
+            raise UsageError(f"row {row:,} of the frame: {REASONS[why]}")
+        position = parsed.position
+        yield parsed.batch
 
 
 def _describe_kinds(name: str, column: Any) -> str | None:

@@ -211,7 +211,6 @@ def _sizes(values: Doubles) -> Doubles:
 
 
 def _largest(sizes: Doubles, top: int) -> list[int]:
-    """Return the indices of the largest nonzero sizes."""
     top = min(top, len(sizes))
     found = np.argpartition(sizes, len(sizes) - top)[len(sizes) - top :] if top else np.zeros(0, np.int64)
     ordered = found[np.lexsort((found, -sizes[found]))]

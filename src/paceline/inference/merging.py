@@ -57,7 +57,6 @@ def merge_models(
 
 
 def _check(models: Sequence[StoredModel]) -> FTRL:
-    """Return the update rule of models that can be averaged. Raises UsageError for other models."""
     first = models[0]
     for model in models:
         kind = model.described.get("kind")

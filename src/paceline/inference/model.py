@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data import Batch, Columns
+from paceline.data import FORMATS, Batch, Columns, Format
 from paceline.errors import ModelError, UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, CriteoReader, FrameReader, JsonReader, is_frame, list_names
@@ -134,13 +134,17 @@ class LoadedModel:
             yield from dataset.batches(_BATCH)
 
     def _row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
-        if self.format == "libsvm":
+        if self._kind.has_numbered_features:
             return self._arrays.row_batches(rows)
         return self._frames.row_batches(rows)
 
+    @property
+    def _kind(self) -> Format:
+        return FORMATS[self.format]
+
     @cached_property
     def _arrays(self) -> ArrayReader:
-        if self.format != "libsvm":
+        if not self._kind.has_numbered_features:
             raise UsageError(
                 f"an array has no column names, but the model was trained on {self.format}. Pass a DataFrame, a dict "
                 "of columns, or the path of a file"
@@ -149,9 +153,9 @@ class LoadedModel:
 
     @cached_property
     def _frames(self) -> FrameReader:
-        if self.format == "criteo":
+        if self._kind.fixed_columns:
             return CriteoReader()
-        if self.format in ("vw", "libffm"):
+        if self.columns is None and not self._kind.has_numbered_features:
             raise UsageError(f"the model was trained on lines of {self.format}. Pass the path of such a file")
         if self.columns is None:
             raise UsageError(
@@ -160,7 +164,7 @@ class LoadedModel:
             )
         if self.columns.is_open:
             return JsonReader(self.columns)
-        return ColumnReader(self.columns, from_text=self.format == "csv", is_known=self._is_known)
+        return ColumnReader(self.columns, from_text=self._kind.cells_are_text, is_known=self._is_known)
 
     def _key_range(self) -> tuple[int, int] | None:
         """Return the smallest and the largest key of a feature."""

@@ -189,7 +189,6 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the guard process, unless it is running."""
         if self._process is None:
             command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
             self._process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)

@@ -91,7 +91,6 @@ class KeyedMatrix:
 
 
 def summed_weight(num_examples: int, weights: Floats | None) -> float:
-    """Return the summed weight of examples; `weights` float32 [n], None if all are 1."""
     return float(num_examples) if weights is None else float(weights.sum(dtype=np.float64))
 
 
@@ -322,12 +321,10 @@ class SparseModel(ABC):
         return
 
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
-        """Prepare a batch, including derived features, for predictions."""
         batch = self.crossed(batch)
         return self._to_minibatch(batch, KeyedMatrix(batch, scratch))
 
     def prepare_training(self, batch: Batch, scratch: KeyScratch, *, is_first_pass: bool) -> Minibatch:
-        """Prepare a batch, including derived features, for gradients and predictions."""
         batch = self.crossed(batch)
         return self.training_minibatch(batch, KeyedMatrix(batch, scratch), scratch, is_first_pass=is_first_pass)
 
@@ -393,7 +390,6 @@ class SparseModel(ABC):
         return self
 
     def describe(self) -> dict[str, Any]:
-        """Return kind and settings as JSON values, for messages and manifests."""
         settings: dict[str, Any] = dataclasses.asdict(self.with_defaults())
         for name in ("interactions", "min_count", "count_cells"):
             if settings[name] == SparseModel.__dataclass_fields__[name].default:
@@ -413,7 +409,6 @@ def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[
 
 
 def predict_on_cluster(model: SparseModel, tables: Sequence[SparseTable], examples: Batch) -> Floats:
-    """Predict examples on a cluster, using the rows of the model's open tables."""
     predictions = []
     for part in rebatch([examples], _PREDICTED_ROWS):
         minibatch = model.prepare(part, KeyScratch())

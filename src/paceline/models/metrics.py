@@ -168,7 +168,6 @@ def _mean(function: Callable[[Array, Array], Array], y: Array, p: Array) -> floa
 
 
 def sum_pieces(function: Callable[[Array, Array], Array], labels: Array, predictions: Array) -> float:
-    """Return the sum of `function` over labels and predictions (float64), computed in pieces."""
     return math.fsum(
         float(function(*(array[start : start + _PIECE].astype(np.float64) for array in (labels, predictions))).sum())
         for start in range(0, len(labels), _PIECE)

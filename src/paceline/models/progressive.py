@@ -78,7 +78,6 @@ class ProgressiveLoss:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def line(self) -> str:
-        """Return the figures, aligned with :data:`HEADING`."""
         prediction = "-" if self.prediction is None else f"{self.prediction:.4f}"
         figures = f"{self.loss:10.4f} {self.loss_since_last:10.4f} {self.examples:13,} {self.label:10.4f}"
         return f"{figures} {prediction:>10} {self.features:10.1f}"

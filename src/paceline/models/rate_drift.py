@@ -55,7 +55,6 @@ def log_odds_shift(
 
 
 def example_counts(labels: Floats, weights: Floats | None) -> Doubles:
-    """Return the weights of the examples, 1 if there are none: float64 [n]."""
     return np.ones(len(labels)) if weights is None else weights.astype(np.float64)
 
 

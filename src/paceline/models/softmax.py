@@ -56,7 +56,6 @@ def label_counts(labels: Floats) -> tuple[int, ...]:
 
 
 def parse_classes(text: str) -> tuple[int, ...]:
-    """Parse the classes from a text: ``10`` (0 to 9), or a list such as ``1,2,5``. Raises UsageError."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

@@ -1,7 +1,7 @@
 """Show the progress of a training: progress line, rates.
 
-Only this package uses rich. Of Paceline it imports only the errors, so callers pass a :class:`ProgressSnapshot` from
-time to time.
+Only this package uses rich. It imports hardly any other part of Paceline, so callers pass a :class:`ProgressSnapshot`
+from time to time.
 """
 
 from paceline.observe.passes_plot import draw_passes

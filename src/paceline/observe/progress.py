@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
+from typing_extensions import Self, override
 
+from paceline.closing import Closing
 from paceline.observe.table import format_bytes, format_count, format_duration, format_rate
 
 _BAR_CELLS = 20
@@ -76,7 +77,7 @@ class RateMeter:
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
 
-class TrainingProgress:
+class TrainingProgress(Closing):
     """Shows snapshots of training during its ``with`` block. Thread-safe.
 
     On a terminal one line is redrawn in place, truncated to the width. Otherwise (a file, a pipe, a dumb terminal) a
@@ -102,7 +103,8 @@ class TrainingProgress:
         self._shown_s = self._start_s = 0.0
         self._live: Live | None = None
 
-    def __enter__(self) -> TrainingProgress:
+    @override
+    def __enter__(self) -> Self:
         self._start_s = self._shown_s = self._clock()
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
@@ -115,9 +117,8 @@ class TrainingProgress:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    @override
+    def close(self) -> None:
         with self._lock:
             self._enabled = False
         if self._live is not None:

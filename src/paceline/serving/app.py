@@ -177,7 +177,6 @@ class PredictionService:
 
 
 def make_app(source: ModelSource, poll_s: float = 1.0) -> Starlette:
-    """Return the application: POST /predict, GET /health, GET /metrics."""
     service = PredictionService(source, poll_s)
     routes = [
         Route("/predict", service.predict, methods=["POST"]),

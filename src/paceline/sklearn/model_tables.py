@@ -110,7 +110,6 @@ class ModelTables:
         return self._scaling is None or self._scaling.is_linear
 
     def linear_weights(self) -> Weights:
-        """Return the weights of a linear model, for unscaled values."""
         store = self._tables[0][1]
         return weights_of_data(join_weights(store.items(), store.dim), self._describe())
 

@@ -33,12 +33,10 @@ class StrategyOptions:
         return cls.decode(environment.strategy_options)
 
     def encode(self) -> str:
-        """Encode the options as text, for an environment variable."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """Decode the result of :meth:`encode`. Raises UsageError."""
         from paceline.transport import register_type  # it imports NumPy, which listing the strategies does not need
 
         try:

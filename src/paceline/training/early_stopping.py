@@ -60,7 +60,6 @@ class PassLosses:
 
     @property
     def is_over(self) -> bool:
-        """Whether the number of passes without progress has reached the patience."""
         return self.last_pass - self.best_pass >= self.stopping.patience
 
     def line(self, found: Evaluation) -> str:
@@ -83,7 +82,6 @@ class PassLosses:
         return {"passes": self.passes, "best_pass": self.best_pass, "best_loss": json_number(self.best_loss)}
 
     def continue_from(self, former: Mapping[str, Any] | None) -> None:
-        """Add the passes of an earlier run, in the format of :meth:`as_json`; None adds none."""
         if former is not None:
             self.passes = [dict(result) for result in former["passes"]]
 

@@ -45,7 +45,6 @@ class InitialModel:
         return cls(read_stored_model(directory), model, update)
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raise DataError unless the data's features have the same keys as the model's features."""
         _check_format(self._stored, dataset.source_format)
         columns = self._stored.described.get("columns")
         read = None if dataset.columns is None else dataset.columns.unweighted

@@ -81,7 +81,6 @@ class TrafficFilters:
 
     @property
     def own_modules(self) -> list[str]:
-        """The modules of users' own filters, for import by servers and workers."""
         return modules_of([*parse_filters(self.pushed or "").filters, *parse_filters(self.pulled or "").filters])
 
     def of(self, task: str) -> tuple[str, str | None]:

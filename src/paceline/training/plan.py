@@ -59,11 +59,9 @@ class TrainingPlan:
 
     @property
     def is_recent_complete(self) -> bool:
-        """Whether :attr:`recent` contains all the data."""
         return self.recent is not None and self.recent.num_examples == self.num_examples
 
     def calibrated_model(self, predictions: Floats) -> SparseModel:
-        """Return the model with a corrected mean prediction, given its predictions on :attr:`recent`."""
         assert self.recent is not None
         labels, weights = self.recent.labels, self.recent.weights
         return self.model.calibrated(labels, predictions, weights, self.optimism, is_complete=self.is_recent_complete)

@@ -79,7 +79,6 @@ def plan_training(
 
 
 def _sample(options: TrainOptions, examples: ExampleSample | None) -> tuple[ExampleSample, str]:
-    """Return examples prepared as in training, and the original format of their features."""
     labels = options.model.read_labels_as
     if examples is None:
         with open_dataset(options.data, options.format, options.columns, labels=labels) as dataset:
@@ -167,7 +166,6 @@ def _fixed_plan(options: TrainOptions) -> TrainingPlan:
 
 
 def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
-    """Return an earlier rule with the settings given in the options."""
     if isinstance(options.update, UpdateRule) or not isinstance(former, FTRL):
         return rule_of(options.update, FTRL().alpha, L1)
     rule = options.update(former.alpha, former.l1, former.l2)
@@ -251,7 +249,6 @@ def _tuned(
 
 
 def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
-    """Return the examples in their order, or shuffled if labels come in runs."""
     batch = sample.batch
     return batch.take(np.random.default_rng(0).permutation(batch.num_examples)) if is_sorted else batch
 

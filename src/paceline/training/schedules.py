@@ -124,7 +124,6 @@ class CosineRate(RateSchedule):
 
 
 def parse_schedule(text: str) -> RateSchedule:
-    """Parse a schedule such as ``cosine``, ``exponential:0.5`` or ``step:2:0.1``. Raises UsageError."""
     name, *numbers = text.split(":")
     kind: Any = SCHEDULES.get(name)
     if kind is None:

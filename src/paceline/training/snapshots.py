@@ -96,7 +96,6 @@ class TrainingSnapshots:
         return due
 
     def end(self) -> None:
-        """Stop taking snapshots; abandon an unfinished one."""
         try:
             self._snapshotter.close()
         except PacelineError:
@@ -122,7 +121,6 @@ def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) ->
 
 
 def describe_files(paths: Sequence[str | Path], format: str) -> list[list[Any]]:
-    """Return names and sizes of files, which identify them."""
     return [[os.path.basename(path), FORMATS[format].stat(str(path)).num_bytes] for path in paths]
 
 
@@ -210,7 +208,6 @@ class Resumption:
             )
 
     def load(self, client: Client, check: Callable[[], None]) -> None:
-        """Load the tables; call `check` between requests, which may raise. Raises as :func:`load_snapshot` does."""
         load_snapshot(client, self.snapshot, check=check)
 
     def describe(self) -> str:

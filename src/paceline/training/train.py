@@ -262,7 +262,6 @@ class Training:
             self._warn(f"pass {losses.best_pass} was the best, but could not be saved. The model is from the last pass")
 
     def _check_trained(self, state: JobState, before: int, bad_data: BadData) -> None:
-        """Raise DataError if there was no example; warn if no examples remained or the training diverged."""
         examples, model = int(state.progress.get("examples", 0)), self._plan.model
         if not examples:
             raise no_line_left(self._options.data[0], "trained on", bad_data)
@@ -313,7 +312,6 @@ class Training:
 
     @property
     def _columns(self) -> Columns | None:
-        """The columns of the data that predictions need: all except the column of weights."""
         return None if self._data is None or self._data.columns is None else self._data.columns.unweighted
 
     def _save_unfinished(self, reason: BaseException) -> None:
@@ -348,7 +346,6 @@ class Training:
             self._warn(f"the unfinished model could not be saved: {error}")
 
     def _evaluate(self, files: Sequence[str | Path], trained_on: Dataset, span: tuple[float, float]) -> Evaluation:
-        """Evaluate the cluster's model on files; `span` is the evaluation's part of the whole work."""
         plan = self._plan
         with open_dataset(
             files,

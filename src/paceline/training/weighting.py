@@ -83,7 +83,6 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             yield former or Batch.concatenate([]), num_read - num_reported
 
     def weighted(self, batch: Batch) -> Batch:
-        """Return examples with the weights of their classes; no negatives are dropped."""
         if not self.classes:
             return batch
         weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
@@ -105,7 +104,6 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_class_weights(text: str) -> dict[str, float] | str:
-    """Parse weights by label, such as ``0:1,1:5``, or ``balanced``. Raises UsageError."""
     if text == BALANCED:
         return text
     found: dict[str, float] = {}

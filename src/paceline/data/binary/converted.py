@@ -214,7 +214,6 @@ def describe_converted(path: str) -> ConvertedFile:
 
 
 def check_columns(path: str, stored: Columns | None, wanted: Columns | None) -> None:
-    """Raise DataError unless the converted columns have the same features as the wanted columns."""
     if wanted is None or stored is None:
         return
     for kind, has, needs in (

@@ -33,6 +33,8 @@ class Format(ABC):
     """Whether a sample contains only the beginnings of shards, because shards are large."""
     has_columns: ClassVar[bool] = False
     """Whether rows belong to a table. A model reads all formats of tables with its columns."""
+    cells_are_text: ClassVar[bool] = False
+    """Whether cells have no type, so that a category is its text in the file."""
     column_options: ClassVar[tuple[str, ...]] = ()
     """The column options, such as ``--label``, that apply to the format."""
     fixed_columns: ClassVar[tuple[str, ...]] = ()

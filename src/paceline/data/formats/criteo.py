@@ -72,7 +72,6 @@ def _is_criteo(line: str) -> bool:
 
 
 def criteo_parser(*, has_label: bool = True) -> Parse:
-    """Return a parser of Criteo's rows; if not `has_label`, labels are NaN."""
     from paceline.kernels.text import lines as kernels
     from paceline.kernels.text.criteo import CRITEO_FEATURES, criteo_tables
 

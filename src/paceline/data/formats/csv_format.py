@@ -40,6 +40,7 @@ class Csv(TableFormat):
 
     name = "csv"
     scans_to_enter = True
+    cells_are_text = True
     column_options = (*TableFormat.column_options, "--header")
 
     @override

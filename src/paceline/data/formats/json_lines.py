@@ -204,7 +204,6 @@ def _values_by_field(objects: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
 
 def _are_codes(name: str, values: Sequence[Any]) -> bool:
-    """Return whether a field's values are identifiers or codes, by the rules for columns."""
     if not values or not all(_is_integer(value) for value in values):
         return False
     cells = list(map(json_text, values))

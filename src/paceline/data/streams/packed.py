@@ -73,7 +73,6 @@ class PackedStream(ABC):
         self._raw.close()
 
     def decompress(self, limit: int) -> bytes:
-        """Return up to `limit` bytes of text; empty at the end."""
         while not self._surplus and not self._ended:
             if self._decoder is None and not self._next_member():
                 break

@@ -41,7 +41,6 @@ def check_local(path: str | Path, format: str) -> None:
 
 
 def stat_url(url: str) -> FileStatus:
-    """Return the status of a nonempty file. Raises DataError for other files."""
     with _data_errors(url):
         system, path = _find_system(url)
         system.invalidate_cache(path)  # old listings would have old sizes

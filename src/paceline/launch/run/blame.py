@@ -100,14 +100,12 @@ def last_words(last_lines: Sequence[bytes]) -> list[bytes]:
 
 
 def exit_status(status: int) -> int:
-    """Convert a process's status to a shell's: 128 plus the signal if the process was killed."""
     return 128 - status if status < 0 else status
 
 
 def describe_failure(
     failure: RankFailure, *, world_size: int, seconds: float, num_held: int, log_dir: str | None
 ) -> bytes:
-    """Return the final report about a failed run, ending with the rank's last output."""
     cause = describe_status(failure.status)
     cause = cause.replace("ended with status", "failed with exit status")
     rank = f"rank {failure.rank} of {world_size}" if world_size > 1 else "the script"

@@ -9,9 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
+from typing_extensions import Self, override
+
+from paceline.closing import Closing
 from paceline.launch.run.blame import (
     RankFailure,
     Tracebacks,
@@ -33,7 +36,7 @@ _NOTE_S = 2.0
 _POLL_S = 1.0
 
 
-class Signals:
+class Signals(Closing):
     """Forwards signals to the ranks during its block. The end of a child wakes the loop."""
 
     def __init__(self, processes: RankProcesses) -> None:
@@ -48,7 +51,8 @@ class Signals:
         self.is_awake = threading.current_thread() is threading.main_thread()
         """Whether signals arrive in this thread; otherwise the loop has to poll."""
 
-    def __enter__(self) -> Signals:
+    @override
+    def __enter__(self) -> Self:
         if self.is_awake:
             for number in _PASSED_ON:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup
@@ -57,9 +61,8 @@ class Signals:
             self._wakeup_before = signal.set_wakeup_fd(self._other_end.fileno(), warn_on_full_buffer=False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    @override
+    def close(self) -> None:
         if self.is_awake:
             signal.set_wakeup_fd(self._wakeup_before)
             for number, handler in self._before.items():
@@ -102,7 +105,6 @@ class RunLoop:
         self._has_noted = False
 
     def run(self, signals: Signals) -> int:
-        """Run until every rank has ended; return the exit status."""
         selector = selectors.DefaultSelector()
         with selector:
             selector.register(signals.wakeup, selectors.EVENT_READ)

@@ -141,7 +141,6 @@ class RankPlan:
 def lay_out_node(
     *, nproc_per_node: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> Layout:
-    """Return the ranks of one of `nnodes` nodes, which have equal numbers of ranks. Raises UsageError."""
     for name, value in (("--nproc-per-node", nproc_per_node), ("--nnodes", nnodes)):
         if value < 1:
             raise UsageError(f"{name} {value}: expected 1 or more")

@@ -125,7 +125,6 @@ class Stream:
         os.set_blocking(pipe, False)
 
     def read(self) -> bool:
-        """Read a chunk, if any; return whether there may be more."""
         try:
             data = os.read(self.pipe, 65536)
         except BlockingIOError:
@@ -182,7 +181,6 @@ class Stream:
 
 
 def open_logs(folder: Path, rank: int) -> tuple[IO[bytes], IO[bytes]]:
-    """Open a rank's two log files, unbuffered. Raises UsageError."""
     check_log_dir(folder)
     out: IO[bytes] | None = None
     try:
@@ -195,7 +193,6 @@ def open_logs(folder: Path, rank: int) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def check_log_dir(folder: Path) -> None:
-    """Create the folder for ranks' output if it is missing. Raises UsageError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -56,7 +56,6 @@ def check_layers(hidden: tuple[int, ...], num_inputs: int) -> None:
 
 
 def parse_hidden(text: str) -> tuple[int, ...]:
-    """Parse the number of units of each hidden layer from a text such as ``128,64``. Raises UsageError."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -82,7 +82,6 @@ class RowLayout:
 
     @cached_property
     def numeric_keys(self) -> npt.NDArray[np.uint64]:
-        """The key of each numeric column: uint64 [numeric columns]."""
         return np.array([name_seed(name) for name in self.numeric], np.uint64)
 
     def fields_of(self, batch: Batch) -> npt.NDArray[np.int32]:

@@ -46,7 +46,6 @@ class ExampleColumns:
 
     @property
     def num_values(self) -> int:
-        """The number of values outside the intercept's column."""
         return int(self.indptr[-2])
 
     def magnitudes(self) -> npt.NDArray[np.float64]:
@@ -83,7 +82,6 @@ class ColumnCollector:
         self._batches.append(batch.copy())
 
     def finish(self) -> ExampleColumns:
-        """Return the collected examples by column, and empty the collector."""
         batch, self._batches = Batch.concatenate(self._batches), []
         keys, numbers = distinct_keys(batch.keys)
         keys = keys.copy()  # a copy, because the underlying array is as large as all values

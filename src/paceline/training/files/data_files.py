@@ -143,7 +143,6 @@ def is_weighted(options: TrainOptions) -> bool:
 def _check_class_weights(
     classes: Mapping[str, float] | str | None, labels: Mapping[float, int], model: SparseModel
 ) -> None:
-    """Raise UsageError for weights of labels that neither the sample nor the model has."""
     if classes is None or isinstance(classes, str) or not model.has_classes:
         return
     of_model = (0.0, 1.0) if model.labels == "clicks" else getattr(model, "classes", ())
@@ -198,7 +197,8 @@ def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
 
 def _check_names(options: TrainOptions, sample: Sample) -> None:
     for path, file in zip(options.data, sample.converted, strict=False):  # empty for other formats
-        if options.feature_names and file.description.format != "libsvm" and not file.has_names:
+        has_names = FORMATS[file.description.format].has_numbered_features or file.has_names
+        if options.feature_names and not has_names:
             raise UsageError(
                 f"{path} has no feature names. Convert its sources with --feature-names, or leave the option out"
             )

@@ -92,7 +92,6 @@ def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float 
 
 
 def find_warnings(sample: Sample, labels: str) -> list[str]:
-    """Return warnings about usable but doubtful data; `labels` names their interpretation."""
     classes = sample.classes
     one_label = describe_one_label(sample.labels, labels, classes)
     found = [] if one_label is None else [one_label]
@@ -165,7 +164,6 @@ def _describe_columns(sample: Sample) -> list[dict[str, Any]]:
 
 
 def _describe_nonlinear(sample: Sample, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
-    """Return the features with a logarithm or bins, for formats without columns."""
     if not FORMATS[dataset.source_format].is_keyed or numeric_scale == "none":
         return []
     examples = sample_examples(dataset)

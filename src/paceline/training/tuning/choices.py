@@ -79,7 +79,6 @@ def is_sorted_by_label(sample: ExampleSample) -> bool:
 
 
 def wants_sparsity(sample: ExampleSample) -> bool:
-    """Return whether a large L1 penalty may help: few examples per feature."""
     unique, _ = distinct_keys(sample.batch.keys)
     return sample.num_examples <= max(SMALL, _EXAMPLES_PER_FEATURE * len(unique))
 

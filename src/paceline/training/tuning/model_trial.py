@@ -197,7 +197,6 @@ class InProcessTables:
 
     @classmethod
     def create(cls, model: SparseModel, rule: UpdateRule) -> Self:
-        """Return empty tables; `rule` updates the tables that have no rule of their own."""
         return cls(
             [
                 SparseStore(dim=table.dim, rule=table.update or rule, initializer=table.initializer or Zeros())

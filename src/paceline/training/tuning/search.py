@@ -98,7 +98,6 @@ def tune_linear(
 
 
 def _next_rules(rule: UpdateRule, given: Collection[str]) -> list[UpdateRule]:
-    """Return rules that differ from `rule` in one setting that the user did not give."""
     if not isinstance(rule, FTRL):
         return []
     return [

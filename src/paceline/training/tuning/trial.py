@@ -100,7 +100,6 @@ class TriedRule:
 
 
 def is_over(means: Sequence[float]) -> bool:
-    """Return whether a trial with these losses after each pass has stopped improving."""
     return len(means) >= 1.3 * (1 + int(np.argmin(means))) + 3
 
 

@@ -61,7 +61,6 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     """None: constant rates."""
 
     def shuffles(self, epoch: int) -> bool:
-        """Return whether pass `epoch`, counted from 0, is shuffled."""
         return (self.is_shuffled and epoch < self.epochs - 1) != (epoch in self.reordered)
 
     def filter_chains(self, *, exact: bool = False) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
@@ -149,7 +148,6 @@ class WorkerCounters:
     reported_s: float = field(default_factory=time.monotonic)
 
     def as_progress(self, client: Client) -> dict[str, float]:
-        """Return the counters by name; the scheduler sums them over workers."""
         received, sent = client.byte_counts()
         return {
             "job": self.job,

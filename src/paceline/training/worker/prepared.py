@@ -77,7 +77,6 @@ class PreparedShards:
     def _prepare(
         self, job: WorkerTask, model: SparseModel, dataset: Dataset, lease: Lease, scratch: KeyScratch
     ) -> Iterator[_Prepared]:
-        """Read a shard, yield its minibatches, and keep them if there is room."""
         # With keep_negatives each pass draws other negatives.
         is_kept = (
             job.epochs - job.is_shuffled > lease.epoch + 1 and job.weighting.keep_negatives == 1 and not self._is_full

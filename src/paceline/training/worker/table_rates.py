@@ -63,7 +63,6 @@ class WorkerRates:
     def open(
         cls, job: WorkerTask, rates: JobRates, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable]
     ) -> WorkerRates:
-        """Create the rates of a job for the model's `tables`."""
         plan = RatePlan(schedule=parse_schedule(rates.schedule), warmup=rates.warmup)
         changed = TableRates(tables, model, from_fields(RULES, job.update), plan, rates.most_passes)
         return cls(changed, dataset, rates.num_examples)
