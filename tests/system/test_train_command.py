@@ -297,7 +297,7 @@ def test_labels_that_are_words(paceline: Commands, tmp_path: Path) -> None:
     refused = paceline.run(*common, "--init-from", "won", "--positive", "lost", "-q")
     assert re.search(r"positive\WNone, not .*positive\W0\.0", refused.err)
     refused = paceline.run(*common, "--model", "regression", "-q")
-    assert "labels are words, such as lost, and --model regression learns numbers" in refused.err
+    assert "labels are words, such as lost, but --model regression learns numbers" in refused.err
 
 
 def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_a_truncated_and_a_missing_file(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3, "paceline": "9.0"}, "has format version 3, this Paceline reads 2: use Paceline 9.0"),
+        ({"version": 3, "paceline": "9.0"}, "has format version 3, but this Paceline reads 2. Use Paceline 9.0"),
         ({"format": "other"}, "manifest.json is not a manifest of a Paceline model"),
         ({"tables": 3}, "manifest.json is damaged: Expected `array`, got `int`"),
     ],

@@ -63,7 +63,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ("--strategy all-reduce --heartbeat-timeout 5 s.py", "no servers. Leave --heartbeat-timeout 5 out"),
         ("--strategy parameter-server --stale drop:2 s.py", "drop:2 has no effect under sequential"),
         ("--strategy parameter-server --consistency x s.py", "--consistency x: expected"),
-        ("--strategy all-reduce --replicas 2 s.py", "leave --replicas 2 out"),
+        ("--strategy all-reduce --replicas 2 s.py", "Leave --replicas 2 out"),
         ("--strategy parameter-server --replicas 1 s.py", "a row and its replicas need 2 servers"),
         ("--servers 2 --replicas 2 s.py", "a row and its replicas need 3 servers"),
         ("--strategy mirrored --nproc-per-node 2 s.py", "strategy mirrored is one process"),

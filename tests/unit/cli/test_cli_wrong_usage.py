@@ -97,7 +97,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (
             "train good.tsv --solver proximal-blocks --lr 0.1",
             2,
-            "--lr does not apply to --solver proximal-blocks: steps are as long",
+            "--lr does not apply to --solver proximal-blocks",
         ),
         (
             "train good.tsv --solver proximal-blocks --min-count 2",

@@ -163,8 +163,8 @@ def test_no_more_memory_is_taken_than_allowed() -> None:
     ("filters", "message"),
     [
         ([Compress(), Quantize(8)], "expected each filter once, .* rows, keys"),
-        ([Quantize(8), KeyCaching()], "expected each once"),
-        ([Compress(), Compress(2)], "expected each once"),
+        ([Quantize(8), KeyCaching()], "expected each filter once"),
+        ([Compress(), Compress(2)], "expected each filter once"),
         ([Float16(), Quantize(8)], "float16 and quantize do the same"),
         ([DeltaKeys(), KeyNumbers()], "delta-keys and key-numbers do the same"),
         (["quantize:8"], "expected filters such as"),

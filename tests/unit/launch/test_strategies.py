@@ -47,8 +47,8 @@ def test_consistency() -> None:
     [
         ({"name": "nothing"}, "strategy='nothing': expected one of one-device, mirrored"),
         ({"name": "all-reduce", "servers": 1}, "has no servers, got 1"),
-        ({"name": "all-reduce", "consistency": "eventual"}, "leave --consistency eventual out"),
-        ({"name": "all-reduce", "replicas": 2}, "leave --replicas 2 out"),
+        ({"name": "all-reduce", "consistency": "eventual"}, "Leave --consistency eventual out"),
+        ({"name": "all-reduce", "replicas": 2}, "Leave --replicas 2 out"),
         ({"name": None, "replicas": 2}, "strategy one-device has neither servers nor replicas in one process"),
         ({"name": "mirrored", "replicas": 0}, "0 replicas, expected 1 or more"),
         ({"name": "hybrid", "replicas": -1}, "-1 replicas, expected 0 or more"),

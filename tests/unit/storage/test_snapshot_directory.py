@@ -122,7 +122,7 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
         (text.replace('"number": 4', '"number": 5'), "its SHA-256 is"),
         (text[:-20], "is damaged"),
         ("[]", "not a manifest of a snapshot"),
-        (text.replace('"version": 2', '"version": 99'), "version 99, this Paceline reads 2: use Paceline 0"),
+        (text.replace('"version": 2', '"version": 99'), "version 99, but this Paceline reads 2. Use Paceline 0"),
     ):
         path.write_text(wrong)
         with pytest.raises(ModelError, match=message):
@@ -163,7 +163,7 @@ def test_a_manifest_of_another_snapshot(tmp_path: Path) -> None:
     for number in (4, 5):
         write_manifest(tmp_path / folder_name(number), manifest_of(number, use(part_of(tmp_path, number, 1, 2), 2)))
     shutil.copy(tmp_path / folder_name(4) / "manifest.json", tmp_path / folder_name(5) / "manifest.json")
-    with pytest.raises(ModelError, match=r"belongs to snapshot 4, .* another one"):
+    with pytest.raises(ModelError, match=r"belongs to snapshot 4, .* another snapshot"):
         read_snapshot(tmp_path, 5)
     told: list[str] = []
     assert read_newest(tmp_path, told.append).manifest.number == 4
@@ -186,7 +186,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     number = folder.next_number()
     folder.make(number)
     folder.commit(manifest_of(number, use(part_of(folder.path, number, 1))))
-    with pytest.raises(UsageError, match=rf"use by another run \(process {os.getpid()} on .*use another directory"):
+    with pytest.raises(UsageError, match=rf"use by another run \(process {os.getpid()} on .*Use another directory"):
         SnapshotDirectory(folder.path)
     assert read_newest(folder.path).manifest.number == number  # who only reads is not in the way
     folder.close()

@@ -111,7 +111,7 @@ def test_options() -> None:
         ("sharded", {"pipeline": {"stages": 3}}, "sharded has no pipeline stages: leave --stages 3 out"),
         ("sharded", {"shard": "a,,b"}, "--shard a,,b: expected different module names"),
         ("sharded", {"shard": "a,a"}, "--shard a,a: expected different"),
-        ("sharded", {"replicas": 2}, "leave --replicas 2 out"),
+        ("sharded", {"replicas": 2}, "Leave --replicas 2 out"),
         ("sharded", {"servers": 1}, "strategy sharded has no servers"),
         ("all-reduce", {"shard": "a"}, "all-reduce shards no parameters: leave --shard a out, or choose sharded"),
     ],

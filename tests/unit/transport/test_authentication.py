@@ -87,7 +87,7 @@ def test_a_client_takes_nonces_of_one_length_only() -> None:
     """A longer one could have the head of another Hello behind the real server's nonce."""
     for length in (0, 31, 33, 96):
         meta = msgspec.msgpack.encode(Challenge(bytes(length)))
-        with pytest.raises(ProtocolError, match=f"nonce of {length} bytes, 32 were expected"):
+        with pytest.raises(ProtocolError, match=f"nonce of {length} bytes, expected 32"):
             ClientHandshake(ADDRESS, TOKEN, WORKER).answer(meta, b"")
 
 
