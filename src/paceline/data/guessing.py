@@ -30,7 +30,7 @@ NUM_EXAMPLES = 3
 IN_LISTS = "in lists"
 """The reason why columns of lists are categorical."""
 
-_LEAST_ROWS = 50  # distinct values in fewer rows are weak evidence
+LEAST_ROWS = 50  # distinct values in fewer rows are weak evidence
 _FEW, _ROWS_PER_VALUE = 64, 20
 _LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15 digits
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0)?")
@@ -205,10 +205,10 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
     if type == "list":
         return "categorical", IN_LISTS
     num_rows = sum(counts[cell] for cell in present)
-    all_distinct = len(present) == num_rows >= _LEAST_ROWS
+    all_distinct = len(present) == num_rows >= LEAST_ROWS
     words = [cell for cell in present if not is_number(cell) and not _INFINITE.fullmatch(cell.strip())]
     if words or type in ("text", "boolean"):
-        if 2 * len(present) > num_rows >= _LEAST_ROWS and _are_sentences(present):
+        if 2 * len(present) > num_rows >= LEAST_ROWS and _are_sentences(present):
             return "text", "each word is a feature"
         if all_distinct:
             return "left out", "identifies rows: text, all distinct"
@@ -238,7 +238,7 @@ def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> t
     num_rows, num_distinct = len(values), len(texts)
     digits = max(len(text.lstrip("+-")) for text in texts)
     is_named_code = _CODE_NAME.search(name) is not None
-    if num_distinct == num_rows >= _LEAST_ROWS and (
+    if num_distinct == num_rows >= LEAST_ROWS and (
         is_named_code
         or _ROW_NAME.fullmatch(name)
         or digits >= _LARGE_DIGITS

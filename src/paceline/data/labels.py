@@ -182,7 +182,7 @@ def describe_one_label(found: Mapping[float, int], labels: str = CLICKS, classes
 
 
 def _listed(labels: Sequence[str]) -> str:
-    shown = list(labels[:10])
+    shown = [f"'{label}'" if "," in label else label for label in labels[:10]]
     if len(labels) > len(shown):
         return ", ".join([*shown, "..."])
     return ", ".join(shown) if len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"

@@ -99,7 +99,12 @@ def _describe_table(table: TableSummary) -> list[str]:
         lines.append(f"{left:>10.4g} … {right:<10.4g} {count:>10,} {bar}".rstrip())
     if table.largest_weights:
         rows = _weight_rows(table)
-        lines.append(_text_table(("largest weights: key", "weight", "feature"), rows))
+        head = ("largest weights: key", "weight", "feature")
+        if any(name for _, _, name in rows):
+            lines.append(_text_table(head, rows))
+        else:
+            lines.append(_text_table(head[:2], [row[:2] for row in rows]))
+            lines.append("names of features: pass the data with --data, or train with --feature-names")
     return lines
 
 

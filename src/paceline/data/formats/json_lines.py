@@ -16,7 +16,7 @@ from paceline.data.columns import Columns, Guess, Guesses, shown_names, usual_la
 from paceline.data.dialect import LABEL_NAMES
 from paceline.data.feature_names import NameFinder, decoded, encoded, text_lines
 from paceline.data.formats.base import Format, share_of_lines
-from paceline.data.guessing import IN_LISTS, NO_OPTIONS, NUM_EXAMPLES, ReadOptions, judge_column
+from paceline.data.guessing import IN_LISTS, LEAST_ROWS, NO_OPTIONS, NUM_EXAMPLES, ReadOptions, judge_column
 from paceline.data.labels import count_labels, find_classes, find_label_words
 from paceline.data.reader import ReadSettings, ShardReader
 from paceline.data.sampling import Sample, check_numbers, json_text, text_pieces
@@ -229,6 +229,8 @@ def describe_json(objects: Sequence[Mapping[str, Any]], columns: Columns) -> Gue
     guesses = []
     for name, found in counts.items():
         kind, reason = _describe_kinds(kinds.get(name, Counter()))
+        if kind == "categorical" and found.total() == len(found) == len(objects) >= LEAST_ROWS:
+            reason = "all distinct: a feature for each row"
         if name in (columns.label, columns.weight):
             kind, reason = ("label" if name == columns.label else "weight"), ""
         examples = tuple(text for text, count in found.items() if count)[:NUM_EXAMPLES]

@@ -56,7 +56,7 @@ def describe_data(
             "files": list(data),
             "converted": _describe_converted(sample),
             "bytes": sum(stat_file(file).num_bytes for file in dataset.files),
-            "rows_looked_at": sum(sample.labels.values()) if sample.guesses is None else sample.guesses.num_rows,
+            "sampled_rows": sum(sample.labels.values()) if sample.guesses is None else sample.guesses.num_rows,
             "malformed": {
                 "rows_read": num_good + bad.count,
                 "count": bad.count,
@@ -208,7 +208,7 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
     for name, text in (
         ("format", found["format"] + _converted_from(found["converted"])),
         ("files", f"{len(found['files']):,}, {found['bytes']:,} bytes"),
-        ("rows", f"{found['rows_looked_at']:,} looked at" + (f"; labels {labels}" if labels else "")),
+        ("rows", f"{found['sampled_rows']:,} sampled" + (f"; labels {labels}" if labels else "")),
         ("words", words),
         ("bad rows", _describe_malformed(found["malformed"])),
         ("header", found["header"]),
