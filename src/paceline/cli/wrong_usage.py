@@ -59,7 +59,9 @@ def name_options(text: str, parameters: Sequence[Any]) -> str:
 
     def option(found: re.Match[str]) -> str:
         name, value = found.groups()
-        return f"{options[name]} {value.strip(chr(39))}" if name in options else found[0]
+        before = text[: found.start()]
+        is_argument = before.count("(") > before.count(")")  # as in SGD(lr=0.1)
+        return found[0] if is_argument or name not in options else f"{options[name]} {value.strip(chr(39))}"
 
     return re.sub(r"\b([a-z_]+)=('[^']*'|[^\s,:;()]+)", option, text)
 

@@ -38,7 +38,7 @@ COMMANDS = [
     ("train clicks.csv --model logistic", 2, ["--model logistic: expected one of lr, fm"]),
     ("train clicks.csv --dim 8", 2, ["--dim", "--model lr", "only of fm, ffm"]),
     ("train clicks.csv --update ADAM", 2, ["update rule 'ADAM'", "expected one of ftrl, sgd"]),
-    ("train clicks.csv --schedule cosine", 2, ["--schedule", "ftrl has none", "another --update"]),
+    ("train clicks.csv --schedule cosine", 2, ["--schedule", "ftrl has no such rate", "another --update"]),
     ("train clicks.csv --servers 0", 2, ["--servers 0", "expected a number of 1 or more"]),
     ("train clicks.csv --replicas 1", 2, ["--replicas 1 with --servers 1", "need 2 servers", "lower replicas"]),
     ("train clicks.csv --consistency async", 2, ["--consistency async", "'bounded:N'"]),

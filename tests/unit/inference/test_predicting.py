@@ -78,7 +78,7 @@ class TestColumns:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"site": None}, "no column site: the model was trained with site, device, age; the frame has age, device"),
+            ({"site": None}, "no column site"),
             ({"site": ["news"]}, "different lengths: {'site': 1"),
             ({"site": [1.5, 2.0, 3.0, 4.0]}, "'site' is categorical, but double here"),
             ({"site": [True, False, True, True]}, "'site' is categorical, but bool here"),
@@ -108,7 +108,7 @@ class TestColumns:
     def test_a_row_without_a_column_is_named(self, csv_model: Path) -> None:
         rows = rows_of(COLUMNS)
         del rows[2]["age"]
-        with pytest.raises(UsageError, match="row 2 has no 'age': expected site, device, age; a missing value is None"):
+        with pytest.raises(UsageError, match="row 2 has no 'age': expected site, device, age"):
             paceline.load(csv_model).predict(rows)
 
     def test_a_column_of_which_nothing_is_known_is_reported(self, csv_model: Path) -> None:
@@ -224,7 +224,7 @@ class TestCriteo:
         np.testing.assert_array_equal(model.predict(rows_of(columns)[3:5]), expected[3:5])
         for change, message in (
             ({"I5": ["x"] * 12}, "row 0 of the frame: "),
-            ({"C5": [5] * 12}, "'C5' holds the number 5: expected text"),
+            ({"C5": [5] * 12}, "'C5' holds the number 5"),
             ({"C5": ["a\tb"] * 12}, "row 0 of the frame holds a tab or a newline"),
         ):
             with pytest.raises(UsageError) as raised:
