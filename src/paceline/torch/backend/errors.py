@@ -60,7 +60,7 @@ class Terms(NamedTuple):
 
     timeout: timedelta
     global_ranks: tuple[int, ...] = ()
-    """The rank in the program of each rank in the process group; empty if they are equal."""
+    """The program's rank of each rank in the process group; empty if the two numberings are equal."""
 
 
 def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
@@ -78,7 +78,7 @@ def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
 
 
 def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()) -> str:
-    """Return a text with the ranks in the program, if the text has ranks of a group with other numbers."""
+    """Append the program's ranks to a text with the group's ranks, if the numberings differ."""
     if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
         return ""
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))

@@ -1,9 +1,9 @@
-"""Futures of calls, whose callbacks use a group of their own.
+"""Futures of calls, whose callbacks use a separate group.
 
-A callback of a future (a communication hook's ``then``) may make calls and wait for them, as PowerSGD's does. It runs
-in the group's thread, which is then not available for these calls, or in the caller's thread if the future is done.
-This, and the order among the calls of the main thread, differ between ranks. So callbacks use a second group, where
-the order of calls is the order of the futures, equal on all ranks.
+A callback, such as PowerSGD's communication hook, may make calls and wait for them. It runs in the group's thread,
+which cannot run these calls, or in the caller's thread if the future is done. The thread and the order among the main
+thread's calls differ between ranks. So callbacks use a second group, whose calls follow the order of the futures, which
+is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CallFuture(torch.futures.Future[Any]):
     """A future that marks its callbacks."""
 
     def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
-        """Complete the future with an error. ``wait()``, ``value()`` and uses of the value in C++ raise it.
+        """Complete the future with an error, which ``wait()``, ``value()`` and uses of the value in C++ raise.
 
         ``is_one_tensor``: C++ expects one tensor, not a list of tensors.
         """

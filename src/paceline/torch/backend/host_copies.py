@@ -31,7 +31,7 @@ def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
 
 
 class HostWork(CallWork):
-    """A call on host copies; `filled`: the device tensors that it fills, with their copies."""
+    """A call on host copies; `filled` has the device tensors that the call fills, with their copies."""
 
     def __init__(self, call: Work, filled: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__([tensor for tensor, _ in filled])

@@ -14,12 +14,13 @@ from paceline.errors import CollectiveError, DeadlineError, PeerError
 
 
 class MonitoredBarrier:
-    """The monitored barriers of one group. They use messages, so that they work while a collective hangs."""
+    """The monitored barriers of one group. They use messages, because a collective may hang."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._tags = itertools.count(-2, -2)
-        """Users' tags are not negative. Each barrier has two tags, so that late messages do no harm."""
+        """Users' tags are not negative. Each barrier has two tags, so that late messages cannot match another barrier.
+        """
 
     def wait(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:
         """Return when every rank has called it; rank 0 raises an error with all missing ranks, or the first one."""

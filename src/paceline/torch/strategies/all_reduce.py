@@ -161,7 +161,7 @@ class AllReduce(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which ``backward()`` only adds to this rank's gradients; run forward in it too."""
+        """Return a context in which ``backward()`` only adds to this rank's gradients; run forward inside too."""
         with contextlib.ExitStack() as contexts:
             for replica in self._replicas:
                 contexts.enter_context(replica.no_sync())
@@ -195,7 +195,7 @@ class AllReduce(Strategy):
         self._share_optimizer_state(num_steps)
 
     def _share_optimizer_state(self, num_steps: int) -> None:
-        """Give all ranks the optimizer state of the first rank with the most steps: other ranks missed some."""
+        """Give all ranks the optimizer state of the first rank with the most steps; others missed some."""
         counts = self._ranks.exchange(num_steps)
         group = self._ranks.group
         if len(set(counts)) == 1 or group is None:

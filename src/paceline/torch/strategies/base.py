@@ -67,8 +67,6 @@ class Strategy(Closing, ABC):
         self._step_guard: Any = None
         """Handle of the hook that rejects steps within backward, for strategies that need it."""
 
-    # Identity.
-
     @property
     def rank(self) -> int:
         """Number of this process among all."""
@@ -98,8 +96,6 @@ class Strategy(Closing, ABC):
     def optimizer(self) -> Optimizer | None:
         """The first prepared optimizer, as passed."""
         return self.optimizers[0] if self.optimizers else None
-
-    # Preparation.
 
     def prepare(
         self,
@@ -197,10 +193,9 @@ class Strategy(Closing, ABC):
     def _row_tables(self) -> RowTables:
         """Return the store of the embeddings' rows."""
 
-    # In the loop.
-
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which ``backward()`` only adds to the gradients, without messages; do not step in it.
+        """Return a context in which ``backward()`` only adds to the gradients, without messages. Do not step in this
+        context.
 
         ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` around forward and backward sends every fourth time.
         """
@@ -225,8 +220,6 @@ class Strategy(Closing, ABC):
     def _ran_out(self) -> None:
         """React to the end of the training loader's data, before the end of :meth:`epoch`."""
 
-    # Communication.
-
     def reduce(self, value: Any, op: str = "mean") -> Any:
         """Return `value` reduced over all ranks, on each rank: a number, a tensor, or a dictionary (for metrics).
 
@@ -246,15 +239,13 @@ class Strategy(Closing, ABC):
         return float(self._ranks.group.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called this method."""
         self._ranks.barrier()
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print and flush, on rank 0 only; `options` are the options of the built-in `print`."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
-
-    # Checkpoints.
 
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
         """Write a checkpoint, for any strategy and world size; every rank calls it, rank 0 writes, all wait.
@@ -276,7 +267,8 @@ class Strategy(Closing, ABC):
         return load(self, directory)
 
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return the state of optimizer `number`, by parameter number; every rank calls it, only rank 0's counts."""
+        """Return the state of optimizer `number`, by parameter number. Every rank calls it; only rank 0's result is
+        complete."""
         state: dict[int, dict[str, Any]] = self.optimizers[number].state_dict()["state"]
         return state
 
@@ -300,8 +292,6 @@ class Strategy(Closing, ABC):
         with torch.no_grad():
             for name, value in values.items():
                 own[name].copy_(value)
-
-    # The end.
 
     def close(self) -> None:
         """Disconnect from the other ranks and the servers. Idempotent."""
@@ -364,10 +354,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def give_own_memory(model: nn.Module) -> None:
-    """Give each parameter and buffer the strides of its shape, and own memory to an expanded one.
-
-    Torch cannot copy rank 0's values into others.
-    """
+    """Give each parameter and buffer contiguous memory, because torch cannot copy values into expanded tensors."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.layout is not torch.strided:
             continue

@@ -1,9 +1,7 @@
 """Checkpoints: one format for every strategy and every number of ranks.
 
-A checkpoint is a saved model of :mod:`~paceline.storage.model_directory`: a manifest with checksums, the embeddings'
-tables by key, and two files of tensors: the model's ``state_dict``, and the optimizer's state in torch's layout with
-names instead of numbers of parameters (``layer.weight/exp_avg``). It does not depend on the location of the state, on
-servers or in ranks.
+A checkpoint is a saved model of :mod:`~paceline.storage.model_directory`, with two files of tensors: the model's
+``state_dict``, and the optimizer's state under the parameters' names (``layer.weight/exp_avg``).
 """
 
 from __future__ import annotations
@@ -83,7 +81,6 @@ def _prepared(strategy: Strategy, method: str) -> nn.Module:
 
 
 def _key(kind: str, number: int) -> str:
-    """Return the name of optimizer or scheduler `number` in a checkpoint."""
     return f"{kind}_{number}" if number else kind
 
 
@@ -92,7 +89,7 @@ def _nothing() -> None:
 
 
 def _together(strategy: Strategy, action: Callable[[], _Result]) -> _Result:
-    """Do something on every rank; raise a failure of one rank on all."""
+    """Call `action` on every rank; if it fails on one rank, raise the error on all ranks."""
     result: list[_Result] = []
     failure: Exception | None = None
     message: str | None = None
@@ -118,9 +115,6 @@ def _wait_for_rows(strategy: Strategy) -> None:
     strategy.barrier()
 
 
-# The model.
-
-
 def _check_tensors(module: nn.Module) -> None:
     """Raise UsageError for a model whose state contains other types than tensors."""
     for name, value in module.state_dict(keep_vars=True).items():
@@ -139,7 +133,7 @@ def _encode(tensors: dict[str, torch.Tensor]) -> bytes:
 def _read(
     strategy: Strategy, module: nn.Module, directory: str | os.PathLike[str]
 ) -> tuple[SavedModel, dict[str, Any], dict[str, torch.Tensor], dict[int, dict[int, dict[str, Any]]]]:
-    """Read a checkpoint, and check that it is of this model and this optimizer, without changing either."""
+    """Read a checkpoint, and check its model and optimizer against this model and this optimizer."""
     saved = read_model(directory)
     description: dict[str, Any] = saved.manifest.model
     if description.get("kind") != CHECKPOINT:
@@ -183,9 +177,6 @@ def _check_same(found: dict[str, str], own: dict[str, torch.Tensor], directory: 
             )
 
 
-# The optimizer.
-
-
 def _check_optimizer(
     optimizer: torch.optim.Optimizer, names: list[list[str]], kept: dict[str, Any], directory: str | os.PathLike[str]
 ) -> None:
@@ -215,7 +206,6 @@ def _options(group: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any
 
 
 def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """Return the name of an optimizer's update rule and its state."""
     try:
         rule = rule_of(optimizer, group)
         return " with ".join([type(rule).__name__, *([rule.state_names] if rule.state_names else [])])
@@ -257,9 +247,6 @@ def _unflatten(
         if name in number_of:
             state.setdefault(number_of[name], {})[entry] = value
     return state
-
-
-# The embeddings.
 
 
 def _check_tables(strategy: Strategy, saved: SavedModel) -> None:

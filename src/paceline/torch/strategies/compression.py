@@ -46,7 +46,8 @@ def compress(model: DistributedDataParallel, compression: str) -> None:
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-# A function of its own: PyTorch accepts its hook only with NCCL. Annotations are not postponed: PyTorch compares them.
+# A separate function, because PyTorch accepts its own hook only with NCCL. PyTorch compares the annotations, so they
+# are not postponed.
 def _cast_to_bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
     group: dist.ProcessGroup = state
     return default_hooks.bf16_compress_hook(group, bucket)

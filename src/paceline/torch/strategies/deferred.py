@@ -1,8 +1,6 @@
-"""Initialize models that were built under ``torch.device("meta")``, module by module, with values as needed.
+"""Initialize models that were built under ``torch.device("meta")``, module by module.
 
-A model too large for one process cannot be built first and split afterwards. On the meta device it has only shapes;
-``reset_parameters`` of each module then sets its values, drawn from (seed, module name), so that they are the same in
-every process and under every strategy.
+The values are drawn from (seed, module name), so they are the same in every process and under every strategy.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from paceline.errors import UsageError, first_line
 
 
 class DeferredValues:
-    """The modules of a model without values. Their tensors are placeholders: one expanded NaN, without memory."""
+    """The modules of a model without values. Their tensors are placeholders: expanded NaN, without memory."""
 
     def __init__(self, modules: dict[str, nn.Module], seed: int) -> None:
         """`modules` are by name, innermost first."""
@@ -116,7 +114,6 @@ def lent_memory(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own tensors, without the tensors of its submodules."""
     found = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 

@@ -98,7 +98,7 @@ class Hybrid(AllReduce):
     def epoch(self, num_batches: int | None) -> Iterator[None]:
         """Take part in the servers' iterations while this rank has batches.
 
-        The other ranks then do not wait for one that has run out of data, evaluates or writes a checkpoint.
+        The other ranks do not wait for this rank when it has no data left, evaluates, or writes a checkpoint.
         """
         if self._client is not None:
             if not self._takes_part:

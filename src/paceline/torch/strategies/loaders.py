@@ -1,7 +1,4 @@
-"""Data loaders under a strategy: every rank reads its part, in the same shuffled order, on its device.
-
-Loaders use the ranks' group to compare numbers of batches, and the strategy's embedder.
-"""
+"""Data loaders under a strategy: every rank reads its part, in the same shuffled order, on its device."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ class Loader:
             raise UsageError(self._describe_empty(strategy.rank, self._num_samples()))
 
     def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return the same loader, with its workers, over this rank's samples."""
         world, pads = self._strategy.data_place, self._trains
 
         def share(sampler: Any) -> Any:
@@ -167,8 +163,6 @@ class Loader:
             yield batch
             batch = following
 
-    # Numbers of batches.
-
     def _num_batches(self) -> int | None:
         return None if self._is_stream else len_or_none(self.inner)
 
@@ -229,10 +223,7 @@ def len_or_none(items: Any) -> int | None:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on `device`, including tensors in tuples, lists and dictionaries.
-
-    A copy from pinned memory does not wait.
-    """
+    """Return a batch with its tensors on `device`; a copy from pinned memory does not wait."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
     if hasattr(batch, "to"):  # packed sequences, and batches of other libraries

@@ -23,10 +23,10 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000  # below the ports that operating systems
 
 
 class Ranks:
-    """The ranks of a training: a single one, or the ranks of a launcher.
+    """The ranks of a training: a single rank, or the ranks of a launcher.
 
-    `group` is separate (None for a single rank): metrics, barriers and agreements do not interfere with the messages of
-    the user's program or DistributedDataParallel.
+    `group` (None for a single rank) is separate from the program's groups, so its messages do not interfere with
+    theirs.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, group: Group | None = None) -> None:
@@ -73,7 +73,7 @@ class Ranks:
         return ranks
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called this method."""
         if self.group is not None:
             self.group.barrier()
 
@@ -82,7 +82,7 @@ class Ranks:
         return [value] if self.group is None else self.group.all_gather_objects(value)
 
     def exchange_as(self, doing: str, value: Any) -> list[Any]:
-        """Do :meth:`exchange`, and check that all ranks are at the same place of the program, described by `doing`.
+        """Call :meth:`exchange`, and check that all ranks are at the same place in the program, described by `doing`.
 
         Raises UsageError on every rank if they are not.
         """
@@ -132,7 +132,7 @@ def _is_placeless(settings: Environment) -> bool:
 
 
 def _place(settings: Environment) -> str:
-    """Return the address ``host:port`` where the ranks of mpirun or srun meet; the port is derived from the job.
+    """Return the address ``host:port`` for the ranks of mpirun or srun; the port is derived from the job.
 
     Raises UsageError if the launcher's environment is incomplete.
     """

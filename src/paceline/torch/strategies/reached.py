@@ -1,4 +1,4 @@
-"""Track the parameters that backward has reached since the last step, and average gradients that torch does not.
+"""Track parameters with new gradients since the last step, and average gradients that torch does not average.
 
 DistributedDataParallel averages only in the first backward after a forward, and does not report other gradients. This
 module averages or rejects them.
@@ -88,7 +88,7 @@ class Reached:
         )
 
     def stepped(self, parameters: set[nn.Parameter]) -> None:
-        """Record a step of the optimizer of `parameters`."""
+        """Record that the optimizer of `parameters` has made a step."""
         self._since_step -= parameters
 
     def _reach(self, parameter: nn.Parameter) -> None:
@@ -118,10 +118,10 @@ class Reached:
 
 
 def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) -> Any:
-    """Make optimizers of the model's parameters raise UsageError for a step within backward; return the hook's handle.
+    """Make optimizers of `model` raise UsageError for a step within backward; return the handle of the hook.
 
-    Within backward the gradients are not averaged yet, so the ranks would diverge. The hook `before`, for fewer models,
-    is removed.
+    Within backward the gradients are not averaged yet, so the ranks would diverge. `before` is an earlier hook to
+    remove.
     """
     if before is not None:
         before.remove()
@@ -153,7 +153,7 @@ def average_present(
     gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
     set_gradient: Callable[[nn.Parameter, Tensor], None] = lambda parameter, grad: setattr(parameter, "grad", grad),
 ) -> None:
-    """Replace the gradients of all these parameters by their mean over all ranks; a missing one counts as zero."""
+    """Replace the gradients of all these parameters by their mean over all ranks; a missing gradient counts as zero."""
     chunk: list[nn.Parameter] = []
     for parameter in parameters:
         if chunk and sum(member.numel() for member in chunk) + parameter.numel() > _AT_ONCE:
@@ -189,7 +189,7 @@ def _average(
 
 
 def mean_of_closure(group: Group, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a closure that returns the mean loss over all ranks, so that optimizers compare the same losses."""
+    """Return a closure that returns the mean loss over all ranks, so that all optimizers compare the same loss."""
 
     def compute() -> Any:
         loss = closure()

@@ -16,9 +16,8 @@ from paceline.errors import UsageError
 class ShardedSampler(Sampler[Any]):
     """Every `size`-th item of another sampler, starting at number `rank`: indices, or batches of indices.
 
-    The ranks' shares interleave as in ``torch.utils.data.DistributedSampler``: item by item they make up `sampler`. A
-    last incomplete group of `size` items is dropped, or filled up with the first items, or (with ``pads=False``) shared
-    without repetition.
+    The ranks' shares interleave as in ``torch.utils.data.DistributedSampler``. A last incomplete group of `size` items
+    is dropped, filled up with the first items, or (``pads=False``) shared without repetition.
     """
 
     def __init__(self, sampler: Any, rank: int, size: int, *, drop_last: bool, pads: bool = True) -> None:
@@ -50,7 +49,7 @@ class ShardedSampler(Sampler[Any]):
         return num_groups + has_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch."""
+        """Set the number of the next epoch."""
         set_epoch(self.sampler, epoch)
 
 
@@ -88,8 +87,8 @@ def set_epoch(sampler: Any, epoch: int) -> None:
 def seeded(sampler: Any, seed: int) -> Any:
     """Return a sampler that draws the same items in every process: `sampler` itself unless it uses the global state.
 
-    A shuffling loader's permutation depends on seed and epoch only, as in ``DistributedSampler``. A user's own sampler
-    without a ``generator`` is returned unchanged.
+    A shuffling loader's permutation depends only on seed and epoch. A user's own sampler without a ``generator`` is
+    returned unchanged.
     """
     if type(sampler) is BatchSampler:
         inner = seeded(sampler.sampler, seed)
@@ -117,8 +116,8 @@ def is_sharded(sampler: Any, rank: int, size: int) -> bool:
 def sharded_stream(batches: Iterable[Any], rank: int, size: int, *, drop_last: bool, pads: bool) -> Iterator[Any]:
     """Yield every `size`-th batch of a stream, starting at number `rank`.
 
-    A last incomplete group of `size` batches is dropped with `drop_last`. Else, with `pads`, every rank gets a batch of
-    it (some batches twice); without, some ranks get none.
+    A last incomplete group of `size` batches is dropped with `drop_last`. Otherwise, with `pads`, every rank gets a
+    batch from the group (some batches twice); without `pads`, some ranks get none.
     """
     stream = iter(batches)
     while group := list(itertools.islice(stream, size)):

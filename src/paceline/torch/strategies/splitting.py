@@ -13,10 +13,10 @@ from paceline.errors import UsageError
 def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     """Return the leaves of each part: every tensor split along dimension 0 by ``torch.chunk``, other values repeated.
 
-    30 rows in 8 parts are 4,4,4,4,4,4,4,2, and 10 rows in 8 are 2,2,2,2,2: there may be fewer parts than `num_parts`,
-    but no empty one. A tensor without dimensions goes to every part; without any other tensor there is one part.
+    There may be fewer parts than `num_parts` (10 rows in 8 parts are 2,2,2,2,2), but no empty part. A tensor without
+    dimensions goes to every part; without any other tensor there is one part.
 
-    Raises UsageError for tensors of different size along dimension 0, and for a batch of 0.
+    Raises UsageError for tensors of different size along dimension 0, and for an empty batch.
     """
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not shapes:
@@ -53,8 +53,8 @@ def num_rows(part: Sequence[Any]) -> int | None:
 def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -> None:
     """Raise UsageError unless the outputs of the parts, with `sizes` examples each, can be joined.
 
-    Tensors need the same number of dimensions, and dimension 0 in proportion to the batch (also a multiple: rows by
-    time steps), or no dimension. Other values must be the same in every part.
+    Tensors need the same number of dimensions, and a dimension 0 proportional to the batch, or no dimension. Other
+    values must be the same in every part.
     """
     for column in zip(*parts, strict=True):
         first = column[0]
@@ -77,9 +77,9 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
 
 
 def gather(column: Sequence[torch.Tensor], device: torch.device, shares: Sequence[float] = ()) -> torch.Tensor:
-    """Return the tensors of all parts as one on `device`, joined along dimension 0.
+    """Return the tensors of all parts as one tensor on `device`, joined along dimension 0.
 
-    A number, such as a loss, becomes the mean over the examples: `shares` are the parts' fractions of the batch. Raises
+    A number, such as a loss, becomes the mean over the examples; `shares` are the parts' fractions of the batch. Raises
     UsageError for integers that differ between the parts.
     """
     moved = [tensor.to(device, non_blocking=tensor.is_cuda and device.type == "cuda") for tensor in column]

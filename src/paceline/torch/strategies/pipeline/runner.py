@@ -100,7 +100,7 @@ class Runner:
         data_group: Any,
         deferred: DeferredValues | None = None,
     ) -> None:
-        """`stage_group`: the ranks of this pipeline. `data_group`: the ranks with the same stages in all pipelines.
+        """`stage_group` has the ranks of this pipeline, `data_group` the ranks with the same stages in all pipelines.
 
         `deferred` initializes a model without values.
         """
@@ -129,8 +129,6 @@ class Runner:
     def group(self) -> Any:
         """The process group of this pipeline."""
         return self._group
-
-    # Calls of the model.
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output; in training its values may be computed later."""
@@ -202,9 +200,9 @@ class Runner:
     def share_output(
         self, step: PipelineStep, rows: int, output_rows: OutputRows, known: Any, weights: NumberWeights
     ) -> tuple[Any, list[Tensor]]:
-        """Return the whole output of a batch of `rows` on every rank: its description, and its tensors.
+        """Return the whole output of a batch of `rows` on every rank: its description and its tensors.
 
-        `known`: the description, or None; `weights`: the weights of numbers.
+        `known` is the description, or None. `weights` are for numbers.
         """
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
@@ -235,8 +233,6 @@ class Runner:
                 dist.broadcast(values, group=self._group, group_src=last)
             return list(values.to(torch.get_default_dtype()))
 
-    # Values and gradients on other ranks.
-
     def check_complete(self, description: str) -> None:
         """Raise UsageError if values of the model are on other processes only."""
         if self.ownership is not None and self.ownership.is_released and self._options.stages > 1:
@@ -264,8 +260,6 @@ class Runner:
                 known[order] = {key: value for norms in all_norms for key, value in norms.items()}
         return known[order].get(name, 0.0)
 
-    # Measurements and agreements.
-
     def report(self) -> str | None:
         """Return the measured times beside the predicted ones; None before the third step."""
         if self.plan is None:
@@ -273,7 +267,8 @@ class Runner:
         return describe_measured(self.plan, self._measurements)
 
     def _agree(self, doing: str, detail: str, value: Any = None) -> list[Any]:
-        """Return every rank's value. Raise UsageError on every rank if they are at different places of the program."""
+        """Return every rank's value. Raise UsageError on every rank if the ranks are at different places in the
+        program."""
         if self._group.size() == 1:
             self._measurements.receive(0, self._measurements.own)
             return [value]
@@ -293,8 +288,6 @@ class Runner:
         for rank, (_, _, _, measured) in enumerate(reports):
             self._measurements.receive(rank, measured)
         return [value for _, _, value, _ in reports]
-
-    # The plan.
 
     def _make_plan(self, called: CallArguments, rows: int) -> None:
         if self._deferred is None:
@@ -379,7 +372,7 @@ class Runner:
         return make_plan(measured, self._options, rows, link, self._state_bytes(), cuts_for)
 
     def _state_bytes(self) -> float:
-        """Return the memory for a byte of parameters: itself, its gradient, and the optimizer's state."""
+        """Return the memory per byte of parameters, with its gradient and optimizer state."""
         if self._optimizer is None:
             return 1.0
         try:

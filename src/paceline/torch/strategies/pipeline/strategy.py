@@ -83,7 +83,6 @@ class Pipeline(Strategy):
         super().__init__(Ranks.meet(timeout, backend="paceline"), device=chosen, seed=seed)
         shape = (self.options.data_parallel, self.options.stages)
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "stage"))
-        """The processes by pipeline and stage."""
         self._runner: Runner | None = None
 
     @property

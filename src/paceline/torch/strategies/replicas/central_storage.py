@@ -46,7 +46,8 @@ class CentralStorage(ReplicaStrategy):
 
 
 class Fetched(ReplicaValues):
-    """Parameters that are fetched for one forward and its backward; `copies_all`: also to the storage device."""
+    """Parameters that are fetched for one forward and its backward; `copies_all`: replicas on the storage device copy
+    too."""
 
     def __init__(self, devices: Sequence[torch.device], storage: torch.device, *, copies_all: bool = False) -> None:
         self._devices = devices

@@ -52,11 +52,10 @@ _State = tuple[int | None, int, int]
 
 
 class Mirrors(ReplicaValues):
-    """Copies of the parameters on every device except the first; `copies_all`: also for the replicas on that one.
+    """Copies of the parameters on every device except the first; `copies_all`: replicas on the first device copy too.
 
-    They are updated in the first forward after each step of an optimizer, and so include the program's writes through
-    ``.data`` before. Other writes in place (loading a checkpoint) are detected by the parameter's version. Without an
-    optimizer, if the program makes the steps itself, each forward makes new copies.
+    The first forward after each optimizer step updates the copies, including earlier writes through ``.data``. The
+    parameter's version reveals other writes in place. Without an optimizer, each forward makes new copies.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, copies_all: bool = False) -> None:
@@ -64,7 +63,7 @@ class Mirrors(ReplicaValues):
         self.copies_all = copies_all
         self._num_steps: int | None = None  # of the optimizers; None without one
         self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, _State]] = {}
-        """By replica and the parameter's identity: the parameter, its copy, and the state that was copied."""
+        """By replica and the parameter's identity: the parameter, its copy, and its state when it was copied."""
 
     def is_shared(self, replica: int) -> bool:
         """Return whether the replica is on the first device."""
@@ -86,7 +85,7 @@ class Mirrors(ReplicaValues):
         return found[1].detach()
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Count the steps of `optimizers`; without any, the program makes the steps itself."""
+        """Count the steps of `optimizers`. Without optimizers the program itself makes the steps."""
         if not optimizers:
             return
         self._num_steps = 0

@@ -1,4 +1,4 @@
-"""Replicas of a module: shallow copies with their own parameters and buffers, and the state kept from them."""
+"""Replicas of a module: shallow copies with their own parameters and buffers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 
 
 class ReplacedForward:
-    """Replaces a module's forward by `forward`, until :meth:`release`; the module is otherwise unchanged.
+    """Replaces a module's forward by `forward` until :meth:`release`.
 
-    Its class becomes a subclass of its former class, with the same name. Copies and pickles of it have the former
-    class and forward.
+    The module's class becomes a subclass with the same name. Copies and pickles have the former class and forward.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -63,11 +62,10 @@ def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mo
 
 
 class ReplicaModule:
-    """A replica of a module, made like those of ``torch.nn.DataParallel``, except that its parameters are parameters.
+    """A replica of a module, like those of ``torch.nn.DataParallel``, but with real parameters.
 
-    Each module of it is a shallow copy of the original at this moment, hooks and attributes included. `values` are its
-    parameters' values, by the identity of the original parameters. Its buffers are the original ones
-    (``shares_buffers``), or copies on `device`.
+    Its modules are shallow copies, including hooks and attributes. `values` has the parameters' values, by the identity
+    of the original parameters. Buffers are the originals (``shares_buffers``), or copies on `device`.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class ReplicaModule:
         if replaced.own_forward is not None:
             vars(self.module)["forward"] = replaced.own_forward
         self.parameters: dict[int, nn.Parameter] = {}
-        """Its parameters, by the identity of the original ones."""
         buffers: dict[int, torch.Tensor] = {}
         for original, copy in self._pairs:
             for name, child in original._modules.items():
@@ -121,7 +118,7 @@ class ReplicaModule:
         self._attributes = [dict(vars(copy)) for _, copy in self._pairs]
 
     def keep_state(self) -> None:
-        """Give the original modules this replica's buffers, and the attributes that changed since :meth:`watch`.
+        """Copy this replica's buffers, and the attributes changed since :meth:`watch`, to the original modules.
 
         All copied buffers are copied back, because BatchNorm changes its statistics without a new version.
         """

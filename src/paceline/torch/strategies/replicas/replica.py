@@ -1,4 +1,4 @@
-"""DistributedDataParallel for the strategies: one rank's copy of the model, with the model's interface."""
+"""DistributedDataParallel for the strategies, with the interface of the wrapped model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Replica(DistributedDataParallel):
         raise UsageError(text)
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether a forward starts with rank 0's buffers; not in evaluation, where a rank may call it alone."""
+        """Return whether a forward starts with rank 0's buffers; False in evaluation, where a rank may be alone."""
         return self.module.training and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def _wrap_again(self) -> None:
@@ -117,9 +117,8 @@ def check_steps(
 ) -> None:
     """Make every ``optimizer.step()`` raise UsageError if gradients are missing that all-reduce waits for.
 
-    `optimizers` are all optimizers; each checks only its own parameters. `watched` are all models. Before the error the
-    ranks' group is closed, so that the other ranks stop waiting for this one. A closure returns the mean loss over all
-    ranks.
+    `optimizers` and `watched` (one per model) are complete; each optimizer checks its own parameters. The ranks' group
+    is closed before the error, so that other ranks stop waiting. A closure returns the mean loss over all ranks.
     """
 
     def check(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -1,12 +1,9 @@
 """Compute a model as replicas in threads of one process: split the batch, join outputs and gradients.
 
-The strategies ``mirrored`` and ``central-storage`` differ in the source of a replica's parameters
-(:class:`ReplicaValues`); the rest is in this module. Every forward creates new replicas, so that a change of the model
-between two forwards (mode, hooks, frozen parameters) applies to all of them.
+Every forward creates new replicas, so that changes of the model (mode, hooks, frozen parameters) apply to all of them.
 
-On the CPU, one thread walks an autograd graph. To use several threads, each replica has its own graph, hidden in an
-``autograd.Function`` whose backward walks all graphs at the same time and returns the sums of their gradients, added in
-the replicas' order.
+On the CPU, one thread walks an autograd graph. So each replica has its own graph in an ``autograd.Function``, whose
+backward walks all graphs at the same time and adds the gradients in the replicas' order.
 """
 
 from __future__ import annotations
@@ -40,12 +37,11 @@ class ReplicaValues(ABC):
 class Replicas:
     """Replaces a model's forward by a computation on several devices; the model is otherwise unchanged.
 
-    The model's own hooks see the complete batch, hooks of its submodules a replica's part. Compiled code of submodules
-    is not used, because it has the model's own parameters. Every tensor in the arguments is split along dimension 0 by
-    ``torch.chunk``, and the outputs are joined on the first device. A number, such as a loss computed inside the model,
-    becomes its mean over the examples. Of the state that a forward leaves in modules (buffers such as BatchNorm's
-    statistics, attributes), replica 0's is kept, without a graph. Replicas on the CPU draw from one random generator,
-    in the order of their calls. Second derivatives are not supported.
+    The model's hooks receive the complete batch, hooks of submodules a replica's part. Compiled code of submodules is
+    not used, because it contains the model's own parameters. Tensors in the arguments are split along dimension 0 by
+    ``torch.chunk``, and outputs are joined on the first device. A number, such as a loss, becomes its mean over the
+    examples. Replica 0's state (buffers, attributes) is kept. Replicas on the CPU draw from one random generator, in
+    the order of their calls. Second derivatives are not supported.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], values: ReplicaValues) -> None:
@@ -67,8 +63,8 @@ class Replicas:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module for the complete batch.
 
-        Raises UsageError for tensors with different first dimensions, for a batch of 0 examples, and for an output that
-        cannot be joined. An exception in a replica is raised with the replica and its device in the message.
+        Raises UsageError for tensors with different first dimensions, an empty batch, or an output that cannot be
+        joined. An exception in a replica is raised with the replica and its device in the message.
         """
         leaves, structure = tree_flatten((args, kwargs))
         parts = split(leaves, len(self.devices))
@@ -130,9 +126,9 @@ class _Pass:
         self._sources = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._inputs = [leaves[i] for i in self._sources]
         self._starts: list[list[torch.Tensor | None]] = []
-        """By replica: the start of its graph, one tensor per trained parameter, then one per trained input."""
+        """The start of each replica's graph: one tensor per trained parameter, then one per trained input."""
         self._ends: list[Sequence[torch.Tensor]] = []
-        """By tensor of the output: the replicas' parts, with their graphs."""
+        """The replicas' parts of each output tensor, with their graphs."""
         self._shares: list[float] = []
         self._output: list[Any] = []
         self._output_structure: Any = None
@@ -213,8 +209,8 @@ class _Pass:
 
             owner._threads.run(walk, count)
         else:
-            # Autograd has a thread for an accelerator, which may be the current one: waiting for other threads would be
-            # a deadlock. It walks the graphs of several devices at the same time anyway.
+            # This thread may be autograd's thread for an accelerator. Waiting for other threads would then be a
+            # deadlock. Autograd walks the graphs of several devices at the same time anyway.
             torch.autograd.backward(
                 [end for one in ends for end in one],
                 [gradient for one in ends_gradients for gradient in one],
@@ -252,7 +248,6 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """Return the sums of the replicas' gradients."""
         if torch.is_grad_enabled():
             raise UsageError(
                 "backward(create_graph=True) was called through replicas of the model, which have no second "

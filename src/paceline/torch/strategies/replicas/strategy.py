@@ -22,16 +22,15 @@ MOST_BY_DEFAULT = 4
 
 
 class ReplicaStrategy(Strategy):
-    """A replica of the model on each of several devices, in threads of one process; each computes a part of the batch.
+    """A replica of the model on each of several devices, in threads of one process.
 
-    `devices` are the replicas' devices; repeated ones are virtual devices. Alternatively `replicas` is their number: on
-    the CUDA devices in turn, else on the CPU, where each gets its share of the cores. The default number is that of
-    ``paceline run --replicas`` or ``PACELINE_REPLICAS``, else the number of CUDA devices, else of cores, up to 4.
-    `device` selects a kind, ``cpu`` or ``cuda``, or one device for all replicas. Batches and the model's outputs are on
-    the first device.
+    `devices` are the replicas' devices; repeated devices are virtual. Alternatively `replicas` is their number: on the
+    CUDA devices in turn, else on the CPU, where each gets its share of the cores. The default is ``paceline run
+    --replicas`` or ``PACELINE_REPLICAS``, else the number of CUDA devices, else of cores, up to 4. `device` selects a
+    kind, ``cpu`` or ``cuda``, or one device for all replicas. Batches and outputs are on the first device.
 
-    Abstract: a subclass defines in :meth:`replica_values` the source of the replicas' parameters. Raises UsageError for
-    0 replicas, missing devices, and contradictory settings.
+    Abstract: a subclass defines :meth:`replica_values`. Raises UsageError for 0 replicas, missing devices, and
+    contradictory settings.
     """
 
     shards_data: ClassVar[bool] = False
@@ -45,7 +44,7 @@ class ReplicaStrategy(Strategy):
         seed: int = 0,
     ) -> None:
         self.devices = replica_devices(self.name, replicas, devices, device)
-        """The device of each replica: a batch is split into this number of parts, or fewer if it is smaller."""
+        """The device of each replica. A batch is split into at most this number of parts."""
         super().__init__(only_rank(self.name), device=self.devices[0], seed=seed)
         self._replicas: list[Replicas] = []
 

@@ -16,8 +16,7 @@ from paceline.errors import UsageError
 class SyncBatchNorm(_BatchNorm):
     """``BatchNorm1d``, ``2d`` or ``3d`` with mean and variance over all ranks' batches in training.
 
-    Inputs are [N, C] or [N, C, ...]; N may differ between ranks. Parameters, buffers, state dict and evaluation are
-    those of the original layer. Every rank must call it the same number of times.
+    Inputs are [N, C] or [N, C, ...]; N may differ between ranks. Every rank must call the layer equally often.
     """
 
     @classmethod
@@ -112,7 +111,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def with_sync_batch_norm(model: nn.Module) -> nn.Module:
-    """Replace a model's batch normalization by one over all ranks; return the model. Parameters are the same objects.
+    """Replace a model's batch normalization by a layer over all ranks, with the same parameters; return the model.
 
     On CUDA it is torch's ``SyncBatchNorm``. Call it after ``torch.distributed`` is initialized.
     """

@@ -29,18 +29,13 @@ _NAMED = 5
 
 
 class _OptimizerParameters(NamedTuple):
-    """One optimizer's parameters."""
-
     tables: DenseTables
     slots: list[Slot]
     buckets: list[Bucket]
 
 
 class DenseParameters:
-    """The parameters of one or more optimizers, in tables on servers.
-
-    :meth:`add` moves an optimizer's parameters there, :meth:`close` releases all.
-    """
+    """The parameters of one or more optimizers, in tables on servers."""
 
     def __init__(
         self,
@@ -77,10 +72,10 @@ class DenseParameters:
         self._undo.append(make_wait(model, wait_for_values))
 
     def add(self, optimizer: Optimizer, groups: Sequence[Sequence[Slot]], order: Mapping[nn.Parameter, Any]) -> None:
-        """Write rank 0's values, and the state of `optimizer`, to the servers, which own them afterwards.
+        """Write rank 0's values and the state of `optimizer` to the servers, which own them afterwards.
 
-        `groups` are the slots of every parameter group, with at least one slot; `order` has the models' parameters in
-        their order. Raises UsageError for a parameter of another optimizer.
+        `groups` has the slots of every parameter group, at least one each; `order` has the models' parameters in order.
+        Raises UsageError for a parameter of another optimizer.
         """
         places = {parameter: place for place, parameter in enumerate(order)}
         slots = [slot for group in groups for slot in group]
@@ -123,8 +118,6 @@ class DenseParameters:
                 undo()
             self._undo = []
 
-    # An iteration.
-
     def _record_gradient(self, parameter: nn.Parameter) -> None:
         """Record a gradient of backward; if gradients are sent early, push the complete buckets."""
         slot = self._of_parameter[parameter]
@@ -142,8 +135,8 @@ class DenseParameters:
         self._check(slots)
         self.hands_on.end(slots)
         # After reading its values this worker is at the iteration on every server: the last iteration is fully applied,
-        # and this one is not until the worker ticks. So under sequential consistency new hyperparameters apply to
-        # exactly this iteration; else to all gradients that arrive later.
+        # and the current one is not until the worker ticks. So under sequential consistency new hyperparameters apply
+        # to exactly this iteration, and otherwise to all gradients that arrive later.
         self.wait_all()
         self.write_back()
         if self._ranks.rank == 0:
@@ -198,8 +191,6 @@ class DenseParameters:
                 "ParameterServer(unused='skip'), else remove them from the model"
             )
 
-    # Values in flight.
-
     def _wait_for(self, parameter: nn.Parameter) -> None:
         slot = self._of_parameter.get(parameter)
         if slot is None:
@@ -237,8 +228,6 @@ class DenseParameters:
                 self._wait_for(slot.parameter)
                 slot.values.seal()
 
-    # Writes of the program.
-
     def _find_written(self) -> list[tuple[DenseTables, list[Slot]]]:
         found = [(part.tables, [s for s in part.slots if s.values.was_written]) for part in self._parts.values()]
         return [(tables, slots) for tables, slots in found if slots]
@@ -247,7 +236,8 @@ class DenseParameters:
         """Send the program's writes to parameters to the servers.
 
         Under sequential consistency rank 0's values arrive before any update of this iteration is applied, because this
-        rank has not ticked. Else other ranks' updates arrive at any time, so only the first iteration can start so.
+        rank has not ticked. Under other consistencies, updates arrive at any time, so only the first iteration can
+        start with writes.
         """
         written = self._find_written()
         if not written:
@@ -258,8 +248,6 @@ class DenseParameters:
             write_back(slots, self._ranks, tables)
         if all_present or not isinstance(self._consistency, Sequential):
             self._ranks.barrier()
-
-    # Checkpoints.
 
     def write_values(self) -> None:
         """Write the module's values, which are equal on every rank, to the servers; every rank calls it."""

@@ -1,8 +1,8 @@
 """Store a model's parameters in dense tables on servers: layout and buckets.
 
-Every parameter group of the optimizer is one float32 table, with its parameters one after the other in the model's
-order, which is approximately the order of forward. A *bucket* is a range of a table that is pushed and pulled in one
-message: several small parameters, or a part of a large one.
+Every parameter group is one float32 table, with its parameters in the model's order, which is approximately the order
+of forward. A *bucket* is a range of a table that is pushed and pulled in one message: several small parameters, or a
+part of a large parameter.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Bucket:
 def lay_out(optimizer: Optimizer, names: Mapping[nn.Parameter, str], bucket_bytes: int) -> list[list[Slot]]:
     """Return the slots of every parameter group, with their buckets; frozen and empty parameters have none.
 
-    `names` has the model's parameters in its order. Raises UsageError for dtypes that servers do not store.
+    `names` has the model's parameters in order. Raises UsageError for dtypes that servers do not store.
     """
     order = {parameter: position for position, parameter in enumerate(names)}
     groups: list[list[Slot]] = []
@@ -162,7 +162,7 @@ class DenseTables:
         self._ranks = ranks
         self._optimizer = optimizer
         self.groups = groups
-        # A name that no other training on these servers uses; the tables exist until the servers end.
+        # This name is unique among the trainings on these servers, because tables exist until the servers end.
         token = ranks.exchange(secrets.token_hex(4))[0]
         self.rules: list[UpdateRule] = [rule_of(optimizer, group) for group in optimizer.param_groups]
         self.tables: list[DenseTable | None] = [

@@ -1,9 +1,8 @@
-"""Learn whether a program changes gradients between ``backward()`` and ``optimizer.step()``.
+"""Observe whether a program changes gradients between ``backward()`` and ``optimizer.step()``.
 
-At first gradients are sent in the step. If the servers join the gradients of all workers, every ``backward()`` ends
-with averaging them over the ranks, so that the program's changes apply to the complete batch, as on one device. After
-some steps without changes, gradients are sent during backward, each rank its own. A later change is too late and raises
-UsageError.
+At first, ``optimizer.step()`` sends the gradients. If the servers join the gradients of all workers, every
+``backward()`` ends with averaging over the ranks, so that changes apply to the complete batch. After some steps without
+changes, each rank sends its gradients during backward. A later change raises UsageError.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ _LOOP = "is in backward(), or past the loop"
 class HandsOn:
     """The gradients of slots over the iterations, and the observations of the program.
 
-    With `joins` the servers make one step of all workers' gradients. Without `overlaps` gradients are never sent early.
+    With `joins` the servers make one step from all workers' gradients. Without `overlaps` gradients are never sent
+    early.
     """
 
     def __init__(self, ranks: Ranks, *, joins: bool, overlaps: bool) -> None:
@@ -45,7 +45,7 @@ class HandsOn:
     def add(self, slots: Sequence[Slot]) -> None:
         """Also watch the gradients of another optimizer's `slots`.
 
-        With several optimizers gradients are never sent early: a backward may compute some that no step uses.
+        With several optimizers gradients are never sent early, because no step may use some of them.
         """
         if self._slots:
             self._num_calm = _NEVER
@@ -102,7 +102,7 @@ class HandsOn:
     def average(self) -> None:
         """Replace the gradients by their mean over all ranks; the servers' mean of equal gradients is the same.
 
-        If a rank has left the loop, gradients are not averaged until all ranks are in it again.
+        If a rank has left the loop, gradients are not averaged until all ranks are in the loop again.
         """
         group = self._ranks.group
         assert group is not None
@@ -124,7 +124,7 @@ class HandsOn:
             slot.gradient.open()
 
     def meet(self) -> None:
-        """Wait until no rank averages: call it before any other exchange, because some ranks may be in the loop."""
+        """Wait until no rank averages. Call it before any other exchange, because some ranks may be in the loop."""
         if self._joins and not self.is_early and not self._is_uneven:
             while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
                 pass

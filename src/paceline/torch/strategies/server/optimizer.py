@@ -1,4 +1,4 @@
-"""The training loop's optimizer, if servers update the parameters."""
+"""The optimizer in the training loop if servers update the parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.torch.strategies.server.dense_parameters import DenseParameters
 
 
 class ServerOptimizer(Optimizer):
-    """Replaces the user's optimizer: it has the same parameter groups, hooks and schedulers, and another step.
+    """Replaces the user's optimizer: the parameter groups, hooks and schedulers are the same, and the step differs.
 
-    The state (momentum and the like) is on the servers: ``state_dict()`` reads it there.
+    The state (such as momentum) is on the servers; ``state_dict()`` reads it from them.
     """
 
     _step_supports_amp_scaling = False  # GradScaler must divide the gradients itself, even for a fused optimizer

@@ -1,9 +1,5 @@
 """Parameters on servers: gradients are sent during backward, values are received during the next forward.
 
-The cluster's consistency (``paceline run --consistency``) determines how servers use the gradients of several workers.
-Under ``sequential`` they average them and apply the mean once, with the result of one process on the joined batch.
-Under ``bounded:N`` and ``eventual`` they apply each on arrival.
-
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI'14. The order of the pulls
 follows Hashemi et al., "TicTac", and Jayarajan et al., "Priority-based Parameter Propagation", both MLSys'19.
 """
@@ -122,8 +118,6 @@ class ParameterServer(Strategy):
         self._trained: set[nn.Parameter] = set()
         atexit.register(self._end, at_once=True, with_process=True)
 
-    # Preparation.
-
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         assert self.module is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -164,8 +158,6 @@ class ParameterServer(Strategy):
 
     def _row_tables(self) -> RowTables:
         return ClusterTables(self.client, self._filters)
-
-    # In the loop.
 
     def _step(self, optimizer: Optimizer) -> None:
         """End the iteration, in ``optimizer.step()``."""
@@ -231,7 +223,7 @@ class ParameterServer(Strategy):
     @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
         """Return a context for an epoch. Under sequential consistency all ranks start it together."""
-        # Sequential ranks lose no time by meeting here; other ranks would, so they compare only once. A returning rank
+        # Sequential ranks lose no time by meeting here. Other ranks would, so they compare only once. A returning rank
         # must join after all ranks have ended the last epoch, and before they train on.
         has_retired, self._has_retired = self._has_retired, False
         any_retired = has_retired
@@ -286,7 +278,7 @@ class ParameterServer(Strategy):
         return super().reduce(value, op)
 
     def _ran_out(self) -> None:
-        """Leave the iterations until the next epoch, unless all ranks end with the same one."""
+        """Leave the iterations until the next epoch, unless all ranks end with the same iteration."""
         if self._is_uneven and not self._has_retired:
             if self.dense is not None:
                 self.dense.wait_all()
@@ -327,8 +319,6 @@ class ParameterServer(Strategy):
         if self.dense is not None:
             self.dense.write_state(self.optimizers[number], state)
 
-    # The end.
-
     @override
     def close(self) -> None:
         """Disconnect after the values in flight have arrived."""
@@ -345,9 +335,9 @@ class ParameterServer(Strategy):
             self._end(at_once=True, error=error)
 
     def _end(self, *, at_once: bool, error: BaseException | None = None, with_process: bool = False) -> str | None:
-        """Close; return another rank's report that it has ended by an exception, unless this one has too.
+        """Close; return another rank's report of its exception, unless this rank has ended by an exception too.
 
-        `with_process`: at the end of the process, which then ends with status 1 after such a report.
+        `with_process`: the process is ending; after such a report its status is 1.
         """
         atexit.unregister(self._end)
         error = getattr(sys, "last_value", None) if with_process else error

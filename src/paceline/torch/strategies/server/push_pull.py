@@ -94,8 +94,6 @@ class PushPull:
             self._thread.join(5.0)
             raise
 
-    # In the thread.
-
     def _run(self) -> None:
         while True:
             job = self._jobs.get()

@@ -1,8 +1,7 @@
 """Copy between parameters and the host memory of a client's messages.
 
 A bucket that is a part of one float32 parameter on the CPU uses the parameter's memory. Other buckets use a buffer of
-their size: several small parameters, other dtypes, a factor for the gradients, and CUDA. For CUDA the buffer is pinned,
-and copied on a side stream.
+their size. For CUDA the buffer is pinned, and copied on a side stream.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ class Staging:
         self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._buffers: dict[Bucket, torch.Tensor] = {}
         self._copied: dict[Bucket, Any] = {}  # the event after a bucket's last copy on the side stream
-
-    # Gradients, from the device.
 
     def collect(self, bucket: Bucket) -> None:
         """Start copying a bucket's gradients; called by backward's thread when they are complete."""
@@ -84,8 +81,6 @@ class Staging:
             else:
                 runs.append((target.start, target.stop))
         return [(bucket.start + a, buffer[a:b]) for a, b in runs]
-
-    # Values, to the device.
 
     def prepare_values(self) -> None:
         """Make copies of new values wait for the device's queued work with the old ones."""

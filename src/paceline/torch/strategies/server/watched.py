@@ -1,7 +1,7 @@
 """Parameters that record the program's accesses to their gradients and values, and wait for values in flight.
 
-A tensor's version counts neither changes through ``.data`` nor those of some operations (``GradScaler``'s). They all
-start with an access to an attribute of the parameter, which its class records here.
+A tensor's version counts neither changes through ``.data`` nor changes by some operations (``GradScaler``'s). All of
+these access an attribute of the parameter, which the parameter's class records here.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class ValueWatch:
             self._checksum = _checksum(memory_of(self._parameter))
 
     def show(self) -> None:
-        """Keep a copy of the memory, because the program gets it and can write to it without a new version."""
+        """Keep a copy of the memory, because the program gets the memory and can write to it without a new version."""
         if self._shown is None:
             self._shown = memory_of(self._parameter).clone()
 

@@ -1,4 +1,4 @@
-"""Write a program's changes of parameters back to the servers, equal ones from every rank."""
+"""Write a program's changes of parameters, which are equal on every rank, to the servers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Calls of PyTorch functions with shards: without a rule of PyTorch they compute with complete tensors.
+"""Compute calls of PyTorch functions that do not support shards with complete tensors.
 
-Every process makes such a call. It gathers the shards in the arguments, and a tensor changed in place keeps its part of
-the result. The gradient of a gathered parameter is the mean over the processes, as in a call of the model.
+Every process makes such a call. The call gathers the shards in the arguments, and a tensor changed in place keeps its
+part of the result. The gradient of a gathered parameter is the mean over the processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.torch.strategies.base import Strategy
 
 _NUMBERS: Final = ("item", "tolist", "__bool__", "__float__", "__format__", "__index__", "__int__", "__reduce_ex__")
 _RANDOM: Final = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "rand_like", "randn_like", "dropout")
-"""Ends of functions' names: with shards, each process would draw the same numbers for its own."""
+"""Suffixes of functions' names. With shards, each process would draw the same numbers for its own shard."""
 _IN_PLACE: Final = ("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__")
 _strategies: WeakKeyDictionary[DeviceMesh, Strategy] = WeakKeyDictionary()
 
@@ -94,7 +94,6 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
 
 
 def _compute(strategy: Strategy, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a function with complete tensors instead of shards."""
     has_gradients = torch.is_grad_enabled() and name not in _NUMBERS
 
     def gather(shard: DTensor) -> Any:
@@ -131,7 +130,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _check(name: str, target: Any, args: Any, kwargs: Any) -> None:
-    """Raise UsageError for a call whose result would differ from the one with complete tensors."""
+    """Raise UsageError for a call whose result with shards would differ from the result with complete tensors."""
     if name in ("backward", "grad") and kwargs.get("inputs", args[1:2]):
         _refuse(f"{name}(inputs=...)", "has no gradients for sharded parameters: use loss.backward() without inputs")
     if name in ("numpy", "__array__"):
@@ -151,7 +150,7 @@ def _refuse(call: str, reason: str) -> NoReturn:
 
 
 def _mark(result: Any, source: Any) -> Any:
-    """Mark results that were gathered from the shards of `source`: changing them in place does not change it."""
+    """Mark results gathered from the shards of `source`, because changing them in place does not change `source`."""
     if isinstance(source, DTensor):
         is_cut = any(isinstance(placement, Shard) for placement in source.placements)
         for leaf in tree_leaves(result):

@@ -121,10 +121,8 @@ def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_complete(value: Any, *, keep: bool) -> Any:
-    """Return a sharded tensor complete, on the CPU, on ranks that `keep` it; every rank calls it.
-
-    Other values are returned unchanged.
-    """
+    """Return a sharded tensor complete, on the CPU, on ranks that `keep` it; every rank calls it. Other values:
+    unchanged."""
     if not isinstance(value, DTensor):
         return value
     complete: Tensor = value.full_tensor().detach()
@@ -165,10 +163,8 @@ def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, _: Any) -> None:
-    """Give every rank rank 0's persistent buffers (statistics) before a training forward.
-
-    DistributedDataParallel does the same.
-    """
+    """Give every rank rank 0's persistent buffers (statistics) before a training forward, as in
+    DistributedDataParallel."""
     if not (module.training and torch.is_grad_enabled()):
         return
     by_kind: dict[torch.dtype, list[Tensor]] = {}

@@ -186,7 +186,7 @@ class Sharded(Strategy):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context without effect: every backward averages and scatters gradients.
 
-        A rank has no memory for complete gradients; the sum of several backwards in the shards has the same result.
+        A rank has no memory for complete gradients. Adding several backwards in the shards has the same result.
         """
         return contextlib.nullcontext()
 
@@ -197,12 +197,10 @@ class Sharded(Strategy):
         assert self.module is not None
         return clip_shards(self.module.parameters(), max_norm, norm_type, self._group)
 
-    # Checkpoints.
-
     @override
     def gather_values(self) -> dict[str, Tensor]:
         """Return the complete parameters and persistent buffers by name, on rank 0; every rank calls it."""
-        # First meet in the strategy's group: it reports a rank that saves alone.
+        # Meet first in the strategy's group, which reports a rank that saves alone.
         self._ranks.exchange_as("gathers the model's values, as save() does", None)
         values = {name: as_complete(value, keep=self.is_main) for name, value in super().gather_values().items()}
         return values if self.is_main else {}

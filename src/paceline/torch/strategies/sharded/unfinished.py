@@ -1,7 +1,7 @@
 """Reset the state of ``fully_shard`` after a forward or backward pass that raised an exception.
 
-``fully_shard`` tracks the position within an iteration. After an unfinished pass it would continue from the old state:
-a unit would stay gathered, with the values before the step, or its gradient would not be scattered.
+Otherwise ``fully_shard`` would continue from the unfinished pass: a unit would stay gathered with old values, or its
+gradient would not be scattered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 
 
 class Unfinished:
-    """Watches the passes through a sharded model, and resets its state after one that has raised.
+    """Watches the passes through a sharded model, and resets its state after a pass that raised an exception.
 
     Every process must have left the pass; gradients in ``.grad`` are kept.
     """

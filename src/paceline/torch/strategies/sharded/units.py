@@ -1,7 +1,6 @@
 """Choose the units of a sharded model, and the dimension along which a parameter is sharded. Pure.
 
-A unit is a module whose parameters are gathered together before its forward and its backward, and freed after each, so
-that a process holds at most one unit in addition to its shards. All other parameters belong to the model itself.
+A process gathers one unit at a time, so it has at most one complete unit in addition to its shards.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from torch import nn
 from paceline.errors import UsageError
 
 LEAST_NUMEL: Final = 1 << 16
-"""Minimum number of parameters of an automatic unit: a unit costs three collectives a step, of about 0.1 ms each."""
+"""Minimum number of parameters of an automatic unit, because a unit costs three collectives of about 0.1 ms per step.
+"""
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -94,7 +94,7 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def _shared(model: nn.Module, name: str) -> list[str]:
-    """Return the names, in the module, of its parameters that other parts of the model also have."""
+    """Return the parameters of module `name` that other parts of the model also have."""
     own = {id(parameter): inner for inner, parameter in model.get_submodule(name).named_parameters()}
     shared = {
         id(parameter)
@@ -107,9 +107,8 @@ def _shared(model: nn.Module, name: str) -> list[str]:
 def shard_dimension(shape: Sequence[int] | torch.Size, num_shards: int) -> int | None:
     """Return the dimension along which a parameter is sharded; None if every process keeps it complete.
 
-    It is the first one, unless shards would be empty (fewer rows than shards) and another one divides evenly: a layer
-    with one output, of shape (1, n), is sharded along its inputs. A small parameter with empty shards, such as a
-    number, is not sharded.
+    It is dimension 0, unless shards would be empty (fewer rows than shards) and another dimension divides evenly: a
+    layer of shape (1, n) is sharded along its inputs. A small parameter with empty shards is not sharded.
     """
     rows = -(-shape[0] // num_shards) if shape and shape[0] else 0
     if rows and -(-shape[0] // rows) == num_shards:

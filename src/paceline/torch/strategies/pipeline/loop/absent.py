@@ -1,7 +1,7 @@
-"""Gradients of parameters that are on other processes: they have shapes and norms, and no values.
+"""Gradients of parameters on other processes. They have shapes and norms, but no values.
 
-``torch.nn.utils.clip_grad_norm_`` and other functions of norms work as in one process. Elementwise changes in place do
-nothing here: the process with the gradient applies them. Functions that need values raise an error.
+Norm functions such as ``torch.nn.utils.clip_grad_norm_`` work as in one process. Elementwise changes in place have no
+effect here, because the process with the gradient applies them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 NormOf = Callable[[str, float], float]
-"""Returns the norm of a parameter's gradient, on any process, given its name and the order of the norm."""
+"""The function returns the norm of a parameter's gradient, given the parameter's name and the order of the norm."""
 
 _PLAIN: Final = (
     "shape", "size", "dim", "ndim", "numel", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad_fn",
@@ -85,7 +85,6 @@ class AbsentGrad(torch.Tensor):
 
 
 def _change_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a change in place to the tensors of a call that are on this process."""
     first = args[0]
     if not isinstance(first, (list, tuple)):
         return first

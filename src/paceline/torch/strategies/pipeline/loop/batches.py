@@ -62,7 +62,7 @@ def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
 
 
 def row_bounds(size: int, parts: int) -> list[int]:
-    """Return the bounds of the parts of `size` rows; the first parts have one row more if it does not divide."""
+    """Return the bounds of the parts of `size` rows. The first parts have one more row if `size` is not divisible."""
     small, larger = divmod(size, parts)
     return [part * small + min(part, larger) for part in range(parts + 1)]
 
@@ -74,6 +74,6 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 def add_numbers(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the sum of the microbatches' numbers, each times its weight."""
-    # Parts with weight 0 are left out: a mean of nothing is NaN.
+    # Skip parts with weight 0, because the mean of an empty part is NaN.
     total = sum(part * weight for part, weight in zip(parts, weights, strict=True) if weight)
     return torch.as_tensor(total, dtype=parts[0].dtype)

@@ -1,7 +1,7 @@
 """Losses in parts: the sum of the microbatches' parts is exactly the loss of the whole batch.
 
-A mean over the batch is a sum over the microbatches divided by the count of the whole batch, which depends on the
-targets alone. So parts of unequal size, ignored targets and class weights give the result of one process.
+The divisor is the count of the whole batch, which depends on the targets alone. So parts of unequal size, ignored
+targets and class weights give the result of one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class RowOperation:
-    """A call on a tensor that is not computed yet, for each of its microbatches."""
+    """A call on a tensor without values yet, for each of its microbatches."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -49,10 +49,10 @@ class RowOperation:
 def as_operation(
     function: Any, shape: Sequence[int], rows: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[RowOperation, list[int]] | None:
-    """Return a call that treats each row of a batch alike, and the shape of its result; None for other calls.
+    """Return the operation for a call that treats each row alike, and its result's shape; None for other calls.
 
-    `shape`: the whole tensor's, for a batch of `rows`. Views are tried on shapes alone, for several sizes of batches: a
-    view keeps examples apart if the first dimension of its result has the same number of rows for each example.
+    `shape` is the shape of the whole tensor, for a batch of `rows`. A view keeps examples apart if the first dimension
+    of its result has the same number of rows for each example, for several sizes of batches.
     """
     name = getattr(function, "__name__", "")
     if not shape or shape[0] % rows or name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING):
@@ -86,11 +86,10 @@ class PartialLoss(ABC):
     """Abstract: a term of a loss that is a sum of the microbatches' parts."""
 
     leaf: int
-    """The number of the output's tensor that it uses."""
+    """The number of the output's tensor for this loss."""
     base: int = field(default_factory=lambda: next(_numbers))
     """A unique number; multiples of the term share it."""
     scale: float | Tensor = 1.0
-    """The factor of the parts."""
 
     @abstractmethod
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
@@ -103,10 +102,10 @@ class PartialLoss(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedLoss(PartialLoss):
-    """A loss that the model returns itself."""
+    """A loss that the model itself returns."""
 
     weights: Callable[[int], Sequence[float]]
-    """Returns the weight of each microbatch's number, given the leaf."""
+    """The function returns the weight of each microbatch's number, given the leaf."""
 
     @override
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model of the training loop: it looks like the user's model and runs in stages."""
+"""The model in the training loop: it has the user's interface, and runs in stages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StepRunner(Protocol):
 
 
 class PipelinedModel(nn.Module):
-    """The stand-in for a model whose layers run on several processes.
+    """The replacement of a model whose layers run on several processes.
 
     Parameters, buffers, training mode and attributes are the model's own. A parameter of another process has its shape
     here, and its values read as NaN.
@@ -149,7 +149,7 @@ class ModelCall:
         *,
         grads: bool,
     ) -> None:
-        """`output`: the description of the model's result for the whole batch; None if it is not known yet."""
+        """`output` describes the model's result for the whole batch; None if it is not known yet."""
         self.rows = rows
         self._output_rows = output_rows
         self._runner = runner
@@ -184,7 +184,7 @@ class ModelCall:
             )
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
-                # The parameters are in the graph, so that torch.autograd.grad() gets an error that explains it.
+                # The parameters are in the graph, so that torch.autograd.grad() raises an error with the reason.
                 parameters = [own for own in self._runner.module.parameters() if not own._backward_hooks]
                 tensors = list(_Joined.apply(self, anchor, len(parameters), *parameters, *tensors))  # type: ignore[no-untyped-call]
             self._joined = tensors
@@ -253,7 +253,6 @@ class ModelCall:
         return self._weights[leaf]
 
     def _part_of(self, grad: Tensor | None, leaf: int, bounds: Sequence[int], number: int) -> Tensor | None:
-        """Return a microbatch's part of the gradient of a whole output."""
         if grad is None:
             return None
         if not grad.dim():

@@ -1,8 +1,8 @@
-"""Numbers that a model returns, such as its own loss: how the microbatches' numbers make up the batch's.
+"""Rules for combining the microbatches' numbers, such as the model's own loss, to the number of the batch.
 
-The rule follows from the graph. A sum over rows is the sum of the parts. A mean is the weighted mean of the parts; the
-weights are the shares of the rows, or for a loss by class the shares of the targets that count. The targets depend on
-the model's arguments alone, so the weights are known before the forward.
+The rule follows from the graph. A sum over rows is the sum of the parts. A mean is the mean of the parts, weighted by
+their rows, or by their counted targets for a loss by class. The targets depend on the model's arguments alone, so the
+weights are known before the forward.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ _REDUCTIONS: Final = ("none", "mean", "sum")  # by the numbers in operations
 
 @dataclass(frozen=True, slots=True)
 class NumberRule:
-    """The rule that makes a number of the batch from the microbatches' numbers."""
+    """The rule for computing the batch's number from the microbatches' numbers."""
 
     kind: Literal["constant", "sum", "mean over rows", "mean over targets"]
     counted: fx.Node | None = None
     """For a mean over targets: the targets, or the divisor of a sum."""
     ignored: int | None = None
-    """The value of targets that do not count."""
+    """The value of ignored targets."""
     by_class: fx.Node | None = None
-    """The weights of the classes."""
     plain: Mapping[fx.Node, Any] = field(default_factory=dict, compare=False)
     """Numbers that are equal in all batches."""
     terms: tuple[NumberRule, ...] = ()
@@ -103,7 +102,6 @@ def _find(node: Any, graph: LayerGraph, shapes: RowShapes) -> NumberRule | None:
 
 
 def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: LayerGraph) -> NumberRule | None:
-    """Return the rule of a sum, difference, product or quotient of two numbers."""
     if name in ("add", "sub", "iadd", "add_", "rsub"):
         if a == b:
             return a
@@ -156,7 +154,6 @@ def _of_loss(name: str, options: Mapping[str, Any], graph: LayerGraph, shapes: R
 
 
 def _arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a loss's call by name."""
     if isinstance(node.target, torch._ops.OpOverload):
         names = [argument.name for argument in node.target._schema.arguments]
         return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -174,7 +171,6 @@ def _is_known(node: fx.Node, graph: LayerGraph, plain: Mapping[fx.Node, Any]) ->
 
 
 def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any], plain: Mapping[fx.Node, Any]) -> Any:
-    """Return the value of a node for which :func:`_is_known` is true."""
     if node in plain:
         return plain[node]
     if node.op == "placeholder":

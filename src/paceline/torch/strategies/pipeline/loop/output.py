@@ -1,8 +1,8 @@
 """The output of a pipeline in the training loop: a tensor whose values are computed at first use.
 
-The loop computes a loss from it and calls ``backward()``. If microbatches can compute their parts of the loss, the
-schedule runs then and may mix forwards and backwards. If the loop reads values earlier, all microbatches go forward at
-that moment, and the rest is ordinary PyTorch on ordinary tensors.
+If the loop calls ``backward()`` on a loss of this output, the whole schedule runs at that time, if microbatches can
+compute their parts of the loss. If the loop reads values earlier, all microbatches go forward first; the backward is
+then ordinary PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the outputs of microbatches make up the output of the batch."""
+"""Combine the outputs of microbatches to the output of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.torch.strategies.pipeline.run.values import plain_values, put_toge
 from paceline.torch.strategies.splitting import check_outputs
 
 NumberWeights = Callable[[int], Sequence[float]]
-"""Returns the weights of the microbatches' numbers, given the leaf of the output."""
+"""The function returns the weights of the microbatches' numbers, given the leaf of the output."""
 
 
 class OutputRows:
@@ -32,16 +32,14 @@ class OutputRows:
         self._arguments = arguments
 
     def dimension(self, leaf: int) -> int | None:
-        """Return the dimension of the batch in one of the output's tensors; None: not known.
-
-        On ranks without the last stage it is 0.
-        """
+        """Return the batch dimension of one of the output's tensors; 0 on ranks without the last stage; None if
+        unknown."""
         return 0 if self._shapes is None else self._shapes().output_dimension(leaf)
 
     def number_weights(self, leaf: int, rows: Sequence[int]) -> list[float]:
-        """Return the weight of each microbatch's number among the output's tensors in that of the batch.
+        """Return the weight of each microbatch's number in the batch's number, given the microbatches' `rows`.
 
-        `rows` are the microbatches'. Raises UsageError if that is not known.
+        Raises UsageError if the weights are not known.
         """
         assert self._shapes is not None
         shapes = self._shapes()
@@ -65,8 +63,8 @@ def joined_output(
 ) -> tuple[Any, list[Tensor]]:
     """Return the description and the tensors of the output of a batch of `rows`, given its microbatches' outputs.
 
-    ``dimension_of(leaf)`` is the dimension of the batch in one of the tensors. If it is None (unknown), it is 0, unless
-    the shapes allow another one. Raises UsageError for an ambiguous or wrong dimension.
+    ``dimension_of(leaf)`` returns the batch dimension of a tensor. For None (unknown), dimension 0 is used unless the
+    shapes allow another dimension. Raises UsageError for an ambiguous or wrong dimension.
     """
     apart = [take_apart(part, "the model's output") for part in parts]
     sizes = [end - first for first, end in itertools.pairwise(row_bounds(rows, len(parts)))]
@@ -88,7 +86,6 @@ def joined_output(
 
 
 def _dimension(known: int | None, column: Sequence[Tensor], sizes: Sequence[int]) -> int:
-    """Return the dimension of the batch in one of the output's tensors, by microbatch. Raises UsageError."""
     if known is not None:
         return known
     later = range(1, min(tensor.dim() for tensor in column))

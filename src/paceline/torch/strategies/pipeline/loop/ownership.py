@@ -1,4 +1,4 @@
-"""The parameters that each process holds: those of its stages, and stand-ins for the rest."""
+"""The parameters of each process: values for its own stages, and placeholders for the other stages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ownership:
         self._kept_grads: dict[str, Tensor | None] = {}
         self.is_released = False
         self.known_norms: dict[float, dict[str, float]] = {}
-        """By order, the norms of all gradients that were requested since the last backward."""
+        """The norms, by order, of all gradients that were requested since the last backward."""
 
     def is_local(self, name: str) -> bool:
         """Return whether this rank holds a parameter or a buffer."""
@@ -52,7 +52,7 @@ class Ownership:
         return [parameter for name, parameter in self._module.named_parameters() if self.is_local(name)]
 
     def release(self) -> None:
-        """Free the values of parameters that only other ranks hold: they keep their shape and read as NaN."""
+        """Free the values of parameters on other ranks only. These parameters keep their shape and read as NaN."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
                 value = float("nan") if parameter.is_floating_point() else 0
@@ -86,10 +86,9 @@ class Ownership:
                 with torch.no_grad():
                     tensor.copy_(buffer)
 
-    # Gradients.
-
     def before_backward(self) -> None:
-        """Set the gradients of shared parameters aside: only the next backward's gradients are summed over ranks."""
+        """Set the gradients of shared parameters aside, so that only the next backward's gradients are summed over
+        ranks."""
         self.known_norms.clear()
         for name in self._shared:
             parameter = self._module.get_parameter(name)
@@ -97,7 +96,7 @@ class Ownership:
                 self._kept_grads[name], parameter.grad = parameter.grad, None
 
     def after_backward(self, group: Any, norm_of: NormOf) -> None:
-        """Sum the gradients of shared parameters over their ranks, and set stand-ins for gradients on other ranks."""
+        """Sum the gradients of shared parameters over their ranks, and set placeholders for other ranks' gradients."""
         for name, ranks in self._shared.items():
             if self._rank in ranks:
                 parameter = self._module.get_parameter(name)
@@ -110,7 +109,7 @@ class Ownership:
                 parameter.grad = AbsentGrad(parameter, name, norm_of)
 
     def before_step(self) -> None:
-        """Remove the stand-ins: the optimizer skips parameters without a gradient."""
+        """Remove the placeholders, because the optimizer skips parameters without a gradient."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
                 parameter.grad = None
@@ -125,7 +124,6 @@ class Ownership:
 
 
 def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any) -> Tensor:
-    """Return the sum of a parameter's gradients over some ranks, in their order, on all of these ranks."""
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().contiguous()
     first, *followers = ranks
     if rank != first:
@@ -145,10 +143,7 @@ def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any
 def gather_state(
     state: Mapping[int, Mapping[str, Any]], keepers: Sequence[int], rank: int, pg: Any
 ) -> dict[int, dict[str, Any]]:
-    """Return on rank 0 the optimizer state of all parameters, each from its keeper; every rank calls it.
-
-    `keepers`: by the parameter's number.
-    """
+    """Return on rank 0 the optimizer state of all parameters, each from its keeper (by parameter number)."""
     own = {number: entries for number, entries in state.items() if keepers[number] == rank}
     described = [
         [number, name, describe_entry(value)] for number, entries in own.items() for name, value in entries.items()

@@ -1,4 +1,4 @@
-"""The rows of a batch in each value of a model's graph, found on shapes alone with two sizes of batch."""
+"""The batch dimension of each value in a model's graph, found from the shapes for two sizes of batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _ALONG: Final = {
     "argsort": 1, "cummax": 1, "cummin": 1, "cumprod": 1, "cumsum": 1, "diff": 2, "flip": 1, "log_softmax": 1,
     "logcumsumexp": 1, "normalize": 2, "roll": 2, "softmax": 1, "_log_softmax": 1, "_softmax": 1, "sort": 1,
 }  # fmt: skip
-"""Operations that keep a tensor's shape and combine the items along one dimension: the place of this argument."""
+"""Operations that keep a tensor's shape and combine the items along one dimension, with the position of that argument.
+"""
 
 
 class RowShapes:
@@ -54,7 +55,7 @@ class RowShapes:
                 self._roles[node] = self._find_role(node)
 
     def role(self, node: fx.Node) -> RowRole:
-        """Return a node's relation to the rows; "mixed" if it is unknown."""
+        """Return a node's relation to the rows; "mixed" if the relation is unknown."""
         return self._roles[node]
 
     def plain_values(self) -> dict[fx.Node, Any]:
@@ -73,9 +74,9 @@ class RowShapes:
         return node
 
     def output_dimension(self, leaf: int) -> int | None:
-        """Return the first dimension of one of the output's tensors that grows with the rows, 0 where none does.
+        """Return the first dimension of an output's tensor that grows with the rows; 0 without one, None if unknown.
 
-        For example, an LSTM's state has its layers in dimension 0 and the batch in dimension 1. None: unknown.
+        For example, an LSTM's state has its layers in dimension 0 and the batch in dimension 1.
         """
         node = self._outputs[leaf]
         return (self.dimension(node) or 0) if self._is_known(node) else None
@@ -84,7 +85,6 @@ class RowShapes:
         return not any(values[node] is _Unknown for values in self._values)
 
     def _is_tensor(self, node: Any) -> bool:
-        """Return whether a node's value is a tensor, or is unknown."""
         return (
             isinstance(node, fx.Node)
             and name_of(node) not in ("item", "tolist")
@@ -96,7 +96,7 @@ class RowShapes:
         return next(iter(self._grown(node)[0]), None)
 
     def from_last(self, node: fx.Node) -> int | None:
-        """Return this dimension counted from the last, which is -1."""
+        """Return :meth:`dimension` counted from the last dimension, which is -1."""
         dimension = self.dimension(node)
         return None if dimension is None else dimension - int(self._values[0][node].dim())
 
@@ -146,7 +146,6 @@ class RowShapes:
         return any(grown) and [self._along(node, small[0].dim())] != grown[0]
 
     def _along(self, node: fx.Node, dims: int) -> int | None:
-        """Return the dimension along which an operation combines items; None if there is none."""
         if node.op == "call_module":
             dimension = getattr(self._root.get_submodule(str(node.target)), "dim", None)
         else:
@@ -180,7 +179,6 @@ class _ShapeRun(fx.Interpreter):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress PyTorch's log of operations that fail on shapes alone."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,7 +1,7 @@
-"""Check on values that a model computes rows independently, and the same in each call: else results would differ.
+"""Check with values that a model computes rows independently and repeatably, because results would differ otherwise.
 
-Shapes do not show whether the batch is in another dimension than the first (``batch_first=False``). So in the first
-call the rows of two microbatches go through the model together and separately.
+Shapes do not show a batch in another dimension than the first (``batch_first=False``). So the first call runs the rows
+of two microbatches through the model together and separately.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _COARSE: Final = 0.05  # for 16-bit numbers
 
 
 def check_repeatable(module: nn.Module, called: CallArguments) -> None:
-    """Raise UsageError if a second call of a model on the same batch differs from the first one.
+    """Raise UsageError if a second call of a model with the same batch differs from the first call.
 
-    A pipeline traces a forward once and calls its layers for each microbatch, so it does not update state in Python.
+    A pipeline traces the forward once and calls the layers per microbatch, so Python state of the forward is not
+    updated.
     """
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     args, kwargs = called.fill(list(called.values.values()))
@@ -80,10 +81,10 @@ def _state_of_python(module: nn.Module) -> tuple[dict[str, Any], Any, Any]:
 
 
 def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, part: int) -> None:
-    """Raise UsageError if a model's output for `part` rows depends on the next ones.
+    """Raise UsageError if a model's output for `part` rows depends on later rows.
 
-    The check runs without gradients and in evaluation, where BatchNorm and dropout keep rows apart. It skips models
-    that draw random numbers in evaluation or fail.
+    The check runs in evaluation mode without gradients, where BatchNorm and dropout keep rows apart. It skips models
+    that fail in this mode or draw random numbers.
     """
     norms = [submodule for submodule in module.modules() if isinstance(submodule, _BatchNorm)]
     if 2 * part > rows or any(norm.running_mean is None for norm in norms):
@@ -144,7 +145,6 @@ def _are_other(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _is_other(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors differ by more than rounding."""
     return _size(a.double() - b.double()) > _TOLERANCE.get(a.dtype, _COARSE) * _size(a)
 
 

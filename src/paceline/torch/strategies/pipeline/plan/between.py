@@ -62,7 +62,6 @@ def measure_agreement(group: Any) -> float:
 
 
 def _trip(group: Any, rank: int, size: int) -> tuple[float, float]:
-    """Return the time of a message, and the time that its sender is busy."""
     trips, sends = zip(*_round_trips(group, rank, size), strict=True)
     return statistics.median(trips) / 2, statistics.median(sends)
 

@@ -58,7 +58,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Costs of a model's layers, at some sizes of a microbatch."""
+    """Costs of a model's layers, for several sizes of a microbatch."""
 
     by_rows: dict[int, list[LayerCost]]
     crossing: dict[int, list[int]]
@@ -115,8 +115,8 @@ def make_plan(
 ) -> PipelinePlan:
     """Return the plan with the shortest predicted step.
 
-    `rows`: the size of a batch. `state_bytes`: the memory of a byte of parameters with its gradient and the optimizer's
-    state. ``cuts_for(stages)`` returns the user's cuts for a number of stages, or None to find them.
+    `rows` is the size of a batch. `state_bytes` is the memory per byte of parameters, including gradient and optimizer
+    state. ``cuts_for(stages)`` returns the user's cuts, or None to find them.
 
     Raises UsageError if no plan is possible, with the reason of the first attempt.
     """
@@ -196,7 +196,6 @@ def _plan_of(
 
 
 def _times_of(layers: Sequence[LayerCost]) -> StageTimes:
-    """Return the times of a stage of these layers."""
     names = [field.name for field in fields(StageTimes)]
     return StageTimes(**{name: sum(getattr(layer, name) for layer in layers) for name in names})
 

@@ -1,4 +1,4 @@
-"""Measured times of steps: every rank sends its own to all ranks with the agreements."""
+"""Measured times of steps. Every rank sends its times to all ranks with the agreements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WARM_UP = 2
 
 
 class Measurements:
-    """Sums over steps, of this rank and, as last received, of all ranks."""
+    """Sums over steps: this rank's sums, and the last received sums of all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self.own: list[Any] = [0, 0.0, {}]
@@ -33,7 +33,7 @@ class Measurements:
         self.own = [steps + 1, seconds + took_s, {**by_stage, "all": whole}]
 
     def begin_update(self) -> None:
-        """Start to time the optimizer; :meth:`end_update` adds the time to the last step."""
+        """Start to measure the time of the optimizer. :meth:`end_update` adds this time to the last step."""
         self._update_began = time.perf_counter()
 
     def end_update(self) -> None:

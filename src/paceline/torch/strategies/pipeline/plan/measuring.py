@@ -1,7 +1,7 @@
-"""Measure the costs of layers: each runs alone, forward, backward and update, on all ranks at the same time.
+"""Measure the costs of layers: each layer runs alone, forward, backward and update, on all ranks at the same time.
 
-Ranks share memory and caches, and a stage's weights are out of the cache when its next microbatch arrives. So all ranks
-measure at the same time, and the cache is flushed between calls. Each layer runs as a stage, by the code of stages.
+All ranks measure at the same time because they share memory and caches. The cache is flushed between calls, because the
+weights of a stage are out of the cache when the next microbatch arrives.
 """
 
 from __future__ import annotations
@@ -37,13 +37,11 @@ _LONG_S: Final = 0.5
 _MAX_COLD_BYTES: Final = 32 << 20
 
 Filling = Callable[[Sequence[str]], AbstractContextManager[None]]
-"""Returns a context in which the named parameters and buffers have memory."""
+"""The function returns a context in which the named parameters and buffers have memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerRun:
-    """One call of a layer."""
-
     made: dict[str, Any]
     forward_s: float
     backward_s: float
@@ -183,7 +181,6 @@ def _run(
 
 
 def _cost_of(name: str, runs: Sequence[_LayerRun], halves: Sequence[_LayerRun]) -> LayerCost:
-    """Return the times of a layer, given its calls with whole and with split backwards."""
     later, first = _median_of([run for run in runs if not run.is_first]), [run for run in runs if run.is_first]
     halved = _median_of([run for run in halves if not run.is_first])
     return replace(
@@ -205,8 +202,7 @@ def _median_of(runs: Sequence[_LayerRun]) -> LayerCost:
 def _stretched(layers: Sequence[LayerCost], runs: Sequence[Sequence[_LayerRun]]) -> list[LayerCost]:
     """Return costs whose sum is the wall time of all calls.
 
-    Layers are compared by processor time, so that a split does not depend on other work of the machine. The duration of
-    a step includes that work.
+    Layers are compared by processor time, which does not depend on other work of the machine; a step's duration does.
     """
     processor_s = sum(layer.seconds for layer in layers)
     wall_s = sum(statistics.fmean(run.wall_s for run in layer_runs if not run.is_first) for layer_runs in runs)

@@ -1,4 +1,4 @@
-"""The actions of every process of a pipeline, in order: torch's own pipeline schedules as data. Pure."""
+"""The actions of every process of a pipeline, in order, from torch's own pipeline schedules. Pure."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def split_backwards(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
 
 
 def most_in_flight(row: Sequence[Action]) -> int:
-    """Return how many microbatches a rank has gone forward with, and not yet backward, at most; over its stages."""
+    """Return the maximum number of microbatches of a rank between forward and backward, over its stages."""
     count = most = 0
     for action in row:
         count += 1 if action.kind == "F" else -1 if action.kind in ("B", "W") else 0
@@ -100,10 +100,7 @@ def _actions(row: Sequence[Any]) -> list[Action]:
 
 
 def _in_number_order(row: list[Action]) -> tuple[Action, ...]:
-    """Number each stage's forwards from 0: torch 2.13 lists the forwards of 1F1B's last rank from 1.
-
-    Only torch's list is wrong, not its execution.
-    """
+    """Number each stage's forwards from 0, because torch 2.13 lists those of 1F1B's last rank from 1."""
     shift: dict[int, int] = {}
     for action in row:
         if action.kind == "F":

@@ -31,7 +31,7 @@ class LayerCost:
     """The time of the optimizer, once a step."""
     parameter_bytes: int = 0
     activation_bytes: int = 0
-    """The memory that is held until backward."""
+    """The memory that is used until backward."""
 
     @property
     def seconds(self) -> float:

@@ -18,7 +18,7 @@ class StageTimes:
     weights_s: float = 0.0
     """The part of backward that can be deferred."""
     halving_s: float = 0.0
-    """The cost of deferring it."""
+    """The extra time if that part is deferred."""
     first_s: float = 0.0
     """The extra time of a step's first backward."""
     update_s: float = 0.0
@@ -58,9 +58,9 @@ def play(
 ) -> Timeline:
     """Simulate a step: an action begins when its rank is free and its inputs have arrived.
 
-    ``transfer_s(stage)``: the time to bring a stage its inputs, or to return their gradients. ``sending_s(stage)``: the
-    part of it that the sender cannot use to compute. `sources`: for each stage, the stages whose values it uses;
-    default: the previous stage. At the end each rank updates its parameters. Raises ValueError for a deadlock.
+    ``transfer_s(stage)`` is the time of a message with a stage's inputs or their gradients, ``sending_s(stage)`` its
+    part on the sender's processor. `sources` are the stages whose values each stage uses; default: the previous stage.
+    At the end each rank updates its parameters. Raises ValueError for a deadlock.
     """
     if sources is None:
         sources = [[stage - 1] if stage else [] for stage in range(len(places))]

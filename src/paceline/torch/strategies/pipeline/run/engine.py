@@ -22,7 +22,7 @@ _AHEAD = 2
 """Number of actions whose receives are posted ahead of their turn."""
 
 LossOf = Callable[[int, Any], Tensor]
-"""Returns the part of the loss, given a microbatch's number and the model's output."""
+"""The function returns the part of the loss, given a microbatch's number and the model's output."""
 
 
 class PipelineStep:
@@ -38,16 +38,15 @@ class PipelineStep:
         number: int,
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`stages`: this rank's stages. `arguments`: the model's, by microbatch. `number`: the step's.
+        """`stages` are this rank's stages, `arguments` the model's by microbatch, `number` the step's.
 
-        `split`: the (stage, microbatch) with a backward in two halves.
+        `split` contains each (stage, microbatch) with a backward in two halves.
         """
         self._partition = partition
         self._stages = stages
         self._rank = rank
         self._messages = messages
         self.arguments = arguments
-        """The model's arguments, by microbatch."""
         self._number = number
         self._split = split
         self._route_number = {route.value: number for number, route in enumerate(self._routes.routes)}
@@ -72,10 +71,10 @@ class PipelineStep:
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> Self:
-        """Carry out actions in order.
+        """Execute actions in order.
 
-        The last stage goes backward from the result of `loss_of`, or from `output_grads`: by microbatch, the gradients
-        of the output's tensors. Raises ActionError, and the errors of the process group if other ranks fail.
+        The last stage goes backward from the result of `loss_of`, or from `output_grads`: the gradients of the output's
+        tensors, by microbatch. Raises ActionError, and the errors of the process group if other ranks fail.
         """
         for number, action in enumerate(actions):
             for following in actions[number : number + _AHEAD + 1]:
@@ -92,8 +91,6 @@ class PipelineStep:
     def has_outputs(self) -> bool:
         """Whether this rank has the last stage."""
         return self._partition.num_stages - 1 in self._stages
-
-    # Forward.
 
     def _forward(self, action: Action, loss_of: LossOf | None) -> None:
         stage, microbatch = self._stages[action.stage], action.microbatch
@@ -128,7 +125,6 @@ class PipelineStep:
                     self._inputs.pop((route.value, microbatch), None)
 
     def _send_value(self, route: ValueRoute, microbatch: int, value: Any) -> None:
-        """Send a value to the ranks that use it, and keep it if this rank does."""
         label = f"the value {route.value!r} of stage {route.source}"
         description, tensors = take_apart(value, label)
         for rank in self._routes.destinations(route):
@@ -152,8 +148,6 @@ class PipelineStep:
         elif action.stage == self._partition.num_stages - 1:
             outputs += [tensor for tensor in _tensors(output) if tensor.requires_grad]
         self._saved[action.stage, action.microbatch] = Saved(outputs, products)
-
-    # Backward.
 
     def _backward(self, action: Action, output_grads: Mapping[int, Sequence[Tensor | None]] | None) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
@@ -213,8 +207,6 @@ class PipelineStep:
             ]
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             self._messages.send_grads(grads, self._number_of(route), action.microbatch, source)
-
-    # Forward and backward.
 
     def _post_receives(self, action: Action) -> None:
         """Post the receives of an action, if the shapes are known."""

@@ -21,13 +21,13 @@ _PATIENCE = timedelta(milliseconds=200)
 
 
 class Failures:
-    """Reports of failures, from this rank and to it."""
+    """Reports of failures, between this rank and the other ranks."""
 
     def __init__(self, rank: int, groups: Sequence[Any]) -> None:
         """`groups`: the process groups in which other ranks may wait."""
         self._rank = rank
         self._groups = groups
-        # The same store may serve a program's next pipeline.
+        # The program's next pipeline may use the same store.
         life = dist.distributed_c10d._get_default_store().add(f"{_KEY} lives of rank {rank}", 1)
         self._key = f"{_KEY} {life}"
         self._stages: list[str] = []
@@ -89,7 +89,7 @@ class Failures:
         )
 
     def _with_traceback(self, error: BaseException) -> str:
-        """Return an error with its traceback; indented, so that the launcher also shows the text before it."""
+        """Return an error with its traceback, indented so that the launcher also shows the preceding text."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
         return f"{type(error).__name__}: {error}{self.cut}\n{textwrap.indent(trace, '  ')}"
 
@@ -102,7 +102,6 @@ class Failures:
         return text
 
     def _receive(self) -> str | None:
-        """Return the report of another rank, if any."""
         with contextlib.suppress(Exception):
             store = dist.distributed_c10d._get_default_store()
             store.wait([self._key], _PATIENCE)

@@ -18,7 +18,7 @@ from paceline.torch.capture.tracing import capture
 
 @dataclass(slots=True)
 class ModelLayer:
-    """Nodes that stay together: the call of a module and all operations up to the next call."""
+    """Nodes that stay together: the call of a module, and all operations before the next call."""
 
     name: str
     nodes: list[fx.Node]
@@ -35,7 +35,7 @@ class LayerGraph:
     marks: tuple[int, ...]
     """Numbers of the layers after a ``pipe_split()``."""
     free: frozenset[fx.Node]
-    """Nodes that depend on the model's arguments alone: every stage that uses such a node computes it."""
+    """Nodes that depend on the model's arguments alone. Every stage that uses such a node computes it."""
 
     def place_of(self, layer: ModelLayer) -> tuple[str, int]:
         """Return a layer's name, and the number of earlier layers with the same name."""
@@ -43,7 +43,7 @@ class LayerGraph:
         return layer.name, same.index(layer)
 
     def number_of(self, name: str, occurrence: int) -> int | None:
-        """Return the number of the layer of this place, else of the first layer in a module of this name, else None."""
+        """Return the layer number for a place; else of the first layer in a module of this name; else None."""
         same = [number for number, layer in enumerate(self.layers) if layer.name == name]
         if occurrence < len(same):
             return same[occurrence]
@@ -68,7 +68,7 @@ class LayerGraph:
 
 
 def key_of(node: fx.Node) -> str:
-    """Return the key of a node's value. Arguments of the model have a prefix, because nodes may have the same names."""
+    """Return the key of a node's value. Arguments of the model get a prefix, because nodes may have the same names."""
     return f"argument {node.target}" if node.op == "placeholder" else node.name
 
 
@@ -78,7 +78,6 @@ def trace(module: nn.Module, arguments: CallArguments) -> LayerGraph:
 
 
 def _find_layers(captured: CapturedGraph) -> LayerGraph:
-    """Group the nodes of a graph into layers."""
     layers: list[ModelLayer] = []
     marks: list[int] = []
     layer_of: dict[fx.Node, ModelLayer] = {}

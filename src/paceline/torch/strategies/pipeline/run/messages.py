@@ -1,7 +1,7 @@
 """Messages between the ranks of a pipeline: values forward, gradients back, each with a unique tag.
 
-Shapes are the same in every step of one kind of batch. A value's description is sent with the first batch of a kind
-only; later, receives are posted before the value is needed.
+Shapes are equal in all steps with one kind of batch. So only the first batch of a kind sends descriptions of values;
+later, receives are posted before the values are needed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Messages:
     """The messages of one rank in one step."""
 
     def __init__(self, group: Any, device: torch.device, known: dict[tuple[int, int], Any], *, is_new: bool) -> None:
-        """`known`: the descriptions of values by (route, microbatch), for this kind of batch.
+        """`known` has the descriptions of values by (route, microbatch), for this kind of batch.
 
-        `is_new`: the kind has no descriptions yet; they are sent too.
+        `is_new`: the kind has no descriptions yet, so they are sent too.
         """
         self._group = group
         self._device = device
@@ -82,13 +82,13 @@ class Messages:
             self._send(grad.contiguous(), to, _tag(route, microbatch, BACK, number))
 
     def post_grads(self, like: Sequence[Tensor], route: int, microbatch: int, source: int) -> None:
-        """Post the receives of gradients of tensors like these."""
+        """Post the receives of gradients for tensors with the shapes of `like`."""
         key = (route, microbatch, BACK, source)
         if key not in self._posted:
             self._post(key, [(tensor.dtype, list(tensor.shape), False) for tensor in like])
 
     def receive_grads(self, like: Sequence[Tensor], route: int, microbatch: int, source: int) -> list[Tensor]:
-        """Wait for gradients of tensors like these."""
+        """Wait for the gradients of tensors with the shapes of `like`."""
         self.post_grads(like, route, microbatch, source)
         return self._wait_for((route, microbatch, BACK, source))
 
@@ -125,5 +125,5 @@ class Messages:
 
 
 def _tag(route: int, microbatch: int, direction: int, tensor: int) -> int:
-    """Return the tag of a message, unique among the messages of a step between two ranks."""
+    """Return a tag that is unique among the messages of a step between two ranks."""
     return ((route * _MAX_MICROBATCHES + microbatch) * 2 + direction) * (_TEXT + 1) + tensor

@@ -21,7 +21,7 @@ class Partition:
     graph: LayerGraph
     stages: tuple[tuple[ModelLayer, ...], ...]
     preludes: tuple[tuple[fx.Node, ...], ...]
-    """By stage, the nodes of other stages that it computes too, because they depend on the arguments alone."""
+    """By stage, the nodes of other stages that this stage computes too, because they depend on the arguments alone."""
     routes: ValueRoutes
     parameters: dict[str, list[int]]
     """The stages that use each parameter, by its name."""
@@ -43,7 +43,7 @@ def cut(
 ) -> Partition:
     """Cut a graph before the layers numbered `cuts`; `places` are the stages' ranks.
 
-    `repeats`: compute a value that depends on the arguments alone in each stage that uses it, instead of sending it.
+    `repeats`: each stage computes the values that depend on the arguments alone, instead of receiving them.
     """
     bounds = [0, *cuts, len(graph.layers)]
     stages = tuple(tuple(graph.layers[a:b]) for a, b in itertools.pairwise(bounds))
@@ -72,7 +72,7 @@ def _nodes_of(layers: Sequence[ModelLayer]) -> list[fx.Node]:
 
 
 def _with_inputs(wanted: set[fx.Node], made_by: Mapping[fx.Node, int], stage: int) -> tuple[fx.Node, ...]:
-    """Return these nodes, and the nodes of other stages that they depend on, in the graph's order."""
+    """Return these nodes and their inputs from other stages, in the graph's order."""
     for node in reversed(list(made_by)):
         if node in wanted:
             wanted |= {arg for arg in node.all_input_nodes if arg in made_by and made_by[arg] != stage}

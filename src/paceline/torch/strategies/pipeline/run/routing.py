@@ -1,7 +1,7 @@
-"""The values that travel between stages: each once to every process that uses it. Pure.
+"""The values between stages: each value is sent once to every process that uses it. Pure.
 
-The rule is that of TensorFlow's graph partition (``core/graph/graph_partition.cc``): one transfer for each value and
-destination, independent of the number of users there. Gradients return the same way, summed over a process's users.
+Source: TensorFlow's graph partition (``core/graph/graph_partition.cc``). Gradients return the same way, summed over the
+users on a process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ class ValueRoute:
 
     value: str
     source: int
-    """The stage that computes it."""
     users: tuple[int, ...]
-    """The later stages that use it, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,6 @@ class ValueRoutes:
 
     routes: tuple[ValueRoute, ...]
     places: tuple[int, ...]
-    """The rank of each stage."""
 
     def inputs_of(self, stage: int) -> list[ValueRoute]:
         """Return the values that a stage receives from other stages."""
@@ -38,16 +35,16 @@ class ValueRoutes:
         return [route for route in self.routes if route.source == stage]
 
     def destinations(self, route: ValueRoute) -> list[int]:
-        """Return the ranks that receive a value: the ranks of its users, without the one that computes it."""
+        """Return the ranks of a value's users, without the rank that computes the value."""
         own = self.places[route.source]
         return sorted({self.places[user] for user in route.users} - {own})
 
     def first_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the first stage on a rank that uses a value; it goes backward last."""
+        """Return the first stage on a rank that uses a value. This stage goes backward last."""
         return min((user for user in route.users if self.places[user] == rank), default=None)
 
     def last_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the last stage on a rank that uses a value; it goes forward last."""
+        """Return the last stage on a rank that uses a value. This stage goes forward last."""
         return max((user for user in route.users if self.places[user] == rank), default=None)
 
     def sources(self) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""One stage on one microbatch: its nodes forward, its gradients backward. Without communication."""
+"""One stage for one microbatch: forward through its nodes, and gradients backward. No communication."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Stage:
         microbatch: int,
         products: WeightProducts | None = None,
     ) -> tuple[dict[str, Any], Any]:
-        """Return the values that other stages use, by name, and the model's output if this is the last stage.
+        """Return the values for other stages, by name, and the model's output in the last stage.
 
-        `inputs`: values of earlier stages; `arguments`: the model's arguments. Raises LayerError.
+        `inputs` are the values of earlier stages, `arguments` the model's. Raises LayerError.
         """
         with nullcontext() if products is None else products:
             return self._forward(inputs, arguments, step, microbatch)
@@ -116,7 +116,7 @@ class Stage:
         return attribute(self._root, str(node.target)) if node.op == "get_attr" else values[key_of(node)]
 
     def _seeded(self, call: Any, node: fx.Node, step: int, microbatch: int) -> Any:
-        # torch.manual_seed would also seed every other device: 25 ms of a step of 140 ms.
+        # torch.manual_seed would also seed every other device, which takes 25 ms of a step of 140 ms.
         generator = torch.default_generator
         state = generator.get_state()
         try:

@@ -1,4 +1,4 @@
-"""Values that travel: structures of tensors, as a list of tensors and a description in JSON."""
+"""Values in messages: structures of tensors, as a list of tensors and a description in JSON."""
 
 from __future__ import annotations
 
@@ -95,10 +95,7 @@ def _build(description: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _as_named(module: str, name: str, value: Any) -> Any:
-    """Return a tuple or dictionary as an object of a class: a tuple, dictionary or dataclass.
-
-    Raises UsageError if this process has no such class.
-    """
+    """Return a tuple or dictionary as an object of a class. Raises UsageError if this process has no such class."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
