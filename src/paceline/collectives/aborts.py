@@ -17,7 +17,6 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
 
     kind: Literal["mismatch", "lost", "error"]
     message: str
-    """Text of the error."""
     ranks: tuple[int, ...] = ()
     """Lost ranks, or the rank that failed."""
     calls: dict[int, CollectiveCall] = {}

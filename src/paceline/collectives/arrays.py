@@ -1,8 +1,8 @@
 """Access the memory of NumPy arrays and CPU tensors, without importing torch.
 
-Contiguous arrays (dtypes of `ml_dtypes` included) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used in
-place. Other arrays are copied, and results are copied back. An invalid target is rejected before the call sends
-messages, because a later error would leave the other ranks waiting.
+Contiguous arrays (including `ml_dtypes`) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used in place.
+Other arrays are copied. An invalid target is rejected before the first message, because a later error would leave the
+other ranks waiting.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ArrayMemory:
     __slots__ = ("_original", "address", "array", "count", "dtype", "item_bytes", "num_bytes", "shape")
 
     def __init__(self, array: Any, *, target: bool = False) -> None:
-        """`target`: the array receives the result. It must then be writable, its items must not share memory, and
-        PyTorch's negative bit must not be set.
+        """`target`: the array receives the result, so it must be writable, without shared items or PyTorch's negative
+        bit.
 
         Raises UsageError for other objects, unknown dtypes, devices other than the CPU, and invalid targets.
         """
@@ -107,7 +107,7 @@ def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview
 def words(tensor: Any, item_bytes: int) -> Any:
     """Return a tensor's memory as an array that keeps the tensor alive.
 
-    PyTorch rejects some writes, depending on a mode of the thread, and the group's thread has its own mode.
+    PyTorch rejects some writes in a thread mode, and the group's thread has its own mode.
     """
     strides = [stride * item_bytes for stride in tensor.stride()]
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)) + item_bytes
@@ -132,7 +132,6 @@ def distinct(array: Any) -> Any:
 
 
 def _as_ndarray(array: Any) -> Any:
-    """Return an array of a subclass, such as ``memmap``, as a plain array."""
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError("got a masked array, expected a plain one; pass its .filled() values")
     return array.view(np.ndarray)

@@ -1,8 +1,7 @@
 """Describe a rank's call, so that ranks can compare their calls. Pure.
 
-Equal calls have equal signatures on all ranks. Every message of a collective, and every slot in shared memory, carries
-the signature. If a rank receives a different signature, the ranks exchange their calls, and every rank raises
-MismatchError with the values of both sides.
+Every message of a collective, and every slot in shared memory, carries the call's signature. If a rank receives a
+different signature, the ranks exchange their calls, and every rank raises MismatchError with both calls.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     dtype: str = ""
     """NumPy's name, or ``bfloat16``; empty without data (``barrier``)."""
     shape: tuple[int, ...] = ()
-    """The numbers that must be equal on every rank: shape of the array, sizes."""
+    """The numbers that must be equal on all ranks: shape of the array, sizes."""
     reduction: str = ""
     """``sum``, ``mean``, ...; empty without a reduction."""
     root: int = -1
-    """The root's rank in the group; -1 without a root."""
 
     @property
     def signature(self) -> int:

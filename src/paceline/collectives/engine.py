@@ -1,8 +1,7 @@
 """Interface between :class:`~paceline.collectives.Group` and the engines for shared memory and networks.
 
-Engines work with addresses and byte counts; the caller has checked dtypes and shapes. Every rank of the group calls
-the same method with an equal :class:`CollectiveCall` and number, one call at a time. A method returns when this rank's
-part is done.
+The caller has checked dtypes and shapes. Every rank of the group calls the same method with an equal
+:class:`CollectiveCall` and number, one call at a time. A method returns when this rank's part is done.
 """
 
 from __future__ import annotations

@@ -70,8 +70,6 @@ class Grid:
     def __repr__(self) -> str:
         return f"Grid({'x'.join(map(str, self.shape))} of {self.group!r}, at {self.coordinates})"
 
-    # positions
-
     def coordinates_of(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of a rank of the group."""
         if not 0 <= rank < self.group.size:
@@ -117,8 +115,6 @@ class Grid:
         coordinates = self.coordinates if rank is None else self.coordinates_of(rank)
         split = [split_evenly(n, parts)[i] for n, parts, i in zip(global_shape, self.shape, coordinates, strict=False)]
         return (*split, *(slice(0, n) for n in global_shape[len(self.shape) :]))
-
-    # exchanges
 
     def exchange_halos(self, array: _Array, width: int = 1, *, corners: bool = False) -> None:
         """Fill the ghost layers of this rank's block from its neighbours' cells, in place.
@@ -188,8 +184,6 @@ class Grid:
     def neighbour_all_gather(self, array: _Array, *, out: _Array | None = None) -> _Array:
         """Send `array` to all neighbours, and return their arrays as rows; see :meth:`neighbour_all_to_all`."""
         return self.neighbour_all_to_all(np.broadcast_to(array, (2 * len(self.shape), *array.shape)), out=out)
-
-    # internals
 
     def _find(self, coordinates: Sequence[int]) -> int | None:
         if len(coordinates) != len(self.shape):
@@ -279,15 +273,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The exchange with one neighbour."""
-
     neighbour: int
     send_tag: int
     receive_tag: int
     sent_cells: tuple[slice, ...] = ()
-    """Cells to send."""
     ghost_cells: tuple[slice, ...] = ()
-    """Ghost cells to fill."""
     outgoing: _Array | None = None
     """Buffer for the sent cells; ``None`` if they are contiguous in memory."""
     incoming: _Array | None = None
@@ -347,7 +337,6 @@ def _even_factors(size: int, num_factors: int, most: int) -> tuple[int, ...] | N
 
 
 def _tag(axis: int, direction: int) -> int:
-    """Return the tag of an axis and direction. Tags differ because one rank may be the neighbour on both sides."""
     return _TAG + 2 * axis + (direction == _HIGH)
 
 

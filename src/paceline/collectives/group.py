@@ -78,8 +78,6 @@ class Group(Closing):
         """Number of unfinished asynchronous calls, without sends and receives."""
         return self._num_pending
 
-    # collectives
-
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
         self._run_blocking(self._operations.barrier())
@@ -195,8 +193,6 @@ class Group(Closing):
         """See :meth:`all_to_all`."""
         return self._submit(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
-    # objects
-
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
         """Return the root's value: numbers, strings, bytes, lists and dicts. Does not use pickle."""
         return _objects.broadcast(self, value, root)
@@ -208,8 +204,6 @@ class Group(Closing):
     def gather_objects(self, value: Any, *, root: int = 0) -> list[Any] | None:
         """Return the values of all ranks on `root`, None on other ranks."""
         return _objects.gather(self, value, root)
-
-    # send and receive
 
     def send(self, array: Any, to: int, *, tag: int = 0) -> None:
         """Send an array to a rank, which calls :meth:`recv` with the same tag and an array of the same dtype and size.
@@ -237,8 +231,6 @@ class Group(Closing):
         description = f"{memory.dtype}[{memory.count}]"
         pending = self._connections.point_to_point().receive(memory.view(), source, tag, description)
         return MessageTicket(pending, self.timeout, memory)
-
-    # groups
 
     def subgroup(self, ranks: Iterable[int], *, timeout: timedelta | None = None) -> Group | None:
         """Return the group of these ranks of this group, in this order; None on other ranks.
@@ -335,8 +327,6 @@ class Group(Closing):
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.size})"
 
-    # execution
-
     def _check_alive(self) -> None:
         unreported, self._unreported = self._unreported, None
         if unreported is not None:
@@ -408,8 +398,6 @@ class Group(Closing):
                 self._num_pending -= 1
             ticket._finish(result, error)
             del item, work, ticket, result, error
-
-    # subgroups
 
     def _create_subgroup(
         self, world_ranks: tuple[int, ...], timeout: timedelta | None = None, label: str = ""

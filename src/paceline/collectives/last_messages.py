@@ -14,8 +14,8 @@ _CHUNK_BYTES = 1 << 18
 class ClosingConnection:
     """A connection that sends its last message and discards received bytes. Other code must not use it.
 
-    It is closed after the other end or after a short time: closing a socket with unread bytes resets the connection,
-    and the other end could lose the message.
+    It is closed after the other end or after a short time. Closing a socket with unread bytes would reset the
+    connection, and the other end could lose the message.
     """
 
     def __init__(self, connected: socket.socket, message: Sequence[memoryview]) -> None:

@@ -17,7 +17,7 @@ from paceline.errors import MismatchError, UsageError
 from paceline.kernels import combine
 
 Work: TypeAlias = Callable[[int], Any]
-"""Runs the call with this number in the group and returns its result."""
+"""The function runs the call with this number in the group and returns the result."""
 
 _OPS: Final = {
     "sum": combine.SUM,
@@ -282,8 +282,6 @@ class Operations:
                 f"rank {self.rank} expects receive_sizes {receives} in all_to_all, but the ranks send {rows} rows"
             )
         return rows
-
-    # checks
 
     def _call(
         self, operation: str, dtype: str = "", shape: tuple[int, ...] = (), op: str = "", root: int = -1

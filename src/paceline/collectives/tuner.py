@@ -1,9 +1,9 @@
 """Choose the algorithm of each operation of a group, and explain the choice.
 
 On one host the algorithms are ``shared`` (slots of a shared segment) and, for large all-reduces, ``direct`` (reads the
-other ranks' arrays). The faster one depends on the distance of the cores, so both are timed once. Between hosts the
-tuner chooses the schedule with the shortest predicted time in the model α + nβ + nγ. The ranks measure these constants
-together, once, in 10 ms to 1 s. All ranks use the values of the slowest rank, so that their choices are equal.
+other ranks' arrays). Both are timed once, because the faster one depends on the distance of the cores. Between hosts
+the tuner chooses the schedule with the shortest predicted time in the model α + nβ + nγ. The ranks measure these
+constants together, once, in 10 ms to 1 s. All ranks use the slowest rank's values, so that their choices are equal.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
 """For arrays of at least this size, ``direct`` is chosen if its time is below this multiple of the time of ``shared``.
 
 Virtual cores move while a program runs. On close cores ``direct`` is up to three times slower for small data and equal
-for large data. On distant cores it is equal for small data and 1.5 to 4 times faster for large data (2 and 4 ranks,
-1 to 100 MB). The limit therefore grows with the size.
+for large data. On distant cores it is equal for small data and 1.5 to 4 times faster for large data (2 and 4 ranks, 1
+to 100 MB). So the limit grows with the size.
 """
 _MIN_TIMED_S: Final = 0.05
 _MAX_TIMED_BYTES: Final = 1 << 24
@@ -49,10 +49,8 @@ class Model(NamedTuple):
     """Cost of moving and reducing data between the ranks of a group."""
 
     alpha_s: float
-    """Start of a message."""
     beta_s_per_byte: float
     gamma_s_per_byte: float
-    """Reduction."""
 
 
 class Candidate(NamedTuple):
@@ -83,13 +81,11 @@ class Tuner:
         self._chosen: dict[tuple[str, int], str] = {}
         self._measured: dict[tuple[str, str, int], deque[float]] = {}
 
-    # choice
-
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
         """Return the engine and the algorithm for a call.
 
         A measurement is a collective call. It begins with a barrier for `order`, so that ranks with different calls
-        raise MismatchError instead of starting different measurements.
+        raise MismatchError.
         """
         shared = self._shared()
         forced = self._forced_schedule(operation)
@@ -196,8 +192,6 @@ class Tuner:
         recent = self._measured.get((operation, name, num_bytes.bit_length()))
         return statistics.median(recent) if recent else None
 
-    # on one host
-
     @staticmethod
     def _timed_size(num_bytes: int) -> int:
         return max((size for size in _REPEATS if size <= num_bytes), default=DIRECT_BYTES)
@@ -225,8 +219,6 @@ class Tuner:
         medians = np.array([statistics.median(durations[1:]) for durations in times.values()])
         self._agree(shared, medians)
         return dict(zip(times, medians.tolist(), strict=True))
-
-    # between hosts
 
     def _choose_schedule(self, operation: str, num_bytes: int) -> str:
         names = self._names(operation)
@@ -273,10 +265,7 @@ class Tuner:
         self._agree(network, median)
         return float(median[0])
 
-    # agreement
-
     def _agree(self, engine: Engine, values: np.ndarray) -> None:
-        """Replace the values by the maximum over all ranks."""
         area = Area(values.ctypes.data, values.nbytes)
         reduction = Reduction(combine.combiner("float64"), combine.MAX, 1.0, 8)
         engine.all_reduce(self._order("recursive-doubling"), area, area, reduction)
@@ -294,7 +283,6 @@ def _faster(times: dict[str, float], num_bytes: int) -> str:
 
 
 def _time_combining() -> float:
-    """Return the seconds per byte of a float32 addition."""
     array = np.ones(1 << 18, np.float32)
     addend = np.ones(1 << 18, np.float32)
     table = (ctypes.c_uint64 * 2)(array.ctypes.data, addend.ctypes.data)

@@ -1,8 +1,7 @@
 """Authenticate the ranks of one program: by a given token, or by a key of this machine's user.
 
-Without ``PACELINE_TOKEN``, ranks of one machine use a random key in a file that only their user can read. The first
-program that needs the key creates the file, and later programs use the same key. Processes of the same user could read
-the ranks' memory anyway; other users cannot guess the key.
+Without ``PACELINE_TOKEN``, ranks of one machine use a random key in a file that only their user can read. Processes of
+the same user could read the ranks' memory anyway; other users cannot guess the key.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _KEY_BYTES: Final = 32
 
 
 def choose_secret(token: str | None, *, is_local: bool, where: str, runtime_dir: Path | None) -> str:
-    """Return the token, or without one, a token from the user's key if all ranks are on this machine.
+    """Return the token, or without a token, one from the user's key if all ranks are on this machine.
 
     ``where`` names the place of the rendezvous, ``runtime_dir`` is ``XDG_RUNTIME_DIR``. Raises UsageError without a
     token if other machines may take part, or without a folder for the key.
@@ -48,10 +47,9 @@ def derive_token(secret: str, *context: str) -> str:
 
 
 def user_key(runtime_dir: Path | None = None) -> bytes:
-    """Return the key of this machine's user; create it at first use. Raises UsageError without a folder for it.
+    """Return the key of this machine's user; create it at first use. Raises UsageError without a folder for the key.
 
-    The folder and the file must belong to this user and be closed to all other users. Other folders are skipped, so
-    other users cannot plant a key.
+    The folder and the file must belong to this user and be closed to other users, so that they cannot plant a key.
     """
     for folder in folders(runtime_dir):
         try:
@@ -90,7 +88,6 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def _read_or_make(folder: Path) -> bytes:
-    """Return the content of the file; the first process creates it atomically."""
     path = folder / _FILE
     if not path.exists():
         fresh = folder / f"{_FILE}.{os.getpid()}.{secrets.token_hex(4)}"

@@ -1,12 +1,12 @@
 """Agree on the name of a group: equal on all its ranks, different from the names of their earlier groups.
 
-A name ends in a number, which every rank counts. If a rank failed to create a group because another rank was missing,
-its count is higher than that rank's count. Therefore the ranks exchange their counts and use the highest one.
+A name ends in a number, which every rank counts. The ranks exchange their counts and use the highest count, because a
+rank that failed to create a group is ahead of a missing rank.
 
-A count stays in the store until its rank publishes the next one; a rank whose attempt failed deletes its count. A
-stored count is therefore from the current attempt, or from an earlier attempt that succeeded for its rank. In the
-second case all ranks took part and have higher counts. Hence all ranks find the same maximum. A rank may also be ahead
-of ranks that still wait for its count. For these it also publishes the counts of its last groups.
+A count stays in the store until its rank publishes the next count; a rank with a failed attempt deletes its count. So a
+stored count is from the current attempt, or from an earlier attempt that succeeded for its rank. In the second case all
+ranks took part and have higher counts. Hence all ranks find the same maximum. A rank may also be ahead of ranks that
+still wait for its count, so it also publishes the counts of its last groups.
 """
 
 from __future__ import annotations

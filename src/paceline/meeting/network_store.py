@@ -1,8 +1,7 @@
 """Serve rank 0's store to the other ranks: an asyncio loop in a daemon thread, and blocking clients.
 
-Every request is one frame, with one frame as the answer. A collect waits for all its keys, or until a timeout, and
-returns the values that are set. A client uses one connection for each concurrent call, so a waiting collect does not
-block other calls, and reuses it for later calls.
+Request and answer are one frame each. A collect waits for all its keys or a timeout, and returns the present
+values. A client has one connection per concurrent call, so a waiting collect does not block other calls.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ _LINGER_S = 2.0
 _ANSWER_S = 30.0
 """Longest time for an answer without a wait."""
 _MAX_COLLECT_S: Final = 60.0
-"""Longest wait of one collect."""
 
 
 class StoreCall(IntEnum):
@@ -64,8 +62,6 @@ _decode_values = reader(list[bytes | None], "an answer of the store")
 
 
 class _Collecting:
-    """A waiting COLLECT."""
-
     def __init__(self, peer: Peer, keys: Sequence[str], missing: set[str]) -> None:
         self.peer, self.keys, self.missing = peer, keys, missing
         self.timer: asyncio.TimerHandle | None = None

@@ -1,8 +1,7 @@
 """Accept and authenticate connections from other ranks, and pass them to the groups that wait for them.
 
-One acceptor thread accepts every connection. Each handshake runs in a short-lived thread, so a silent client blocks no
-other one; if there are too many, the oldest is dropped. The client's Hello contains the group, the client's rank in the
-group, and the purpose.
+Each handshake runs in a short-lived thread, so a silent client blocks no other client; if there are too many, the
+oldest is dropped. The client's Hello contains the group, the client's rank in the group, and the purpose.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     pid: int
     memory_domain: str
-    """Equal for two nodes if and only if their processes can share memory."""
+    """Equal for two nodes exactly if their processes can share memory."""
     algorithm: str = ""
     """The algorithm that this rank demands, equal on all ranks; empty for the tuner's choice."""
 
@@ -86,19 +85,15 @@ class ConnectionReceiver(Protocol):
     """Receiver of all connections of one group and purpose; called in the acceptor's threads."""
 
     def coming(self, rank: int) -> None:
-        """Expect a connection from a rank; ``arrived`` follows. The rank has not been accepted yet.
-
-        Must not wait or call the node.
-        """
+        """Expect a connection from a rank that is not accepted yet; ``arrived`` follows. Must not wait or call the
+        node."""
 
     def arrived(self, rank: int, connected: socket.socket | None) -> None:
         """Take over the non-blocking connection; ``None`` if the handshake failed."""
 
 
 def memory_domain() -> str:
-    """Return a string that is equal in two processes if and only if they can share memory: same host, user, process
-    namespace and ``/dev/shm``.
-    """
+    """Return a string that is equal in two processes exactly if they share memory, host, user and process namespace."""
     try:
         shared = f"shm:{os.stat('/dev/shm').st_dev}"
     except OSError:
@@ -143,8 +138,6 @@ class Node:
         )
         self._thread.start()
 
-    # for groups
-
     def connect(self, info: NodeInfo, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
         """Connect to another node as rank ``rank`` of the group; return a non-blocking socket.
 
@@ -186,7 +179,7 @@ class Node:
     def request_status(self, info: NodeInfo, group: str, timeout_s: float) -> bytes | None:
         """Return another node's answer for a group; empty if the node has no such group.
 
-        ``None``: no answer in time, so the process is stopped or its machine unreachable. Raises AddressError if the
+        ``None`` means no answer in time: the process is stopped or its machine unreachable. Raises AddressError if the
         process has ended, and PeerError if the connection broke.
         """
         deadline = time.monotonic() + timeout_s

@@ -1,10 +1,10 @@
 """Connect the ranks of a program: rank 0 serves a store at a known address.
 
 The address is ``MASTER_ADDR:MASTER_PORT``. Under torchrun this port is in use, because its agent serves PyTorch's own
-store there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0 takes the first free one of the following eight ports, and
-the other ranks try them in turn until one answers for the same run (``TORCHELASTIC_RUN_ID`` and restart).
+store there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0 takes the first free port of the following eight, and the
+other ranks try them in turn until a port answers for the same run (``TORCHELASTIC_RUN_ID`` and restart).
 
-Trust: all ranks hold the same token (``PACELINE_TOKEN``). On one machine it is optional: see
+All ranks need the same token (``PACELINE_TOKEN``). On one machine it is optional: see
 :mod:`paceline.meeting.credentials`.
 """
 
@@ -57,7 +57,6 @@ class Meeting:
     address: Address | None = None
     """Address of the store; ``None`` for a single rank."""
     token: str = field(repr=False)
-    """Secret of all ranks."""
     host: str = _LOOPBACK
     """Address of this machine for the other ranks."""
 
@@ -78,12 +77,12 @@ def rendezvous(
 ) -> Meeting:
     """Find the store of this program. Missing arguments come from the environment (``variables``).
 
-    ``address`` is ``host:port``. Rank 0 serves the store there. The other ranks connect, and retry for ``timeout_s``
-    seconds, so ranks may start in any order. It does not wait for all ranks: see :func:`.store.exchange`.
+    Rank 0 serves the store at ``address`` (``host:port``). The other ranks retry for ``timeout_s`` seconds, so ranks
+    may start in any order. It does not wait for all ranks: see :func:`.store.exchange`.
 
-    Raises UsageError (invalid numbers, no address or token, two programs at one address), AddressError (rank 0
-    cannot listen there), AuthenticationError (another token), DeadlineError (no answer in time) or ProtocolError (the
-    answer of another program).
+    Raises UsageError (invalid numbers, no address or token, two programs at one address), AddressError (rank 0 cannot
+    listen there), AuthenticationError (another token), DeadlineError (no answer in time) or ProtocolError (the answer
+    of another program).
     """
     variables = environment() if variables is None else variables
     rank, world_size = _numbers(rank, world_size, variables)
@@ -192,7 +191,7 @@ def _places(address: str | None, world_size: int, variables: Environment) -> lis
 
 
 class _Server(StoreServer):
-    """A server with the property whether it listens on every address of this machine."""
+    """A server with a property: whether it listens on every address of this machine."""
 
     def __init__(self, place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
         # The address is foreign, or local to this machine only: other ranks connect through another address.
@@ -247,7 +246,6 @@ def _is_in_use(error: BaseException) -> bool:
 
 
 def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float, tls: TLS | None) -> NetworkStore:
-    """Connect to the store as soon as it is served."""
     start = time.monotonic()
     failure: Exception | None = None
     attempt_s = _ATTEMPT_S if len(places) == 1 else _SHORT_ATTEMPT_S
@@ -291,7 +289,6 @@ def _not_served(places: Sequence[Address], timeout_s: float, failure: Exception 
 
 
 def _check_in(store: NetworkStore, rank: int, world_size: int) -> None:
-    """Register this rank, or raise UsageError."""
     where = store.address.netloc
     other_size = store.peer.extra.get("world_size")
     if other_size != world_size:

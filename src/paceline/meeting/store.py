@@ -121,8 +121,7 @@ class PrefixStore(Store):
 class SealedStore(Store):
     """A store that only holders of the program's token can write to; closing it closes the underlying store.
 
-    For stores without authentication. Each value is stored with an HMAC over key and value. Everyone can read and
-    remove values, so store no secrets.
+    Each value is stored with an HMAC over key and value. Everyone can read and remove values, so store no secrets.
     """
 
     def __init__(self, store: Store, token: str) -> None:
@@ -178,8 +177,8 @@ def exchange(
 ) -> list[bytes]:
     """Publish this rank's value, and return the values of all ranks, in rank order.
 
-    ``description`` names the exchange in error messages. It is also the key: unique among the exchanges of a store.
-    Raises RankLostError with the missing ranks.
+    ``description`` names the exchange in error messages and is its unique key in the store. Raises RankLostError with
+    the missing ranks.
     """
     start = time.monotonic()
     keys = {other: f"{description}/rank {other}" for other in range(size)}
@@ -201,7 +200,7 @@ def await_all(
 ) -> tuple[dict[int, bytes], tuple[int, ...]]:
     """Wait for one key of each rank; return the values, and the ranks whose keys are not set in time.
 
-    A rank whose key was seen and then deleted is only reported if all other ranks have come: it came and gave up.
+    A rank whose key was seen and then deleted is reported only if all other ranks have come, because that rank gave up.
     """
     seen: set[int] = set()
     next_check = math.inf if check is None else time.monotonic() + _FIRST_CHECK_S

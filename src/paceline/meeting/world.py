@@ -78,7 +78,8 @@ class World:
         _open_worlds.add(self)
 
     def _check_algorithms(self) -> None:
-        """Ranks with different algorithms would wait for one another, or take data of one call for another's."""
+        """Raise MismatchError unless all ranks have the same algorithm, because they would wait for one another
+        otherwise."""
         sides: dict[str, list[int]] = {}
         for rank, info in enumerate(self.infos):
             sides.setdefault(info.algorithm, []).append(rank)
@@ -140,7 +141,6 @@ class World:
             group.disown()
 
     def _clean_up_after_the_dead(self) -> None:
-        """Remove the sockets of killed processes on this host."""
         for info in self.infos:
             is_local = info.memory_domain == self.node.info.memory_domain and info.endpoint.unix is not None
             if is_local and info.pid != os.getpid() and not is_alive(info.pid):

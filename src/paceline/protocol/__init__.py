@@ -1,10 +1,7 @@
 """The rules of Paceline as pure state machines: typed events in, typed instructions out.
 
-The machines do no I/O, read no clock and draw no random numbers. The runtimes (``paceline.ps``, ``paceline.data``)
-and the simulator pass events to the machines and carry out the instructions. This package exports the machines and
-the values; events and instructions are used by the name of their module, such as ``clocks.Complete``.
-
-Modules for servers and schedulers only are imported on first use.
+The machines do no I/O, read no clock and draw no random numbers. The runtimes (``paceline.ps``, ``paceline.data``) and
+the simulator drive them. Modules for servers and schedulers only are imported on first use.
 
 ``docs/explanation/protocol.md`` describes the rules, with diagrams and limits.
 """

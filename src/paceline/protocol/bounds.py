@@ -1,6 +1,6 @@
-"""Bounds of the fields of messages, as types: decoding checks them.
+"""Types of message fields with bounds that decoding checks.
 
-Conditions on several fields are in `__post_init__` of the structs.
+The `__post_init__` of a struct checks conditions on several fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from msgspec import Meta
 from paceline.protocol.buckets import NUM_BYTES
 
 MAX_RANK: Final = 65535
-"""The last rank of a server or worker."""
 _MAX_NUMBER: Final = 1 << 62
 """Upper bound for numbers from peers that are incremented later."""
 

@@ -1,13 +1,11 @@
 """The scheduler's planner of chains: the servers of each bucket, and their order.
 
-The planner has a :class:`Chain` for every bucket: the servers with all its data, the primary first, and at most one
-server that is being filled, at the end. The scheduler reports live servers and finished fills to its :class:`Planner`,
-and publishes the chains when they change. Incarnations identify servers, so a server that restarts is a new server
-without data. Its rank is only the input of :func:`~paceline.protocol.placement.place`.
+A bucket's :class:`Chain` has the servers with all its data, the primary first, and at most one server in fill at the
+end. Incarnations identify servers, so a restarted server is a new server without data.
 
 Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability" (a server
-that fails leaves its chain, a new one is appended after the tail); Lin et al. 2008 "PacificA: Replication in
-Log-Based Distributed Storage Systems" (one configuration manager with a version, apart from the data).
+that fails leaves its chain, a new one is appended after the tail); Lin et al. 2008 "PacificA: Replication in Log-Based
+Distributed Storage Systems" (one configuration manager with a version, apart from the data).
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The servers of one bucket, by incarnation. Without members its data is lost."""
+    """The servers of one bucket, by incarnation. A bucket without members has lost its data."""
 
     members: tuple[int, ...]
-    """The servers with all its data: the primary, then the replicas in order."""
+    """The servers with all data of the bucket: the primary, then the replicas in order."""
 
     filling: int | None = None
-    """The server after the tail that is being filled, if any; never a member."""
+    """The server after the tail that is being filled, if any. This server is never a member."""
 
 
 class ChainGroup(Struct, frozen=True, array_like=True):
@@ -57,7 +55,7 @@ class ChainGroup(Struct, frozen=True, array_like=True):
 class Filled(Struct, frozen=True, tag=True):
     """NOTICE of a server to the scheduler: in the view of this version, its successor `target` has all these buckets.
 
-    The predecessor reports it, because it now acknowledges only pushes that `target` has.
+    The predecessor sends this notice, because it now acknowledges only pushes that `target` has.
     """
 
     version: Version
@@ -137,7 +135,7 @@ def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
 
 
 VERSION_GAP: Final = 1000
-"""Added by a restarted scheduler to the newest known version. Later versions may have reached only dead processes."""
+"""Gap after the newest known version at a scheduler's restart, because dead processes may have had later versions."""
 
 _LOST: Final = Chain(())
 
@@ -156,8 +154,7 @@ def groups_of(chains: Iterable[Chain]) -> tuple[ChainGroup, ...]:
 def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:
     """Return the chains of buckets 0, 1, … from the groups of :func:`groups_of`; equal chains are one object.
 
-    Raises:
-        UsageError: a bucket is in two groups, or a bucket below the highest is in none.
+    Raises UsageError if a bucket is in two groups, or if a bucket below the highest is in none.
     """
     chains: dict[int, Chain] = {}
     num_named = 0
@@ -184,13 +181,11 @@ def lost_buckets(groups: Iterable[ChainGroup]) -> int:
 
 
 class Planner:
-    """The chains of all buckets, and the version that rises when a chain changes.
+    """The chains of all buckets, and the version, which rises with each change.
 
-    Arguments: `num_buckets`; `replicas`, the number of replicas per bucket, if enough servers exist.
-
-    A primary always had the bucket when tables were empty, or has been filled since. A change moves only the buckets
-    that placement requires. A bucket is lost only when all its members died; a server that is being filled does not
-    count.
+    `replicas` is the number of replicas per bucket, if enough servers exist. A primary had the bucket when tables were
+    empty, or has been filled since. A change moves only the buckets that placement requires. A bucket is lost only when
+    all its members have died.
     """
 
     def __init__(self, num_buckets: int = NUM_BUCKETS, replicas: int = 0) -> None:
@@ -215,12 +210,11 @@ class Planner:
     ) -> tuple[Planner, list[Instruction]]:
         """Restore the planner after a restart of the scheduler, from the newest known view and the live servers.
 
-        The chains always get a new version, because the lost scheduler may have sent a newer one to dead processes. A
-        running fill continues; its server reports the filled buckets again. Servers that are not in ``servers`` count
-        as dead, so wait for the servers of the last view before.
+        The chains get a new version, because the lost scheduler may have sent a newer version to dead processes. A
+        running fill continues. Servers that are not in ``servers`` count as dead, so wait for the last view's servers
+        first.
 
-        Raises:
-            UsageError: the groups are empty or invalid, the version is below 1, or two servers have the same rank.
+        Raises UsageError for invalid groups, a version below 1, or two servers with the same rank.
         """
         chains = chains_of(groups)
         if not chains or version < 1:
@@ -269,8 +263,7 @@ class Planner:
     def start(self, servers: Mapping[int, int]) -> None:
         """Place all buckets on these servers (incarnation → rank), whose tables are empty.
 
-        Raises:
-            UsageError: the planner was started before, `servers` is empty, or two servers have the same rank.
+        Raises UsageError after an earlier start, for no servers, and for two servers with the same rank.
         """
         if self._version:
             raise UsageError("The buckets are already placed: start a planner only once.")
@@ -286,11 +279,10 @@ class Planner:
     ) -> list[Instruction]:
         """Set the live servers (incarnation → rank); return the instructions, with at most one Changed at the end.
 
-        Leaving servers are alive, but lose their buckets as soon as other servers have these. Silent servers may be
-        alive: they stay in chains without other members. Does nothing before the start.
+        Leaving servers are alive, but lose their buckets as soon as other servers have the buckets. Silent servers may
+        be alive: they stay in chains without other members. No effect before the start.
 
-        Raises:
-            UsageError: two servers have the same rank; nothing is changed.
+        Raises UsageError if two servers have the same rank; nothing is changed.
         """
         if not self._version:
             return []
@@ -300,25 +292,22 @@ class Planner:
         return self._update_chains(range(self._num_buckets))
 
     def filled(self, server: int, buckets: int) -> list[Instruction]:
-        """Record that `server` has all `buckets`; return the instructions.
-
-        Buckets that the server is not being filled with are ignored.
-        """
+        """Record that `server` has all `buckets`; return the instructions. Buckets that the server does not await are
+        ignored."""
         news = self._append(server, buckets)
         return self._update_chains(news, changed=bool(news))
 
     def restore(self, groups: Iterable[ChainGroup], filled: Iterable[tuple[int, int]] = ()) -> None:
-        """Return to these chains and undo later plans, except finished fills.
+        """Restore these chains and undo later plans, except `filled`: servers and their buckets with finished fills.
 
-        `filled` are the fills since then: servers and their buckets. Call :meth:`servers_changed` next. The version
-        does not decrease, because other processes may have it.
+        Call :meth:`servers_changed` next. The version does not decrease, because other processes may have it.
         """
         self._chains = list(chains_of(groups))
         news = [self._append(server, buckets) for server, buckets in filled]
         self._version += any(news)
 
     def _append(self, server: int, buckets: int) -> list[int]:
-        """Append a filled server to its chains; return the buckets that it was being filled with."""
+        """Append a filled server to its chains; return the filled buckets."""
         news = []
         for bucket in buckets_in(buckets & (1 << len(self._chains)) - 1):
             chain = self._chains[bucket]
@@ -328,7 +317,6 @@ class Planner:
         return news
 
     def _want(self, servers: Mapping[int, int]) -> None:
-        """Compute the wanted chains if the servers have changed."""
         if servers == self._wanted_of:
             return
         by_rank = {rank: server for server, rank in servers.items()}
@@ -339,7 +327,7 @@ class Planner:
         self._wanted_of, self._wanted = dict(servers), wanted
 
     def _update_chains(self, buckets: Iterable[int], changed: bool = False) -> list[Instruction]:
-        """Move the chains of some buckets as near to the wanted chains as possible without a fill."""
+        """Change the chains of some buckets towards the wanted chains, as far as possible without a fill."""
         lost = 0
         for bucket in buckets:
             before = self._chains[bucket]
@@ -361,7 +349,7 @@ class Planner:
         living = tuple([server for server in chain.members if server in self._living])
         if not living:
             return _LOST
-        # Rule 4: a silent server leaves too, unless all members are silent: without it the bucket would be lost.
+        # Rule 4: a silent server leaves too, unless all members are silent, because the bucket would then be lost.
         members = tuple([server for server in living if server not in self._silent]) or living
         filling = chain.filling if chain.filling in self._living - self._silent else None
         if not self._wanted:
@@ -371,7 +359,7 @@ class Planner:
         missing = [server for server in wanted.members if server not in members]
         if not missing:
             return wanted
-        # Rule 3: until then the members stay, and the missing servers are filled one by one.
+        # Rule 3: until then the members stay, and the missing servers are filled one after another.
         return Chain(members, filling if filling in missing else missing[0])
 
     def validate(self) -> None:

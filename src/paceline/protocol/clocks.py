@@ -1,11 +1,9 @@
-"""The gate of one server: it decides from the vector clock which iterations workers may begin.
+"""The gate of one server: the vector clock determines which iterations workers may begin.
 
-A server holds one :class:`Gate`. Its methods report joins of workers, finished iterations and requests to begin one;
-instructions answer a held request or aggregate an iteration. Iterations need no central round trip: each server's
-gate decides alone, from the same ticks.
+Each server's gate decides alone, from the same ticks, so iterations need no central round trip.
 
-Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 3.4 (flexible
-consistency) and 4.1 (vector clocks); the clocks are those of Lamport 1978 and Mattern 1988.
+Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 3.4 (flexible consistency)
+and 4.1 (vector clocks); the clocks are those of Lamport 1978 and Mattern 1988.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 class VectorClock:
     """Worker id → number of finished iterations, with the minimum over the counted workers.
 
-    ``num_expected`` workers that have not joined yet count with clock ``first_clock``, so that the first workers wait
-    for them. If no worker counts, the minimum is the highest clock so far. The minimum never decreases.
+    ``num_expected`` missing workers count with clock ``first_clock``, so that the first workers wait for them. If no
+    worker counts, the minimum is the highest clock so far. The minimum never decreases.
     """
 
     def __init__(self, num_expected: int = 0, first_clock: int = 0) -> None:
@@ -72,7 +70,7 @@ class VectorClock:
         return start
 
     def leave(self, worker: int) -> None:
-        """Remove a worker; unknown ones are ignored."""
+        """Remove a worker; unknown workers are ignored."""
         counted = self.counts(worker)
         clock = self._clocks.pop(worker, None)
         self._finished.discard(worker)
@@ -121,8 +119,8 @@ class VectorClock:
             return
         del self._tally[clock]
         if clock == self._minimum:
-            # A worker that leaves the minimum by a tick of one is itself the next minimum, so the common case is
-            # O(1). Only a leave, a finish or a jump searches the distinct clocks.
+            # A worker that leaves the minimum by a tick of one is itself the next minimum, so this case is O(1). Only a
+            # leave, a finish or a jump searches the distinct clocks.
             self._minimum = clock + 1 if clock + 1 in self._tally else min(self._tally, default=self._highest)
 
     def validate(self) -> None:
@@ -140,8 +138,8 @@ class VectorClock:
 class Complete:
     """Sequential only: aggregate the pushes of ``workers`` in ``iteration``, in this order, and apply the sum once.
 
-    ``workers`` ticked the iteration. Pushes of other workers for it are dropped, because these workers died or retired
-    before they finished it.
+    ``workers`` have ticked the iteration. Pushes of other workers are dropped, because these workers died or retired
+    before their tick.
     """
 
     iteration: int
@@ -177,12 +175,11 @@ WORKER: Final = StateTable(
 class Gate:
     """Decides which worker may begin which iteration, at one server.
 
-    ``expected_workers`` distinct workers must have joined once before the minimum can rise above ``first_clock`` (more
-    than 0 for a server that starts in mid-run or from a snapshot). A worker id is one incarnation of a worker. A
-    runtime that reuses ids (ranks) must drop the buffered pushes of an unfinished iteration at the Depart.
+    The minimum stays at ``first_clock`` until ``expected_workers`` distinct workers have joined. A worker id is one
+    incarnation. A runtime that reuses ids (ranks) must drop the buffered pushes of an unfinished iteration at the
+    Depart.
 
-    Raises:
-        UsageError: ``expected_workers`` or ``first_clock`` is negative.
+    Raises UsageError if ``expected_workers`` or ``first_clock`` is negative.
     """
 
     def __init__(self, consistency: Consistency, expected_workers: int = 1, *, first_clock: int = 0) -> None:
@@ -244,10 +241,9 @@ class Gate:
         return self._advance()
 
     def join(self, worker: int, clock: int = 0) -> list[Instruction]:
-        """Add a worker. It starts at the minimum clock, or at `clock` if that is higher.
+        """Add a worker. The worker starts at the minimum clock, or at `clock` if that is higher.
 
-        If a member joins again (a retry, or agreement on the highest clock among several servers), its clock is raised
-        to `clock`; this does not tick the iterations that it skips.
+        A second join of a member raises its clock to `clock`, without ticks for the skipped iterations.
         """
         self._vector.join(worker, clock)
         return self._advance()
@@ -266,7 +262,7 @@ class Gate:
         return self._advance()
 
     def resume(self, worker: int) -> list[Instruction]:
-        """Wait again for a finished worker, from the minimum clock or its own, whichever is larger."""
+        """Wait again for a finished worker, from the minimum clock or the worker's clock, whichever is higher."""
         self._vector.resume(worker)
         return self._advance()
 
@@ -281,7 +277,7 @@ class Gate:
                 workers = tuple(sorted(self._ticked.pop(iteration, ())))
                 instructions.append(Complete(iteration, workers))
         self._seen_minimum = minimum
-        # Rule 5: the event that opens the gate for a held request releases it, older iterations first.
+        # Rule 5: the event that opens the gate for a held request releases the request, older iterations first.
         for clock in sorted(c for c in self._held if self.is_open(c)):
             instructions += [Unblock(ticket) for _, ticket in self._held.pop(clock)]
         return instructions

@@ -1,7 +1,7 @@
-"""Settings: how far workers may run apart, and the policy for stale gradients.
+"""Settings: the maximum delay between workers, and the policy for stale gradients.
 
-:mod:`paceline.protocol.clocks` enforces the consistency; the servers apply the policy. ``str()`` gives the spelling
-of the command line, so that ``parse_consistency(str(c)) == c`` and ``parse_stale_policy(str(p)) == p``.
+:mod:`paceline.protocol.clocks` enforces the consistency; the servers apply the policy. ``parse_consistency(str(c)) ==
+c`` and ``parse_stale_policy(str(p)) == p``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from paceline.errors import UsageError
 class Sequential:
     """Every worker sees all updates of the previous iteration; the run equals one process on the joined batch.
 
-    The gradients of one iteration are aggregated in rank order and applied once. Source: OSDI'14 "Scaling
-    Distributed Machine Learning with the Parameter Server", section 3.4 (bulk synchronous, Valiant 1990).
-
-    Raises:
-        UsageError: ``aggregate`` is neither ``"sum"`` nor ``"mean"``.
+    The gradients of one iteration are aggregated in rank order and applied once. Source: OSDI'14 "Scaling Distributed
+    Machine Learning with the Parameter Server", section 3.4 (bulk synchronous, Valiant 1990). Raises UsageError for
+    another `aggregate`.
     """
 
     aggregate: Literal["sum", "mean"] = "sum"
-    """How the workers' gradients of one iteration are combined."""
 
     def __post_init__(self) -> None:
         if self.aggregate not in ("sum", "mean"):
@@ -42,13 +39,10 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True)
 class BoundedDelay:
-    """A worker runs at most ``tau`` iterations ahead of the slowest live worker.
+    """A worker runs at most ``tau`` iterations ahead of the slowest live worker; updates are applied on arrival.
 
-    Updates are applied on arrival. Source: OSDI'14, section 3.4; Ho et al. 2013 "More Effective Distributed
+    Raises UsageError for a negative ``tau``. Source: OSDI'14, section 3.4; Ho et al. 2013 "More Effective Distributed
     ML via a Stale Synchronous Parallel Parameter Server".
-
-    Raises:
-        UsageError: ``tau`` is not a non-negative integer.
     """
 
     tau: int
@@ -87,11 +81,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class DropStale:
-    """Drop gradients whose observed staleness exceeds ``beyond`` (Ringmaster ASGD, 2025).
-
-    Raises:
-        UsageError: ``beyond`` is not a non-negative integer.
-    """
+    """Drop gradients whose staleness exceeds ``beyond`` (Ringmaster ASGD, 2025). Raises UsageError if negative."""
 
     beyond: int
     """The largest staleness still applied, in iterations."""
@@ -129,11 +119,7 @@ StalePolicy: TypeAlias = Accept | DropStale | DelayCompensate
 
 
 def parse_consistency(text: str) -> Consistency:
-    """Parse ``sequential``, ``sequential:mean``, ``bounded:4`` or ``eventual``.
-
-    Raises:
-        UsageError: ``text`` has none of these forms.
-    """
+    """Parse ``sequential``, ``sequential:mean``, ``bounded:4`` or ``eventual``. Raises UsageError for other texts."""
     name, colon, argument = text.strip().partition(":")
     if name == "sequential" and not colon:
         return Sequential()
@@ -152,11 +138,7 @@ def parse_consistency(text: str) -> Consistency:
 
 
 def parse_stale_policy(text: str) -> StalePolicy:
-    """Parse ``accept``, ``drop:8``, ``compensate`` or ``compensate:0.04``.
-
-    Raises:
-        UsageError: ``text`` has none of these forms.
-    """
+    """Parse ``accept``, ``drop:8``, ``compensate`` or ``compensate:0.04``. Raises UsageError for other texts."""
     name, colon, argument = text.strip().partition(":")
     if name == "accept" and not colon:
         return Accept()

@@ -1,12 +1,10 @@
 """The duplicate filter: each push is applied exactly once, even if it is sent several times.
 
-A server checks each push with its :class:`Delivery` before it applies the push. The sender numbers its pushes; each
-bucket stores, per incarnation of a sender, the number of the last push applied. A bucket's filter moves with the
-bucket's data, so a push that is repeated after a move is still recognized. Sets of buckets are masks, see
-:mod:`paceline.protocol.buckets`.
+The sender numbers its pushes; each bucket stores, per incarnation of a sender, the number of the last applied push. A
+bucket's filter moves with the bucket's data, so a repeat after a move is recognized.
 
-Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.1 (vector clocks,
-one per key range) and 4.3 (consistent migration).
+Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.1 (vector clocks, one per
+key range) and 4.3 (consistent migration).
 """
 
 from __future__ import annotations
@@ -23,21 +21,21 @@ _NOTHING: Final[dict[int, int]] = {}
 
 
 class Delivery:
-    """The filter of the buckets that one server holds.
+    """The filter of one server's buckets.
 
     Preconditions: sequence numbers are at least 0. The pushes of one incarnation reach each bucket in ascending order,
-    apart from repeats: a client waits for a bucket's acknowledgement before it sends a later push to that bucket, or
-    sends both on one ordered connection. An incarnation is never reused. Gaps are legal.
+    apart from repeats: a client waits for a bucket's acknowledgement before a later push to the bucket, or sends both
+    on one ordered connection. An incarnation is never reused. Gaps are legal.
 
-    Incarnations of dead processes are retained, because their pushes may still be in flight along a chain. Each costs
-    about 200 bytes for each set of buckets in its last pushes.
+    Incarnations of dead processes are retained, because their pushes may still be in flight along a chain. Each
+    incarnation needs about 200 bytes for each set of buckets in its last pushes.
     """
 
     def __init__(self, buckets: int = ALL) -> None:
         self._buckets = buckets
-        # Incarnation → set of buckets → its last push, in ascending order. If a bucket is in several sets, the last one
-        # counts; a bucket in no set has had no push. No set and no inner dictionary is empty. The sets are made
-        # disjoint only when there are many, because that takes time proportional to their number.
+        # Incarnation → set of buckets → its last push, in ascending order. If a bucket is in several sets, the last set
+        # counts; a bucket in no set has had no push. No set and no inner dictionary is empty. Only many sets are made
+        # disjoint, because that takes time proportional to their number.
         self._seen: dict[int, dict[int, int]] = {}
 
     @property
@@ -46,13 +44,12 @@ class Delivery:
         return self._buckets
 
     def admit(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        """Record a push as applied; return the given buckets for which it is new. 0: a duplicate.
+        """Record a push as applied; return the given buckets for which the push is new. 0: a duplicate.
 
-        ``buckets=None`` means all buckets of this server. The push counts as delivered to all given buckets, also to
-        buckets without any of its keys. O(1) on average if the push is newer than all earlier ones.
+        ``buckets=None`` means all buckets of this server. The push counts as delivered to all given buckets, including
+        buckets without any of its keys. O(1) on average if the push is newer than all earlier pushes.
 
-        Raises:
-            StaleEpochError: this server does not hold one of the buckets; nothing is recorded.
+        Raises StaleEpochError for a bucket of another server; nothing is recorded.
         """
         held = self._buckets
         if buckets is None or buckets == held:
@@ -67,11 +64,8 @@ class Delivery:
         return new
 
     def missing(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        """Return the result of :meth:`admit` without recording the push.
-
-        Raises:
-            StaleEpochError: this server does not hold one of the buckets.
-        """
+        """Return the result of :meth:`admit` without recording the push. Raises StaleEpochError for another server's
+        bucket."""
         if buckets is None:
             buckets = self._buckets
         alien = 0 if buckets == self._buckets else buckets & ~self._buckets
@@ -122,8 +116,7 @@ class Delivery:
     def export(self, buckets: int) -> tuple[tuple[int, int, int], ...]:
         """Return the filter of some buckets, to send with their data: (incarnation, last sequence, its buckets).
 
-        Raises:
-            UsageError: this server does not hold one of the buckets.
+        Raises UsageError for a bucket of another server.
         """
         self._check_held(buckets)
         return tuple(
@@ -136,10 +129,9 @@ class Delivery:
     def adopt(self, buckets: int, state: Iterable[tuple[int, int, int]]) -> None:
         """Add buckets with the filter that their former server exported (empty for new buckets).
 
-        Other buckets in ``state`` are ignored; of two numbers for one bucket the higher counts.
+        Other buckets in ``state`` are ignored; of two numbers for one bucket the higher number counts.
 
-        Raises:
-            UsageError: this server already holds one of the buckets; nothing is changed.
+        Raises UsageError if this server already has one of the buckets; nothing is changed.
         """
         twice = buckets & self._buckets
         if twice:
@@ -152,11 +144,7 @@ class Delivery:
             self.admit(incarnation, last, seen & buckets)
 
     def release(self, buckets: int) -> None:
-        """Drop buckets and their filters.
-
-        Raises:
-            UsageError: this server does not hold one of the buckets; nothing is changed.
-        """
+        """Drop buckets and their filters. Raises UsageError for a bucket of another server; nothing is changed."""
         self._check_held(buckets)
         self._buckets &= ~buckets
         for incarnation in list(self._seen):

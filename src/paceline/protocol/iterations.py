@@ -1,17 +1,16 @@
-"""Sequential consistency on one server of a chain: the pushes of an iteration, their sum, and the reads that wait.
+"""Sequential consistency on one server of a chain: the pushes of an iteration, their sum, and the waiting reads.
 
-A server holds one :class:`Iterations`, one :class:`~paceline.protocol.clocks.Gate` and one
-:class:`~paceline.protocol.replication.Replication`. It buffers the pushes of an iteration until the gate completes the
-iteration. Then it pushes their sum down the chain with the incarnation AGGREGATE. So a bucket's duplicate filter has
-the number of its complete iterations, also after a move. Reads of the next iteration wait until the chain has the sum.
+The server buffers the pushes of an iteration until the gate completes the iteration. Then it pushes their sum down the
+chain with the incarnation AGGREGATE, so a bucket's duplicate filter has the number of complete iterations, also after a
+move. Reads of the next iteration wait until the chain has the sum.
 
-A *takeover* begins when a server becomes primary of more buckets. It lacks the buffered pushes of the former primary.
-Workers retain their pushes until they are stable; they resend them, followed by `Synced`. The server completes and
-reads nothing until all workers have done so. Under bounded delay reads wait too, because a worker's tick may arrive
-before its resent pushes; a server then holds :class:`OnArrival` instead.
+A *takeover* begins when a server becomes primary of more buckets. The server lacks the buffered pushes of the former
+primary. Workers resend their retained pushes, followed by `Synced`. The server completes and reads nothing until all
+workers have done so. Under bounded delay reads wait too, because a worker's tick may arrive before its resent pushes;
+the server then has :class:`OnArrival` instead.
 
 While a chain is shorter than `min_replicas` requires, its iterations are complete but not durable: reads of the next
-iteration wait, and workers retain their pushes, until the chain is long enough.
+iteration wait, and workers retain their pushes.
 
 Workers retain pushes only while a primary has successors. So the fill of the first successor is reported only when the
 workers retain all pushes that only this server has. Until then no other server may become primary of the bucket.
@@ -37,7 +36,7 @@ _KEPT_ITERATIONS: Final = 4096
 class Sum:
     """Push the sum of the pushes of `workers` in `iteration`, in this order, with the incarnation AGGREGATE.
 
-    Its sequence is the iteration plus one. Call :meth:`Iterations.acknowledged` when the chain has it.
+    The sequence is the iteration plus one. Call :meth:`Iterations.acknowledged` when the chain has the sum.
     """
 
     iteration: int
@@ -66,8 +65,7 @@ class Takeover:
     def lead(self, version: int, buckets: int, workers: Collection[int]) -> None:
         """Record the buckets that this server leads in the view of `version`, and the workers of this view.
 
-        `workers` are all members of the cluster. A worker that has not joined this server's gate may have pushed to the
-        former primary.
+        `workers` are all members of the cluster, because a worker that has not joined this gate may have pushed before.
         """
         gained = buckets & ~self._led
         self._led = buckets
@@ -126,10 +124,7 @@ class OnArrival:
 
 
 class Iterations:
-    """The iterations of one server that are incomplete or not durable.
-
-    `first_clock` is the initial minimum of the server's gate.
-    """
+    """The incomplete or not durable iterations of one server; `first_clock` is the initial minimum of its gate."""
 
     def __init__(self, replication: Replication, first_clock: int = 0) -> None:
         self._replication = replication
@@ -174,8 +169,8 @@ class Iterations:
     def first_clock(self) -> int:
         """The lowest iteration at which a worker may join or rejoin the gate.
 
-        A bucket may have iterations that this server's gate has not completed: the former primary's gate completed
-        them without this worker. The worker's pushes for them would be dropped.
+        The former primary's gate may have completed more iterations than this server's gate, without this worker. The
+        worker's pushes for these iterations would be dropped.
         """
         return self._replication.num_complete
 
@@ -232,8 +227,8 @@ class Iterations:
     def lead(self, version: int, buckets: int, workers: Collection[int], followers: Collection[int] = ()) -> list[Sum]:
         """Record the buckets that this server leads in view `version`: see :meth:`Takeover.lead`.
 
-        Call this for each view. A takeover also waits until the `followers` are ready, see
-        :class:`~paceline.protocol.replication.Lead`. Returns the sums to push if there is nothing to wait for.
+        Call this for each view. A takeover also waits for the `followers`, see
+        :class:`~paceline.protocol.replication.Lead`. Returns the sums to push if no wait is necessary.
         """
         follows, self._version = version == self._version + 1, version
         if not self._replication.has_successors or not follows:  # workers may have had a view without retention
@@ -277,10 +272,8 @@ class Iterations:
             self._unretained_below = min(self._unretained_below, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:
-        """Record that a worker left or died; return the sums to push.
-
-        Its pushes count in the iterations that it ticked.
-        """
+        """Record that a worker left or died; return the sums to push. Its pushes count in the iterations that it
+        ticked."""
         was_over = self._takeover.is_over
         for iteration, workers in self._pushed.items():
             if worker in workers:
@@ -308,7 +301,7 @@ class Iterations:
 
     def _sum(self, iteration: int) -> list[Sum]:
         # Rule 4: a push counts if its sender ticked the iteration. A live worker with a push in a complete iteration
-        # has ticked it, even if this server's gate learned of the worker at a later clock.
+        # has ticked this iteration, even if the worker joined this server's gate at a later clock.
         workers = tuple(sorted({*self._complete.get(iteration, ()), *self._pushed.pop(iteration, ())}))
         buckets = self._replication.delivery.missing(AGGREGATE, iteration + 1, self._replication.primary)
         if not buckets:

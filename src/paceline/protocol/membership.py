@@ -1,11 +1,10 @@
 """The members of the cluster: their ranks and incarnations, and the times of their last heartbeats.
 
-The scheduler's core (:mod:`paceline.protocol.scheduler`) holds one :class:`Membership`. The state is soft: after a
-restart the scheduler rebuilds it from the processes' reports (:meth:`Membership.rebuild`). Training continues during
-that time, because iterations do not involve the scheduler.
+After a restart the scheduler rebuilds this state from the processes' reports (:meth:`Membership.rebuild`). Training
+continues during that time, because iterations do not involve the scheduler.
 
-Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.4 and 4.5 (server
-and worker management); incarnations as in SWIM (Das, Gupta, Motivala 2002).
+Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.4 and 4.5 (server and
+worker management); incarnations as in SWIM (Das, Gupta, Motivala 2002).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Member(Struct, Generic[Address], frozen=True):
     rank: Rank
     incarnation: Number
     address: Address | None = None
-    """The address of its listener. Every server has one."""
+    """The address of the member's listener. Every server has an address."""
     process: ProcessIdentity | None = None
 
     def __post_init__(self) -> None:
@@ -66,11 +65,8 @@ class Member(Struct, Generic[Address], frozen=True):
 class Membership:
     """The live members.
 
-    Arguments: `expected_servers`, the number of servers at the cluster's start; `heartbeat_timeout_s`, after which a
-    silent member is overdue; `first_incarnation`, the lowest incarnation to assign.
-
-    Raises:
-        UsageError: a number is out of range.
+    `expected_servers` is the number of servers at the cluster's start. A member is overdue after `heartbeat_timeout_s`
+    of silence. `first_incarnation` is the lowest incarnation to assign. Raises UsageError for a number out of range.
     """
 
     def __init__(self, expected_servers: int, heartbeat_timeout_s: float = 10.0, *, first_incarnation: int = 1) -> None:
@@ -172,10 +168,8 @@ class Membership:
     ) -> Member:
         """Admit a process; return its member. A process that is already a member stays unchanged.
 
-        Without `rank` it gets the smallest free rank of the role.
-
-        Raises:
-            UsageError: the rank is in use or negative; nothing is changed.
+        Without `rank` the process gets the smallest free rank of the role. Raises UsageError if the rank is in use or
+        negative; nothing is changed.
         """
         known = self._by_node.get(node)
         if known is not None:
@@ -198,9 +192,9 @@ class Membership:
         return member
 
     def readmit(self, member: Member, time_s: float) -> Member | None:
-        """Readmit a member that a former scheduler admitted without a view; return it.
+        """Readmit a member that a former scheduler admitted without a view; return the member.
 
-        Return None if another member has its name or rank. An observer gets another rank instead.
+        Return None if another member has the same name or rank. An observer gets another rank instead.
         """
         if member.node in self._by_node or member.incarnation >= self._next_incarnation:
             return None
@@ -241,7 +235,6 @@ class Membership:
         return member
 
     def _find_rank(self, role: Role) -> int:
-        """Return the smallest free rank of a role."""
         rank = self._free_rank[role]
         while rank in self._by_rank[role]:
             rank += 1

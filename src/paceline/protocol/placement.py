@@ -1,12 +1,11 @@
 """Placement of buckets on servers by rendezvous (highest random weight) hashing.
 
-The placement depends only on the list of servers. Each bucket ranks all servers by a hash of (bucket, server): the
-first is the primary, the next ones are the replicas. So a join moves buckets only to the new server. If a server
-leaves, each of its buckets moves to the next server in the bucket's ranking, which has the first replica.
+Each bucket ranks all servers by a hash of (bucket, server): the first server is the primary, the next are the replicas.
+So a join moves buckets only to the new server. If a server leaves, each of its buckets moves to the next server in the
+bucket's ranking, which has the first replica.
 
-Source: Thaler and Ravishankar 1998 "Using name-based mappings to increase hit rates"; chains as in OSDI'14
-"Scaling Distributed Machine Learning with the Parameter Server", section 4.3; mixing by splitmix64 (Steele,
-Lea, Flood 2014).
+Source: Thaler and Ravishankar 1998 "Using name-based mappings to increase hit rates"; chains as in OSDI'14 "Scaling
+Distributed Machine Learning with the Parameter Server", section 4.3; mixing by splitmix64 (Steele, Lea, Flood 2014).
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 def place(num_buckets: int, servers: Sequence[int], replicas: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return the servers of buckets 0..num_buckets-1: ``1 + replicas`` each (or all servers, if fewer), primary first.
 
-    The result is the same on every machine and for every order of ``servers``. Takes about a microsecond per bucket
-    and server.
-
-    Raises:
-        UsageError: ``servers`` is empty or has a duplicate, or a number is out of range.
+    The result is the same on every machine and for every order of ``servers``. Takes about a microsecond per bucket and
+    server. Raises UsageError for no or duplicate ``servers``, or a number out of range.
     """
     if not servers:
         raise UsageError("No servers to place the buckets on. Start at least one server.")

@@ -1,15 +1,15 @@
 """Live servers that cannot reach each other, although the scheduler reaches both.
 
-Both processes are alive, but forwarded pushes between them are never acknowledged, and workers would wait forever.
-So each server watches its links (:class:`Silence`) and lists unreachable servers in its heartbeats. The scheduler
-decides with :class:`Reachability` which server to expel.
+Forwarded pushes between such servers are never acknowledged, and workers would wait forever. So each server watches its
+links (:class:`Silence`) and lists unreachable servers in its heartbeats. The scheduler decides with
+:class:`Reachability` which server to expel.
 
-Expelling a live server is as safe as declaring a silent server dead. The next view excludes it, every message about
-tables is checked against the receiver's view, and an acknowledgement needs the whole chain. So pushes that it accepts
-before it receives its expulsion are never acknowledged.
+Expelling a live server is as safe as declaring a silent server dead. The next view excludes the server, every message
+about tables is checked against the receiver's view, and an acknowledgement needs the whole chain. So pushes that the
+server accepts before it receives its expulsion are never acknowledged.
 
 Source: as in Suresh et al. 2018 "Stable and Consistent Membership at Scale with Rapid", the reports of several servers
-are combined before one is removed; here one scheduler decides.
+are combined before one server is removed; here one scheduler decides.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.protocol.chains import ChainGroup
 class Silence:
     """One server's links without incoming messages.
 
-    It counts polls, not seconds: a process that was stopped or busy polls only once during that time, so it does not
-    accuse other servers of its own pause. A server is unreachable after ``num_polls`` consecutive silent polls.
+    A server is unreachable after ``num_polls`` consecutive silent polls. Polls are counted instead of seconds, because
+    a stopped or busy process polls only once in its own pause.
     """
 
     def __init__(self, num_polls: int = 5) -> None:
@@ -52,12 +52,10 @@ class Unreachable:
 
 
 class Reachability:
-    """The scheduler's record of unreachable pairs of servers, which are identified by incarnation.
+    """The scheduler's record of unreachable pairs of servers, by incarnation.
 
     A server is expelled after a pair was disconnected for ``patience_s``, with heartbeats of both servers throughout.
-
-    Raises:
-        UsageError: the patience is not positive.
+    Raises UsageError if the patience is not positive.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -77,7 +75,7 @@ class Reachability:
         self._complaints[server] = {other: former.get(other, time_s) for other in unreachable if other != server}
 
     def decide(self, living: Collection[int], groups: Iterable[ChainGroup], time_s: float) -> Unreachable | None:
-        """Return the server to expel, if any. Only one at a time: the next decision uses the chains without it.
+        """Return the server to expel, if any. Only one at a time, because the next decision uses the chains without it.
 
         `living` are the members; records of other servers are dropped. `groups` are the current chains.
         """
@@ -105,9 +103,9 @@ class Reachability:
         return frozenset(end for pair in pairs for end in pair)
 
     def _last_to_have(self, groups: Iterable[ChainGroup], time_s: float) -> set[int]:
-        """Return the servers without which a bucket would or might be lost.
+        """Return the servers whose removal would or might lose a bucket.
 
-        A member without a recent heartbeat may already be dead, so it does not count as a copy.
+        A member without a recent heartbeat does not count as a copy, because the member may be dead.
         """
         silent_s = self._patience_s / 2
         last: set[int] = set()
@@ -120,10 +118,10 @@ class Reachability:
         return time_s - self._last_s.get(server, -float("inf"))
 
     def _at_odds(self, time_s: float) -> dict[tuple[int, int], float]:
-        """Return the pairs in which one server does not reach the other, and since when.
+        """Return the pairs in which one server does not reach the other server, with the start time.
 
-        Rule 4: a pair counts only while both servers send heartbeats, from the later of their first ones. The heartbeat
-        timeout covers silent servers; a server that was stopped has not yet answered its peers.
+        Rule 4: a pair counts only while both servers send heartbeats, from the later of their first heartbeats. The
+        heartbeat timeout covers silent servers, and a resumed server has not answered its peers yet.
         """
         pairs: dict[tuple[int, int], float] = {}
         for server, complaints in self._complaints.items():

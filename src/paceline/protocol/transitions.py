@@ -1,8 +1,7 @@
 """Transition tables: the states of one kind of object in a machine, as data.
 
-A machine for one kind of object (a worker, a shard, a push) has a :class:`StateTable`. ``docs/diagrams.py`` draws the
-diagrams of the protocol's page from the tables. Tests drive each machine at random and check that it makes exactly
-the transitions of its table.
+``docs/diagrams.py`` draws the diagrams of the protocol's page from the tables. Tests drive each machine at random and
+check that it makes exactly the transitions of its table.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ OUTSIDE: Final = "[*]"
 class Transition:
     """One row of a table: `event` moves an object from state `source` to state `target`.
 
-    If both are the same, the event changes data within the state, or is answered. An event without effect has no row.
+    If both states are equal, the event changes data or is answered. An event without effect has no row.
     """
 
     source: str

@@ -1,12 +1,11 @@
 """Fail-stop: a server or scheduler that may have an inconsistent state ends after one line with the reason.
 
-An invalid request is *rejected* by a :class:`~paceline.errors.PacelineError` before any change. Any other exception,
-and any exception after a change, means that the process might acknowledge data that it does not have. Replicas and the
-restart of a scheduler cover a process that ends.
+A :class:`~paceline.errors.PacelineError` *rejects* an invalid request before any change. Any other exception, and any
+exception after a change, means that the process might acknowledge data that it does not have. Replicas and the restart
+of a scheduler cover a process that ends.
 
-Each role has a function, :data:`Fail`, that receives every such exception: from a frame (:func:`must_succeed`), a
-callback or task of the event loop (:func:`watch_loop`, :func:`watch_task`), or a thread (:func:`watch_threads`). In
-a process of its own it is :func:`end_process`; tests record the exception instead.
+Each role has a function, :data:`Fail`, that receives every such exception. In a process of its own it is
+:func:`end_process`; tests record the exception instead.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar
 
 Fail: TypeAlias = Callable[[BaseException], None]
-"""Receives an exception after which a process must not continue; in production it does not return."""
+"""The function receives an exception after which a process must not continue; in production it does not return."""
 
 _logger = logging.getLogger("paceline.ps")
 _P = ParamSpec("_P")

@@ -14,10 +14,10 @@ from paceline.errors import UsageError
 
 
 class Owned(Protocol):
-    """An object that belongs to the process that made it."""
+    """An object that belongs to the process that created it."""
 
     def disown(self) -> None:
-        """Disable this object in a forked child: everything belongs to the parent."""
+        """Disable this object in a forked child, because everything belongs to the parent."""
 
 
 class NoLock:

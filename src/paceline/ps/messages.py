@@ -64,8 +64,8 @@ CALL: Final = 24
 RESULT: Final = 25
 NOTICE: Final = 26
 SYNCED: Final = 27
-"""A worker has resent all its requests after a new view: epoch is the view's version, clock the worker's, sequence its
-rank, flags 1 if it takes part in the iterations. No answer."""
+"""A worker has resent all its requests after a new view. No answer. Fields: epoch: the view's version; clock: the
+worker's; sequence: the worker's rank; flags: 1 if the worker takes part in the iterations."""
 
 # Kinds of filtered data frames (:mod:`paceline.filters`). The first frame of a table on a connection has a
 # :class:`FilterInfo` as its meta.
@@ -73,9 +73,8 @@ FILTERED_PUSH: Final = 28
 FILTERED_PULL: Final = 29
 FILTERED_PUSH_PULL: Final = 30
 UNKNOWN_KEYS: Final = 31
-"""The server lacks the state of a filtered request, or has rejected an earlier request for that reason. It has applied
-nothing of the request. The client resends this request without filters, and then all later ones, in order.
-"""
+"""The server lacks the state of a filtered request, or has rejected an earlier request for that reason. The server has
+applied nothing of the request. The client resends this request, and then all later requests, without filters."""
 
 # Kinds of frames between servers.
 FORWARD: Final = 32
@@ -87,13 +86,13 @@ STATE: Final = 34
 STATE_TAKEN: Final = 35
 """clock is the processor time of the receiver, in microseconds."""
 READY: Final = 37
-"""A member of a chain has forwarded everything to its new primary. epoch is the view's version."""
+"""A member of a chain has forwarded all pushes to its new primary. epoch is the view's version."""
 CLOCKS: Final = 36
 """Tables and workers, for a server that is being filled: meta is a :class:`ClocksInfo`."""
 CHECK: Final = 40
 """The state of a bucket after all forwarded pushes, to compare; meta is a :class:`CheckInfo`. No answer."""
 PING: Final = 38
-"""A sign of life is requested. Answered by PONG, whatever the version of the view."""
+"""A request for a sign of life. Answered by PONG, whatever the version of the view."""
 PONG: Final = 39
 
 # Flags of data frames.
@@ -116,9 +115,7 @@ class ClusterSettings(SchedulerSettings, frozen=True, kw_only=True):
     """The settings of a cluster, from the command line to its members."""
 
     consistency: str = str(Eventual())
-    """In the format of ``--consistency``."""
     stale: str = str(Accept())
-    """The policy for stale gradients, in the format of ``--stale``."""
     min_replicas: int = 0
     """Replicas that must have a push before it is acknowledged."""
     non_finite: NonFinitePolicy = REFUSE
@@ -168,7 +165,7 @@ class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ChangeUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Change the hyperparameters of a table (the rule itself must be the same).
 
-    Answered by the number of this change, which then goes to all servers with SetUpdate.
+    Answered by the number of this change, which SetUpdate then sends to all servers.
     """
 
     table: str
@@ -197,7 +194,7 @@ class FilterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckFilters(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Check that the server has these filters. Answered by None, or an error that names the missing one."""
+    """Check that the server has these filters. Answered by None, or an error with the name of the missing filter."""
 
     filters: FilterInfo
 
@@ -210,7 +207,7 @@ class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker has no work now: iterations do not wait for it until it joins again."""
+    """A worker without work: iterations do not wait for the worker until it joins again."""
 
 
 class ReadBucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -230,7 +227,7 @@ class WriteRecords(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class SetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Change a table's hyperparameters (the rule itself must be the same).
 
-    A server ignores it if the table has this revision or a later one, so that all servers end with the same one.
+    No effect if the table has this revision or a later revision, so that all servers end with the same revision.
     """
 
     table: TableNumber
@@ -296,7 +293,7 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     held: int
     """The number of requests that wait now: blocked reads, and pushes with too few replicas."""
     num_compared: int
-    """The number of comparisons of a bucket with the previous server of its chain."""
+    """The number of comparisons of a bucket with the previous server in its chain."""
     num_unordered: int
     """The number of buckets that differ because the same pushes were applied in a different order."""
     differences: tuple[str, ...]
@@ -329,7 +326,7 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
 
     bucket: Bucket
     order: Word
-    """The order in which pushes were applied to it, hashed (:mod:`paceline.ps.server.replica_checks`)."""
+    """A hash of the order in which pushes were applied to the bucket (:mod:`paceline.ps.server.replica_checks`)."""
     filter: tuple[tuple[Natural, Natural, BucketMask], ...]
     pieces: tuple[PieceInfo, ...]
 
@@ -346,22 +343,19 @@ class CheckInfo(msgspec.Struct, frozen=True, array_like=True):
     order: Word
     applied: tuple[tuple[Natural, Natural], ...]
     tables: tuple[tuple[TableNumber, Natural, Word], ...]
-    """The number of rows of each table in the bucket, and their digest."""
 
 
 class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     """The tables and the workers.
 
-    A table has its number, its declared and its current spec, and the revision; a worker its incarnation, its rank, its
-    clock, and whether it counts.
+    For a table: number, declared spec, current spec and revision. For a worker: incarnation, rank, clock, and whether
+    it counts.
     """
 
     tables: tuple[tuple[TableNumber, TableSpec, TableSpec, Natural], ...]
     workers: tuple[tuple[Natural, Natural, Clock, bool], ...]
     num_missing: Natural
-    """The number of expected workers that have not joined yet."""
     minimum: Clock
-    """The iteration that all workers have reached."""
     passes: tuple[tuple[TableNumber, PassNumber, PassNumber], ...] = ()
     """The current pass over the data, and the pass of rows older than the record, for tables that record passes."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class Pulse:
-    """Checks at every heartbeat that a loop runs; for the thread that sends heartbeats.
+    """Checks at every heartbeat, in the heartbeat thread, that a loop runs.
 
     If the loop has not run for `patience_s`, `on_hung` is called once, and again when the loop continues.
     """
@@ -22,7 +22,7 @@ class Pulse:
         self._was_hung = False
 
     def beats(self) -> bool:
-        """Return whether the loop has run recently, and send it the next request."""
+        """Return whether the loop has run recently, and schedule the loop's next beat."""
         time_s, request_s = time.monotonic(), self._request_s
         if request_s is None:
             if self._was_hung:

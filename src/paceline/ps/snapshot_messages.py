@@ -1,6 +1,6 @@
 """Control messages between the coordinator of snapshots and the servers.
 
-A snapshot and a load take seconds. One call starts them and another requests their state, so that no call occupies a
+A snapshot or load takes seconds. One call starts it and another requests its state, so that no call occupies a
 connection for long.
 """
 
@@ -17,8 +17,8 @@ from paceline.tables.bounds import Clock, TableNumber
 class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Write buckets to `folder` of `directory` in the background. Answered by SnapshotStarted.
 
-    The server skips buckets that it does not lead; the coordinator requests them from their primary in another round.
-    A bucket that is unchanged since a snapshot in `complete` is not written again. With `boundary` (sequential
+    The server skips buckets that it does not lead; the coordinator requests them from their primary in another round. A
+    bucket that is unchanged since a snapshot in `complete` is not written again. With `boundary` (sequential
     consistency) the server writes the state after this number of iterations.
     """
 
@@ -27,7 +27,6 @@ class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     folder: FolderName
     tables: tuple[TableNumber, ...]
     buckets: BucketMask
-    """The set of buckets for this server to write."""
     complete: tuple[Natural, ...] = ()
     boundary: Clock | None = None
     round: Natural = 0
@@ -37,7 +36,7 @@ class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class SnapshotStarted(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the snapshot started, and the highest clock of a worker.
 
-    It does not start if a worker may have ended iteration `boundary`.
+    The snapshot does not start if a worker may have ended iteration `boundary`.
     """
 
     is_started: bool
@@ -86,7 +85,6 @@ class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     directory: Directory
     parts: tuple[StoredPart, ...]
     buckets: tuple[BucketMask, ...]
-    """For each part, the set of buckets to load."""
 
     def __post_init__(self) -> None:
         if len(self.buckets) != len(self.parts):

@@ -78,8 +78,6 @@ class Agent(LocalWorker):
     def worker_of(self, number: int) -> WorkerInfo:
         return self.directory.workers[number]
 
-    # calls
-
     @override
     def call(
         self,
@@ -230,8 +228,6 @@ class Agent(LocalWorker):
         method: Callable[..., Any] = self.allowed.check_method(value, target[1])
         return method
 
-    # references
-
     @override
     def share(self, rrefs: Sequence[RRef[Any]], to: int, *, is_answer: bool = False) -> None:
         by_owner: dict[int, list[ReferenceId]] = {}
@@ -273,8 +269,6 @@ class Agent(LocalWorker):
                 _logger.debug("an RRef could not be released at its owner: %s", error)
             except Exception:
                 _logger.exception("the object of an RRef could not be freed")
-
-    # shutdown
 
     def wait_for_all(self, timeout_s: float = math.inf) -> None:
         """Wait until every worker has called this method and no call is pending in any process.

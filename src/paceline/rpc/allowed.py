@@ -1,7 +1,7 @@
-"""The functions and classes that other workers may use by name.
+"""The functions and classes that other workers may use by name, ``module:qualified.name``.
 
-A name is ``module:qualified.name``. Of an allowed module, other workers may use the public names that it *defines*, but
-not its imports (``os``, a function of another module). Pure, except for the import of allowed modules.
+Other workers may use the public names that an allowed module *defines*, but not its imports. Pure, except for the
+import of allowed modules.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
 def home_of(function: Any) -> tuple[str, str]:
     """Return the public module of a function or class, and its name in that module; empty strings if unknown.
 
-    Tensor functions and methods of PyTorch (``torch.add``) belong to ``torch``. Its other C functions have no module.
+    PyTorch's tensor functions and methods belong to ``torch``. Its other C functions have no module.
     """
     if isinstance(function, types.ModuleType):
         return "", ""  # torch.classes raises an error for unknown attributes
@@ -157,7 +157,7 @@ class Allowed:
         return found
 
     def check_method(self, value: Any, method: str) -> Any:
-        """Return a bound method of a value. Raises UsageError if it is not allowed.
+        """Return a bound method of a value. Raises UsageError if the method is not allowed.
 
         Allowed are the public methods and ``__call__`` of allowed classes, and methods that are allowed by name.
         """

@@ -37,7 +37,6 @@ class GradientContext:
     def __init__(self, number: int) -> None:
         self.number = number
         self.workers: set[int] = set()
-        """The workers that received messages of the context."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.lock = threading.Lock()
         self._sent: dict[int, list[torch.Tensor]] = {}

@@ -118,8 +118,6 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         self._agent.standby.watch_callee(end)
         end.read_on(object())
 
-    # requests
-
     @override
     def caller_lost(self, end: CalleeEnd) -> None:
         self._callers.pop(end, None)
@@ -234,8 +232,6 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
             self._reply_later(end, header, promise_of(value))
         else:
             self._reply(end, header, value)
-
-    # answers
 
     def _reply_later(self, end: CalleeEnd, header: Header, value: Future[Any]) -> None:
         with self._lock:

@@ -81,8 +81,6 @@ class CallerEnds(ReplyReader):
         for end in ends:
             end.fail(ConnectionLostError("this process has left rpc"))
 
-    # the interface ReplyReader
-
     @override
     def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
         header, meta, body = received

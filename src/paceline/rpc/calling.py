@@ -1,7 +1,7 @@
 """Caller's end of a connection: sends numbered calls and receives replies in any order.
 
-A call needs no thread switch: the thread that waits for its result reads the connection, and passes other replies to
-their waiting threads. One thread reads at a time. If calls are pending and no thread waits, `Standby` assigns a reader.
+The thread that waits for its result reads the connection, without a thread switch, and passes other replies to their
+waiting threads. One thread reads at a time. If calls are pending and no thread waits, `Standby` assigns a reader.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class CallerEnd:
         self.rank = rank
         self.name = framed.name
         self.failure: PacelineError | None = None
-        """The reason why the connection is unusable; None while it works."""
         self.free_since = 0.0
         """Time at which the last reader stopped, for the standby."""
         self.has_own_reader = False
@@ -99,9 +98,9 @@ class CallerEnd:
         message: int = 0,
         creation: Future[Any] | None = None,
     ) -> PendingReply:
-        """Send a call and return the future of its result.
+        """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError.
 
-        `creation` is described in :class:`PendingReply`. Raises ConnectionLostError or DeadlineError.
+        `creation` is described in :class:`PendingReply`.
         """
         deadline = time.monotonic() + timeout_s
         reply = PendingReply(self, description, deadline, timeout_s)

@@ -1,7 +1,7 @@
-"""Reference counts of an owner's objects. Pure: no sockets, threads or clocks.
+"""Reference counts of an owner's objects. Pure.
 
-Before a worker sends an RRef to another worker, the owner counts the new holder (:meth:`OwnedObjects.share`). The count
-therefore includes references in flight. A holder releases its counts together or in parts; its death releases all.
+Before a worker sends an RRef to another worker, the owner counts the new holder (:meth:`OwnedObjects.share`), so the
+count includes references in flight. A holder releases its counts together or in parts; its death releases all.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class RpcSettings(NamedTuple):
 
 
 def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_threads: int | None) -> RpcSettings:
-    """Return the settings from the arguments and `options`, with defaults for missing ones.
+    """Return the settings from the arguments and `options`, with defaults for missing settings.
 
     Raises UsageError for invalid values and for values given twice.
     """

@@ -1,8 +1,7 @@
 """References (RRefs): the objects that a process owns and the references that it holds.
 
-An owner counts the holders of each object (`counting`) and keeps the object while it has holders. All RRefs of a
-process to the same object share a :class:`Holding`. When the last RRef is deleted, the owner is notified. The owner
-detects a dead holder by its closed connection.
+An owner keeps an object while it has holders. All RRefs of a process to the same object share a :class:`Holding`. When
+the last RRef is deleted, the owner is notified. The owner detects a dead holder by the closed connection.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ class LocalWorker(Protocol):
     def share(self, rrefs: Sequence[Any], to: int, *, is_answer: bool = False) -> None:
         """Register `to` as a holder of these references. Call this before sending them to `to`.
 
-        A call to the owner itself needs no registration: the owner registers itself when it reads the call, before it
-        reads a later message.
+        Calls to the owner need no registration, because the owner registers itself when it reads the call.
         """
 
     def watch(self, holder: int) -> None:

@@ -1,9 +1,8 @@
-"""Callee's end of connections: one thread per connection reads and runs requests.
+"""Callee's end of connections: one thread per connection reads and runs requests, without a thread switch.
 
-A short function needs no thread switch. If a function runs longer than 2 ms (it computes, sleeps or waits for another
-call), `Standby` assigns another thread to read the connection. The calls of one caller therefore run concurrently, and
-a call may wait for a later one. The standby checks every 2 ms while requests run or replies are pending, and sleeps
-otherwise.
+If a function runs longer than 2 ms, `Standby` assigns another thread to read the connection. So the calls of one caller
+run concurrently, and a call may wait for a later call. The standby checks every 2 ms while requests run or replies are
+pending, and sleeps otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MAX_WAITING = 1000
 
 
 class SpareThreads(BlockedThreads):
-    """Thread pool that starts threads on demand and ends idle ones.
+    """Thread pool that starts threads on demand and ends idle threads.
 
     At most `max_threads` threads run tasks. Threads that wait for a remote call do not count, so that nested calls
     between processes finish. At most `MAX_WAITING` threads may wait.
@@ -75,7 +74,6 @@ class SpareThreads(BlockedThreads):
             self._num_waiting -= 1
 
     def _needs_thread(self) -> bool:
-        """Return whether to start a thread, and count it."""
         if self._num_idle >= self._tasks.qsize() or self._num_threads - self._num_waiting >= self._max_threads:
             return False
         self._num_threads += 1

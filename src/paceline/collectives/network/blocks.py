@@ -20,8 +20,8 @@ Ranges: TypeAlias = list[tuple[int, int]]
 class Blocks:
     """The working memory of a schedule: block number to bytes.
 
-    The memory has one or more parts: input, output and scratch memory. A part is a writable buffer with the sizes (in
-    bytes) of its consecutive blocks. Blocks are numbered across all parts.
+    The memory has one or more parts: input, output and scratch memory. A part is a writable buffer with the byte sizes
+    of its consecutive blocks. Blocks are numbered across all parts.
     """
 
     def __init__(self, parts: Sequence[tuple[memoryview, Sequence[int]]]) -> None:

@@ -1,8 +1,7 @@
 """Find the ranks that cause a delay. The awaited rank is often not the cause, because it waits for another rank.
 
-All ranks are polled. The causes of a late call are the ranks that do not answer, and the ranks outside a collective
-that have not made the call. Without such ranks, the ranks in an earlier call are the cause. The causes of a late
-message are the ends of the chain of waiting ranks.
+The causes of a late call are the ranks that do not answer a poll, and the ranks outside a collective that have not made
+the call; else the ranks in an earlier call. The causes of a late message are the ends of the chain of waiting ranks.
 """
 
 from __future__ import annotations
@@ -27,17 +26,14 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     """Number of the current call, or of the last finished one between calls; -1 before the first call."""
     call: CollectiveCall | None
-    """The current call, if any."""
     waiting_for: tuple[int, ...]
-    """During a call: the ranks that its last sleep waited for, if any. Between calls: the other ranks of pending
-    messages.
-    """
+    """In a call: the ranks that the last sleep waited for. Between calls: the other ranks of pending messages."""
     abort: Abort | None = None
     """Reason for the end of the group, if this rank has ended it."""
 
 
 RequestStatus: TypeAlias = Callable[[int], Status | None]
-"""Returns a rank's status, or None if it does not answer within about a second."""
+"""The function returns a rank's status, or None without an answer within about a second."""
 
 
 class Search:

@@ -43,8 +43,6 @@ class NetworkEngine(Engine):
         self._layered = layered
         self._schedules: dict[tuple[str, str, int, int], Schedule] = {}
 
-    # calls
-
     @override
     def barrier(self, order: Order) -> None:
         self.run(order, "barrier", Blocks([]), 0)
@@ -119,8 +117,6 @@ class NetworkEngine(Engine):
     @override
     def close(self) -> None:
         self._links.close()
-
-    # schedules
 
     def algorithm(self, order: Order, collective: str, num_bytes: int) -> str:
         """Return the requested algorithm if it supports the collective, else the tuner's choice."""

@@ -1,7 +1,6 @@
 """Run one rank's part of a schedule on non-blocking links, and end the group after an error.
 
-One thread runs calls, one at a time; any thread may call :meth:`ScheduleExecutor.status`. The loop is in
-``round_loop``, messages are in ``sending`` and ``receiving``, and errors in ``faults``, ``verdicts`` and ``culprits``.
+One thread runs calls, one at a time; any thread may call :meth:`ScheduleExecutor.status`.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ class ScheduleExecutor:
     ) -> None:
         """Run this rank's part of one call; all ranks must use an equal ``call`` and ``sequence``.
 
-        Schedules with a reduction need ``combine``. Returns when this rank's part is done, possibly before other ranks.
-        After an error, this rank notifies the other ranks and closes its links; further runs raise GroupClosedError.
+        Schedules with a reduction need ``combine``. Other ranks may not be done at the return. After an error, this
+        rank notifies the other ranks and closes its links; further runs raise GroupClosedError.
 
-        Raises MismatchError if ranks made different calls. Raises RankLostError, with the ranks, if ranks died, left or
-        did not make the call within ``timeout_s``. Raises CollectiveError if another rank failed for another reason.
+        Raises MismatchError for different calls; RankLostError, with the ranks, if ranks died, left or did not make the
+        call within ``timeout_s``; CollectiveError if another rank failed for another reason.
         """
         if self._failure:
             raise GroupClosedError(f"group {self._group!r} refuses further work: a call failed: {self._failure}")
@@ -134,7 +133,7 @@ class ScheduleExecutor:
     def _connect(self, schedule: Schedule, patience: Patience) -> None:
         """Create all links of a schedule.
 
-        All ranks connect in the order of the pairs of ranks. The first unconnected pair is therefore the next one on
+        All ranks connect in the order of the pairs of ranks. The first unconnected pair is therefore the next pair on
         both of its ranks, and no cycle of waiting ranks is possible.
         """
         own = self._links.rank
@@ -180,7 +179,6 @@ class ScheduleExecutor:
         raise abort.error(self._group) from signal.__cause__
 
     def _explain(self, current: CurrentCall, peer: PeerMessages) -> Abort:
-        """Return the ABORT for an unexpected message."""
         try:
             frame = read_frame(peer, time.monotonic() + LINGER_S)
             if frame is None:

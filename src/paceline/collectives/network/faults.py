@@ -1,7 +1,7 @@
 """Read the rest of a rank's links after an error.
 
-The first rank that detects an error sends an ABORT as the last message on all its links. A rank that receives an ABORT
-forwards it once on all its links. The ABORT thus reaches all connected ranks.
+The first failing rank sends an ABORT as the last message on all its links. A rank that receives an ABORT forwards it
+once on all its links, so the ABORT reaches all connected ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All-reduce between hosts with several ranks each: shared memory in a host, a schedule between hosts.
 
-The first rank of every host is its leader. The steps are a reduce to the leader, an all-reduce among the leaders, and a
-broadcast from the leader; only leaders use the network.
+The steps are a reduce to the leader (the first rank of the host), an all-reduce among the leaders, and a broadcast from
+the leader; only leaders use the network.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ _MAX_SLEEP_S: Final = 0.25
 """Longest sleep of a call. After it, the call checks for failed messages of its group."""
 _FIRST_CHECK_S: Final = 2.0
 _ANSWER_S: Final = 1.2
-"""Slightly longer than the timeout of a status request."""
 
 
 class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
@@ -50,8 +49,8 @@ class GroupEnded(Exception):  # noqa: N818
 class Patience:
     """The waits of one call.
 
-    Ranks that made different calls may wait for messages that will never be sent. A long wait therefore polls all ranks
-    for their current calls: after two seconds, then at intervals that grow by a factor of 4, and before the timeout.
+    Ranks with different calls may wait for messages that will never be sent. So a long wait polls all ranks for their
+    current calls: after two seconds, then at intervals that grow by a factor of 4, and before the timeout.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Patience:
     def wait_for(self, ranks: tuple[int, ...]) -> float:
         """Return the time (of ``time.monotonic``) until which the caller may wait for these ranks.
 
-        Raises TooLate when the call's time is over, and GroupEnded or Disagreement when a poll detects them.
+        Raises TooLate after the call's time, and GroupEnded or Disagreement if a poll detects them.
         """
         self._set_waiting_for(ranks)
         abort = self._interruption()

@@ -1,8 +1,8 @@
 """The messages of one link: track them, receive them, and decide when their bytes may be written.
 
-All sends of a round read the memory as it was at the round's beginning. Received bytes may therefore not overwrite
-unsent bytes. They wait in scratch memory, piece by piece, until those bytes are sent. By the same rule, receives that
-write to the same memory run in the order of their actions, so that floating-point sums are equal in every run.
+All sends of a round read the memory as it was at the round's beginning. So received bytes wait in scratch memory, piece
+by piece, until the bytes that they replace are sent. Receives to the same memory run in the order of their actions, so
+that floating-point sums are equal in every run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.errors import ProtocolError, RankLostError
 Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
 """Combine received bytes into the target, in place: ``(target, incoming, incoming_first)``, bytes of whole items.
 
-The value of the lower rank is the first operand on both ranks. In recursive doubling both ranks compute the same
-result, and must get the same sign of min(-0, 0) and the same of two NaNs.
+The lower rank's value is the first operand on both ranks. In recursive doubling both ranks compute the same result, and
+must get the same sign of min(-0, 0) and the same of two NaNs.
 """
 
 SMALL_BYTES: Final = 1 << 13

@@ -29,8 +29,7 @@ class RoundLoop:
     def finish(self, round_: Round, wake: Callable[[Round], float]) -> None:
         """Run a round until all its actions are done.
 
-        ``wake`` is called with the round before each sleep. It returns the latest end of the sleep (a time of
-        ``time.monotonic``), or raises.
+        Before each sleep, ``wake`` returns the latest end of the sleep (a time of ``time.monotonic``), or raises.
         """
         sending: Sequence[PeerMessages] = round_.sending
         receiving: Sequence[PeerMessages] = round_.receiving

@@ -1,6 +1,6 @@
 """Create the ABORT message of a failed call, and the error that each rank raises. Pure.
 
-All ranks raise the same kind of error with the same text. For a mismatch, each rank adds its own call.
+All ranks raise the same error. For a mismatch, each rank adds its own call.
 """
 
 from __future__ import annotations

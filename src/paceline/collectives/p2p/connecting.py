@@ -147,7 +147,6 @@ class Streams(ConnectionReceiver):
         send_and_close(closing, time.monotonic() + _LINGER_S)
 
     def _reject(self, connected: socket.socket) -> None:
-        """Close a connection that arrived too late; send the reason first, if any."""
         message = [memoryview(self.abort_message)] if self.abort_message else []
         send_and_close([ClosingConnection(connected, message)], time.monotonic() + (_LINGER_S if message else 0.0))
 

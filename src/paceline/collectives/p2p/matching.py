@@ -1,7 +1,7 @@
-"""Match messages with receives. Pure: no sockets, threads or clocks.
+"""Match messages with receives. Pure.
 
-As in MPI (4.1, section 3.5), a receive gets the first message with its tag from its source. If several receives match a
-message, the first posted one gets it.
+As in MPI (4.1, section 3.5), a receive gets the first message with its tag from its source, and a message goes to the
+first posted of several matching receives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Posted:
     tag: int
     description: str
     owner: object = None
-    """The caller's object for this receive."""
 
     def matches(self, message: Message) -> bool:
         """Return whether the message has the expected size and type."""
@@ -41,7 +40,6 @@ class Message:
     """Buffer for a message that arrived before its receive was posted; otherwise empty."""
     is_complete: bool = False
     receive: Posted | None = None
-    """The receive that gets the message."""
 
 
 class Matching:
@@ -82,8 +80,8 @@ class Matching:
     def has_room(self, message: Message) -> bool:
         """Return whether to buffer a message without a receive.
 
-        Above the limit the message waits in the network. It is still buffered if a receive waits for another message
-        of the same rank, because that message may follow it.
+        Above the limit the message waits in the network, unless a receive waits for another message of the same rank,
+        because that message may follow this one.
         """
         buffered = self._buffered_bytes.get(message.source, 0)
         return buffered + message.nbytes <= self._max_buffered_bytes or bool(self.awaiting(message.source))

@@ -55,9 +55,9 @@ class Pending(Waitable):
 
         A send is done when its buffer may be written; the message may not have arrived yet.
 
-        Raises RankLostError if the other rank is dead or after ``timeout_s``, MismatchError if the two sides differ in
-        size or ``description``, another rank's error, and GroupClosedError. All errors but GroupClosedError end the
-        group: no later messages are transferred and no buffers written.
+        Raises RankLostError if the other rank is dead or after ``timeout_s``, MismatchError for different sizes or
+        ``description``, another rank's error, and GroupClosedError. All errors but GroupClosedError end the group: no
+        later messages are transferred and no buffers written.
         """
         if not self.finished:
             self._owner.wait(self, timeout_s)
@@ -124,10 +124,8 @@ class Receiving(Pending):
     def timeout_error(
         self, timeout_s: float, rank: int, answers: Mapping[int, Status | None], partial_source: int | None, size: int
     ) -> RankLostError:
-        """Return the timeout error of rank `rank`'s receive.
-
-        `partial_source` is the sender of a partly received message, None if no part has arrived.
-        """
+        """Return the timeout error of rank `rank`'s receive; `partial_source` has sent a part of a message, None: no
+        rank has."""
         source = self.posted.source if partial_source is None else partial_source
         culprits, reasons = _blame(rank, range(size) if source is None else (source,), answers)
         missing = "no message" if partial_source is None else "only a part of a message"

@@ -1,12 +1,11 @@
 """Send and receive tagged messages between the ranks of one group.
 
-Each pair of communicating ranks has one connection per direction, created at the first send. Messages from one rank
-with the same tag are received in the order of sending. Messages without a receive are buffered, up to 64 MB from each
-rank. Above that the sender waits until a matching receive is posted.
+Each pair of communicating ranks has one connection per direction, created at the first send. Messages with the same tag
+from one rank are received in the order of sending. Messages without a receive are buffered, up to 64 MB from each rank;
+then the sender waits for a matching receive.
 
 The first failed message ends the group: the rank sends the reason on all its connections, and every receiver does the
-same. A waiting rank periodically checks whether the awaited ranks have ended the group. Before its timeout it polls all
-ranks for the ranks that they wait for, to report the rank that causes the delay and not a neighbour.
+same. Before a timeout the rank polls all ranks, to report the rank that causes the delay and not a neighbour.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class PointToPoint(Ends):
     ) -> None:
         """``group`` is a unique name, equal on all ranks of the group. ``infos`` are the nodes of the ranks.
 
-        ``on_failure`` is called once, with the first error and whether an operation of this rank raises it. It runs in
-        any thread with the lock held, so it must not wait.
+        ``on_failure`` is called once, with the first error and whether an operation of this rank raises it. The
+        callback runs in any thread with the lock held, so it must not wait.
         """
         self.rank = rank
         self.size = len(infos)
@@ -72,8 +71,8 @@ class PointToPoint(Ends):
     def send(self, buffer: memoryview, to: int, tag: int, description: str = "") -> Pending:
         """Start a send; do not write to the buffer before its end.
 
-        ``description`` (at most 40 bytes) is the type of the data, such as ``float32[1000]``; the receiver's must be
-        equal. Raises UsageError, RankLostError and GroupClosedError.
+        ``description`` (at most 40 bytes) is the type of the data, such as ``float32[1000]``, and equal on the
+        receiver. Raises UsageError, RankLostError and GroupClosedError.
         """
         self._check_rank(to)
         sending = Sending(self, check(buffer, tag, description), to, tag, description)
@@ -248,7 +247,7 @@ class PointToPoint(Ends):
     def _check_peer(self, pending: Pending, deadline: float) -> bool:
         """Check the awaited rank, also without a connection from it; return whether the operation has ended.
 
-        A rank whose process has ended refuses connections. A rank that has ended the group reports it in its status.
+        An ended process refuses connections. A rank that has ended the group reports so in its status.
         """
         waiting_for = pending.to if isinstance(pending, Sending) else None
         with self._progress.lock:
@@ -267,8 +266,6 @@ class PointToPoint(Ends):
             with self._progress.lock:
                 self.abort_received(abort)
         return abort is not None
-
-    # the end of the group
 
     def _end(self, error: CollectiveError, *, is_reported: bool = False) -> None:
         """Fail all pending operations, and start to report the reason. Call with the lock held."""

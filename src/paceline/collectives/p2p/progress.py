@@ -1,11 +1,10 @@
 """Move the bytes of sends and receives in a waiting thread, or in a background thread if no thread waits.
 
-Waking another thread costs more than moving a small message. A waiting thread therefore runs the selector loop itself
-(leader and followers, Schmidt et al. 2000). The background thread runs it only if no thread waits. A receive that is
-posted ahead does not start the background thread: its message stays in the socket until the receiver waits. In
-pipelines the receiver waits soon: a step with 16 messages of 16 KB takes 10 ms, but 18 ms if the background thread
-starts, because each wait must then take over the loop. Round trips of 8 bytes and 1 MB between two processes over Unix
-sockets on two cores: 24 and 162 µs, but 143 and 447 µs if the background thread always runs the loop.
+Waking another thread costs more than moving a small message, so a waiting thread runs the selector loop itself (leader
+and followers, Schmidt et al. 2000). A receive that is posted ahead does not start the background thread: a step with 16
+messages of 16 KB takes 10 ms, but 18 ms if the thread starts, because each wait must then take over the loop. Round
+trips of 8 bytes and 1 MB between two processes over Unix sockets on two cores: 24 and 162 µs, but 143 and 447 µs if the
+background thread always runs the loop.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class ProgressLoop:
 
     def unwatch(self, watched: Watched) -> None:
         """Remove a socket, which may then be closed."""
-        # Other threads may do this while the leader selects: epoll and kqueue support it, and the loop does not call
-        # removed sockets.
+        # Other threads may do this during the leader's select: epoll and kqueue support it, and the loop skips removed
+        # sockets.
         self._wanted.pop(watched, None)
         self._stale.discard(watched)
         if not self.is_closed and watched.connected in self._selector.get_map():
@@ -161,8 +160,6 @@ class ProgressLoop:
         self._selector.close()
         self._waker.close()
         self._wakened.close()
-
-    # the loop
 
     def _spin_and_select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         # Not Spinner.wait: measurements showed no benefit of longer spinning here.

@@ -20,7 +20,6 @@ from paceline.collectives.schedules.base import Action, Receive, Round, Send, Sp
 NO_RANK: Final = -1
 
 Timed: TypeAlias = tuple[int, Action]
-"""A step and an action."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,6 @@ class _Run:
 
 
 def _sizes(block_bytes: Sequence[int] | int) -> Callable[[Spans], int]:
-    """Return a function from spans to bytes."""
     if isinstance(block_bytes, int):
         return lambda spans: block_bytes * sum(stop - start for start, stop in spans)
     starts = [0]

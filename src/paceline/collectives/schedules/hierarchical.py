@@ -20,11 +20,7 @@ from paceline.errors import UsageError
 
 
 def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
-    """All-reduce; ``hosts[r]`` is an arbitrary number for the host of rank r.
-
-    Raises:
-        UsageError: ``hosts`` does not have one number for each rank.
-    """
+    """All-reduce; ``hosts[r]`` is the number of rank r's host. Raises UsageError for a wrong length of ``hosts``."""
     if len(hosts) != size:
         raise UsageError(f"{len(hosts)} host numbers for {size} ranks: expected one for each rank.")
     neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]

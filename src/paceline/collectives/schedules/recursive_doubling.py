@@ -22,11 +22,7 @@ def all_reduce(rank: int, size: int) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """All-gather for powers of two.
-
-    Raises:
-        UsageError: ``size`` is not a power of two.
-    """
+    """All-gather for powers of two. Raises UsageError for other sizes."""
     if size & (size - 1):
         raise UsageError(
             f"All-gather by recursive doubling among {size} ranks: expected a power of two. "

@@ -1,7 +1,7 @@
 """List all algorithms in one table with a common interface.
 
-To add an algorithm, write its module and add a line here. The tests (``tests/reference/schedules.py`` checks every
-algorithm), the tuner and the benchmark use this table.
+To add an algorithm, write its module and add a line here; ``tests/reference/schedules.py`` checks all algorithms of the
+table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ COLLECTIVES: Final = (
 )
 
 ROOTED: Final = frozenset({"broadcast", "gather", "reduce", "scatter"})
-"""Collectives with a root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +69,11 @@ class Algorithm:
     def schedule(
         self, rank: int, size: int, *, root: int = 0, pieces: int = 1, hosts: Sequence[int] | None = None
     ) -> Schedule:
-        """Return the schedule of ``rank``. Unused options are ignored.
+        """Return the schedule of ``rank`` among ``size`` ranks. Unused options are ignored.
 
-        Args:
-            rank: 0 to ``size - 1``.
-            size: number of ranks.
-            root: the root of a rooted collective.
-            pieces: number of pieces, if ``pipelined``.
-            hosts: host number of each rank, if ``hierarchical``.
-
-        Raises:
-            UsageError: a number is out of range, the size is not supported, or ``hosts`` are missing.
+        ``root`` is for rooted collectives, ``pieces`` for ``pipelined`` algorithms, ``hosts`` (the host number of each
+        rank) for ``hierarchical`` ones. Raises UsageError for a number out of range, an unsupported size, or missing
+        ``hosts``.
         """
         if not (0 <= rank < size and 0 <= root < size and pieces >= 1):
             raise UsageError(

@@ -1,7 +1,7 @@
 """Run collectives on one host with kernels on a shared segment (`kernels.shared`).
 
 A waiting kernel returns every few milliseconds, so that the engine can check the clock, the other processes and
-signals. The first rank that fails writes the reason into the segment's header. The other ranks raise the same error.
+signals. The first failing rank writes the reason into the segment's header, and the other ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ class SharedMemory(Engine):
         self.barrier(order)
         self.reads_peers = all(self._faults.word(rank, steps.READABLE) for rank in range(self.size))
 
-    # calls
-
     @override
     def barrier(self, order: Order) -> None:
         self._move(order, _NO_PUTS, _NO_TAKES, steps.SLOT_BYTES)
@@ -191,8 +189,6 @@ class SharedMemory(Engine):
             self._faults.close()
             self._in_use.release()
 
-    # sizes
-
     def _block(self) -> int:
         """Return the size of a block, so that a slot holds one block for every rank."""
         return steps.SLOT_BYTES // self.size // _LINE * _LINE
@@ -202,8 +198,6 @@ class SharedMemory(Engine):
 
     def _without_own(self, areas: Sequence[Area]) -> list[Area]:
         return [Area(area.address, 0) if rank == self.rank else area for rank, area in enumerate(areas)]
-
-    # kernels
 
     def _move(
         self,
@@ -273,10 +267,8 @@ def _table(*rows: tuple[int, ...]) -> Any:
 
 
 def _let_peers_read() -> None:
-    """Allow this user's processes to read this process's memory, like OpenMPI.
-
-    Yama's scope 1 otherwise restricts reads to parent processes.
-    """
+    """Allow this user's processes to read this process's memory, because Yama's scope 1 restricts reads to parent
+    processes."""
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     except OSError:

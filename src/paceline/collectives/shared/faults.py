@@ -53,7 +53,7 @@ class SharedFaults:
     def unreadable(self, order: Order, rank: int) -> RankLostError:
         """Return the error for a rank whose memory cannot be read.
 
-        A dying process loses its memory shortly before its end is visible, so wait for that first.
+        A dying process loses its memory shortly before its end is visible, so wait for the end first.
         """
         until = time.monotonic() + min(DYING_S, order.timeout_s)
         while rank not in self._watch.dead() and time.monotonic() < until:
@@ -101,7 +101,6 @@ class SharedFaults:
         return name_ranks(self._called(ranks))
 
     def _late(self) -> list[int]:
-        """Return the ranks that have not published the awaited step."""
         step = int(self._state[steps.STEPS]) + 1
         return [rank for rank in range(self._size) if self.word(rank, steps.STEP) < step]
 

@@ -1,10 +1,10 @@
 """Share memory between the ranks of one host, without a file that could outlive them.
 
 On Linux a segment is an anonymous file (``memfd_create``), which the other ranks open through ``/proc``. On other
-systems it is a temporary file, unlinked as soon as all ranks have opened it. Killed ranks therefore leave no files, and
-a small or full ``/dev/shm`` (64 MB in a container) does not matter.
+systems it is a temporary file, unlinked as soon as all ranks have opened it. So killed ranks leave no files, and the
+size of ``/dev/shm`` does not matter.
 
-Before a rank maps a segment, it checks that the expected process of this user created the file in this way.
+Before a rank maps a segment, it checks that the expected process of this user created the file.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """The client's protocol: the requests of a worker or observer, retries, retained pushes and iterations.
 
-A client holds one :class:`ClientCore`, and so does each simulated worker. Events are the servers' answers and
-rejections, changes of connections, and views. Payloads are tokens.
-
-A client has one view at a time and splits its requests by it. A request that a server rejects because of an old view
-waits for the newer view. Then the client resends all unanswered requests in order, followed by a *resync* to each
+A client has one view at a time and splits its requests by the view. A request that a server rejects because of an old
+view waits for the newer view. Then the client resends all unanswered requests in order, followed by a *resync* to each
 server with the worker's clock.
 
-Servers detect duplicate pushes by number, so resending too much is safe, but a later push to a bucket must not overtake
-an earlier one. The parts of one push for the same server are merged into one request, because the server would take a
-second frame with the same number for a duplicate. A push that also reads becomes a push and a pull after it: the push
-may have ended the iteration, and the resync sends the clock.
+Servers detect duplicate pushes by number, so a repeated push is harmless, but a later push to a bucket must not
+overtake an earlier push. The parts of one push for the same server are merged into one request, because the server
+would treat a second frame with the same number as a duplicate. A push that also reads is replaced by a push and a
+pull, because the push may have ended the iteration and the resync sends the clock.
 
 Source: as :mod:`paceline.protocol.replication`; the clocks as in Ho et al. 2013 "More Effective Distributed ML via a
 Stale Synchronous Parallel Parameter Server".
@@ -47,8 +44,8 @@ class Disconnect:
 class Transmit:
     """Send a request in the current view.
 
-    A request without `pieces` is sent again unchanged. A replacement has no payload yet: assemble it from `pieces`,
-    each a request and the buckets to take from its payload, and then start it.
+    A request without `pieces` is resent unchanged. Otherwise the payload consists of `pieces`: requests, each with the
+    buckets to take from its payload.
     """
 
     request: Request
@@ -74,10 +71,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class RequestJoin:
-    """Send a call to join the iterations at `clock` or later.
-
-    Pass the answer to :meth:`ClientCore.joined`.
-    """
+    """Call a server to join the iterations at `clock` or later. Pass the answer to :meth:`ClientCore.joined`."""
 
     server: int
     round: int
@@ -89,8 +83,6 @@ Instruction: TypeAlias = Connect | Disconnect | Transmit | Discard | Resync | Re
 
 @dataclass(eq=False, slots=True)
 class _Push:
-    """The unanswered and unstable parts of one push."""
-
     unanswered: list[Request] = field(default_factory=list)
     retained: list[tuple[ServerSession, Request]] = field(default_factory=list)
 
@@ -100,8 +92,8 @@ def replace(
 ) -> Iterator[Transmit]:
     """Yield the replacements of abandoned requests and of the pushes retained in the sessions `before`.
 
-    `after` are the sessions of the new view by server; their `leads` determine the split. `follows` means that no view
-    was missed. Retained pushes stay with servers that still lead their buckets.
+    The `leads` of the new view's sessions `after` determine the split. `follows` means that no view was missed.
+    Retained pushes stay with servers that still lead their buckets.
     """
     pushes: dict[int, _Push] = {}
     pulls: list[Request] = []
@@ -128,7 +120,7 @@ def _push_again(push: _Push, after: Mapping[int, ServerSession], follows: bool) 
         assert request.payload is not None
         wanted |= request.payload.buckets
     for session, request in push.retained:
-        # The server still has the buckets that it still leads, unless it lost them in a missed view.
+        # The server still has the buckets that it continues to lead, unless it lost them in a missed view.
         wanted |= request.held_buckets & ~(_leads(session, after) if follows else 0)
     sent = 0
     for session in after.values():
@@ -180,32 +172,26 @@ def _leads(session: ServerSession, after: Mapping[int, ServerSession]) -> Bucket
 class ClientCore:
     """One client's state.
 
-    Arguments: `is_worker`, whether it may take part in iterations (observers may not); `is_sequential`, whether pushes
-    are applied when their iteration completes, so that an answered push may be lost with its server.
+    Observers (`is_worker` is False) take no part in iterations. With `is_sequential`, pushes are applied when their
+    iteration completes, so an answered push may be lost with its server.
     """
 
     def __init__(self, *, is_worker: bool, is_sequential: bool) -> None:
         self.is_worker = is_worker
         self.version = 0
-        """The version of the view; 0 before the first."""
         self.sessions: dict[int, ServerSession] = {}
-        """The sessions of all servers in the view's chains."""
         self.lost: Buckets = 0
         self.clock = 0
         """The worker's current iteration: the number of finished ones."""
         self.sequence = 0
-        """The number of the last push."""
         self.takes_part = False
         """Whether servers wait for this worker's ticks."""
         self.failures: list[Request] = []
-        """Failed requests with unreported errors."""
         self._is_sequential = is_sequential
         self._has_followers = False
         self._round = 0
         self._join_clock = 0
         self._joined: dict[int, int] | None = None  # server → its iteration in this round
-
-    # Requests.
 
     def report(self, request: Request) -> None:
         """Record that the caller receives a request's error."""
@@ -228,15 +214,13 @@ class ClientCore:
                 return session
         return None
 
-    # Views and connections.
-
     def connected(self, server: int) -> list[Instruction]:
         """Record a new connection to a server; return the messages to send."""
         session = self.sessions[server]
         session.is_connected = True
         requests = list(session.unanswered())
         out: list[Instruction] = [Transmit(request) for request in requests if request.kind is not RequestKind.CALL]
-        # A server that has answered the call to join counts this worker: a resync would contradict that.
+        # A server that has answered the call to join counts this worker. A resync would contradict that.
         if session.sends_clock and server not in (self._joined or ()):
             out.append(self._resync(session))
         # The last message counts, so a call to join comes after a resync without `takes_part`.
@@ -266,7 +250,6 @@ class ClientCore:
         return out
 
     def _enter(self, groups: tuple[ChainGroup, ...]) -> None:
-        """Make one session for each server of the new chains."""
         before, self.sessions = self.sessions, {}
         leads, self.lost = leads_of(groups)
         for server, led in leads.items():
@@ -281,7 +264,6 @@ class ClientCore:
             request.complete_if_replaced(self.failures)
 
     def _retain(self, before: dict[int, ServerSession]) -> Iterator[Instruction]:
-        """Set which sessions retain pushes; discard the other retained pushes."""
         retains = self.takes_part and self._is_sequential and self._has_followers
         for session in {**before, **self.sessions}.values():
             session.retains = retains and session.server in self.sessions
@@ -291,8 +273,6 @@ class ClientCore:
                     session.retained.append(push)
                 else:
                     yield Discard(push)
-
-    # Iterations.
 
     def check_takes_part(self) -> None:
         """Raise UsageError unless this client takes part in iterations."""

@@ -1,13 +1,11 @@
 """A client's requests to one server: in flight, blocked or retained.
 
-A request stays in flight until it is answered, so it is resent after a reconnection. When the server rejects a request
-because of an old view, or has left the newest view, the session *awaits a view*: its data requests are blocked until
-:meth:`ClientCore.change` replaces them.
+A request is in flight until its answer. When the server rejects a request because of an old view, or has left the
+newest view, the session *awaits a view*: its data requests are blocked until :meth:`ClientCore.change` replaces them.
 
-A pull is done when it is answered. Under sequential consistency a push is answered when the primary has it, before the
-replicas have it. So if a replica exists, the client *retains* the push until its iteration is stable. At a view change
-unanswered requests are *replaced* by new requests to the new primaries; a replaced request is done when all its
-replacements are done.
+Under sequential consistency the primary answers a push before the replicas have it. So if a replica exists, the client
+*retains* the push until its iteration is stable. At a view change, requests to the new primaries *replace* unanswered
+requests; a replaced request is done when all its replacements are done.
 """
 
 from __future__ import annotations
@@ -39,9 +37,9 @@ class DueAnswers:
             self._repeated[number] = due
 
     def given_up(self, number: int, *, is_due: bool) -> int:
-        """Record that a request is abandoned; return the number of answers that are due.
+        """Record that a request is abandoned; return the number of due answers.
 
-        `is_due`: whether one answer is due if the request was sent once.
+        `is_due`: whether an answer is due if the request was sent once.
         """
         due = self._repeated.pop(number, int(is_due))
         if due:
@@ -112,13 +110,13 @@ class Payload(Protocol):
 
     @property
     def buckets(self) -> Buckets:
-        """The buckets."""
+        """The buckets of the payload."""
 
 
 class Request:
-    """One frame; a user's push or pull has one for each server. :meth:`ServerSession.request` makes it.
+    """One frame; a user's push or pull has one for each server. :meth:`ServerSession.request` creates it.
 
-    `sequence` is the number of the push; a pull has the number of the last push before it.
+    `sequence` is the number of the push, for a pull that of the last push before.
     """
 
     __slots__ = (
@@ -143,19 +141,18 @@ class Request:
         self.sequence = sequence
         self.payload = payload
         self.ends_iteration = ends_iteration
-        """Whether the push also ends the iteration."""
         self.has_body = kind in _WITH_BODY
         """Whether its answer may have a body."""
         self.is_done = False
         self.is_reported = False
-        """Whether the caller received its error, or waits for the request and will receive it."""
+        """Whether the caller received its error, or waits for the request and will receive the error."""
         self.error: Exception | None = None
         self.flags = 0
         self.replacements: list[Request] | None = None
-        """Its replacements since a view change."""
+        """The replacements of this request since a view change."""
         self.parents: list[Request] | None = None
         self.held: Buckets | None = None
-        """For a retained push: the buckets that its server still has; None: all."""
+        """For a retained push: the buckets that the server still has; None: all."""
 
     @property
     def held_buckets(self) -> Buckets:
@@ -190,9 +187,8 @@ class ServerSession:
     def __init__(self, server: int, failures: list[Request]) -> None:
         self.server = server
         self.leads: Buckets = 0
-        """The buckets that the server leads in the current view."""
         self.in_flight: dict[int, Request] = {}
-        """The unanswered requests by number, including blocked ones."""
+        """The unanswered requests by number, including blocked requests."""
         self.num_bodies = 0
         """The number of due answers that may have a body."""
         self.is_connected = False
@@ -203,7 +199,6 @@ class ServerSession:
         self.retains = False
         """Whether answered pushes are retained until their iteration is stable."""
         self.retained: deque[Request] = deque()
-        """Answered pushes that are not stable, in order."""
         self.stable_clock = 0
         """Iterations below it are stable at this server."""
         self.sends_clock = False
@@ -221,9 +216,9 @@ class ServerSession:
         return Request(self.server, self._last_number, kind, clock, sequence, payload, ends_iteration)
 
     def start(self, request: Request) -> bool:
-        """Put a request in flight; return False if it is blocked, so that it must not be transmitted.
+        """Put a request in flight; return False if the request is blocked and must not be transmitted.
 
-        Without a connection it waits for :meth:`ClientCore.connected`.
+        Without a connection the request waits for :meth:`ClientCore.connected`.
         """
         self.in_flight[request.number] = request
         if request.has_body:
@@ -275,10 +270,9 @@ class ServerSession:
         self._finish(request)
 
     def repeat_from(self, request: Request) -> list[Request]:
-        """Return the requests to resend on the same connection, in order: `request` and all later ones.
+        """Return the requests to resend on the same connection, in order: `request` and all later requests.
 
-        The server accepted no such request and has answered the first. It answers each later one as often as it is
-        sent.
+        The server has answered the first request and accepted none. It answers every repeat of a later request.
         """
         later = dropwhile(lambda unanswered: unanswered is not request, self.unanswered())
         repeated = [unanswered for unanswered in later if unanswered.kind is not RequestKind.CALL]

@@ -1,7 +1,6 @@
 """Jobs: work that workers lease in small shards, as pure state machines.
 
-The scheduler's :class:`JobCore` has a :class:`JobLedger` of the latest job. Members store records of the job
-(:class:`MemberLedger`), from which a new scheduler restores the ledger.
+Members store records of the latest job (:class:`MemberLedger`). A new scheduler restores its ledger from the records.
 """
 
 from paceline.protocol.jobs import messages, shards

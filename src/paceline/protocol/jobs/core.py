@@ -1,7 +1,6 @@
 """The jobs of a cluster: the latest job's ledger, its poster, and the workers that wait for the next job.
 
-The *poster* is the process that has posted the job. The scheduler's runtime passes requests and departures of processes
-to :class:`JobCore`, and sends the answers that it returns.
+The *poster* is the process that has posted the job.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class JobCore:
     def _give(self, job: JobLedger) -> list[Answer]:
         """Give the job to idle workers, and again to workers that finished it if shards became free since.
 
-        No worker gets the job while another works on an earlier one. That worker's last pushes may wait for iterations
-        of all workers, and the other workers would wait for that worker at the start of this job.
+        No worker gets the job while another worker is at an earlier job. The last pushes of that worker may wait for
+        iterations of all workers, which would wait for it at the start of this job.
         """
         if not self._idle or any(at != job.number for at in self._busy.values()):
             return []
@@ -58,7 +57,6 @@ class JobCore:
         return answers
 
     def _at_another(self, job: JobLedger, membership: Membership) -> tuple[int, ...]:
-        """Return the ranks of the workers with another job."""
         members = (membership.find(worker) for worker, at in self._busy.items() if at != job.number)
         return tuple(sorted(member.rank for member in members if member is not None))
 
@@ -187,8 +185,8 @@ class JobCore:
     ) -> None:
         """Restore the latest job from the members' records. `dead` are the members that did not reconnect.
 
-        The members that reconnected may all lack the latest job. Its number must not be used again, so numbers start
-        above the numbers of earlier terms; `term` is this scheduler's.
+        The latest job may be unknown to the reconnected members, and its number must not be used again. So numbers
+        start above those of earlier terms; `term` is this scheduler's.
         """
         memories = [known.memory for known in remembered if known.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))

@@ -13,16 +13,14 @@ from paceline.protocol.jobs.shards import Shards
 class Leases:
     """The leases of one job, by the rank of the worker. :meth:`take_answers` returns the answers to send.
 
-    A strided job starts when all `awaited` workers have requested a shard. Each has joined the iterations by then, so
-    no worker runs its first iterations alone, and the result does not depend on their speed.
+    A strided job starts when all `awaited` workers, which have joined the iterations by then, have requested a shard.
+    So no worker runs its first iterations alone, and the result does not depend on the workers' speed.
     """
 
     def __init__(self, pool: Shards, absent: Collection[int]) -> None:
         self.pool = pool
         self.started_s: float | None = None
-        """When the first shard was leased."""
         self.ended_s: float | None = None
-        """When the last worker finished."""
         self.at_work: set[int] = set()
         """The workers that have requested a shard and not finished the job."""
         self._absent = set(absent)
@@ -111,7 +109,7 @@ class Leases:
             self._send(rank, Lease(lease=ALL_DONE))
 
     def _worker_arrived(self, rank: int, time_s: float) -> None:
-        """Record that a worker came or left. When none is awaited, answer all in the order of ranks."""
+        """Record that a worker came or left. Without awaited workers, answer all in the order of ranks."""
         self._absent.discard(rank)
         if not self._absent:
             early, self._early = self._early, {}

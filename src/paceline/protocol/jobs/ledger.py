@@ -1,7 +1,6 @@
 """The scheduler's ledger of one job: leases, finished shards and the workers' results.
 
-The ledger is lost with its scheduler. Members receive its facts as they happen (:meth:`JobLedger.take_news`) and store
-them, so that a new scheduler can restore the ledger.
+Members receive the ledger's facts (:meth:`JobLedger.take_news`), so that a new scheduler can restore the ledger.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Remembered:
 
 
 class JobLedger:
-    """One job. `number` identifies it; `ranks` are the ranks of the live workers.
+    """One job. `number` identifies the job; `ranks` are the ranks of the live workers.
 
     The shards of a strided job are divided among `num_workers` workers.
     """
@@ -207,7 +206,7 @@ class JobLedger:
     def record(self) -> JobRecord:
         """Return all facts that members have received, for a member that may have missed some.
 
-        Counters belong to the finished shards up to then, so a part of the facts would not fit them.
+        Counters belong to the finished shards at that time, so a subset of the facts would be inconsistent.
         """
         return self._facts.export()
 

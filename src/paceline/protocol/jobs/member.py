@@ -22,11 +22,11 @@ from paceline.protocol.jobs.records import (
 
 
 class MemberLedger:
-    """The record of one worker or poster. It is updated with each request and each answer.
+    """The record of one worker or poster, updated with each request and each answer.
 
-    Reports are stored until the next job, because the scheduler may die with reports that the poster has not taken. A
-    new scheduler counts a shard with reports, and the worker's later shards, as finished only after the worker has sent
-    the reports again. If the worker dies before, these shards are read again.
+    Reports are stored until the next job, because the scheduler may die with reports that the poster has not received.
+    A new scheduler counts a shard with reports, and the worker's later shards, as finished only after the worker has
+    resent the reports. If the worker dies first, these shards are read again.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,6 @@ class MemberLedger:
         return [*self._reports.values(), *((done, ()) for done in self._unknown.values())]
 
     def _begin(self, number: int) -> None:
-        """Start the record of a later job."""
         if number > self._facts.number:
             self._facts = JobFacts(number)
             self._posted = None

@@ -1,6 +1,6 @@
-"""Requests about jobs to the scheduler. Its answers are in :mod:`paceline.protocol.jobs.records`.
+"""Requests about jobs to the scheduler; :mod:`paceline.protocol.jobs.records` has the answers.
 
-A request without a result is answered by None once it is recorded.
+The answer to a request without a result is None, once the request is recorded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class PostJob(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class GetJob(JobRequest, frozen=True, kw_only=True, tag=True):
-    """A worker has finished its part of job `after` and requests the next job, or more of that one.
+    """A worker has finished its part of job `after` and requests the next job, or more of the same job.
 
-    Answered by Job once there is one and no worker has another job.
+    The answer is Job, once a job exists and no worker has another job.
     """
 
     after: int
@@ -42,7 +42,7 @@ class TakeLease(JobRequest, frozen=True, kw_only=True, tag=True):
 class LeaseDone(JobRequest, frozen=True, kw_only=True, tag=True):
     """A worker has finished the shard of a lease: the servers have acknowledged all its pushes.
 
-    The counters include this shard, and no unfinished one.
+    The counters include this shard, and no unfinished shard.
     """
 
     job: int
@@ -64,7 +64,7 @@ class Report(JobRequest, frozen=True, kw_only=True, tag=True):
     job: int
     fields: dict[str, Any]
     number: int = 0
-    """A worker numbers its reports from 1. The number identifies a report that is sent again."""
+    """A worker numbers its reports from 1. The number identifies a report that is resent."""
     shard: Key | None = None
     """The report counts once the worker has finished this shard; immediately if it is None."""
 
@@ -122,10 +122,8 @@ class ReceivedRequest:
     call: object
     peer: object
     incarnation: int
-    """The member's incarnation; 0 for other processes."""
     request: JobRequest | CountersReceived
     body: Any = b""
-    """The body of the request's frame."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Records of jobs that members and scheduler exchange and store.
 
-Facts of a job only accumulate. So records merge in any order, and merging one twice changes nothing. All members
-together have the facts of a scheduler that died (:meth:`paceline.protocol.jobs.JobLedger.restore`).
+Facts of a job only accumulate. So records merge in any order, and a repeated merge changes nothing. All members
+together have the facts of a dead scheduler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Lease:
     file: int = 0
     shard: int = 0
     num_shards: int = 0
-    """The number of shards of the file; 0 while it is unknown."""
 
     def __post_init__(self) -> None:
         _check("lease", self.lease, _MAX_NUMBER, ALL_DONE)
@@ -131,7 +130,6 @@ class JobRecord:
     """The counters of each worker, by incarnation, after its last finished shard."""
     lost: int = 0
     failed: tuple[str, str] | None = None
-    """Kind and text of the error that ended the job."""
 
     def __post_init__(self) -> None:
         _check("job", self.number, _MAX_NUMBER)
@@ -198,14 +196,12 @@ class JobMemory:
 
     record: JobRecord
     working: bool = False
-    """Whether this member is a worker with the job."""
     is_busy: bool = False
-    """Whether this member is a worker that has received this or an earlier job and has not requested the next."""
+    """Whether this member is a worker that has this job or an earlier job and has not requested the next job."""
     leases: tuple[Lease, ...] = ()
     last_lease: int = -1
     progress: Counters = field(default_factory=dict)
     posted: JobSpec | None = None
-    """The job itself, if this member has posted it."""
     seconds: float = 0.0
     """Time since the start of the job, by the clock of the process that posted it."""
     taken: tuple[tuple[int, int], ...] = ()
@@ -246,7 +242,6 @@ class JobState:
     failed: tuple[str, str] | None
     progress: Counters
     seconds: float
-    """Time from the first lease until the last worker finished."""
     num_workers: int
     lost_workers: int
     num_reports: int

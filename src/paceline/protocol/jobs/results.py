@@ -32,9 +32,8 @@ class StoredReport:
 class Results:
     """The counters and reports of one job, by the incarnation of the worker.
 
-    If a worker and the scheduler die before the poster has a shard's report, the shard must be read again. So a shard
-    counts as finished when the poster receives its report. The same holds for the worker's later shards, because
-    counters have only totals, not shards.
+    A shard counts as finished when the poster receives its report, because worker and scheduler may die before. The
+    same holds for the worker's later shards, because counters are totals over shards.
     """
 
     def __init__(self, number: int, progress: Counters) -> None:

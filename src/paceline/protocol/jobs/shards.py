@@ -1,11 +1,10 @@
 """Leases of small shards of the data.
 
-The scheduler has one :class:`Shards` per data set. A worker leases a shard, reads it and reports it as done. The
-leases of a lost worker are granted again, so each (epoch, file, shard) is done exactly once, and a slow worker leases
-fewer. A new scheduler restores its :class:`Shards` from the records of the members (:meth:`Shards.restore`).
+A worker leases a shard, reads the shard and reports it as done. The leases of a lost worker are granted again, so each
+(epoch, file, shard) is done exactly once. A slow worker leases fewer shards.
 
-Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.5 (the task
-scheduler); leases as in MapReduce (Dean and Ghemawat, OSDI'04, section 3.3).
+Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.5 (the task scheduler);
+leases as in MapReduce (Dean and Ghemawat, OSDI'04, section 3.3).
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ class ShardAccount:
     shard: int
     done: bool
     num_leases: int
-    """The number of its leases; each after the first follows a lost worker."""
+    """The number of the shard's leases; each after the first follows a lost worker."""
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """The next shard of one position that was never leased."""
+    """The next unleased shard of one position."""
 
     epoch: int
     file: int
@@ -69,21 +68,17 @@ _LEASE_GAP: Final = 1 << 20
 
 
 class Shards:
-    """The pool of shards, the open leases and the workers that wait.
+    """The pool of shards, the open leases and the waiting workers.
 
-    Args:
-        files: the number of shards of each file; None where it is unknown (a compressed stream). Such a
-            file's shards are leased until a worker reports its end; later files follow then.
-        epochs: how often the data is read. There is no barrier between epochs.
-        assignment: "first-come": each request gets the next shard. "strided": shard k in the order of an epoch
-            belongs to worker k mod ``num_workers``, so that without losses every run deals the same shards to
-            the same workers. (In this order a file whose number is unknown at the start takes no place: the
-            file after it counts on from the file before it. So the order is known before the data is read.)
-        num_workers: under "strided", the worker ids 0..num_workers-1 have shards of their own. Other workers get
-            only shards of lost workers.
+    `files` has the number of shards of each file; None if unknown (a compressed stream): shards of this file, but of no
+    later file, are leased until a worker reports its end. `epochs` have no barrier between them.
 
-    Raises:
-        UsageError: a number is out of range or the assignment unknown.
+    Under the `assignment` "first-come" each request gets the next shard. Under "strided" shard k in the order of an
+    epoch belongs to worker k mod ``num_workers``, so that without losses every run deals the same shards to the same
+    workers. (In this order a file of unknown length takes no place, so that the order is known before the data is
+    read.) Other workers than 0..num_workers-1 get only shards of lost workers.
+
+    Raises UsageError for a number out of range or an unknown assignment.
     """
 
     def __init__(
@@ -126,14 +121,12 @@ class Shards:
     ) -> Shards:
         """Restore the pool after the death of the scheduler, from the records of the members.
 
-        Args:
-            files, epochs, assignment, num_workers: as of the former pool; `files` with the ends found since.
-            done: the finished shards in the members' records, as (epoch, file, shard); repetitions are allowed.
-            held: the leases of live workers. Of two for one shard, the later counts.
-            last_lease: the highest lease number in the members' records, done or not.
+        `files` include the ends found since. `done` are the finished shards as (epoch, file, shard); repetitions are
+        allowed. `held` are the leases of live workers; of two leases for one shard, the later counts. `last_lease` is
+        the highest recorded lease number.
 
-        Other leased shards are free again: without a live holder, a lease was never done. New lease numbers are far
-        above all earlier ones, so that a late message is about a lease in `held` or about none.
+        Other leased shards are free again. New lease numbers are far above all earlier numbers, so that a late message
+        is about a lease in `held` or about none.
         """
         self = cls(files, epochs, assignment, num_workers)
         highest = last_lease
@@ -165,10 +158,9 @@ class Shards:
         return []
 
     def finish(self, worker: int, lease: int) -> list[Instruction]:
-        """Record that a worker has finished the shard of a lease. A lease that was revoked is ignored.
+        """Record that a worker has finished the shard of a lease. A revoked lease is ignored.
 
-        Raises:
-            ProtocolError: the lease belongs to another worker; nothing has changed.
+        Raises ProtocolError if the lease belongs to another worker; nothing has changed.
         """
         self._close(worker, lease)
         return self._serve()
@@ -181,8 +173,7 @@ class Shards:
     def file_ended(self, file: int, num_shards: int) -> list[Instruction]:
         """Record the number of shards of a file that was read to its end.
 
-        Raises:
-            DataError: it contradicts the known number; nothing has changed.
+        Raises DataError if the number contradicts the known number; nothing has changed.
         """
         self._end(file, num_shards)
         return self._serve()
@@ -235,8 +226,8 @@ class Shards:
             key = heapq.heappop(self._returned)
             self._leased_again[key] = self._leased_again.get(key, 0) + 1
             return key
-        # Rule 2: then the earliest epoch with a shard for this worker; its own shards come before the shards of lost
-        # workers. Shards of live workers are never taken.
+        # Rule 2: then the earliest epoch with a shard for this worker; the worker's own shards come before the shards
+        # of lost workers. Shards of live workers are never taken.
         own = worker if self._strided else 0
         best: tuple[int, bool, Key, int] | None = None
         for position in {own, *self._orphans}:
@@ -266,7 +257,6 @@ class Shards:
         return None
 
     def _first(self, file: int, position: int) -> int:
-        """The first shard of a file that belongs to a position."""
         return (position - self._offsets[file]) % self._stride
 
     @property

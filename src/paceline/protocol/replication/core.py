@@ -1,14 +1,12 @@
 """One server's part in chain replication: its place in every chain, forwarded pushes and acknowledgements.
 
-A server holds one :class:`Replication`. Events are the scheduler's views, pushes from clients, pushes forwarded by
-predecessors, and changes of links. A *token* stands for each payload. The runtime stores the payload until an
-instruction acknowledges, refuses or forgets the token.
+A *token* stands for each payload. The runtime stores the payload until an instruction acknowledges, refuses or forgets
+the token.
 
-Guarantees: a push is acknowledged when every member of its buckets' chains has it. Each member applies it once, even
-if it arrives several times and by several ways. A server that has left a chain cannot contribute to an
-acknowledgement, because the version of every message is checked. With `min_replicas` a primary *withholds* the
-acknowledgement while a chain is shorter: every server of the chain has applied the push, and the client receives the
-acknowledgement when the chain is long enough.
+Guarantees: a push is acknowledged when every member of its buckets' chains has the push. Each member applies the push
+once, even if it arrives several times. A server that has left a chain cannot contribute to an acknowledgement, because
+the version of every message is checked. With `min_replicas` a primary *withholds* the acknowledgement while a chain is
+shorter, although every server of the chain has applied the push.
 
 Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability"; views and
 versions as in PacificA (Lin et al. 2008); OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server",
@@ -49,8 +47,8 @@ from paceline.protocol.replication.place import Place
 class Replication:
     """The replication state of the server with incarnation `me`.
 
-    While a chain has fewer than `min_replicas` replicas, its primary withholds acknowledgements of pushes to the
-    bucket, but not of sums of iterations (:class:`~paceline.protocol.iterations.Iterations`).
+    While a chain has fewer than `min_replicas` replicas, its primary withholds acknowledgements of pushes, but not of
+    sums of iterations (:class:`~paceline.protocol.iterations.Iterations`).
 
     Preconditions: for each bucket, the pushes of one incarnation arrive in ascending order, apart from repeats. Links
     preserve order.
@@ -101,9 +99,9 @@ class Replication:
         return self.place.successors.get(target, 0) & ~self._fills.wanted(target) & ~self.pushes.ahead_of_primary()
 
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
-        """Return whether a bucket here equals the bucket of `source` when it sent this in view `version`.
+        """Return whether a bucket here equals the bucket of `source` at its message in view `version`.
 
-        This server may be ahead of `source`: then it is still handing pushes up.
+        While this server hands pushes up to `source`, this server is ahead.
         """
         from_it = self.place.predecessors.get(source, 0) & self.delivery.buckets & ~self.place.filling
         if version != self.version or not from_it >> bucket & 1:
@@ -158,8 +156,6 @@ class Replication:
                 self._up.discard(target)
                 return []
 
-    # Views.
-
     def _change(self, version: int, groups: tuple[ChainGroup, ...]) -> list[Instruction]:
         before, place = self.place, Place.of(self._me, groups, self._min_replicas)
         members = place.members
@@ -191,13 +187,11 @@ class Replication:
             Ready(target, self.version) for target in targets if target in self.place.leaders and target in self._up
         ]
 
-    # Filling.
-
     def next_fill(self, target: int) -> tuple[int, int, FilterState] | None:
-        """Return the next complete bucket for `target`: number, bucket and filter; None if none can be sent.
+        """Return the next complete bucket for `target`: number, bucket and filter; None if no bucket can be sent.
 
-        Buckets are sent one at a time, so that they delay other messages little. The bucket counts as sent: send it
-        before any further message to this server. Call this again after a Change, LinkUp, Confirmed and Acknowledged.
+        One bucket at a time, so that fills delay other messages little. The bucket counts as sent: send it before any
+        further message to this server. Call this again after a Change, LinkUp, Confirmed and Acknowledged.
         """
         # Rule 9: a bucket with pushes that the primary may lack is not sent: its receiver would be ahead.
         left = self._fills.unsent(target) & ~self.pushes.ahead_of_primary()

@@ -16,10 +16,7 @@ AGGREGATE = 0
 """The incarnation of sums that a primary pushes; the sequence of a sum is its iteration plus one."""
 
 CALLS = 1 << 62
-"""Added to a client's incarnation for its writes and erasures.
-
-They have their own numbers, because pushes and calls may be resent in another order.
-"""
+"""Offset added to a client's incarnation for writes and erasures, because calls and pushes are numbered separately."""
 
 
 class Change(Struct, frozen=True):
@@ -93,9 +90,9 @@ class Forward(Struct, frozen=True):
 
 
 class Acknowledge(Struct, frozen=True):
-    """Acknowledge the push to its sender: this server and all its successors have it.
+    """Acknowledge the push to its sender: this server and all its successors have the push.
 
-    Ends the token; only an Apply may follow directly, because the last server of a chain answers first.
+    This ends the token, except for an Apply directly after it, because the last server of a chain answers first.
     """
 
     token: object
@@ -154,10 +151,7 @@ class Links(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """Notify the primary `target` that it has all pushes of this server as of view `version`.
-
-    It is sent after the last push that is handed up to `target`.
-    """
+    """Notify the primary `target`, after the last push handed up to it in view `version`."""
 
     target: int
     version: int

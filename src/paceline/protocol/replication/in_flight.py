@@ -1,7 +1,4 @@
-"""The pushes and buckets that one server has sent to its successors: in flight, withheld, and sent again.
-
-A part of :class:`~paceline.protocol.replication.core.Replication`, which has the other numbered rules.
-"""
+"""The pushes and buckets that one server has sent to its successors: in flight, withheld, and resent."""
 
 from __future__ import annotations
 
@@ -114,7 +111,7 @@ class PendingPush(Struct, eq=False):
     sequence: int
     buckets: int
     is_own: bool
-    """Whether this server accepted it as the primary, from a client or as its own sum."""
+    """Whether this server accepted the push as the primary, from a client or as its own sum."""
     is_left: bool = False
     end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
     """The final instruction for the token, when all successors have the push."""
@@ -142,7 +139,7 @@ def in_order(pushes: Iterable[PendingPush]) -> list[PendingPush]:
 
 
 class PendingPushes:
-    """The pushes of one server that wait for acknowledgements of the servers to which they were forwarded.
+    """The pushes of one server that wait for acknowledgements of other servers.
 
     `numbers` yields numbers that identify forwards in acknowledgements.
     """
@@ -260,10 +257,7 @@ class ChainProgress:
 
     @property
     def inherited(self) -> int | None:
-        """The number (iteration plus one) of a former primary's first sum that a successor may lack.
-
-        None without such a sum in the buckets that this server leads.
-        """
+        """The number (iteration plus one) of a former primary's first sum that a successor may lack; else None."""
         primary = self._place.primary
         sums = (push for push in self._pending if push.incarnation == AGGREGATE and not push.is_own)
         return min((push.sequence for push in sums if push.buckets & primary), default=None)
@@ -280,12 +274,10 @@ class ChainProgress:
         """Drop a withheld push: its sender has received a timeout."""
         self._withheld = {push: None for push in self._withheld if push.token is not token}
 
-    # Pushes.
-
     def take(self, push: PendingPush, fresh: Buckets) -> list[Instruction]:
         """Accept a push that is new in the buckets `fresh`; return the instructions."""
-        # Rule 2: the new part is applied, and the whole push is forwarded: successors have their own filters.
-        # It is forwarded first, so that they work at the same time.
+        # Rule 2: the new part is applied, and the whole push is forwarded, because successors have their own filters.
+        # The push is forwarded first, so that successors work at the same time.
         instructions: list[Instruction] = []
         if fresh != push.buckets:
             known = self._pending.of(push.incarnation, push.sequence)
@@ -304,9 +296,9 @@ class ChainProgress:
     def _replace(self, known: list[PendingPush], push: PendingPush) -> list[Instruction]:
         """Move the buckets of a repeated push from its pending parts of older views to the new push.
 
-        The new push is forwarded again. If it waited for the former parts instead, it would wait for other buckets too,
-        and servers could wait for each other in a circle. Parts that are handed up stay: the upstream server that
-        repeated the push hands it up too, but the order of the two is unknown.
+        The new push is forwarded again instead of waiting for the former parts. The former parts also wait for other
+        buckets, so servers could wait for each other in a circle. Parts that are handed up stay, because their order
+        relative to the repeat is unknown.
         """
         taken = push.buckets & ~self._overtaken
         instructions: list[Instruction] = []
@@ -329,7 +321,6 @@ class ChainProgress:
         return [] if push is None else self._end(push)
 
     def _end(self, push: PendingPush) -> list[Instruction]:
-        """Remove a push; return the answer to its sender."""
         self._pending.remove(push)
         # Rule 10: a chain with too few replicas acknowledges no client's push.
         if push.is_own and push.end is Acknowledge and not push.is_sum and push.buckets & self._place.short:
@@ -343,8 +334,9 @@ class ChainProgress:
             # Rule 3: a server that is being filled receives pushes to a bucket only after the bucket.
             wanted = place.successors.get(target, 0) & ~self._fills.unsent(target)
             if push.is_left:
-                # Rule 8: if a server has moved upstream of this one, it may lack the push. So the primary receives it
-                # and forwards it down the chain; otherwise a successor with the push would be ahead of the primary.
+                # Rule 8: a server that has moved upstream of this server may lack the push. So the primary receives the
+                # push and forwards it down the chain; otherwise a successor with the push would be ahead of the
+                # primary.
                 wanted = wanted & ~self._overtaken | place.leaders.get(target, 0) & self._overtaken
             buckets = push.buckets & wanted
             if buckets:
@@ -363,8 +355,6 @@ class ChainProgress:
             if not push.waiting:
                 instructions += self._end(push)
         return instructions
-
-    # Views.
 
     def change(self, place: Place, *, follows: bool) -> None:
         """Set the place in a newer view, which `follows` if no view was missed. Call :meth:`after_change` next."""

@@ -14,25 +14,24 @@ class Place:
     """One server's sets of buckets by its position, and other servers with their buckets in the server's chains."""
 
     primary: Buckets = 0
-    """The buckets that it leads."""
+    """The buckets that the server leads."""
     members: Buckets = 0
     filling: Buckets = 0
-    """The buckets that it is being filled with."""
+    """The buckets that the server is being filled with."""
     short: Buckets = 0
-    """The buckets that it leads with too few replicas for an acknowledgement."""
+    """The buckets that the server leads with too few replicas for an acknowledgement."""
     shortages: dict[int, Buckets] = field(default_factory=dict)
-    """The buckets of `short`, by number of replicas."""
     predecessors: dict[int, Buckets] = field(default_factory=dict)
-    """The servers directly before it."""
+    """The servers directly before this server."""
     successors: dict[int, Buckets] = field(default_factory=dict)
-    """The servers directly after it."""
+    """The servers directly after this server."""
     fills: dict[int, Buckets] = field(default_factory=dict)
-    """The successors that it must fill."""
+    """The successors that this server must fill."""
     upstream: dict[int, Buckets] = field(default_factory=dict)
     leaders: dict[int, Buckets] = field(default_factory=dict)
-    """The primaries of buckets in which it is a replica."""
+    """The primaries of buckets in which this server is a replica."""
     followers: dict[int, Buckets] = field(default_factory=dict)
-    """The replicas in the chains that it leads."""
+    """The replicas in the chains that this server leads."""
 
     @classmethod
     def of(cls, me: int, groups: Iterable[ChainGroup], min_replicas: int) -> Place:

@@ -1,9 +1,9 @@
 """The decisions about one cluster: its members, the chains of its buckets, and take-overs.
 
-A scheduler begins by *forming* a cluster, of as many new servers as are expected, or, if members of a cluster come to
-it whose scheduler died, by *recovering* that (:class:`~paceline.protocol.scheduler.recovery.Recovery`). After that it
-is *leading* (:class:`~paceline.protocol.scheduler.leading.Leader`): it publishes a new view (:class:`View`) whenever
-something changes. It ends when another scheduler has taken over.
+A scheduler begins by *forming* a cluster of the expected number of new servers, or by *recovering* the cluster of a
+dead scheduler (:class:`~paceline.protocol.scheduler.recovery.Recovery`). After that it is *leading*
+(:class:`~paceline.protocol.scheduler.leading.Leader`) until another scheduler takes over: it publishes a new view
+(:class:`View`) at every change.
 """
 
 from __future__ import annotations
@@ -64,22 +64,15 @@ PHASE: Final = StateTable(
 
 
 HEARTBEATS_PER_TIMEOUT: Final = 10
-"""Heartbeats of a member within the timeout."""
 
 
 class ClusterCore:
     """One scheduler's cluster.
 
-    Args:
-        num_servers: The number of servers at the start of the cluster.
-        replicas: The number of servers that may fail without loss.
-        heartbeat_timeout_s: A member that is silent for longer is overdue.
-        name: The unique name of a new cluster.
-        salt: A number that no other scheduler has.
-        replaces: Whether members of a former scheduler's cluster will rejoin.
-        accepts_minority: Whether to take over after the timeout although too few members are back. This is safe only
-            if the missing ones are dead.
-        num_buckets: The number of buckets of each table.
+    `num_servers` is the number at the start of the cluster; `replicas` servers may fail without loss. A member is
+    overdue after `heartbeat_timeout_s` of silence. `name` is unique to a new cluster, `salt` to this scheduler.
+    `replaces`: members of a former scheduler's cluster will rejoin. `accepts_minority`: take over after the timeout
+    although too few members are back, which is safe only if the missing members are dead.
     """
 
     def __init__(
@@ -175,7 +168,7 @@ class ClusterCore:
     def handle(self, event: Event, time_s: float) -> list[Instruction]:
         """Handle one event; return the instructions, in order.
 
-        `time_s` is the time by any clock. At most two heartbeats count between two events, so a clock that jumps, or a
+        `time_s` is the time of any clock. At most two heartbeats count between two events, so a jump of the clock, or a
         stopped scheduler, makes no member overdue.
         """
         self._pass_time(time_s)
@@ -204,7 +197,6 @@ class ClusterCore:
         self._last_s = time_s
 
     def _await(self, event: Event) -> list[Instruction]:
-        """Handle an event before there is a cluster."""
         newcomers, recovery = self.newcomers, self._recovery
         match event:
             case MessageReceived(peer, Register() as registration):
@@ -232,7 +224,6 @@ class ClusterCore:
         return []
 
     def _recover(self) -> list[Instruction]:
-        """Take over when the necessary members are back."""
         out: list[Instruction] = []
         for outcome in self._recovery.decide(self.newcomers.nodes, self._time_s):
             match outcome:
@@ -248,7 +239,7 @@ class ClusterCore:
         return out
 
     def _form(self) -> list[Instruction]:
-        """Start a new cluster when its servers have registered and no other cluster returns."""
+        """Start a new cluster when its servers have registered and no member of another cluster rejoins."""
         may_form = self.phase is Phase.FORMING or self._recovery.is_hopeless(self._time_s)
         newcomers = self.newcomers
         if not may_form or not newcomers.nodes or newcomers.num_servers < self.membership.expected_servers:

@@ -1,8 +1,6 @@
 """The scheduler's protocol: members, views and their chains, take-overs, sessions and jobs.
 
-Each scheduler has one :class:`SchedulerCore`, and so does each simulated one. The runtime passes it the messages of
-processes, the state of their connections and the clock, and carries out its instructions. Parameters, gradients and
-tables are not its concern.
+The scheduler stores no parameters, gradients or tables.
 
 Source: one configuration manager beside replicated data as in PacificA (Lin et al. 2008), its state soft as in OSDI'14
 "Scaling Distributed Machine Learning with the Parameter Server", section 4.4; views as in Viewstamped Replication
@@ -91,7 +89,7 @@ class SentViews:
 
 
 _MAY_DIFFER: Final = ("cluster", "heartbeat_timeout_s")
-"""The settings in which a scheduler may differ from the one that it replaces."""
+"""The settings in which a scheduler may differ from its predecessor."""
 
 
 class SchedulerCore:
@@ -126,8 +124,6 @@ class SchedulerCore:
         """Whether the process of this incarnation is of interest."""
         return self.cluster.phase is Phase.RECOVERING or incarnation in self.cluster.newest.incarnations
 
-    # Connections.
-
     def connected(self, peer: object) -> None:
         """Begin the session of a connection."""
         self.sessions.connect(peer)
@@ -144,8 +140,6 @@ class SchedulerCore:
         if session.incarnation is not None and session.peer is None:
             out.append(events.MemberDisconnected(session.incarnation))
         return out
-
-    # Messages.
 
     def check(self, peer: object, message: Any) -> None:
         """Raise ProtocolError if a process may not send this message now."""
@@ -221,8 +215,6 @@ class SchedulerCore:
             out += session.notify(Ended(reason=reason))
         return [*out, events.ClusterEnded()]
 
-    # Members.
-
     def handle(self, event: Event | events.NewsDue, time_s: float) -> list[Instruction]:
         """Handle an event of the cluster; return the instructions, in order."""
         if isinstance(event, events.NewsDue):
@@ -267,7 +259,6 @@ class SchedulerCore:
         return None
 
     def _carry_out(self, instruction: Instruction, time_s: float) -> list[Instruction]:
-        """Carry out the sessions' part of an instruction of the cluster; return the runtime's part."""
         sessions = self.sessions
         match instruction:
             case events.Admit(peer, member):
@@ -336,8 +327,6 @@ class SchedulerCore:
                 out += session.notify(message)
         return out
 
-    # Jobs.
-
     def _answer(self, answers: Iterable[Answer]) -> list[Instruction]:
         out: list[Instruction] = []
         for answer in answers:
@@ -346,7 +335,7 @@ class SchedulerCore:
         return out
 
     def _send_news_soon(self) -> list[Instruction]:
-        """Send news of the job in a moment, together with those of other messages that come now."""
+        """Send news of the job in a moment, together with the news of other messages that arrive by then."""
         is_due, self._has_news = self._has_news, True
         return [] if is_due else [events.NewsSoon()]
 

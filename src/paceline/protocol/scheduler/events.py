@@ -19,7 +19,6 @@ PROCESS_ENDED: Final = "its process ended"
 """The reason for the removal of a member whose process has certainly ended."""
 
 MemberMessage: TypeAlias = Register | Rejoin | Heartbeat | Leave | Drain | Filled | Prepared | Promised
-"""A message of a process that the core handles."""
 Message = TypeVar("Message", bound=MemberMessage)
 
 # Events.
@@ -171,7 +170,6 @@ class SendMessage(Struct, frozen=True):
     message: Any
     request: int = 0
     received: int = 0
-    """The number of the process's last message; 0: unknown."""
     body: bytes = b""
 
 

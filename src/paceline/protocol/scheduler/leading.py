@@ -35,8 +35,6 @@ class Leader:
         self._time_s = 0.0
         self._out: list[Instruction] = []
 
-    # Beginnings.
-
     def form(self, time_s: float) -> list[Instruction]:
         """Start a new cluster of the newcomers."""
         self._time_s, self._has_changed, self.publication.is_established = time_s, True, True
@@ -78,8 +76,6 @@ class Leader:
         dead = tuple(member for member in latest.members if self.membership.find(member.incarnation) is None)
         self._taken_over = events.TakenOver(tuple(back), dead)
         return self._finish()
-
-    # Members.
 
     def handle(self, event: Event, time_s: float) -> list[Instruction]:
         """Handle one event; return the instructions, in order."""
@@ -159,7 +155,6 @@ class Leader:
             self._out.append(events.FlushSoon())
 
     def _connect(self, peer: object, member: Member) -> None:
-        """Assign a connection to a member, and welcome it."""
         self.peers.connect(member.incarnation, peer)
         self.next.drains.connected(member.incarnation)
         self._welcomes.append((peer, member))
@@ -172,7 +167,7 @@ class Leader:
         member = self.membership.find(incarnation)
         if member is None:
             # A process in no view registered just before the scheduler died, or is an observer. A worker that has
-            # worked is not readmitted: its shards were reassigned and would be done and counted twice.
+            # worked is not readmitted, because its shards were reassigned and would count twice.
             is_new = self.membership.is_unknown(incarnation) and not returned.has_worked
             if is_new or returned.member.role is Role.OBSERVER:
                 member = self.membership.readmit(returned.member, self._time_s)
@@ -217,7 +212,7 @@ class Leader:
             self._remove(incarnation, reason)
 
     def _remove(self, incarnation: int, reason: str | None) -> None:
-        """Remove a member: dead for a reason, or None if it leaves."""
+        """Remove a member: dead for a reason, or None if the member leaves."""
         member = self.membership.remove(incarnation)
         if member is None:
             return
@@ -236,7 +231,7 @@ class Leader:
             self._plan()
 
     def _handle_silent(self) -> None:
-        """Remove overdue members, and suspect overdue servers if the others are enough to continue."""
+        """Remove overdue members, and suspect overdue servers if enough other servers remain."""
         suspects = self.next.suspects
         overdue = self.membership.overdue(self._time_s)
         for member in overdue:
@@ -253,15 +248,11 @@ class Leader:
             voters = self.publication.committed.voters
             self._out += suspects.wait_for(tuple(member for server, member in silent.items() if server in voters))
 
-    # Views.
-
     def _plan(self) -> None:
-        """Plan the chains of the live servers."""
         self._has_changed = True
         self.next.plan(self.membership.servers)
 
     def _publish(self) -> None:
-        """Prepare or commit the current view."""
         self._has_changed = False
         departing = self.next.departing()
         match self.next.offer(self.membership, departing):
@@ -290,7 +281,6 @@ class Leader:
         self._has_changed = True  # changes during the preparation have waited
 
     def _finish(self) -> list[Instruction]:
-        """Publish changes; welcome the members that are in the committed view."""
         while self._has_changed:
             self._publish()
         if self.publication.is_established:
@@ -329,7 +319,7 @@ def _check_room(membership: Membership, planner: Planner) -> None:
 
 
 def _dismiss(peer: object, returned: Rejoin) -> Instruction:
-    """Return the instruction for a removed process: a server that wanted to leave is released."""
+    """Return the instruction for a removed process, which releases a server that wanted to leave."""
     if returned.is_leaving and returned.member.role is Role.SERVER:
         return events.ReleaseServer(peer)
     return events.DeclareDead(peer, "it did not reconnect in time")

@@ -32,7 +32,7 @@ class MemberState:
     def __init__(self, num_buckets: int = NUM_BUCKETS) -> None:
         self.registration: Register | None = None
         self.welcome: Welcome | None = None
-        """The newest answer to the registration; None before it is a member."""
+        """The newest answer to the registration; None before the process is a member."""
         self.heartbeat_s = _FIRST_HEARTBEAT_S
         self.views = KnownViews()
         self.is_leaving = False

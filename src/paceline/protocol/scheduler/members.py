@@ -66,8 +66,8 @@ MEMBER: Final = StateTable(
 )
 """The states of processes that register or rejoin, and the instructions about them.
 
-Names in lower case are consequences of any event that completes a condition: the scheduler forms a cluster, takes over,
-or gives up a cluster whose servers have all ended; it publishes a view; it welcomes the members in it.
+Lower-case names are consequences of any event that completes a condition: the scheduler forms a cluster, takes over,
+gives up a cluster without live servers, publishes a view, or welcomes the members in it.
 """
 
 

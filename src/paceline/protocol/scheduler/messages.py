@@ -1,7 +1,6 @@
 """Messages between members and their scheduler: registration, heartbeats, views, the end.
 
-The same structs are the events of :class:`~paceline.protocol.scheduler.SchedulerCore`, the frames on the wire and the
-messages of the simulator. Views (:class:`~paceline.protocol.scheduler.View`) are messages too.
+The same structs are the core's events, the frames on the wire and the messages of the simulator.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """The settings of a cluster that concern its scheduler."""
 
     cluster: str = ""
-    """The name of the cluster, given by its scheduler. No other cluster has it."""
+    """The unique name of the cluster, given by its scheduler."""
     num_servers: int = 1
     num_workers: int = 1
-    """The first iteration completes when this number of workers have joined. More may join later."""
+    """The first iteration completes when this number of workers have joined. More workers may join later."""
     replicas: int = 0
     """Copies of each row in addition to the primary's; this number of servers may die without loss."""
     heartbeat_timeout_s: float = 10.0
@@ -47,30 +46,29 @@ class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
     role: Role
     address: Address | None = None
     rank: Annotated[int, Meta(le=MAX_RANK)] | None = None
-    """The wanted rank; None: any."""
     is_extra: bool = False
     """Whether a server joins a cluster that has all its servers."""
     process: ProcessIdentity | None = None
 
 
 class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_only=True, tag=True):
-    """A member comes back, with its knowledge for a scheduler that may have none. Answered by Welcome or Elsewhere.
+    """A member rejoins with its record, for a scheduler that may have none. Answered by Welcome or Elsewhere.
 
-    An error if this member was declared dead.
+    The answer is an error if this member was declared dead.
     """
 
     member: Member[Address]
     settings: SettingsType
     view: View[Address]
-    """The newest view that it has received, committed or prepared."""
+    """The newest view that the member has received, committed or prepared."""
     promised: Term = 0
-    """It has promised to prepare no view of a lower term."""
+    """The member has promised to prepare no view of a lower term."""
     has_committed: bool = True
     """Whether the view is known to be committed."""
     former: tuple[Member[Address], ...] = ()
-    """If not, the servers of the view that it acts on."""
+    """If the view is not committed, the servers of the view that the member acts on."""
     is_leaving: bool = False
-    """Whether it is a server that waits for its release."""
+    """Whether the member is a server that waits for its release."""
     job: JobMemory | None = None
     tables: tuple[TableType, ...] = ()
 
@@ -154,7 +152,7 @@ class Welcome(Struct, Generic[Address, SettingsType], frozen=True, kw_only=True,
     settings: SettingsType
     view: View[Address]
     received: int = -1
-    """The number of the last message of this member that the scheduler has; -1 if it knows of none."""
+    """The number of the last message of this member that the scheduler has; -1: none known."""
 
 
 class Elsewhere(Struct, frozen=True, kw_only=True, tag=True):

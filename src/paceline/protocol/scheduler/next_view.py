@@ -17,7 +17,7 @@ from paceline.protocol.scheduler.views import View
 class Suspects:
     """Members that may be alive, but are silent or unreachable for other servers.
 
-    A member is overdue if it is silent for longer than `timeout_s`.
+    A member is overdue after more than `timeout_s` of silence.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -27,7 +27,6 @@ class Suspects:
         self._silent: dict[int, bool] = {}  # overdue servers → whether the wait for them was reported
         self._cut_off: dict[int, str] = {}  # servers that others do not reach → reason for their removal
         self.needed: tuple[Member, ...] = ()
-        """The silent servers that the cluster needs to continue."""
 
     @property
     def servers(self) -> Collection[int]:
@@ -124,9 +123,9 @@ class Drains:
         self._released: set[int] = set()  # while all servers are draining
 
     def take_over(self, leaving: Iterable[int], servers: Collection[int], num_expected: int) -> None:
-        """Continue with those of `servers` that are in `leaving`.
+        """Continue with the members of `servers` that are in `leaving`.
 
-        If fewer servers than expected are left, the missing ones may have died, and their data must not be given up.
+        If fewer servers than expected remain, the missing servers may have died, and their data must not be given up.
         """
         self.servers = set(leaving) & set(servers)
         self._are_all = set(servers) <= self.servers and len(servers) >= num_expected
@@ -146,9 +145,9 @@ class Drains:
         self._released.discard(incarnation)
 
     def release_all(self, servers: Collection[int], connected: Collection[int]) -> list[int]:
-        """Return the servers to release although no server takes their buckets, because all want to leave.
+        """Return the servers to release although no server takes their buckets, because all servers want to leave.
 
-        Servers that are left alone because the others died are not released: they have the only copies.
+        If the other servers died, the remaining servers have the only copies and are not released.
         """
         self._are_all = self._are_all and set(servers) <= self.servers
         released = [server for server in sorted(set(servers) - self._released) if server in connected and self._are_all]
@@ -157,7 +156,7 @@ class Drains:
 
 
 class NextView:
-    """The view after the committed one, with the live servers and the fills that have ended since.
+    """The view after the committed view, with the live servers and the fills that have ended since.
 
     The parameter `servers` has the live servers: incarnation → rank.
     """
@@ -168,7 +167,6 @@ class NextView:
         self.suspects = Suspects(timeout_s)
         self.drains = Drains()
         self.ended: set[int] = set()
-        """Incarnations whose processes are known to have ended."""
         self._filled: list[tuple[int, int]] = []  # reports since the last commit: target, buckets
 
     def take_over(self, succession: Succession, membership: Membership) -> None:
@@ -204,7 +202,7 @@ class NextView:
         self.planner.servers_changed(servers, self.drains.servers, doubtful)
 
     def departing(self) -> dict[int, str | None]:
-        """Return the servers that no chain needs; the value is the reason, None for servers that requested to leave.
+        """Return the servers that no chain needs, with the reason; None for servers that requested to leave.
 
         A silent server with the only copy of a bucket stays, because its removal would lose the bucket.
         """

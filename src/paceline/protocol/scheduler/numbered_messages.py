@@ -1,12 +1,11 @@
-"""Messages between a process and the scheduler, delivered exactly once however often their connection breaks.
+"""Messages between a process and the scheduler, delivered exactly once even if their connection breaks.
 
-A process numbers its messages, and its end (:class:`MemberEnd`) stores them until they are known to be received. The
-scheduler's end (:class:`SchedulerEnd`) has the number of the last message, and stores its answers until they are known
-to be received. After a reconnection both continue.
+Each end numbers and stores its messages until the other end has confirmed them (:class:`MemberEnd`,
+:class:`SchedulerEnd`). After a reconnection both ends continue.
 
-Another scheduler starts with an empty end. It learns the content of former messages from the members' Rejoin. Members
-send again the messages that the former scheduler may not have received. Some may arrive twice, because the new
-scheduler may have taken over with a Rejoin that was sent on an earlier connection.
+A new scheduler starts with an empty end, and gets the content of former messages from the members' Rejoin. Members
+resend the messages that the former scheduler may not have received. Some may arrive twice, because the new scheduler
+may have used a Rejoin of an earlier connection.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _MAX_ANSWERS: Final = 256
-"""Stored answers of one process; more than it has calls at a time."""
+"""The maximum number of stored answers of one process, which is more than its concurrent calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class SentMessage:
     content: Any
     is_call: bool
     is_numbered: bool
-    """Whether it must be delivered exactly once."""
+    """Whether the message must be delivered exactly once."""
     supersedes: Hashable = None
     """An earlier notice with the same value here is obsolete."""
 

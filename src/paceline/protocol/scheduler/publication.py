@@ -1,7 +1,4 @@
-"""Publication of the next view: first prepared, then committed when enough servers have it.
-
-A scheduler has one :class:`Publication` and offers it the wanted view after every change.
-"""
+"""Publication of the next view: first prepared, then committed when enough servers have it."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ class Publication:
         self.is_established = False
         """Whether the scheduler has committed a view."""
         self.proposal: Proposal | None = None
-        """The view that is being prepared."""
         self.epoch = 0
         """The epoch of the newest view, committed or not."""
 
@@ -67,7 +63,7 @@ class Publication:
     def offer(self, wanted: View, *, released: Collection[int], ended: Collection[int]) -> Step:
         """Return the step that makes this the view. Its term, epoch and version are assigned here.
 
-        `released` are the servers that leave by it on request; the processes of `ended` have ended.
+        `released` servers leave by this view at their request; the processes of `ended` have ended.
         """
         same_chains = wanted.groups == self.committed.groups and self.is_established
         version = self.committed.version if same_chains else wanted.version

@@ -1,10 +1,10 @@
-"""The take-over of a cluster by a new scheduler, from the knowledge of the members.
+"""The take-over of a cluster by a new scheduler, from the members' records.
 
-Each member brings the newest view that it has received, committed or prepared (:class:`Evidence`;
-:mod:`paceline.protocol.scheduler.views` has the reason). :class:`Recovery` collects them. The take-over
-(:class:`Succession`) continues from their newest view once enough of its servers are back and, until the timeout, all
-other members too. Before that these servers promise to prepare no view of a former scheduler; otherwise a server could
-rejoin here, return to a former scheduler that lives, and prepare a view there.
+Each member sends the newest view that it has received, committed or prepared (:class:`Evidence`;
+:mod:`paceline.protocol.scheduler.views` has the reason). The take-over (:class:`Succession`) continues from the newest
+of these views once enough of its servers are back and, until the timeout, all other members too. Before that, these
+servers promise to prepare no view of a former scheduler; otherwise a server could rejoin here, return to a live former
+scheduler, and prepare a view there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Evidence:
         It is complete, because a worker is removed only by a view that a quorum of servers has prepared.
         """
         # The voters of every view from which the former scheduler may continue. If only workers have the newest view,
-        # which contains no workers, the voters of the newest view with workers count too: they know later ones.
+        # which contains no workers, the voters of the newest view with workers count too, because they know later
+        # workers.
         self._electorates = self._voters_of(newest) + (self._voters_of(whole) if newest is not whole else [])
 
     def _voters_of(self, view: View) -> list[Collection[int]]:
-        """Return the voters of a view, and of the view before if this one is possibly not committed."""
+        """Return the voters of a view, and of the view before if this view is possibly not committed."""
         is_committed = any(rejoin.has_committed and rejoin.view.order == view.order for rejoin in self.returned)
         return [view.voters] if is_committed else [view.voters, view.former_voters]
 
@@ -87,7 +88,7 @@ class Evidence:
         return tuple(known[server] for server in sorted(self.absent_voters(ended)) if server in known)
 
     def is_complete(self, ended: Collection[int]) -> bool:
-        """Whether all members of the newest view are back, and the process that has posted the latest job.
+        """Return whether all members of the newest view are back, and the poster of the latest job.
 
         If no worker is back, a job may exist that only its poster knows.
         """
@@ -104,12 +105,11 @@ class Evidence:
 
 
 def _newest(views: Iterable[View]) -> View:
-    """Return the newest view; of equal ones, a view with workers."""
+    """Return the newest view; of equal views, a view with workers."""
     return max(views, key=lambda view: (view.order, not view.is_partial), default=View())
 
 
 def _with_workers(partial: View, whole: View) -> View:
-    """Return a view with the workers of an older one."""
     workers = tuple(member for member in whole.members if member.role is Role.WORKER)
     return replace(
         partial, members=(*partial.members, *workers), last_incarnation=whole.last_incarnation, is_partial=False
@@ -123,11 +123,9 @@ class Succession:
     evidence: Evidence
     """The knowledge of the members that are back."""
     term: int
-    """The term of the new scheduler."""
     unwelcomed: frozenset[int]
     """Members that never received their welcome, and register again."""
     ended: frozenset[int]
-    """Incarnations whose processes are known to have ended."""
 
     @property
     def cluster(self) -> str:
@@ -167,10 +165,10 @@ Outcome: TypeAlias = (
 
 
 class Recovery:
-    """The members that are back so far, and the known ends of other members.
+    """The members that are back, and the known ends of other members.
 
-    It waits for all members until the timeout; with `accepts_minority` it then takes over from those that are back.
-    With `replaces` members are known to exist. `salt` is a number that no other scheduler has.
+    Recovery waits for all members until the timeout. With `accepts_minority` it then takes over with the present
+    members. With `replaces` members are known to exist. `salt` is unique to this scheduler.
     """
 
     def __init__(
@@ -188,7 +186,6 @@ class Recovery:
         self._term = 0  # of this scheduler, if it takes over
         self._requested: set[object] = set()  # the servers that received the request to promise it
         self.needed: tuple[Member, ...] = ()
-        """The servers that a take-over needs."""
 
     def reset(self) -> None:
         """Forget the cluster; a new cluster uses the same incarnations for other members."""
@@ -308,7 +305,7 @@ class Recovery:
         return [events.RequestPromise(peers, self._term)] if peers else []
 
     def _need(self, servers: tuple[Member, ...]) -> list[events.NotifyOperator]:
-        """Wait for these servers, and report that once."""
+        """Wait for these servers, and report the wait once."""
         if servers == self.needed:
             return []
         self.needed = servers

@@ -17,7 +17,7 @@ class MessageNumbers(Struct, frozen=True):
     request: int = 0
     """The number of the call; 0: the process expects no answer."""
     sequence: int = 0
-    """The number of the message; 0: it may be lost."""
+    """The number of the message; 0: the message may be lost."""
     lowest: int = 0
     """The lowest number of an unanswered call."""
 
@@ -30,7 +30,6 @@ class Session:
     def __init__(self, peer: Any) -> None:
         self.peer: Any = peer
         self.incarnation: int | None = None
-        """The incarnation of the member; None if the process is not a member."""
         self.end = SchedulerEnd()
 
     def answer(self, request: int, content: Any, body: bytes = b"") -> list[SendMessage]:
@@ -70,7 +69,6 @@ class Sessions:
     def __init__(self) -> None:
         self.connected: dict[object, Session] = {}
         self.members: dict[int, Session] = {}
-        """By incarnation."""
         self._joining: dict[object, int] = {}  # connection → the request of an unanswered Register or Rejoin
 
     def connect(self, peer: object) -> None:

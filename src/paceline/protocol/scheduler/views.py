@@ -51,16 +51,15 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
     """The members of the cluster, and the chains of its buckets. A notice of the scheduler: this view is committed."""
 
     term: Term = 0
-    """The term of the scheduler that published it; it rises with every take-over."""
+    """The term of the scheduler that published the view; the term rises with every take-over."""
     epoch: Number = 0
-    """The number of the view; it rises with every change."""
+    """The number of the view, which rises with every change."""
     version: Version = 0
-    """The number of the chains; it rises when they change. 0: none yet."""
+    """The number of the chains, which rises when they change. 0: no chains yet."""
     members: tuple[Member[Address], ...] = ()
-    """Servers and workers."""
     groups: tuple[ChainGroup, ...] = ()
     last_incarnation: Number = 0
-    """A process with an incarnation up to this one, and not among the members, is removed."""
+    """A process with an incarnation up to this number that is not a member is removed."""
     is_partial: bool = False
     """Whether the workers were left out."""
     former_voters: tuple[Number, ...] = ()
@@ -141,7 +140,7 @@ class ViewChange(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
     joined: tuple[Member[Address], ...] = ()
     removed: tuple[Number, ...] = ()
     groups: tuple[ChainGroup, ...] | None = None
-    """None: as before."""
+    """None: unchanged."""
     former_voters: tuple[Number, ...] = ()
 
     def __post_init__(self) -> None:
@@ -187,9 +186,8 @@ class KnownViews:
 
     def __init__(self) -> None:
         self.committed: View | None = None
-        """The view that the member acts on; None before the first."""
+        """The view that the member acts on; None before the first view."""
         self.prepared: View | None = None
-        """The newest prepared view."""
         self.promised = 0
         """The member prepares no view of a lower term."""
 
@@ -202,7 +200,7 @@ class KnownViews:
     def prepare(self, view: View) -> bool:
         """Store a view that may be committed; return whether to answer with Prepared.
 
-        Return False if the view's scheduler was superseded.
+        Return False if a newer scheduler has superseded the view's scheduler.
         """
         newest = self.newest
         if view.term < self.promised or (newest is not None and view.term < newest.term):
@@ -278,7 +276,7 @@ class Proposal:
     released: frozenset[int] = frozenset()
     """The servers that requested to leave, and leave by this view."""
     prepared: set[int] = field(default_factory=set)
-    """The servers that have it."""
+    """The servers that have prepared the view."""
 
     @property
     def audience(self) -> frozenset[int]:
@@ -295,8 +293,8 @@ class Proposal:
         voters = self.committed.voters
         quorum = commit_quorum(len(voters), self.replicas)
         has_quorum = _have(quorum, voters, ended, self.prepared)
-        # Servers that leave take their knowledge along. A scheduler that takes over from the view before needs as many
-        # voters as ever. Each server that leaves is one voter less without this view, so fewer of the others need it.
+        # Servers that leave take their knowledge along. A scheduler that takes over from the view before needs the same
+        # number of voters. Each server that leaves is one voter less without this view, so fewer of the others need it.
         staying = voters - self.released
         stays = _have(max(quorum - len(voters) + len(staying), 1), staying, ended, self.prepared)
         return has_quorum and stays and self.gaining <= self.prepared

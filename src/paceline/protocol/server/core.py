@@ -1,11 +1,9 @@
 """A parameter server's protocol: the timing of requests, the way of a push, and the answers to reads.
 
-A server holds one :class:`ServerCore`, and so does each simulated one. Events are the scheduler's views, messages of
-workers and other servers, and changes of links; the runtime carries out the instructions in order. The core composes
-the gate (:class:`~paceline.protocol.server.workers.Workers`), replication
+The core composes the gate (:class:`~paceline.protocol.server.workers.Workers`), replication
 (:class:`~paceline.protocol.replication.Replication`) and iterations
-(:class:`~paceline.protocol.iterations.Iterations`); :class:`~paceline.protocol.server.progress.Progress` connects them.
-A token stands for each request; the core never sees parameters or gradients.
+(:class:`~paceline.protocol.iterations.Iterations`). A token stands for each request; the core has no parameters or
+gradients.
 
 A request is first timed (:meth:`ServerCore.time`), and postponed if it is early. A push gets a verdict
 (:meth:`ServerCore.push`) and is then accepted (:meth:`ServerCore.admit`). A read that does not have to wait
@@ -46,9 +44,8 @@ _MEMBERS_ONLY = frozenset((TimingClass.TICK, TimingClass.SYNCED, TimingClass.CAL
 class ServerCore:
     """One server's state.
 
-    Arguments: the cluster's `consistency`; `expected_workers`, the number of workers that must join before the first
-    iteration can complete; `replicas`, the number of replicas of each bucket; `min_replicas`, the number of replicas
-    that must have a push before it is acknowledged. A runtime uses only properties and methods, not the parts.
+    `expected_workers` must join before the first iteration can complete. `min_replicas` is the number of replicas that
+    must have a push before it is acknowledged. A runtime uses only properties and methods, not the parts.
     """
 
     def __init__(
@@ -187,8 +184,6 @@ class ServerCore:
         before, self._view_before = self._view_before, None
         return [] if before is None else self.handle(before)
 
-    # Requests.
-
     def time(self, kind: TimingClass, sender: int, version: int) -> Timing:
         """Return the timing of a request that was sent in the view of `version`."""
         current = self.replication.version
@@ -228,15 +223,11 @@ class ServerCore:
         """Set the deadline of a withheld push: see :class:`replication.Withhold`."""
         self.progress.withhold(token, deadline_s)
 
-    # Pushes.
-
     def push(self, worker: int, sequence: int, iteration: int, buckets: Buckets | None = None) -> Verdict:
-        """Return the verdict on a push without recording it. The caller checks its content, then calls :meth:`admit`.
+        """Return the verdict on a push without recording it. The caller checks the content, then calls :meth:`admit`.
 
-        `buckets` are the buckets of its keys; None unless :attr:`has_copies`.
-
-        Raises:
-            ProtocolError: the worker cannot have begun this iteration.
+        `buckets` are the buckets of the push's keys; None unless :attr:`has_copies`. Raises ProtocolError if the worker
+        cannot have begun this iteration.
         """
         workers, place, iterations = self.workers, self.replication.place, self.progress.iterations
         takes_part = worker in workers.counted
@@ -278,13 +269,10 @@ class ServerCore:
         self.replication.delivery.admit(worker, sequence, verdict.buckets)
         return [] if token is None else [replication.Apply(token, fresh), replication.Acknowledge(token)]
 
-    # Events.
-
     def handle(self, event: Event) -> list[Instruction]:
         """Apply one event; return the instructions, in order.
 
-        Raises:
-            ProtocolError: a message contains impossible clocks; nothing is changed.
+        Raises ProtocolError if a message contains impossible clocks; nothing is changed.
         """
         match event:
             case replication.Forwarded() | replication.Acknowledged():
@@ -327,7 +315,7 @@ class ServerCore:
     def _check_leap(self, worker: int, clock: int) -> None:
         """Raise ProtocolError if a worker reports iterations that it cannot have begun.
 
-        Under sequential consistency each one is completed separately, so a huge leap would block the server.
+        Under sequential consistency each iteration is completed separately, so a huge leap would block the server.
         """
         if self.progress.iterations is None:
             return
@@ -354,8 +342,6 @@ class ServerCore:
             self.reads.block(event)
             self.progress.follow_gate(self.workers.gate.begin(event.worker, event.clock, event.token))
 
-    # Workers.
-
     def _handle_worker(self, event: events.WorkerJoining | events.Synced | events.WorkerRetired) -> None:
         worker = event.worker
         if isinstance(event, events.WorkerRetired):
@@ -377,8 +363,6 @@ class ServerCore:
             if not event.counts:
                 self.progress.retire(worker)
         self.progress.sum_up(self.progress.updates.synced(worker, event.version))
-
-    # Views.
 
     def _take_view(self, view: events.ViewChanged) -> None:
         if not self._me:

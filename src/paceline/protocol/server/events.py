@@ -1,7 +1,7 @@
 """The events and instructions of a server's core.
 
 A *token* is the runtime's object for a request: the core only compares and returns tokens. The core passes on the
-instructions of :mod:`paceline.protocol.replication` about payloads, links and other servers unchanged.
+instructions of :mod:`paceline.protocol.replication` unchanged.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ class Verdict(Struct):
     sequence: int
     iteration: int
     buckets: Buckets = 0
-    """The buckets for which the push counts."""
     fresh: Buckets = 0
-    """The buckets for which it is new. 0: a duplicate."""
+    """The buckets for which the push is new. 0: a duplicate."""
     takes_part: bool = False
     """Whether the worker currently takes part in the iterations."""
 
@@ -95,9 +94,7 @@ class Clocks(Struct, frozen=True):
     workers: tuple[tuple[int, int, int, bool], ...]
     """Each worker's incarnation, rank, clock, and whether it takes part."""
     num_missing: int
-    """The number of expected workers that have not joined yet."""
     minimum: int
-    """The iteration that all workers have reached."""
 
 
 # Events.
@@ -110,9 +107,7 @@ class ViewChanged(Struct, frozen=True):
     version: int
     groups: tuple[ChainGroup, ...]
     members: frozenset[int]
-    """All members, by incarnation."""
     workers: frozenset[int]
-    """The workers among the members."""
     last_incarnation: int
 
 
@@ -134,9 +129,9 @@ class Synced(Struct, frozen=True):
     version: int
     clock: int
     has_joined: bool
-    """Whether it has ever taken part."""
+    """Whether the worker has ever taken part."""
     counts: bool
-    """Whether it currently takes part."""
+    """Whether the worker currently takes part."""
 
 
 class WorkerRetired(Struct, frozen=True):
@@ -153,7 +148,7 @@ class WorkerTicked(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True):
-    """A read of iteration `clock`; `buckets` are its buckets if they are known.
+    """A read of iteration `clock`; `buckets` are its buckets, if known.
 
     Answered by Serve, Stale or RejectExpelled, or by Late after `deadline_s`.
     """

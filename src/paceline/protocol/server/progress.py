@@ -1,7 +1,6 @@
 """The connection of a server's gate, chains and iterations.
 
-The instructions of each become events of the other two: a tick completes an iteration, its sum goes down the chain, and
-when the chain has the sum a read is answered.
+A tick completes an iteration, its sum goes down the chain, and reads are answered when the chain has the sum.
 """
 
 from __future__ import annotations
@@ -166,8 +165,6 @@ class Progress:
                 if self.updates.may_report(report.buckets):
                     self._out.append(self._reports.pop(target))
 
-    # Workers.
-
     def follow_gate(self, instructions: Iterable[clocks.Instruction]) -> None:
         """Carry out the gate's instructions."""
         for instruction in instructions:
@@ -217,17 +214,15 @@ class Progress:
         self.follow_gate(self.workers.take_clocks(known))
 
     def forget_workers(self) -> None:
-        """Drop the workers' clocks and pushes, because this server is in no chain and receives no more of them.
+        """Drop the workers' clocks and pushes, because a server in no chain receives no more of them.
 
-        When it is filled again it receives the clocks of that time.
+        A later fill of this server brings the clocks of that time.
         """
         self._out += [events.ForgetWorker(worker) for worker in self.workers.ranks]
         self._out.append(events.DropAllBuffered())
         self.workers.begin(0, 0)
         self._begin_updates(0)
         self.has_clocks = False
-
-    # Chains.
 
     def change(self, view: events.ViewChanged) -> None:
         """Apply the chains of a newer view."""
@@ -282,8 +277,6 @@ class Progress:
                 self._out.append(events.ApplySum(iteration, item.workers, buckets))
                 self.iterations.acknowledged(iteration)
             self._out.append(events.Completed(iteration))
-
-    # Waiting requests.
 
     @property
     def num_waiting(self) -> int:

@@ -12,9 +12,9 @@ _MAX_AHEAD = 1 << 20  # iterations by which one worker may be ahead of another i
 
 
 class Workers:
-    """The gate of one server and its workers.
+    """The gate of one server and its workers. Instructions returned here are the gate's.
 
-    `expected` workers must join before the first iteration can complete. Instructions returned here are the gate's.
+    `expected` workers must join before the first iteration can complete.
     """
 
     def __init__(self, consistency: Consistency, expected: int) -> None:
@@ -47,13 +47,11 @@ class Workers:
         """Whether a worker takes part in an iteration, or took part in it before it retired."""
         return worker in self.counted or (worker in self.ranks and iteration < self.gate.clocks[worker])
 
-    # Views.
-
     def excluded_by(self, view: ViewChanged) -> list[int]:
         """Apply a newer view; return the workers that it excludes, for :meth:`leave`."""
         self.last_incarnation = view.last_incarnation
-        # A worker that joined and died between two views is in neither, but it counts. A worker above the last
-        # incarnation may still reconnect to a new scheduler.
+        # A worker that joined and died between two views is in neither view, but the gate counts it. A worker above the
+        # last incarnation may still reconnect to a new scheduler.
         absent = (self.named | self.counted) - view.members
         excluded = {worker for worker in absent if worker <= view.last_incarnation}
         self.named = view.workers | ((self.named & absent) - excluded)
@@ -68,8 +66,6 @@ class Workers:
         self.counted.discard(worker)
         self.ranks.pop(worker, None)
         return joined + self.gate.depart(worker)
-
-    # Another server's clocks.
 
     def known_clocks(self) -> Clocks:
         """Return the clocks for a server that is being filled."""
@@ -106,8 +102,6 @@ class Workers:
             if not counts:
                 instructions += self.retire(worker)
         return instructions
-
-    # Messages of workers.
 
     def join(self, worker: int, rank: int, clock: int) -> list[clocks.Instruction]:
         """Add a worker that takes part from iteration `clock` or later."""

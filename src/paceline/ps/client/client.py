@@ -130,11 +130,9 @@ class Client:
         tables = f", tables {', '.join(self._tables)}" if self._tables else ""
         return f"<Client: {identity} of {self.link.address}, {where}, {self.consistency}{tables}>"
 
-    # Iterations.
-
     @property
     def clock(self) -> int:
-        """The number of finished iterations, which is also the number of the current iteration."""
+        """The number of the current iteration, which is also the number of finished iterations."""
         return self.servers.core.clock
 
     def tick(self) -> None:
@@ -166,7 +164,7 @@ class Client:
             servers.call_all(messages.Retire())
 
     def join(self) -> None:
-        """Join or rejoin the iterations at the current one of the other workers."""
+        """Join or rejoin the iterations at the other workers' current iteration."""
         if self.role != "worker":
             raise UsageError("an observer cannot take part in the iterations: connect without observer=True")
         servers, core = self.servers, self.servers.core
@@ -192,8 +190,6 @@ class Client:
         """Wait until every push is acknowledged; raise the first error."""
         with self.servers.lock:
             self.servers.drain()
-
-    # Tables.
 
     def sparse_table(
         self,
@@ -289,8 +285,6 @@ class Client:
 
         _check_directory("load", directory)
         return load_tables(self, directory).manifest.model
-
-    # Statistics and end.
 
     def statistics(self) -> list[messages.ServerStatistics]:
         """Return the statistics of every server, by rank."""

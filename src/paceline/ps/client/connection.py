@@ -1,8 +1,7 @@
 """A client's connection to one server: writes requests, reads answers, and reconnects.
 
-Its :class:`~paceline.protocol.client.ServerSession` decides which requests are in flight, retained and resent. Requests
-are pipelined: the caller's thread writes them, and a later wait reads the answers. A background thread per client was
-measured and rejected: it adds 20 to 40 µs per request, as much as the round trip of a small one.
+Requests are pipelined: the caller's thread writes them, and a later wait reads the answers. A background thread per
+client was measured and rejected, because it adds 20 to 40 µs per request, as much as the round trip of a small request.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class ServerConnection:
         self.patience_s = timeout_s
         """How long to wait for an unreachable server of the view."""
         self.lost: PacelineError | None = None
-        """The reason why the connection is given up."""
+        """The reason for giving up the connection."""
         self.core = core
         self._transport = transport
         self._target = server.address
@@ -98,8 +97,6 @@ class ServerConnection:
                 channel.send(*exchange_of(instruction.request).frame)
             elif isinstance(instruction, Resync):
                 self.resync(instruction)
-
-    # Requests.
 
     def send(self, data: DataRequest) -> Request:
         """Send a data frame."""
@@ -126,7 +123,7 @@ class ServerConnection:
     def start(self, request: Request) -> None:
         """Send a replacement without receiving anything.
 
-        Without a connection it waits for one. If it cannot be sent, it fails.
+        Without a connection the replacement waits. If it cannot be sent, it fails.
         """
         if self.session.start(request) and self.session.is_connected:
             try:
@@ -160,9 +157,8 @@ class ServerConnection:
     ) -> tuple[Any, memoryview]:
         """Send a control message and wait; return the answer, decoded as `result`, and its body.
 
-        A message that changes state needs a `sequence`, so that the server applies it once even if it is sent again.
-
-        Raises StaleEpochError if the server has left the view, PeerError for an answer of another kind.
+        A message that changes state needs a `sequence`, so that the server applies repeats once. Raises StaleEpochError
+        if the server has left the view, PeerError for an answer of another kind.
         """
         meta = messages.encode(message)
         size = sum(part.nbytes for part in body)
@@ -189,8 +185,6 @@ class ServerConnection:
         """Return the bytes received and sent."""
         statistics = self.channel.statistics()
         return self._closed_bytes[0] + statistics.bytes_received, self._closed_bytes[1] + statistics.bytes_sent
-
-    # The end of a connection.
 
     def interrupt(self, reason: PacelineError | None = None) -> None:
         """Close the connection from any thread; a thread that waits for an answer then checks the view.
@@ -225,7 +219,6 @@ class ServerConnection:
         self.channel.close()
 
     def _fail_all(self, error: PacelineError) -> None:
-        """Give up the connection: current and later waits raise `error`."""
         self.lost = error
         for request in list(self.session.in_flight.values()):
             request.is_reported = True  # by `lost`
@@ -271,8 +264,6 @@ class ServerConnection:
                 self._cut()
                 raise
 
-    # Answers.
-
     def receive_one(self, expected: Request) -> None:
         """Receive one answer, most likely the answer to `expected`."""
         channel, session = self.channel, self.session
@@ -315,7 +306,6 @@ class ServerConnection:
             self._answered(request, header)
 
     def _answered(self, request: Request, header: Header) -> None:
-        """Process an answer after checking that it matches the request."""
         exchange: Any = request.payload
         if not exchange.accepts(header):
             if header.kind == UNKNOWN_KEYS:
@@ -335,7 +325,6 @@ class ServerConnection:
             exchange.frame = ()
 
     def _failed(self, header: Header, error: PacelineError) -> None:
-        """Process a server's error report."""
         request = self.session.in_flight.get(header.request)
         if request is None:
             if not self.session.orphan_answered(header.request):
@@ -368,7 +357,7 @@ class ServerConnection:
 
 
 def go_back(connection: ServerConnection, request: Request) -> None:
-    """Resend a request and all later ones without filters, because the server accepted none.
+    """Resend a request and all later requests without filters, because the server accepted none of them.
 
     The server rejects each request; only the first rejection counts.
     """

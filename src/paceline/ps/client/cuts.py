@@ -1,7 +1,7 @@
 """Detection of connections that break while the client waits for another server.
 
-A client notices a broken connection at its next write. If it waits for another server, and that server waits for a
-worker that needs a message lost on the broken connection, all three would wait forever.
+A client notices a broken connection at its next write. A deadlock would be possible: the client waits for a server,
+which waits for a worker, which needs a message lost on the broken connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CutWatch:
     def check(self, connections: Sequence[ServerConnection]) -> bool:
         """Return whether a connection with lost messages is cut. Call it from any thread, without the client's lock.
 
-        If the client waits for another server, it is interrupted and reconnects to both.
+        A client that waits for another server is interrupted and reconnects to both.
         """
         cut = [connection for connection in connections if connection.is_cut]
         if not cut:

@@ -1,7 +1,6 @@
 """The payload of one request: its frame, the destination of its answer's values, and its keys at view changes.
 
-:class:`~paceline.protocol.client.ClientCore` decides which requests replace which buckets of earlier ones; :func:`fill`
-makes their frames. Replacements have keys, not ranges.
+:func:`fill` makes the frames of replacements, which have keys, not ranges.
 """
 
 from __future__ import annotations
@@ -109,9 +108,7 @@ class Exchange:
         self.meta = b""
         self.body = _NO_BODY
         self.part: FrameKeys | None = None
-        """The keys of the frame, after :meth:`locate`."""
         self.memory: Memory | None = None
-        """The memory of a retained push's copy."""
         self.scatter: tuple[Floats, _Positions] | None = None
         """The destination of the values: an array of rows, and positions in it."""
         self.unreadable: UsageError | None = None
@@ -119,7 +116,7 @@ class Exchange:
 
     @property
     def num_answer_bytes(self) -> int:
-        """The number of bytes of values in its answer."""
+        """The number of bytes of values in the answer."""
         return 0 if self.out is None else int(self.out.nbytes)
 
     def receive(self, channel: Channel, header: Header) -> bool:
@@ -149,7 +146,7 @@ class Exchange:
 
     @property
     def buckets(self) -> Buckets:
-        """The buckets of its keys; call :meth:`locate` first."""
+        """The buckets of the request's keys; call :meth:`locate` first."""
         assert self.part is not None
         return self.part.buckets
 
@@ -242,7 +239,6 @@ class DataRequest:
     parts: Sequence[Any] = ()
     """C-contiguous arrays: keys or a range, and gradients."""
     out: Any = None
-    """An array for the values of the answer."""
     is_private: bool = False
     """Whether the caller does not use the parts any longer."""
 

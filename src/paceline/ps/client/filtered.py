@@ -1,8 +1,7 @@
 """Requests of a table that are compressed by filters at the first transmission, and unfiltered when they are resent.
 
-:class:`FilteredSender` wraps one connection and has the same `send` method. An :class:`Exchange` has the frame without
-filters, with the values as the server decodes them. That frame is sent after a reconnection, to another server, or if
-the server does not have the keys.
+An :class:`Exchange` has the frame without filters, with the values as the server decodes them. That frame is sent after
+a reconnection, to another server, or if the server lacks the keys.
 """
 
 from __future__ import annotations
@@ -143,7 +142,6 @@ class TableFilters:
 
 
 def _l1_of(spec: TableSpec) -> float:
-    """Return the L1 penalty of each value of a row; 0 without a penalty."""
     rule = from_fields(RULES, spec.update)
     return 0.0 if rule.row_dim is not None else float(getattr(rule, "l1", 0.0))
 
@@ -216,7 +214,7 @@ class FilteredSender:
         return self._chain.encode(keys, values, seed, self._memory, is_range=is_range, read=read), read
 
     def _begin(self, connection: ServerConnection) -> None:
-        """Clear the memory that the server has lost by a reconnection or a view change."""
+        """Clear the memory that the server has lost in a reconnection or a view change."""
         version = connection.core.version
         if self._channel is not connection.channel:
             self._channel, self._has_sent_meta = connection.channel, False

@@ -20,7 +20,6 @@ class ViewFollower:
     def __init__(self) -> None:
         self.watch = RouteWatch()
         self.servers: Servers | None = None
-        """The client's servers, once they exist."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 

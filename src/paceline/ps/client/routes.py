@@ -1,7 +1,7 @@
 """Routes: the primaries of all buckets, computed from a view for a client.
 
-:class:`Routes` belongs to one view. :class:`RouteWatch` has the routes of the newest view, which the thread of the
-scheduler link receives while the client may still use the previous one.
+:class:`RouteWatch` has the routes of the newest view, which the thread of the scheduler link receives while the client
+may still use the previous view.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Routes:
     groups: tuple[ChainGroup, ...]
     servers: tuple[Member, ...]
     leads: tuple[Buckets, ...]
-    """The buckets that each server of `servers` leads."""
     owners: npt.NDArray[np.int32]
     """Bucket → position of its primary in `servers`; 0 for lost buckets."""
     lost: Buckets
@@ -102,7 +101,7 @@ def _lost_with(lost: Buckets, before: Routes | None, members: Mapping[int, Membe
 
 
 class RouteWatch:
-    """The newest routes, and waits for newer ones. :meth:`take` is called in the thread that receives views."""
+    """The newest routes, and waits for newer routes. :meth:`take` is called in the thread that receives views."""
 
     def __init__(self) -> None:
         self.must_follow = False
@@ -124,7 +123,7 @@ class RouteWatch:
             return True
 
     def end(self) -> None:
-        """Record that the cluster ends on request: servers that stop after this have not died."""
+        """Record that the cluster ends on request, so that servers that stop after this have not died."""
         with self._changed:
             if self.newest is not None:
                 self.newest = replace(self.newest, has_ended=True)

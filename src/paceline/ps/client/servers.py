@@ -136,14 +136,11 @@ class Servers:
         self.core = core
         self.watch = watch
         self.routes: Routes = no_routes()
-        """The routes of the view of `connections`."""
         self.connections: list[ServerConnection] = []
-        """One per server, in the order of `routes.servers`."""
         self.specs: dict[int, TableSpec] = {}
         """The tables that this client has declared, by number."""
         self.timeout_s = timeout_s
         self.join_requests: list[RequestJoin] = []
-        """The calls to join that are still to be sent."""
         self.cuts = CutWatch()
         self._reconnect_s = reconnect_s
         self._by_server: dict[int, ServerConnection] = {}
@@ -174,8 +171,6 @@ class Servers:
                         raise
                     # It is dead or stopped: a request that needs it reconnects, or the next view excludes it.
 
-    # Views.
-
     def newest(self) -> list[ServerConnection]:
         """Return the connections of the newest view."""
         if self.watch.must_follow:
@@ -189,7 +184,7 @@ class Servers:
     def follow(self) -> None:
         """Apply the newest view: connect to its servers, and resend unanswered requests. Takes the lock.
 
-        If a server has announced a newer view, wait for it. Raises DeadlineError if it does not come.
+        Waits for a newer view that a server has announced. Raises DeadlineError if the view does not come.
         """
         with self.lock:
             while not self.is_closed or self.connections:
@@ -225,7 +220,8 @@ class Servers:
         return instructions
 
     def execute(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out the core's instructions. After an exception, :meth:`follow` continues with the others."""
+        """Carry out the core's instructions. After an exception, :meth:`follow` continues with the remaining
+        instructions."""
         self._to_do.extend(instructions)
         answer_bytes: dict[int, int] = {}
         while self._to_do:
@@ -266,8 +262,6 @@ class Servers:
         """Raise ConnectionLostError if any of `buckets` is lost."""
         if buckets & self.routes.lost:
             raise self.routes.loss()
-
-    # Waiting.
 
     def wait(self, request: Request) -> None:
         """Wait for an answer; raise the server's error."""
@@ -369,8 +363,6 @@ class Servers:
             # The gate holds a read of the current iteration until then.
             self.wait(connection.send(DataRequest(PULL, table, clock=self.core.clock, parts=(_NO_KEYS,))))
 
-    # Calls.
-
     def call_all(self, message: msgspec.Struct, result: Any = Any) -> list[Any]:
         """Send a control message to every server of the newest view; return the answers in the order of `connections`.
 
@@ -401,8 +393,6 @@ class Servers:
             except StaleEpochError:
                 self.watch.wait_newer(version, self.timeout_s, deadline)
                 self.follow()
-
-    # The end.
 
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received from and sent to the servers so far."""

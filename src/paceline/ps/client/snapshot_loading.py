@@ -1,7 +1,7 @@
 """Loading of a snapshot into a new cluster.
 
 Each server reads its own buckets, as primary or as replica. This process reads for servers that do not see the
-directory. :mod:`paceline.storage.snapshot_directory` finds snapshots, :mod:`paceline.ps.client.snapshots` takes them.
+directory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def load_snapshot(
     If servers join, leave or die, the loading starts again. `check` is called repeatedly and may raise. Tables that the
     cluster already has keep their hyperparameters.
 
-    Raises PeerError if no further table is loaded within `timeout_s`, TableMismatchError if the cluster has a table
-    with other settings, UsageError if a table has rows, ModelError for a damaged file, ConnectionLostError if buckets
-    are lost.
+    Raises PeerError if no further table is loaded within `timeout_s`, TableMismatchError for a table with other
+    settings, UsageError if a table has rows, ModelError for a damaged file, ConnectionLostError if buckets are lost.
     """
     known = {spec.name: spec for spec in client.tables()}
     for table in snapshot.manifest.tables:
@@ -64,9 +63,8 @@ def _are_compatible(spec: TableSpec, other: TableSpec) -> bool:
 class SnapshotLoading:
     """The loading of a snapshot into a cluster.
 
-    Each server reads the buckets that it holds, as primary or replica; nothing goes down the chains. The result is
-    complete if the view stayed the same from beginning to end without a running fill: servers that are filled later
-    copy the loaded buckets. Otherwise the loading is repeated.
+    The result is complete if the view stayed the same from beginning to end without a running fill, because servers
+    that are filled later copy the loaded buckets. Otherwise the loading is repeated.
     """
 
     def __init__(self, client: Client, snapshot: Snapshot, timeout_s: float, check: Callable[[], None]) -> None:
@@ -141,7 +139,6 @@ class SnapshotLoading:
         return shares
 
     def _load_through(self, table: StoredTable, wanted: Buckets) -> None:
-        """Load buckets through this process."""
         for use in table.uses:
             buckets = bucket_set(use.buckets) & wanted
             if not buckets:
@@ -152,7 +149,6 @@ class SnapshotLoading:
 
 
 def _held_by(client: Client, server: int) -> Buckets:
-    """Return the buckets with this server as a member."""
     held = 0
     for group in client.servers.routes.groups:
         if server in group.members:

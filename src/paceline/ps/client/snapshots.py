@@ -1,9 +1,7 @@
 """Snapshots of a running cluster, taken during training and stored in a directory.
 
-:class:`SnapshotCoordinator` belongs to a client outside the iterations. It requests each server to write the buckets
-that the server leads, polls the servers, and finally writes the manifest. Servers write rows directly to the disk.
-:mod:`paceline.storage.snapshot_directory` defines the directory, and :mod:`paceline.ps.client.snapshot_loading` loads
-snapshots.
+:class:`SnapshotCoordinator` requests each server to write the buckets that the server leads, polls the servers, and
+finally writes the manifest. Servers write rows directly to the disk.
 
 Under sequential consistency a snapshot is the state at the end of one iteration on all servers. Otherwise each bucket
 has its state at some moment while the snapshot was taken.
@@ -77,10 +75,10 @@ class SnapshotCoordinator:
     """Takes snapshots with all servers of a cluster, one at a time, in a directory that all of the servers see.
 
     If buckets move, or servers die, join or leave, the new primaries write the missing buckets. Under sequential
-    consistency these would be of another iteration, so the whole snapshot is repeated.
+    consistency the whole snapshot is repeated, because the missing buckets would be of another iteration.
 
-    Calls wait only for the servers' next pause between requests. They raise SnapshotWriteError for a snapshot that
-    fails, and remove its files; errors of the cluster are raised unchanged.
+    Calls raise SnapshotWriteError for a failed snapshot, and remove its files; errors of the cluster are raised
+    unchanged.
     """
 
     def __init__(self, client: Client, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -135,7 +133,6 @@ class SnapshotCoordinator:
         raise self._failed("iterations end faster than requests reach the servers")
 
     def _request_parts(self, attempt: _Attempt, wanted: Buckets, boundary: int | None) -> list[SnapshotStarted]:
-        """Request the `wanted` buckets from their primaries, in a new round."""
         referable = () if attempt.full or attempt.states else tuple(self._referable)
         attempt.waits = []
         attempt.round += 1
@@ -184,7 +181,6 @@ class SnapshotCoordinator:
         return manifest
 
     def _poll_servers(self, attempt: _Attempt) -> None:
-        """Request the states of the servers that still write."""
         client = self._client
         with client.servers.lock:
             connections = client.servers.newest()

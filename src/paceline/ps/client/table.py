@@ -183,7 +183,7 @@ class Table:
         return (keys, None) if count == len(keys) else (unique[:count], inverse)
 
     def _sum_equal(self, keys: Keys, grads: Floats, dim: int) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
-        """Return the distinct keys, the summed gradients (flat) of equal ones and, unless all differ, the inverse."""
+        """Return the distinct keys, the summed gradients (flat) and, unless all keys differ, the inverse."""
         distinct, inverse = self._dedup(keys)
         if inverse is None:
             return keys, grads, None

@@ -141,7 +141,6 @@ class SchedulerCalls:
         self.is_connected = True
         """Whether messages are sent on this channel; else they are stored until the next connection."""
         self.lost: PacelineError | None = None
-        """The reason why no message can be sent any more."""
         self._memory = memory
         self._end = MemberEnd()
         self._lock: threading.Lock | NoLock = threading.Lock()
@@ -184,8 +183,6 @@ class SchedulerCalls:
                 self._end.received(frame.header.sequence)
         return None if frame.header.kind == NOTICE else self.take(frame.header.request)
 
-    # Connections.
-
     def disconnected(self) -> None:
         """Store messages from now on, until the next connection."""
         with self._lock:
@@ -225,8 +222,6 @@ class SchedulerCalls:
             send(self._end, self.channel, sent)
         self.is_connected = True
 
-    # The end.
-
     def leave(self, error: PacelineError) -> None:
         """Send Leave; later messages fail with this error."""
         with self._lock:
@@ -237,7 +232,7 @@ class SchedulerCalls:
             self.lost = self.lost or error
 
     def fail(self, error: PacelineError) -> PacelineError:
-        """Fail all calls without an answer; return the error, which may be an earlier one."""
+        """Fail all calls without an answer; return the error, which may be an earlier error."""
         with self._lock:
             lost = self.lost = self.lost or error
             calls = self._end.calls()

@@ -1,9 +1,8 @@
 """A process's link to the scheduler: calls, notices and heartbeats on one connection, with a thread of its own.
 
-After a break of the connection the link reconnects and continues
-(:mod:`paceline.protocol.scheduler.numbered_messages`). If another scheduler replaces a dead one at the same address,
-the link rejoins with this process's record (:mod:`~paceline.ps.scheduler.calls`) and repeats the calls without an
-answer. Users of the link notice a pause.
+The link reconnects after a break (:mod:`paceline.protocol.scheduler.numbered_messages`). If another scheduler replaces
+a dead scheduler at the same address, the link rejoins with this process's record (:mod:`~paceline.ps.scheduler.calls`)
+and repeats the calls without an answer.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Reconnection:
         self._backoff = Backoff(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, spread=0.5)
 
     def lost(self, time_s: float, heartbeat_s: float) -> float:
-        """Note that the connection broke; return the pause before the first attempt."""
+        """Record that the connection broke; return the pause before the first attempt."""
         # Many members lose their scheduler at the same moment.
         longest_s = min(_LONGEST_PAUSE_S, max(heartbeat_s, _SHORTEST_PAUSE_S))
         self._backoff = Backoff(_SHORTEST_PAUSE_S, longest_s, spread=0.5)
@@ -70,11 +69,11 @@ class Reconnection:
         return self._refused_since_s + self.patience_s - time_s
 
     def connected(self, time_s: float) -> None:
-        """Note that a process listens at the scheduler's address."""
+        """Record that a process listens at the scheduler's address."""
         self._connected_s = time_s
 
     def resumed(self) -> None:
-        """Note that the scheduler has welcomed this member again."""
+        """Record that the scheduler has welcomed this member again."""
         self._refused_since_s = None
 
     def pause_s(self, time_s: float, *, is_elsewhere: bool) -> float:
@@ -98,11 +97,10 @@ class LinkHooks:
     on_notice: Callable[[msgspec.Struct], None] = lambda notice: None
     """Called with every view of the cluster, and at its end or this member's expulsion."""
     on_lost: Callable[[PacelineError], None] = lambda reason: None
-    """Called once if no scheduler is reached in time."""
+    """Called once if the link reaches no scheduler in time."""
     tables: Callable[[], Sequence[KnownTable]] | None = None
-    """Returns a server's tables; without it the declared tables count."""
+    """The function returns a server's tables; without it the declared tables count."""
     unreachable: Callable[[], tuple[int, ...]] = lambda: ()
-    """Returns the servers that this server cannot reach."""
     is_well: Callable[[], bool] = lambda: True
     on_beat: Callable[[], None] = lambda: None
 
@@ -197,8 +195,6 @@ class SchedulerLink:
             ) from None
         return read_meta(meta, Any if result is None else result, "an answer of the scheduler"), data
 
-    # Membership.
-
     def register(self, message: messages.Register, *, timeout_s: float | None = None) -> messages.Welcome:
         """Join the cluster; wait for its servers. Raises DeadlineError if they do not register in time."""
         message = msgspec.structs.replace(message, process=own_process())
@@ -234,8 +230,8 @@ class SchedulerLink:
             self.is_closing = True
             self._closed.set()
             self.calls.leave(UsageError("this client is closed: connect again"))
-            # The scheduler closes the connection after it has read Leave. If this end closed it with unread data or
-            # during a write of the scheduler, Leave would be lost, and the others would wait for the timeout.
+            # The scheduler closes the connection after it has read Leave. If this end closed the connection with unread
+            # data or during a write of the scheduler, Leave would be lost, and the others would wait for the timeout.
             try:
                 if threading.current_thread() is not self.thread:
                     self.thread.join(_FAREWELL_S)
@@ -248,8 +244,6 @@ class SchedulerLink:
     def view(self) -> View | None:
         """The newest view; None before the first."""
         return self.state.views.committed
-
-    # The link's thread.
 
     def _run(self) -> None:
         while True:
@@ -329,8 +323,6 @@ class SchedulerLink:
     def _take_view(self, view: View | None) -> None:
         if view is not None:
             self.hooks.on_notice(view)
-
-    # When the connection is lost.
 
     def _come_back(self) -> PacelineError | None:
         """Reconnect to the same scheduler or its replacement; return the reason of a failure."""

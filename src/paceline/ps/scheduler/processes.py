@@ -1,7 +1,7 @@
 """Detection of ended member processes.
 
-A broken connection does not mean that the process has ended. The end of a process under the scheduler's own kernel is
-certain at once. On another host it is probable if the host refuses connections to the process's address.
+A broken connection does not mean that the process has ended. The end is certain at once for a process under the
+scheduler's own kernel. For another host it is probable if the host refuses connections to the process's address.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ProcessWatch:
     """Watches the processes of members, in the event loop's thread.
 
     Calls `on_ended` with the incarnation of a member whose process has certainly ended, and `on_doubted` if it has
-    probably ended. The end of a process is reported after its connection broke (:meth:`disconnected`), so that its last
-    messages are handled first. `fail` receives the exceptions of background tasks.
+    probably ended. An end is reported after the connection broke (:meth:`disconnected`), so that the last messages are
+    handled first. `fail` receives the exceptions of background tasks.
     """
 
     def __init__(self, on_ended: Callable[[int], None], on_doubted: Callable[[int], None], fail: Fail) -> None:
@@ -109,7 +109,7 @@ class ProcessWatch:
             self.forget(incarnation)
 
     def disconnected(self, incarnation: int) -> None:
-        """Find out whether the process of a disconnected member lives."""
+        """Check whether the process of a disconnected member lives."""
         self._connected.discard(incarnation)
         process, endpoint = self._watched.get(incarnation, (None, None))
         if process is not None and process.host == own_host():
@@ -123,8 +123,6 @@ class ProcessWatch:
         """Stop watching all processes."""
         for incarnation in list(self._watched):
             self.forget(incarnation)
-
-    # Under this kernel.
 
     def _open(self, incarnation: int, process: ProcessIdentity) -> None:
         try:
@@ -143,7 +141,6 @@ class ProcessWatch:
             self._poll(incarnation)
 
     def _poll(self, incarnation: int) -> None:
-        """Report the end of a process, or check again soon."""
         self._cancel_poll(incarnation)
         process, _ = self._watched.get(incarnation, (None, None))
         if process is None:
@@ -161,10 +158,8 @@ class ProcessWatch:
         if poll is not None:
             poll.cancel()
 
-    # On other hosts.
-
     async def _probe(self, incarnation: int, endpoint: Endpoint) -> None:
-        """Connect to a member's address until the result is clear or the member is back."""
+        """Connect to a member's address until the result is clear or the member has reconnected."""
         address, backoff = endpoint.tcp, Backoff(_POLL_S, _PROBE_S)
         while address.scheme == "tcp" and incarnation in self._watched and incarnation not in self._connected:
             try:

@@ -1,8 +1,8 @@
 """The scheduler's runtime: it passes frames, ends of processes and the clock to the core, and obeys the core.
 
-All rules are those of :class:`paceline.protocol.scheduler.SchedulerCore`. Only the tables' numbers and settings are
-kept here. The scheduler receives no parameters and no gradients; no process waits for it while tables and members stay
-as they are. It may die: the members store its knowledge for the scheduler that replaces it.
+Only the tables' numbers and settings are kept here. The scheduler receives no parameters and no gradients; no process
+waits for it while tables and members stay as they are. It may die: the members store its knowledge for the next
+scheduler.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Tables:
     def restore(self, tables: Iterable[KnownTable]) -> None:
         """Restore the members' tables; the latest revision of a table counts.
 
-        The next revision is far above all reported ones, because dead processes may have had later ones.
+        The next revision is far above all reported revisions, because dead processes may have had later ones.
         """
         numbers = {known.number for known in self._known.values()}
         for table in tables:
@@ -149,11 +149,9 @@ class Scheduler(Handler):
         self.ended = asyncio.Event()
         """Set when the cluster shall end."""
 
-    # Connections.
-
     @must_succeed
     def connected(self, peer: Peer) -> None:
-        """Start the session of a connection. The first one starts the clock."""
+        """Start the session of a connection. The first connection starts the clock."""
         self.core.connected(peer)
         if self._timer is None:
             self._tick()
@@ -194,8 +192,6 @@ class Scheduler(Handler):
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self.core.heartbeat_s, self._tick)
         self._feed(events.TimePassed())
-
-    # The core.
 
     @must_succeed
     def _feed(self, event: events.Event | events.NewsDue) -> None:
@@ -262,8 +258,6 @@ class Scheduler(Handler):
         kind, body = RESULT if request else NOTICE, (send.body,) if send.body else ()
         meta = self._encoded[1]
         peer.send(*frame_parts(kind, request=request, sequence=send.received, meta=meta, body=body))
-
-    # Tables.
 
     def _serve(self, call: Any, request: Any) -> None:
         assert isinstance(call, PendingCall)

@@ -119,8 +119,6 @@ class Answers:
         """Return the clock of an answer: under sequential consistency, the number of durable iterations."""
         return self._core.durable if self._is_sequential else clock
 
-    # Instructions of the core.
-
     def joined(self, instruction: events.ConfirmJoin) -> None:
         """Notify a worker of the iteration at which it starts to take part."""
         peer, header = _call(instruction.token)
@@ -150,8 +148,6 @@ class Answers:
         push = payload_of(token)
         if push.peer is not None and push.header is not None:
             push.peer.send_error(push.header, self.late_push(push, push.peer))
-
-    # Rejections.
 
     def check_member(self, peer: Peer) -> None:
         """Raise PeerError if a process has left, died or never was a member."""
@@ -207,10 +203,7 @@ class Answers:
         )
 
     def late_push(self, push: ChainPush, peer: Peer) -> DeadlineError:
-        """Return the error for a push with too few replicas.
-
-        It corresponds to NOT_ENOUGH_REPLICAS_AFTER_APPEND of Kafka's ``min.insync.replicas``.
-        """
+        """Return the error for a push with too few replicas, as in Kafka's ``min.insync.replicas``."""
         table = self._tables.find(push.pieces[0].table).spec.name
         return DeadlineError(
             f"{name_of(peer)} waited {timeout_s(peer):g} s for the acknowledgement of a push to table {table!r}: "
@@ -229,7 +222,6 @@ class Answers:
 
 
 def _call(token: Any) -> tuple[Peer, Header]:
-    """Return the connection and header of a worker's message."""
     assert isinstance(token, tuple)
     return token[0], token[1]
 

@@ -1,10 +1,9 @@
 """Backpressure: a server stops reading from clients whose messages fill its memory.
 
-A primary buffers a push until all successors have it, an early frame until its view arrives, and under sequential
-consistency the pushes of an iteration until it is complete. Beyond a budget, the server stops reading from clients that
-send more, until half of the budget is free: such a client waits in its send, and the other clients are served. This
-also bounds the memory of the successors, because a push counts until the last one has it. Connections of servers are
-always read, because they also carry heartbeats.
+A primary buffers pushes until all successors have them, early frames until their view arrives, and under sequential
+consistency the pushes of incomplete iterations. Beyond a budget, the server stops reading from the clients that send
+more, until half of the budget is free. This also bounds the memory of the successors, because a push counts until the
+last successor has it. Connections of servers are always read, because they also carry heartbeats.
 """
 
 from __future__ import annotations

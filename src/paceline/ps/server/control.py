@@ -1,7 +1,6 @@
 """The control calls of a server: creating, reading, writing and describing tables.
 
-A call is a CALL frame with a message of :mod:`paceline.ps.messages`; the answer is a RESULT frame. Gradients do not
-pass through this module, see :mod:`paceline.ps.server.server`.
+A call is a CALL frame with a message of :mod:`paceline.ps.messages`; the answer is a RESULT frame.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ _SLOW_LINK = 12.5e6  # bytes per second: the slowest link on which fills leave r
 
 @dataclass(slots=True)
 class _Sent:
-    """A bucket in flight to a server that is being filled: start, size, and CPU time for sending it."""
-
     number: int
     began_s: float
     size: int
@@ -85,7 +83,7 @@ class FillTransfers:
         sent.busy_s = time.thread_time() - busy_s
 
     def taken(self, target: int, header: Header) -> None:
-        """Schedule the next bucket after four times the cost of the last one, which leaves time for other messages.
+        """Schedule the next bucket after four times the cost of the last bucket, which leaves time for other messages.
 
         The cost is the CPU time at both ends and the time on the link. Waiting time does not count, because it should
         not delay replication.

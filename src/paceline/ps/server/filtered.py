@@ -1,7 +1,8 @@
 """Filtered frames of workers: decoding of requests and encoding of answers.
 
 The first filtered frame of a table on a connection describes the filters. If the server lacks the keys of a frame, it
-rejects this frame and all later ones until the worker has resent the frame unfiltered, because pushes must be in order.
+rejects this frame and all later frames until the worker has resent the frame unfiltered, because pushes must be in
+order.
 """
 
 from __future__ import annotations

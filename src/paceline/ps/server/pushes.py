@@ -38,9 +38,9 @@ class ChainPush(Struct, eq=False):
     header: Header | None = None
     flags: int = 0
     requested: Selection | None = None
-    """The keys that the client reads; None: the keys of its only piece."""
+    """The keys that the client reads; None: the keys of the push's only piece."""
     buckets: Buckets = ALL
-    """The buckets of its keys, or a larger set; saves the search in other buckets."""
+    """The buckets of the push's keys, or a larger set; saves the search in other buckets."""
     is_owned: bool = False
 
     def own(self) -> None:

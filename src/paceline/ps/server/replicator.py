@@ -1,8 +1,6 @@
 """One server's chain messages: its connections to successors, and frames of predecessors.
 
-:class:`~paceline.protocol.server.ServerCore` decides the destinations; :class:`~paceline.ps.server.fills.FillTransfers`
-transfers complete buckets. A cut cable gives no error; bytes just stay unacknowledged. So a server probes its
-successors periodically, and their event loops answer.
+A server probes its successors periodically, because a cut cable gives no error: bytes just stay unacknowledged.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ FrameHandler = Callable[[int, Header, memoryview, memoryview], None]
 
 
 class ChainLinks:
-    """One connection to each wanted server, by incarnation; reconnects when it breaks.
+    """One connection to each wanted server, by incarnation; reconnects after a break.
 
     `on_up` and `on_down` are called with the server's incarnation, `on_frame` with its frames, all in the event loop;
     `fail` is called with an exception that ends a link's task.
@@ -139,8 +137,8 @@ class _Link(Handler):
     def probe(self) -> bool:
         """Send a probe; return whether the server is known to be reachable without it.
 
-        With a large backlog an answer would take long. But then the system accepts more bytes, because the other end
-        acknowledges earlier ones.
+        With a large backlog an answer would take long, but the system accepts more bytes if the other end acknowledges
+        earlier bytes.
         """
         peer = self.peer
         if peer is None:
@@ -261,8 +259,6 @@ class Replicator:
         """Stop the comparisons."""
         self.rounds.close()
 
-    # To successors.
-
     def have_links(self, targets: frozenset[int]) -> None:
         """Keep connections to exactly these servers."""
         if self._links is not None:
@@ -315,8 +311,6 @@ class Replicator:
                 tuple((number, part.pass_number, part.rows_of) for number, part in parts if part.pass_number),
             )
             peer.send(*frame_parts(CLOCKS, epoch=self._core.version, meta=messages.encode(info)))
-
-    # From predecessors.
 
     def read(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> events.Event | None:
         """Return the core's event for a predecessor's frame, whose version must not be above this server's."""
@@ -372,8 +366,6 @@ class Replicator:
             self.tables_changed()
         return events.ClocksReceived(Clocks(info.workers, info.num_missing, info.minimum))
 
-    # Tables.
-
     @must_succeed
     def tables_changed(self) -> None:
         """Send new tables, hyperparameters or passes to the successors."""
@@ -382,7 +374,7 @@ class Replicator:
                 self.send_clocks(target)
 
     def set_update(self, number: int, update: dict[str, Any], revision: int) -> None:
-        """Set a table's hyperparameters unless it has a later revision, and notify the successors.
+        """Set a table's hyperparameters unless the table has a later revision, and notify the successors.
 
         Raises UsageError for another rule.
         """

@@ -112,7 +112,6 @@ class Requests:
         return header.clock + 1
 
     def _buffer(self, peer: Peer, header: Header, table: ServerTable, new: Push, top: float, verdict: Verdict) -> None:
-        """Buffer a new push until the end of its iteration."""
         sums = self._runtime.sums
         assert sums is not None
         buffer, copy, worker = sums.buffer, sums.buffer.copy(*new), verdict.worker
@@ -200,7 +199,6 @@ class Requests:
         return selection, np.frombuffer(body, np.float32, offset=at)
 
     def _apply(self, peer: Peer, header: Header, table: ServerTable, new: Push, top: float, verdict: Verdict) -> int:
-        """Apply a new push; return the flags of the answer."""
         (selection, grads), dropped = new, False
         if verdict.takes_part:
             dropped, grads, top = self._treat(verdict.worker, header, table, new, top)

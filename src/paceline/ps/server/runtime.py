@@ -1,4 +1,4 @@
-"""The runtime of a server's core: passes events to it, and carries out its instructions.
+"""The runtime of a server's core: passes events to the core, and carries out its instructions.
 
 Every change of acknowledgeable state goes through :meth:`Runtime.feed`. An exception in an instruction ends the server.
 """
@@ -156,8 +156,6 @@ class Runtime:
         if self.links is not None:
             self.links.close()
 
-    # Reads and answers.
-
     def read(
         self, peer: Peer, header: Header, table: ServerTable, selection: Selection, clock: int, flags: int
     ) -> None:
@@ -193,7 +191,6 @@ class Runtime:
             read.peer.send_error(read.header, NoRoomError(problem))
 
     def _acknowledge(self, instruction: replication.Acknowledge) -> None:
-        """Answer a push that is on all servers of its chains."""
         push = payload_of(instruction.token)
         peer, header = push.peer, push.header
         if peer is None or header is None:
@@ -229,15 +226,12 @@ class Runtime:
         self.feed(events.Time(time.monotonic()))
         self._expire_later()
 
-    # Pushes.
-
     def _apply(self, instruction: replication.Apply) -> None:
         push = payload_of(instruction.token)
         self._checks.orders.applied(push.incarnation, push.sequence, instruction.buckets)
         apply(self.tables, push, instruction.buckets)
 
     def _sum_up(self, token: events.SumUp) -> None:
-        """Sum an iteration into a push that goes down the chains."""
         assert self.sums is not None
         pieces = self.sums.pieces(token.iteration, token.workers, token.buckets)
         sequence, buckets = token.iteration + 1, token.buckets
@@ -257,7 +251,6 @@ class Runtime:
             self.sums.buffer.clear()
 
     def _forget_worker(self, instruction: events.ForgetWorker) -> None:
-        """Drop a worker's staleness and pending errors."""
         self.stale.forget(instruction.worker)
         for table in self.tables.by_number.values():
             table.staleness.forget(instruction.worker)
@@ -271,8 +264,6 @@ class Runtime:
     def _have_links(self, instruction: replication.Links) -> None:
         self.replicator.have_links(instruction.targets)
         self._fills.send_soon()
-
-    # Buckets.
 
     def _drop(self, instruction: replication.Drop) -> None:
         self._checks.drop(instruction.buckets)
@@ -288,8 +279,6 @@ class Runtime:
             table.part.set_primary(instruction.buckets)
         if self.sums is not None:
             self.sums.restrict(instruction.buckets)
-
-    # Links to successors.
 
     def _link_up(self, target: int) -> None:
         self.feed_surely(replication.LinkUp(target))

@@ -1,9 +1,7 @@
 """A parameter server: frames in, tables updated, answers out. One asyncio loop, one thread, no locks.
 
-Clients and other servers send frames through a transport's :class:`Handler`; the scheduler's views come by
-:meth:`Server.view_changed`. :class:`~paceline.protocol.server.ServerCore` decides. A frame is timed, then read by
-`Requests` (from clients), `Replicator` (from servers) or `ServerControl`. Its event goes to the `Runtime`, which
-carries out the core's instructions. The tables and their kernels do the arithmetic.
+A frame is timed, then read by `Requests` (from clients), `Replicator` (from servers) or `ServerControl`. Its event goes
+to the `Runtime`, which carries out the instructions of :class:`~paceline.protocol.server.ServerCore`.
 """
 
 from __future__ import annotations
@@ -241,8 +239,6 @@ class Server(Handler):
             except PacelineError as error:
                 if header.kind != SYNCED:
                     peer.send_error(header, error)
-
-    # Frames.
 
     def _chain(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a frame of a predecessor.

@@ -1,8 +1,7 @@
 """A server's side of snapshots: buckets are copied between requests, and threads write and read files.
 
-The event loop copies one bucket at a time, during which nothing changes it, and serves requests before the next one. At
-most `_WRITERS` parts are being written, so a slow disk delays the snapshot but never a push. The coordinator
-(:mod:`paceline.ps.client.snapshots`) sends the requests.
+The event loop copies one bucket at a time, during which no change is possible, and serves requests before the next
+bucket. At most `_WRITERS` parts are being written, so a slow disk delays the snapshot but never a push.
 """
 
 from __future__ import annotations
@@ -147,7 +146,6 @@ class _Taking:
             self._buffers.append(_call(self._pool, self._write, next(files), spec.name, gathered))
 
     def _copy(self, number: int, bucket: int) -> tuple[Keys, Floats] | None:
-        """Return a bucket; None if it has moved to another server."""
         moment = self._moments.get(number)
         if moment is not None:
             keys, records = moment.read(bucket)
@@ -195,7 +193,6 @@ class _Taking:
 
     @property
     def _prefix(self) -> str:
-        """The prefix of this server's file names."""
         return f"s{self._tables.rank}-r{self._request.round}"
 
     def _remove(self) -> None:
@@ -213,8 +210,6 @@ class _Taking:
 
 
 class _PartsLoading:
-    """The loading of buckets from parts on the disk into a table."""
-
     def __init__(self, tables: ServerTables, request: LoadParts, non_finite: NonFinite) -> None:
         self._table = tables.find(request.table)
         self._part = self._table.part
@@ -267,7 +262,6 @@ class _PartsLoading:
 
 
 def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run a coroutine as a task; its exceptions are handled like exceptions of callbacks."""
     task = asyncio.get_running_loop().create_task(work)
     task.add_done_callback(lambda ended: None if ended.cancelled() else ended.result())
     return task

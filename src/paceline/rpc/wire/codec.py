@@ -1,11 +1,11 @@
 """Encoding of call values: msgpack, with the memory of arrays appended without a copy.
 
-A message has a msgpack part and a body. The msgpack part has an extension with dtype and shape for each array. The body
-has the elements in the order of the extensions, each array padded to 8 bytes; decoded arrays are views of the body.
-Received data is not trusted: sizes are checked before an array is created, names of functions and classes are checked
-by :class:`paceline.rpc.allowed.Allowed`, and pickles are read only if this process has enabled them.
+The msgpack part has an extension with dtype and shape for each array. The body has the arrays in the order of the
+extensions, each padded to 8 bytes; decoded arrays are views of the body. Received data is not trusted: sizes are
+checked before an array is created, :class:`paceline.rpc.allowed.Allowed` checks names of functions and classes, and
+pickles are read only if this process has enabled them.
 
-Other modules register kinds of values with :func:`add_kind`: RRefs (`rref`), PyTorch's (`tensors`), others (`kinds`).
+:func:`add_kind` registers more kinds of values.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ from paceline.rpc.allowed import Allowed
 from paceline.transport import PADS, UNREADABLE, Buffer, padded
 
 MAX_DEPTH: Final = 100
-"""Maximum nesting of lists, tuples, dictionaries and dataclasses."""
-
 REFERENCE, TENSOR, OF_TORCH = 20, 21, 22
 """Extension codes of other modules; `kinds` has the smaller ones."""
 
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})
 _NUMERIC = "?bhilqBHILQefdFD"
 DTYPES: Final = {np.dtype(code).name: np.dtype(code).newbyteorder("<") for code in _NUMERIC}
-"""The dtypes that can be sent, by name."""
-
 Pack = Callable[["Encoding", Any], Any]
 Unpack = Callable[["Decoding", memoryview], Any]
 _packs: dict[type, Pack] = {}
@@ -106,7 +102,6 @@ class Encoding:
         self.parts: list[Buffer] = []
         """The body: memory of the arrays, not copied, and padding."""
         self.references: list[Any] = []
-        """The RRefs of the message."""
         self.tensors: list[Any] = []
         """The tensors of the message that require a gradient, if `records` is set."""
         self.pickle, self.records, self.agent = pickle, records, agent

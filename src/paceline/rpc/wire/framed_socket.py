@@ -1,8 +1,8 @@
 """Frames on a connected socket, sent and received by the calling threads.
 
-A small frame is copied out of the receive buffer. The rest of a large frame is received in place, into memory that its
-arrays use. Over a network without TLS, every frame has a tag (`security.sealing`), whose key is derived from the token
-and a nonce of each end.
+A small frame is copied out of the receive buffer. The rest of a large frame is received into the memory of its arrays.
+Over a network without TLS, every frame has a tag (`security.sealing`), whose key is derived from the token and a nonce
+of each end.
 """
 
 from __future__ import annotations

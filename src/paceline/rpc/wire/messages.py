@@ -134,7 +134,7 @@ def failure_of(
 ) -> PacelineError:
     """Return the exception in a FAILED frame, sent by `worker` about the call `description`.
 
-    Its class is built in, one of Paceline's or one that is `allowed` here.
+    Its class is built in, defined by Paceline, or `allowed` here.
     """
     failure: CallFailure = decode_failure(meta)
     message = "\n".join(printable(line, _MAX_TEXT) for line in failure.message.split("\n"))
@@ -161,7 +161,6 @@ def _create(kind: type[RemoteError], arguments: Sequence[Any]) -> RemoteError:
 
 
 def _class_of(name: str, allowed: Allowed | None) -> Any:
-    """Return the exception class of this name; None if it is unknown or not allowed."""
     if ":" not in name:
         return getattr(errors, name, None) or getattr(builtins, name, None)
     if allowed is not None:
@@ -172,7 +171,6 @@ def _class_of(name: str, allowed: Allowed | None) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(kind: Any) -> type[RemoteError]:
-    """Return the class to raise here for a class of the other process."""
     if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(RemoteError, kind):
         return RemoteError
     try:

@@ -1,10 +1,9 @@
 """Message bodies in shared memory of the two ends of a connection on one host.
 
-A Unix socket copies a body twice, into pages of the kernel and out again. Shared memory needs one copy, by the sender.
-When the first large body occurs in either direction, the caller creates the memory and offers it to the callee. After
-the callee has mapped it, bodies that fit use it in both directions; the frame contains the slot's number. The
-receiver's arrays are views of the slot, which becomes free when they are deleted. If few slots are free, the receiver
-copies bodies. Without a free slot, the body is sent through the socket.
+Shared memory needs one copy, a Unix socket two. At the first large body in either direction, the caller creates the
+memory and offers it to the callee. After the callee has mapped the memory, bodies that fit use it in both directions;
+the frame contains the slot's number. The receiver's arrays are views of the slot, which becomes free when they are
+deleted. If few slots are free, the receiver copies bodies. Without a free slot, the body is sent through the socket.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from paceline.errors import ProtocolError
 from paceline.transport.frames import Buffer, view_of
 
 SMALLEST_BYTES: Final = 1 << 16
-"""Smaller bodies are sent through the socket."""
 SLOT_BYTES: Final = (1 << 20) + (1 << 16)
 _SLOTS: Final = 4  # per direction
 _MAX_VIEWED: Final = 2
@@ -43,7 +41,7 @@ def can_share() -> bool:
 class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
     """A body in a slot, which becomes free when the last reference to its memory is deleted.
 
-    A slot that is viewed during a fork is never freed, because parent and child may both use the view.
+    A slot with a view during a fork is never freed, because parent and child may both use the view.
     """
 
     flag: NDArray[np.uint8] | None = None
