@@ -82,7 +82,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class BucketsLost:
-    """The last server with these buckets (a mask) has ended: their data is lost."""
+    """The data of these buckets (a mask) is lost, because their last server has ended."""
 
     buckets: int
 

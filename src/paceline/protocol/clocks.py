@@ -47,7 +47,7 @@ class VectorClock:
 
     @property
     def clocks(self) -> Mapping[int, int]:
-        """Every member's clock, finished ones included; a live read-only view."""
+        """Every member's clock, including finished members; a live read-only view."""
         return MappingProxyType(self._clocks)
 
     def counts(self, worker: int) -> bool:
@@ -91,7 +91,7 @@ class VectorClock:
             self._add(start)
 
     def tick(self, worker: int, clock: int) -> bool:
-        """Raise a member's clock; return False for other workers and if it would not rise. O(1) for a rise by one."""
+        """Raise a member's clock; return False for other workers and for no rise. O(1) for a rise by one."""
         before = self._clocks.get(worker)
         if before is None or clock <= before:
             return False

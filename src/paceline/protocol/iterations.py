@@ -152,7 +152,7 @@ class Iterations:
 
     @property
     def durable(self) -> int:
-        """All iterations below this one are complete, in a chain with enough replicas; 0 during a takeover."""
+        """All earlier iterations are complete, in a chain with enough replicas; 0 during a takeover."""
         in_chain = self._in_chain
         return min(in_chain, self._safe) if self._replication.place.short else in_chain
 
@@ -218,7 +218,7 @@ class Iterations:
         return sums
 
     def acknowledged(self, iteration: int) -> None:
-        """Record that the whole chain has a sum of an iteration; call it once for each Sum."""
+        """Record that the whole chain has the sum of an iteration. Call this once for each Sum."""
         self._unsafe[iteration] -= 1
         if not self._unsafe[iteration]:
             del self._unsafe[iteration]
@@ -263,7 +263,7 @@ class Iterations:
             self._safe = max(self._safe, self._in_chain)
 
     def forget(self, worker: int, clock: int) -> None:
-        """Drop a worker's pushes for iterations from `clock` on: it retires or leaves there."""
+        """Drop a worker's pushes for iterations from `clock` on, because the worker retires or leaves at `clock`."""
         for iteration in [iteration for iteration in self._pushed if iteration >= clock]:
             self._pushed[iteration].discard(worker)
             if not self._pushed[iteration]:

@@ -37,7 +37,7 @@ Address = TypeVar("Address", default=Any)
 
 
 class ProcessIdentity(Struct, frozen=True, array_like=True):
-    """Identity of one process among all that ever ran."""
+    """Identity of one process, unique for all time."""
 
     host: str
     """The boot of the machine, and the namespace of the process ids."""
@@ -114,7 +114,7 @@ class Membership:
 
     @property
     def last_incarnation(self) -> int:
-        """Processes with incarnations up to this one that are not members have left or died."""
+        """Non-members with this incarnation or an earlier one have left or died."""
         return self._unknown.start - 1 if self._unknown else self._next_incarnation - 1
 
     def is_unknown(self, incarnation: int) -> bool:
@@ -213,7 +213,7 @@ class Membership:
         return True
 
     def doubt(self, incarnation: int) -> bool:
-        """Count a member as overdue until its next heartbeat; return whether it is a member."""
+        """Count a member as overdue until its next heartbeat; return whether the process is a member."""
         if incarnation not in self._members:
             return False
         self._heartbeat_s[incarnation] = -float("inf")

@@ -45,7 +45,7 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """Expel this server: it and the live `peers` cannot reach each other."""
+    """Expel this server, because the server and the live `peers` cannot reach each other."""
 
     server: int
     peers: tuple[int, ...]

@@ -35,7 +35,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close the connection to a server that has left all chains; its session has only calls, which fail."""
+    """Close the connection to a server that has left all chains. Its session has only calls, which fail."""
 
     session: ServerSession
 

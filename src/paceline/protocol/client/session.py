@@ -156,7 +156,7 @@ class Request:
 
     @property
     def held_buckets(self) -> Buckets:
-        """The buckets of a retained push that its server still has."""
+        """The buckets of a retained push that the server still has."""
         assert self.payload is not None
         return self.payload.buckets if self.held is None else self.payload.buckets & self.held
 
@@ -266,7 +266,7 @@ class ServerSession:
         self._finish(request)
 
     def withdraw(self, request: Request) -> None:
-        """Drop a request that could not be sent; its caller has the error."""
+        """Drop a request that could not be sent. Its caller has the error."""
         self._finish(request)
 
     def repeat_from(self, request: Request) -> list[Request]:

@@ -36,7 +36,7 @@ class Leases:
         return answers
 
     def take(self, call: object, rank: int, *, wait: bool, time_s: float) -> None:
-        """Answer a worker's request for a shard; with `wait`, as soon as one is free."""
+        """Answer a worker's request for a shard; with `wait`, as soon as a shard is free."""
         if self._absent and not self._is_closed:
             self._early[rank] = call, wait
             self._worker_arrived(rank, time_s)
@@ -65,7 +65,7 @@ class Leases:
         self._carry_out(self.pool.file_ended(file, num_shards))
 
     def left(self, rank: int, time_s: float) -> bool:
-        """Free the leases of a worker that died or left; return whether it had any."""
+        """Free the leases of a worker that died or left; return whether the worker had leases."""
         held = self.pool.holds(rank)
         self._calls.pop(rank, None)
         self._granted.pop(rank, None)
@@ -81,7 +81,7 @@ class Leases:
         return not self._is_closed and self.pool.has_free
 
     def give_away(self, rank: int) -> None:
-        """Give an absent worker's stride to the others until it comes."""
+        """Give an absent worker's stride to the other workers until the absent worker comes."""
         self._carry_out(self.pool.worker_lost(rank))
 
     def rests(self, rank: int, time_s: float) -> None:

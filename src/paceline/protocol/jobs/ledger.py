@@ -133,7 +133,7 @@ class JobLedger:
         return self._leases.take_answers()
 
     def take_lease(self, call: object, rank: int, *, wait: bool, time_s: float) -> None:
-        """Answer a worker's request for a shard; with `wait`, as soon as one is free."""
+        """Answer a worker's request for a shard; with `wait`, as soon as a shard is free."""
         self._leases.take(call, rank, wait=wait, time_s=time_s)
 
     def lease_done(self, worker: Member, request: LeaseDone) -> None:
@@ -150,7 +150,7 @@ class JobLedger:
         self._has_news = True
 
     def report_received(self) -> None:
-        """Record that the poster has its last report, because it has sent another request."""
+        """Record that the poster has its last report, because the poster has sent another request."""
         found = self.results.report_received()
         if found is not None:
             self._note_done(found.later, found.incarnation, found.done_counters)
@@ -175,7 +175,7 @@ class JobLedger:
             self.results.forget_undone(worker.incarnation)
 
     def rests(self, rank: int, time_s: float) -> None:
-        """Record that a worker has finished this job, because it requested the next."""
+        """Record that a worker has finished this job, because the worker requested the next job."""
         self._leases.rests(rank, time_s)
 
     @property

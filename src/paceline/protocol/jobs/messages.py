@@ -87,7 +87,7 @@ OCCUPIED: Final = "another training uses this cluster. Wait for its end, or star
 
 
 class ClaimCluster(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Request that only this process posts jobs until it leaves. Answered by bool: False if another process does."""
+    """Request that only this process posts jobs until it leaves. Answered by bool: False if another process does so."""
 
 
 class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):

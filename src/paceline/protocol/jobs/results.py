@@ -13,7 +13,7 @@ _BEFORE = -1  # in place of an incarnation: the counters of the snapshot that th
 
 @dataclass(slots=True)
 class StoredReport:
-    """A report, the shards that it completes for the poster, and the worker's counters then."""
+    """A report, the shards that the report completes for the poster, and the worker's counters at that time."""
 
     incarnation: int
     report: Report

@@ -82,7 +82,7 @@ class ShardStates:
                 del states[num_shards:]
 
     def known(self) -> Iterator[Key]:
-        """Every shard, in order; of a file whose number is unknown, those leased so far."""
+        """Every shard, in order; for a file of unknown length, the shards leased so far."""
         for epoch in range(self.epochs):
             for file, size in enumerate(self.sizes):
                 num_shards = len(self._states.get((epoch, file), b"")) if size is None else size

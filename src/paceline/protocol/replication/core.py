@@ -79,7 +79,7 @@ class Replication:
 
     @property
     def filling(self) -> frozenset[int]:
-        """The servers that this one must send buckets to: see :meth:`next_fill`."""
+        """The servers that receive buckets from this server: see :meth:`next_fill`."""
         return frozenset(filter(self._fills.unsent, self._fills.targets))
 
     @property
@@ -93,7 +93,7 @@ class Replication:
         return bool(self.place.successors)
 
     def checkable(self, target: int) -> int:
-        """Return the buckets that are equal on `target` once it has received everything sent so far."""
+        """Return the buckets that are equal on `target` after it has received all messages sent so far."""
         if target not in self._up:
             return 0
         return self.place.successors.get(target, 0) & ~self._fills.wanted(target) & ~self.pushes.ahead_of_primary()
@@ -124,7 +124,7 @@ class Replication:
         return max((last for incarnation, last, _ in applied if incarnation == AGGREGATE), default=0)
 
     def push(self, token: object, incarnation: int, sequence: int, buckets: int) -> list[Instruction]:
-        """Accept a client's push, or this server's own sum of an iteration, with keys in `buckets`, which it leads."""
+        """Accept a client's push, or this server's own sum of an iteration. This server leads the keys' `buckets`."""
         fresh = self.delivery.admit(incarnation, sequence, buckets)
         return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_own=True), fresh)
 

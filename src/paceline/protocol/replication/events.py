@@ -99,7 +99,7 @@ class Acknowledge(Struct, frozen=True):
 
 
 class Withhold(Struct, frozen=True):
-    """Do not answer yet: the whole chain has the push, but is too short. The answer waits for a Change or `give_up`."""
+    """Do not answer yet, because the whole chain has the push, but is too short. Answer after a Change or `give_up`."""
 
     token: object
 
@@ -117,7 +117,7 @@ class Forget(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """Replace the bucket by the received one, and confirm it to the sender. Ends the token."""
+    """Replace the bucket by the received bucket, and confirm it to the sender. Ends the token."""
 
     token: object
     bucket: int

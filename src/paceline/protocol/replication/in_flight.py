@@ -45,11 +45,11 @@ class Fills:
         return self._wanted.get(target, 0)
 
     def unsent(self, target: int) -> Buckets:
-        """Return the buckets not yet sent to a server: it receives no pushes to them."""
+        """Return the buckets not yet sent to a server, which receives no pushes to these buckets."""
         return self._wanted.get(target, 0) & ~self._sent.get(target, 0)
 
     def change(self, wanted: Mapping[int, Buckets], *, follows: bool) -> None:
-        """Set the fills of a new view. Confirmations stay valid if it `follows`, so that no view was missed."""
+        """Set the fills of a new view. Confirmations stay valid if the view `follows` the last view without a gap."""
         confirmed = self._confirmed if follows else {}
         self._wanted = dict(wanted)
         self._confirmed = {target: confirmed.get(target, 0) & buckets for target, buckets in wanted.items()}
@@ -75,7 +75,7 @@ class Fills:
             self._sent[target] = self._confirmed[target]
 
     def confirm(self, target: int, number: int) -> bool:
-        """Record a server's confirmation of a bucket by number; return whether it is new."""
+        """Record a server's confirmation of a bucket by number; return whether the confirmation is new."""
         state = self._states.pop(number, None)
         if state is None or state[0] != target:
             return False
@@ -92,7 +92,7 @@ class Fills:
         return confirmed
 
     def reports(self, target: int, version: int) -> list[Instruction]:
-        """Return the report of a server's confirmed buckets if one is due."""
+        """Return the report of a server's confirmed buckets if a report is due."""
         filled = self.to_report(target)
         return [Filled(version, target, to_bytes(filled))] if filled else []
 
@@ -119,7 +119,7 @@ class PendingPush(Struct, eq=False):
 
     @property
     def is_sum(self) -> bool:
-        """Whether this server has computed it as the sum of an iteration."""
+        """Whether this server has computed the push as the sum of an iteration."""
         return self.is_own and self.incarnation == AGGREGATE
 
 
@@ -203,7 +203,7 @@ class PendingPushes:
         return None if push.waiting else push
 
     def give_away(self, push: PendingPush, taken: Buckets) -> None:
-        """Remove these buckets from a push, because they were forwarded again under another number."""
+        """Remove these buckets from a push, because they were forwarded under another number."""
         push.buckets &= ~taken
         for target, (number, buckets) in list(push.waiting.items()):
             if buckets & ~taken:
@@ -271,7 +271,7 @@ class ChainProgress:
         return self._pending.left() & self._overtaken if self._overtaken else 0
 
     def give_up(self, token: object) -> None:
-        """Drop a withheld push: its sender has received a timeout."""
+        """Drop a withheld push, because its sender has received a timeout."""
         self._withheld = {push: None for push in self._withheld if push.token is not token}
 
     def take(self, push: PendingPush, fresh: Buckets) -> list[Instruction]:

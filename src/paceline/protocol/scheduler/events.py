@@ -38,13 +38,13 @@ class Disconnected(Struct, frozen=True):
 
 
 class ProcessEnded(Struct, frozen=True):
-    """The process of this incarnation has certainly ended: the kernel of its host reports it."""
+    """The process of this incarnation has certainly ended, according to the kernel of its host."""
 
     incarnation: int
 
 
 class Doubted(Struct, frozen=True):
-    """The process of this incarnation has probably ended: its host refuses connections to its address."""
+    """The process of this incarnation has probably ended, because its host refuses connections to its address."""
 
     incarnation: int
 
@@ -79,20 +79,20 @@ class Reject(Struct, frozen=True):
 
 
 class SendElsewhere(Struct, frozen=True):
-    """Answer with Elsewhere: this scheduler has another cluster now. The member waits for its own."""
+    """Answer with Elsewhere, because this scheduler has another cluster. The member waits for its own cluster."""
 
     peer: object
 
 
 class DeclareDead(Struct, frozen=True):
-    """Notify the process that it is not a member any more, so that it stops. `reason` follows "declared dead"."""
+    """Notify a process that it is no longer a member, so that it stops. `reason` follows "declared dead"."""
 
     peer: object
     reason: str
 
 
 class Removed(Struct, frozen=True):
-    """The member is removed; `reason` is None if it has left, else it is dead."""
+    """The member is removed: it has left (`reason` is None) or is dead."""
 
     member: Member
     reason: str | None
@@ -106,20 +106,20 @@ class TakenOver(Struct, frozen=True):
     dead: tuple[Member, ...]
 
     def without(self, member: Member) -> TakenOver:
-        """Return the same with one more dead member."""
+        """Return a copy with one more dead member."""
         returned = tuple(pair for pair in self.returned if pair[1].member.incarnation != member.incarnation)
         return TakenOver(returned, (*self.dead, member))
 
 
 class RequestPromise(Struct, frozen=True):
-    """Request these servers to prepare no view of a lower term than this one; answered by Promised."""
+    """Request these servers to prepare no view of a lower term; answered by Promised."""
 
     peers: tuple[object, ...]
     term: int
 
 
 class Prepare(Struct, frozen=True):
-    """Send this view to these servers, which store it, do not act on it yet, and answer with Prepared."""
+    """Send this view to these servers, which store the view without acting on it and answer with Prepared."""
 
     peers: tuple[object, ...]
     view: View
@@ -180,7 +180,7 @@ class Close(Struct, frozen=True):
 
 
 class WatchProcess(Struct, frozen=True):
-    """Watch the process of a member, which may end. Skip it if :meth:`SchedulerCore.is_watched` is false by then."""
+    """Watch the process of a member, which may end. Skip this if :meth:`SchedulerCore.is_watched` is false."""
 
     member: Member
     is_connected: bool
@@ -193,7 +193,7 @@ class WatchOnly(Struct, frozen=True):
 
 
 class MemberDisconnected(Struct, frozen=True):
-    """A member has no connection any more: find out whether its process has ended."""
+    """A member has no connection any more: check whether its process has ended."""
 
     incarnation: int
 

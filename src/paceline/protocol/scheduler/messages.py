@@ -80,12 +80,12 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
     @property
     def highest_term(self) -> int:
-        """The highest term of its views and promises."""
+        """The highest term of the member's views and promises."""
         return max(self.view.term, self.promised)
 
     @property
     def job_number(self) -> int:
-        """The number of the latest job that it knows; 0 without one."""
+        """The number of the latest job that the member knows; 0 without a job."""
         return 0 if self.job is None else self.job.number
 
     @property
@@ -95,7 +95,7 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
     @property
     def has_worked(self) -> bool:
-        """Whether it is a worker that had shards of that job."""
+        """Whether the member is a worker that had shards of that job."""
         return self.job is not None and self.job.has_worked
 
 
@@ -112,18 +112,18 @@ class Leave(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Drain(Struct, frozen=True, kw_only=True, tag=True):
-    """NOTICE of a server: it leaves once its buckets are on other servers, and receives Ended then."""
+    """NOTICE of a server that leaves once its buckets are on other servers. The server then receives Ended."""
 
 
 class Prepared(Struct, frozen=True, tag=True):
-    """NOTICE of a server: it has the view of this order (:attr:`View.order`)."""
+    """NOTICE of a server that has the view of this order (:attr:`View.order`)."""
 
     term: Term
     epoch: Number
 
 
 class Promised(Struct, frozen=True, tag=True):
-    """NOTICE of a server: it prepares no view of a lower term from now on."""
+    """NOTICE of a server that prepares no view of a lower term from now on."""
 
     term: Term
 
@@ -166,7 +166,7 @@ class Promise(Struct, frozen=True, tag=True):
 
 
 class PrepareView(Struct, Generic[Address], frozen=True, tag=True):
-    """NOTICE to a server: store this view and do not act on it yet. Answered by Prepared."""
+    """NOTICE to a server: store this view without acting on it. Answered by Prepared."""
 
     view: View[Address] | ViewChange[Address]
 

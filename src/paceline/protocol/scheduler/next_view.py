@@ -90,7 +90,7 @@ class Suspects:
         return True
 
     def fall_silent(self, servers: Collection[int]) -> None:
-        """Suspect these overdue servers: the cluster continues without them."""
+        """Suspect these overdue servers, because the cluster continues without them."""
         self._silent = {**dict.fromkeys(servers, False), **self._silent}
 
     def wait_for(self, servers: tuple[Member, ...]) -> list[NotifyOperator]:
@@ -108,7 +108,7 @@ class Suspects:
         )
 
     def report_waits(self, servers: Iterable[int]) -> list[int]:
-        """Return the silent servers among these whose wait is unreported, and mark it as reported."""
+        """Return the silent servers among `servers` with unreported waits, and mark their waits as reported."""
         unreported = [server for server in servers if not self._silent.get(server, True)]
         self._silent.update(dict.fromkeys(unreported, True))
         return unreported
@@ -136,7 +136,7 @@ class Drains:
         self._are_all = set(servers) <= self.servers
 
     def connected(self, incarnation: int) -> None:
-        """Record that a member has reconnected. It may not have received its release."""
+        """Record that a member has reconnected. The member may not have received its release."""
         self._released.discard(incarnation)
 
     def removed(self, incarnation: int) -> None:
@@ -182,7 +182,7 @@ class NextView:
             )
 
     def filled(self, version: int, target: int, buckets: int) -> bool:
-        """Record that a server has these buckets now; return False if the report is of another view."""
+        """Record that a server has these buckets; return False for a report of another view."""
         # A report of another view may be obsolete; servers repeat it for the committed view.
         if version != self.publication.committed.version:
             return False

@@ -24,7 +24,7 @@ from paceline.protocol.scheduler.views import View, may_take_over
 
 
 class Evidence:
-    """The knowledge of the members of one cluster that are back, by connection. `ended` are ended incarnations."""
+    """The records of one cluster's rejoined members, by connection. `ended` are ended incarnations."""
 
     def __init__(self, by_peer: Mapping[object, Rejoin]) -> None:
         self.by_peer = dict(by_peer)
@@ -198,7 +198,7 @@ class Recovery:
         return time_s >= self._deadline_s and not has_servers
 
     def add(self, peer: object, returned: Rejoin, time_s: float) -> None:
-        """Add a member that is back; its newest connection counts."""
+        """Add a rejoined member; its newest connection counts."""
         if not self._returned:
             self._deadline_s = time_s + self._timeout_s
         name = returned.cluster, returned.member.incarnation
@@ -235,7 +235,7 @@ class Recovery:
         self._ended.add(incarnation)
 
     def doubt(self, incarnation: int) -> None:
-        """Note that the process of a member has probably ended. A quorum without it does not wait for it."""
+        """Record that the process of a member has probably ended. A quorum without the member does not wait for it."""
         self._doubted.add(incarnation)
 
     @property
@@ -260,7 +260,7 @@ class Recovery:
         return [events.SendElsewhere(peer) for peer in self._returned]
 
     def awaited(self) -> tuple[Member, ...]:
-        """Return the members that are not back, whose processes may have ended."""
+        """Return the members that have not rejoined, whose processes may have ended."""
         return self.evidence().awaited(self._ended)
 
     def decide(self, registering: Collection[str], time_s: float) -> list[Outcome]:

@@ -33,7 +33,7 @@ class Session:
         self.end = SchedulerEnd()
 
     def answer(self, request: int, content: Any, body: bytes = b"") -> list[SendMessage]:
-        """Store the answer to a call, which may be an error; send it now, or after the process has reconnected."""
+        """Store the answer to a call (or its error), and send it now or after the process has reconnected."""
         if not request:
             return []
         self.end.answered(request, (content, body))
@@ -49,7 +49,7 @@ class Session:
         return [send for request, answer in self.end.answers() for send in self._send(request, *answer)]
 
     def notify(self, message: Any) -> list[SendMessage]:
-        """Send a notice; drop it if there is no connection."""
+        """Send a notice; drop the notice if there is no connection."""
         return self._send(0, message)
 
     def _send(self, request: int, content: Any, body: bytes = b"") -> list[SendMessage]:
@@ -97,7 +97,7 @@ class Sessions:
         return [] if request is None else [SendMessage(peer, answer, request)]
 
     def notify(self, peers: Iterable[object], message: Any) -> list[SendMessage]:
-        """Send a notice to the connected ones of these peers."""
+        """Send a notice to the connected peers among `peers`."""
         return [SendMessage(peer, message) for peer in peers if peer in self.connected]
 
     def welcome(self, peer: object, incarnation: int) -> tuple[Session, bool] | None:

@@ -92,7 +92,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     @property
     def num_buckets(self) -> int:
-        """The number of buckets that have chains, lost ones included."""
+        """The number of buckets that have chains, including lost buckets."""
         return sum(count(group.buckets) for group in self.groups)
 
     @property
@@ -225,7 +225,7 @@ class KnownViews:
         return self.promised == term
 
     def commit(self, view: View) -> bool:
-        """Take a committed view; return whether it is newer than the last."""
+        """Store a committed view; return whether it is newer than the last view."""
         if self.committed is not None and view.order <= self.committed.order:
             return False
         self.committed = view
@@ -247,7 +247,7 @@ def may_commit(voters: Collection[int], ended: Collection[int], prepared: Collec
 
 
 def may_take_over(voters: Collection[int], ended: Collection[int], returned: Collection[int], replicas: int) -> bool:
-    """Whether a scheduler may continue from a view with these `voters`, given the servers that are back."""
+    """Whether a scheduler may continue from a view with these `voters`, given the rejoined servers."""
     return _have(len(voters) - commit_quorum(len(voters), replicas) + 1, voters, ended, returned)
 
 

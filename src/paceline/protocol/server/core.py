@@ -87,7 +87,7 @@ class ServerCore:
 
     @property
     def filling(self) -> frozenset[int]:
-        """The servers that this one must send buckets to."""
+        """The servers that receive buckets from this server."""
         return self.replication.filling
 
     @property
@@ -161,7 +161,7 @@ class ServerCore:
         return self.replication.next_fill(target)
 
     def checkable(self, target: int) -> Buckets:
-        """Return the buckets that `target` can compare with its own."""
+        """Return the buckets that `target` can compare with its own buckets."""
         return self.replication.checkable(target)
 
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
@@ -301,7 +301,7 @@ class ServerCore:
         return self._take_out()
 
     def tick(self, worker: int, clock: int) -> list[Instruction]:
-        """Apply a WorkerTicked, as :meth:`handle` does. O(1) if it completes no iteration."""
+        """Apply a WorkerTicked, as :meth:`handle` does. O(1) if no iteration is completed."""
         workers = self.workers
         if worker not in workers.counted:
             return []

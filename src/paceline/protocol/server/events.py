@@ -89,7 +89,7 @@ class WaitReasons(NamedTuple):
 
 
 class Clocks(Struct, frozen=True):
-    """The workers' clocks, which one server sends to a new one."""
+    """The workers' clocks, which one server sends to a new server."""
 
     workers: tuple[tuple[int, int, int, bool], ...]
     """Each worker's incarnation, rank, clock, and whether it takes part."""
@@ -227,7 +227,7 @@ class Late(Struct, frozen=True):
 
 
 class DropBuffered(Struct, frozen=True):
-    """Drop a worker's buffered pushes from `iteration` on: it will not finish these iterations."""
+    """Drop a worker's buffered pushes from `iteration` on, because the worker will not finish these iterations."""
 
     worker: int
     iteration: int
@@ -258,7 +258,7 @@ class Completed(Struct, frozen=True):
 
 
 class ForgetWorker(Struct, frozen=True):
-    """Drop all state of a worker that has taken part: it left, or this server is in no chain."""
+    """Drop all state of a worker that has taken part, because the worker left or this server is in no chain."""
 
     worker: int
 

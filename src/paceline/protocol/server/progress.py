@@ -82,7 +82,7 @@ class BlockedReads:
         self._reads[read.token] = read
 
     def pass_gate(self, token: object) -> None:
-        """Record that the gate is open for a read, if it still waits."""
+        """Record that the gate is open for a read, if the read still waits."""
         if token in self._reads:
             self._past_gate[token] = None
 
@@ -203,7 +203,7 @@ class Progress:
             self.iterations.forget(worker, clock)
 
     def take_clocks(self, known: Clocks) -> None:
-        """Adopt another server's clocks, unless this one is a primary. Raises ProtocolError for impossible clocks."""
+        """Adopt another server's clocks unless this is a primary. Raises ProtocolError for impossible clocks."""
         if self.replication.primary:
             return
         self.workers.check_clocks(known)

@@ -81,8 +81,6 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         """The group that runs the calls; :meth:`~paceline.collectives.Group.explain` shows the algorithms."""
         return self._group
 
-    # identity; C++ uses the other names
-
     def rank(self) -> int:
         """Return this process's rank in the group."""
         return self._group.rank

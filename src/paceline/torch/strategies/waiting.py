@@ -81,7 +81,7 @@ def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
 
 
 class _WaitBefore:
-    """A hook before a module's forward. In a copy of the module it does not wait."""
+    """A hook before a module's forward; a copy of the module does not wait."""
 
     def __init__(self, parameters: WaitingParameters | None = None) -> None:
         self._parameters = parameters

@@ -67,7 +67,7 @@ class BatchKind:
     """Descriptions for batches of one shape, in one mode."""
 
     values: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """Descriptions of the values that travel, by (route, microbatch)."""
+    """Descriptions of the values in messages, by (route, microbatch)."""
     output: Any = None
     """The description of the model's output; None before the first forward."""
 
@@ -335,7 +335,6 @@ class Runner:
             print(describe_plan(self.plan, names, places), file=sys.stderr, flush=True)
 
     def _measure(self, graph: LayerGraph, values: Mapping[str, Any], rows: int) -> Measured:
-        """Return the costs of layers, at each possible size of a microbatch; every rank calls it."""
         by_rows, crossing = {}, {}
         for size in sorted({-(-rows // count) for count in microbatch_counts(self._options, rows)}):
             part = cut_rows(values, rows, -(-rows // size))[0]

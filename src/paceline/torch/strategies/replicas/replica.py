@@ -58,7 +58,7 @@ class Replica(DistributedDataParallel):
         return self.module.training and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def _wrap_again(self) -> None:
-        """Average the currently trained parameters instead of the old ones; every rank does so at the same time."""
+        """Average the currently trained parameters instead of the old. Every rank does so at the same time."""
         syncs, hooks = self.require_backward_grad_sync, self._comm_hooks
         module, reached, options, prepared = self.module, self._reached, self._options, self._prepared
         DistributedDataParallel.__init__(self, module, **options, init_sync=False)

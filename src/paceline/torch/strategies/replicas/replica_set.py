@@ -85,7 +85,7 @@ class Replicas:
         return run.restore(joined)
 
     def _compare_parts(self, parts: list[list[Any]], structure: Any, args: Any, kwargs: Any) -> None:
-        """Raise UsageError unless the model computes a batch as it computes its parts; compared without dropout."""
+        """Raise UsageError unless the model computes a batch like its parts. The comparison runs without dropout."""
         cuda = {device.index for device in self.devices if device.type == "cuda"}
         before = [(part, dict(vars(part))) for part in self.module.modules()]
         state = {name: buffer.clone() for name, buffer in self.module.named_buffers()}

@@ -13,7 +13,6 @@ from paceline.transport import TLS, SocketTransport
 
 _TIMEOUT = timedelta(minutes=1)
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
-"""The clients of this process's strategies."""
 
 
 def check_is_first(name: str) -> None:

@@ -31,7 +31,7 @@ _strategies: WeakKeyDictionary[DeviceMesh, Strategy] = WeakKeyDictionary()
 def compute_complete(mesh: DeviceMesh, strategy: Strategy) -> None:
     """Compute calls with shards of `mesh` with complete tensors, if PyTorch does not support shards in them."""
     _strategies[mesh] = strategy
-    # Allow lists with both unsharded tensors and shards.
+    # Allow lists that contain unsharded tensors and shards.
     warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
     DTensor.__torch_function__ = classmethod(_call)  # type: ignore[assignment, method-assign]
 

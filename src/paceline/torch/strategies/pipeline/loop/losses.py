@@ -118,7 +118,6 @@ class OutputLoss(PartialLoss):
     """One loss over a model's output, as a sum over examples."""
 
     operations: tuple[RowOperation, ...]
-    """Operations on the tensor before the loss."""
     function: Callable[..., Tensor]
     target: Tensor
     options: Mapping[str, Any]

@@ -32,7 +32,6 @@ class PipelinePlan:
     times: tuple[StageTimes, ...]
     """Times of one microbatch, by stage."""
     memory_bytes: tuple[float, ...]
-    """Memory by stage."""
     timeline: Timeline
     seed: int = 0
     """For random numbers, such as dropout."""

@@ -31,7 +31,7 @@ from paceline.torch.strategies.pipeline.run.values import put_together, take_apa
 
 _REPEATS: Final = 8
 _FIRST_OF: Final = 3
-"""One of this many calls of a layer starts without gradients."""
+"""One of this number of calls of a layer starts without gradients."""
 _UPDATES: Final = 3
 _LONG_S: Final = 0.5
 _MAX_COLD_BYTES: Final = 32 << 20
@@ -243,7 +243,6 @@ def _copy_with_grad(weight: nn.Parameter) -> nn.Parameter:
 def _saved_bytes(
     stage: Stage, inputs: Mapping[str, Any], arguments: Mapping[str, Any], weights: Sequence[Tensor]
 ) -> int:
-    """Return the bytes that a layer saves for backward, without its weights."""
     own = {weight.untyped_storage().data_ptr() for weight in weights}
     sizes: dict[int, int] = {}
 

@@ -28,7 +28,6 @@ class LayerCost:
     first_s: float = 0.0
     """The extra time of a step's first backward, which allocates the gradients."""
     update_s: float = 0.0
-    """The time of the optimizer, once a step."""
     parameter_bytes: int = 0
     activation_bytes: int = 0
     """The memory that is used until backward."""

@@ -22,7 +22,6 @@ class StageTimes:
     first_s: float = 0.0
     """The extra time of a step's first backward."""
     update_s: float = 0.0
-    """The time of the optimizer, once a step."""
 
     def of(self, action: Action) -> float:
         """Return the time of an action."""
@@ -40,7 +39,6 @@ class Timeline:
 
     step_s: float
     busy_s: tuple[float, ...]
-    """The computing time of each rank."""
 
     @property
     def bubble(self) -> float:

@@ -150,7 +150,7 @@ def _callable(node: fx.Node, module: nn.Module) -> Any:
 
 
 def _may_change_inputs(node: fx.Node, module: nn.Module) -> bool:
-    """Return whether a node changes values in place, or a module inside the one that it calls does."""
+    """Return whether a node, or a module inside its module, changes values in place."""
     within = module.get_submodule(str(node.target)).modules() if node.op == "call_module" else ()
     return changes_in_place(node, module) or any(getattr(inner, "inplace", False) is True for inner in within)
 
