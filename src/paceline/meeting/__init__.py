@@ -1,1 +1,1 @@
-"""How the ranks of a program find, authenticate and connect to one another: for collectives, messages and `rpc`."""
+"""Rendezvous, authentication and connections of a program's ranks, for collectives, messages and `rpc`."""

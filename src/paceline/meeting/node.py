@@ -62,7 +62,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """Address and properties of a node, for the other ranks."""
 
     id: str
-    """Random; distinguishes the node from later ones with the same address."""
+    """Random; distinguishes the node from later nodes with the same address."""
     endpoint: Endpoint
     pid: int
     memory_domain: str
@@ -162,7 +162,7 @@ class Node:
             return connected
 
     def take(self, group: str, purpose: Purpose, receiver: ConnectionReceiver) -> None:
-        """Pass every connection of this group and purpose to ``receiver``, waiting ones included."""
+        """Pass every connection of this group and purpose to ``receiver``, including waiting connections."""
         with self._changed:
             self._receivers[group, purpose] = receiver
             waiting = [key for key in self._parked if key[0] == group and key[2] == purpose]
@@ -172,7 +172,8 @@ class Node:
             receiver.arrived(rank, connected)
 
     def set_status(self, group: str, status: Callable[[], bytes]) -> None:
-        """Set the answer to :meth:`request_status`; it runs in a thread of the node and must not wait."""
+        """Set the function that answers :meth:`request_status`. The function runs in a thread of the node and must not
+        wait."""
         with self._changed:
             self._statuses[group] = status
 
@@ -209,7 +210,7 @@ class Node:
         return True
 
     def forget(self, group: str) -> None:
-        """Close the waiting connections of a group, and stop answering for it."""
+        """Close the waiting connections of a group, and stop answering for the group."""
         with self._changed:
             self._statuses.pop(group, None)
             for taken in [key for key in self._receivers if key[0] == group]:

@@ -37,7 +37,7 @@ class JoinedGroup(Protocol):
         """Leave the group. Idempotent."""
 
     def disown(self) -> None:
-        """Stop using the group in a forked child; it belongs to the parent."""
+        """Stop using the group in a forked child, because the group belongs to the parent."""
 
 
 class World:

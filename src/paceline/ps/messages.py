@@ -97,7 +97,7 @@ PONG: Final = 39
 
 # Flags of data frames.
 TICKS: Final = 1
-"""The push is the last of its iteration: it ticks the worker's clock."""
+"""The push is the last of its iteration and ticks the worker's clock."""
 RANGE: Final = 2
 """Dense: the body begins with (start, stop), two uint64, instead of keys."""
 EXACT: Final = 16

@@ -142,7 +142,7 @@ class Allowed:
                 self._modules.add(entry)
 
     def resolve(self, name: str) -> Any:
-        """Return an allowed function or class. Raises UsageError if it is not allowed or missing."""
+        """Return an allowed function or class. Raises UsageError if the name is missing or not allowed."""
         found = self._found.get(name)
         if found is None:
             with self._lock:

@@ -78,7 +78,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         self._is_closed = False
 
     def has_caller(self, rank: int) -> bool:
-        """Return whether a worker has a connection to this one."""
+        """Return whether a worker has a connection to this worker."""
         return rank in list(self._callers.values())
 
     def is_idle(self) -> bool:

@@ -36,7 +36,7 @@ class OwnedObjects:
         return dict(self._counts.get(reference, {}))
 
     def create(self, reference: ReferenceId, holder: int) -> None:
-        """Register an object with one holder. Raises ProtocolError if it exists already."""
+        """Register an object with one holder. Raises ProtocolError if the object is already registered."""
         if reference in self._counts:
             raise ProtocolError(
                 f"worker {holder} created object {reference.number} of worker {reference.creator} twice"

@@ -201,7 +201,7 @@ class TimedFuture(Future[_Result]):
 
 
 def seconds_of(timeout: Timeout) -> float:
-    """Return a timeout in seconds. Raises UsageError if it is invalid."""
+    """Return a timeout in seconds. Raises UsageError for an invalid timeout."""
     if isinstance(timeout, timedelta):
         return timeout.total_seconds()
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:

@@ -1,4 +1,4 @@
-"""Options of ``torch.distributed.rpc``, for programs written for it."""
+"""Options for programs that were written for ``torch.distributed.rpc``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from paceline.rpc.futures import Future
 
 
 class Holding:
-    """This process's reference to an object, shared by its RRefs; `times` is the owner's count for it."""
+    """This process's reference to an object, shared by its RRefs; `times` is the owner's count for this process."""
 
     def __init__(self, reference: ReferenceId, table: ObjectTable) -> None:
         self.reference = reference
@@ -101,7 +101,7 @@ class ObjectTable:
         return value
 
     def release(self, reference: ReferenceId, holder: int, times: int) -> None:
-        """Decrement a holder's count and free the object after the last one."""
+        """Decrement a holder's count, and free the object after its last holder."""
         with self._lock:
             if not self._owned.release(reference, holder, times):
                 return

@@ -77,7 +77,7 @@ class LocalWorker(Protocol):
         """Return a call's timeout in seconds; None and -1 select the default. Raises UsageError."""
 
     def function_of(self, target: Any) -> Callable[..., Any]:
-        """Return the function or method that a call names. Raises UsageError if it is not allowed."""
+        """Return the function or method that a call names. Raises UsageError if the function is not allowed."""
 
     def share(self, rrefs: Sequence[Any], to: int, *, is_answer: bool = False) -> None:
         """Register `to` as a holder of these references. Call this before sending them to `to`.
@@ -119,7 +119,7 @@ def set_agent(agent: LocalWorker | None) -> None:
 
 
 def left_at() -> float:
-    """Return the ``time.monotonic`` of the last :func:`shutdown`; minus infinity without one."""
+    """Return the ``time.monotonic`` of the last :func:`shutdown`; minus infinity without a shutdown."""
     return _left[-1] if _left else -math.inf
 
 
@@ -129,7 +129,7 @@ def is_running() -> bool:
 
 
 def current_context() -> int:
-    """Return the number of this thread's autograd context; 0 without one."""
+    """Return the number of this thread's autograd context; 0 without a context."""
     context: int = getattr(_local, "context", 0)
     return context
 

@@ -70,7 +70,7 @@ class Directory:
 
 
 def check_name(name: str) -> str:
-    """Return a worker's name. Raises UsageError if it is invalid."""
+    """Return a worker's name. Raises UsageError for an invalid name."""
     if not isinstance(name, str) or not name or len(name) > _MAX_NAME or not name.isprintable():
         raise UsageError(
             f"the worker's name is {printable(repr(name), 200)}, 1 to {_MAX_NAME} printable characters were expected"

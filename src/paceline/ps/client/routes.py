@@ -112,7 +112,7 @@ class RouteWatch:
         self._error: PacelineError | None = None
 
     def take(self, view: View) -> bool:
-        """Receive a view; return whether its chains are newer than the known ones."""
+        """Receive a view; return whether its chains are newer than the known chains."""
         with self._changed:
             self._known.update({m.incarnation: m for m in view.members if m.role is Role.SERVER})
             if not view.groups or (self.newest is not None and view.version <= self.newest.version):

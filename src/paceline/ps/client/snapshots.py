@@ -37,7 +37,7 @@ from paceline.storage.format import PartUse, SnapshotManifest, StoredPart, Store
 from paceline.storage.snapshot_directory import SnapshotDirectory, SnapshotWriteError, describe_failure, folder_name
 
 FULL_EVERY = 10
-"""One in this number of snapshots does not refer to earlier ones."""
+"""One in this number of snapshots does not refer to earlier snapshots."""
 _MARGINS = (2, 16, 256, 4096)  # iterations added to the boundary if a server has already passed it
 _PATIENCE_S = 120.0
 """The maximum duration of a snapshot during which buckets move."""
@@ -51,7 +51,7 @@ def shares_of(client: Client) -> Iterator[tuple[ServerConnection, Buckets]]:
 
 
 class _Attempt:
-    """A snapshot in progress. Buckets that moved or were lost in one round are requested in the next."""
+    """A snapshot in progress. The next round requests the buckets that moved or were lost in the last round."""
 
     def __init__(
         self, number: int, full: bool, tables: list[tuple[int, TableSpec]], account: JobAccount | None,

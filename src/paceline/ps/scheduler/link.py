@@ -369,7 +369,7 @@ class SchedulerLink:
                 if self.state.is_released:
                     raise self._lost_error()
         finally:
-            # Do not repeat this Rejoin: if this connection breaks too, the next one has a new Rejoin.
+            # Do not repeat this Rejoin, because the next connection sends a new Rejoin.
             self.calls.take(rejoining.number)
         welcome = read_meta(answer.result()[0], _ANSWER, "a welcome")
         if isinstance(welcome, messages.Elsewhere):

@@ -212,7 +212,7 @@ class Answers:
         )
 
     def shortage(self, buckets: Buckets) -> str:
-        """Return a message about a bucket with too few replicas for acknowledgements; empty without one."""
+        """Return a message about a bucket with too few replicas for acknowledgements; empty without such a bucket."""
         found = self._core.shortage(buckets)
         if found is None:
             return ""

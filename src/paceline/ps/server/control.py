@@ -38,7 +38,7 @@ _CHANGES = (
 
 
 class Traffic:
-    """The bytes on a server's connections, including closed ones."""
+    """The bytes on a server's connections, including closed connections."""
 
     def __init__(self) -> None:
         self._peers: set[Peer] = set()

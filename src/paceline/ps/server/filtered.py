@@ -50,7 +50,7 @@ class _PeerTable:
 
     def __init__(self, info: messages.FilterInfo, first_request: int) -> None:
         self.first_request = first_request
-        """Answers to earlier requests are unfiltered, because these had other filters."""
+        """Answers to earlier requests are unfiltered, because these requests had other filters."""
         self.requests, self.answers = check(info)
         self.memory = self.requests.memory(sends=False)
 

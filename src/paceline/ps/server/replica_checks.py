@@ -122,7 +122,7 @@ class ReplicaChecks:
         return None
 
     def pause_s(self, took_s: float | None) -> float:
-        """Return the pause before the next digest; the last one took `took_s`, None if none was sent."""
+        """Return the pause before the next digest, given the duration of the last digest; None: no digest was sent."""
         return _IDLE_S if took_s is None else max(_ROUND_S / self._num_in_round, took_s / _SHARE)
 
     def describe(self, core: ServerCore, bucket: int) -> CheckInfo:

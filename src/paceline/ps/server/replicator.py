@@ -168,7 +168,7 @@ class _Link(Handler):
 
 
 class CheckRounds:
-    """The rounds of one server; `fail` is called with an exception after which it must not continue."""
+    """The rounds of one server; `fail` is called with an exception after which the server must not continue."""
 
     def __init__(self, core: ServerCore, links: ChainLinks | None, checks: ReplicaChecks, fail: Fail) -> None:
         self._core = core

@@ -81,7 +81,7 @@ class _Taking:
             self._buffers.append(_call(self._pool, PartBuffer, min(size, parts.PART_BYTES)))
 
     def begin(self) -> None:
-        """Start copying: at the boundary, or immediately without one."""
+        """Start copying at the boundary, or immediately without a boundary."""
         wanted = from_bytes(self._request.buckets)
         todo: dict[int, Buckets] = {}
         for number in self._request.tables:
@@ -334,7 +334,7 @@ class ServerSnapshots:
         return SnapshotStarted(is_started=True, clock=clock)
 
     def iteration_completed(self, iteration: int) -> None:
-        """Record that an iteration was applied; no later one has been."""
+        """Record that an iteration was applied, and no later iteration."""
         if self._boundary is not None and iteration + 1 >= self._boundary:
             self._boundary = None
             if self._taking is not None and not self._taking.has_started:

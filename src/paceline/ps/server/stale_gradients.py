@@ -26,7 +26,7 @@ class StaleGradients:
 
     @property
     def alters(self) -> bool:
-        """Whether applied gradients may differ from the pushed ones."""
+        """Whether applied gradients may differ from the pushed gradients."""
         return self._compensation is not None
 
     def treat(

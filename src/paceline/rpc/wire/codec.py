@@ -26,7 +26,7 @@ from paceline.transport import PADS, UNREADABLE, Buffer, padded
 
 MAX_DEPTH: Final = 100
 REFERENCE, TENSOR, OF_TORCH = 20, 21, 22
-"""Extension codes of other modules; `kinds` has the smaller ones."""
+"""Extension codes of other modules; `kinds` has the lower codes."""
 
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})
 _NUMERIC = "?bhilqBHILQefdFD"

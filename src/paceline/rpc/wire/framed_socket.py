@@ -40,7 +40,7 @@ from paceline.transport.spinning import Spinner
 
 _BUFFER_BYTES = 1 << 14
 _JOINED_BYTES = 1 << 13
-"""Frames up to this size are joined into one buffer: the copy is cheaper than sendmsg."""
+"""Frames up to this size are joined into one buffer, because the copy is cheaper than sendmsg."""
 _IOV_MAX = 512
 _STALL_S = 60.0
 """Longest time without progress within a frame, in both directions."""
@@ -91,7 +91,7 @@ class FramedSocket:
         self._seals = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
 
     def share_bodies(self) -> None:
-        """Offer shared memory for large bodies when the first one occurs. Only for the caller's end, on one host."""
+        """Offer shared memory at the first large body. Only for the caller's end, on one host."""
         self._may_offer = can_share()
 
     def send(

@@ -1,4 +1,4 @@
-"""Kinds of values that need no other package; imported when the first one is sent or received."""
+"""Kinds of values that need no other package; imported when the first such value is sent or received."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch tensors in calls; imported when the first one is sent or received."""
+"""PyTorch tensors in calls; imported when the first tensor is sent or received."""
 
 from __future__ import annotations
 
