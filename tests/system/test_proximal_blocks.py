@@ -141,7 +141,7 @@ def test_what_is_told(paceline: Commands, tmp_path: Path) -> None:
     assert "labels separated after" in separated.out
     (tmp_path / "one.svm").write_text("1 1:1 2:1\n1 2:1\n")
     one = paceline.succeed("train", "one.svm", *common[2:4], "--workers", "2", "--save", "one")
-    assert "all 2 labels are 1: no intercept is best" in one.err
+    assert "all 2 labels are 1" in one.err
 
 
 def test_a_dying_worker_is_done_without(tmp_path: Path) -> None:

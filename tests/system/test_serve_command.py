@@ -80,7 +80,7 @@ def test_a_port_in_use_and_a_model_that_is_missing(paceline: Commands, tmp_path:
     port = running.wait_line("until Ctrl-C").split(", until")[0].rpartition(":")[2]
     second = paceline.run("serve", "model", "--port", port)
     assert second.status == 1
-    assert second.err.startswith(f"paceline: cannot serve on 127.0.0.1:{port}: Address already in use; choose")
+    assert second.err.startswith(f"paceline: cannot serve on 127.0.0.1:{port}: Address already in use. Choose")
     assert second.err.count("\n") == 1
     running.signal(signal.SIGTERM)
     assert running.wait().status == 0

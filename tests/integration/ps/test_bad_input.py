@@ -46,9 +46,9 @@ NAN, INF = float("nan"), float("inf")
         ([1], np.ones(1), r"gradients for table 'w' are float64: expected float32; convert with grads.astype"),
         ([1, 2], [1], r"gradients for table 'w' have shape \(1,\): expected \(2, 1\), one row per key"),
         ([1, 2], [[1, 2]], r"have shape \(1, 2\): expected \(2, 1\)"),
-        ([1, 2], [1, NAN], "a push of worker 0 to table 'w' holds nan"),
-        ([1, 2], [INF, 1], "a push of worker 0 to table 'w' holds inf"),
-        ([1, 2], [1, -INF], "a push of worker 0 to table 'w' holds -inf"),
+        ([1, 2], [1, NAN], "a push of worker 0 to table 'w' contains nan"),
+        ([1, 2], [INF, 1], "a push of worker 0 to table 'w' contains inf"),
+        ([1, 2], [1, -INF], "a push of worker 0 to table 'w' contains -inf"),
     ],
 )
 def test_a_bad_push_is_refused_here(keys: Any, grads: Any, message: str) -> None:
@@ -138,7 +138,7 @@ def test_dense_mistakes() -> None:
             (lambda: table.push(np.ones((2, 2), np.float32)), r"have shape \(2, 2\): expected \(2, 1\)"),
             (lambda: table.push(ones[:3], keys=[1, 2]), r"have shape \(3,\): expected \(2, 1\)"),
             (lambda: table.push_pull(ones[:3], keys=[1, 2]), r"have shape \(3,\): expected \(2, 1\)"),
-            (lambda: table.push(np.array([1, NAN], np.float32)), "worker 0 to table 'd' holds nan"),
+            (lambda: table.push(np.array([1, NAN], np.float32)), "worker 0 to table 'd' contains nan"),
             (lambda: table.set_update(0.1), "update=0.1: expected an update rule such as"),  # type: ignore[arg-type]
         ]
         for mistake, message in mistakes:
@@ -227,9 +227,9 @@ def test_the_server_looks_too(bad: float, consistency: Sequential | None) -> Non
         channel = cluster.raw()
         call(channel, messages.JoinClock(rank=7, clock=0))
         grads = floats(1, 1, bad, 1)
-        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' holds {bad}"):
+        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' contains {bad}"):
             ask(channel, PUSH, table=table.number, sequence=1, body=(KEYS, grads))
-        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'd' holds {bad}"):
+        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'd' contains {bad}"):
             ask(channel, PUSH_PULL, flags=RANGE, table=dense.number, sequence=2, body=(keys_of(0, 4), grads))
         call(channel, messages.Retire())
         channel.close()

@@ -381,7 +381,7 @@ def test_two_saves_into_one_directory(tmp_path: Path) -> None:
         lock = DirectoryLock.take(tmp_path / "model")
         before = files(tmp_path / "model")
         one_table(client, 2)
-        with pytest.raises(UsageError, match=r"in use by another run \(process \d+ on .*use another directory"):
+        with pytest.raises(UsageError, match=r"in use by another run \(process \d+ on .*[Uu]se another directory"):
             client.save(tmp_path / "model")
         assert files(tmp_path / "model") == before
         lock.release()

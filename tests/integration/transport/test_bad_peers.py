@@ -191,7 +191,7 @@ def test_claimed_lengths_take_no_memory(transport: SocketTransport) -> None:
         for size in (1 << 60, (1 << 64) - 1, (1 << 30) + 1):
             channel = transport.connect(beside.endpoint, WORKER)
             channel.send(pack_header(ECHO, body_bytes=size))
-            with pytest.raises(ProtocolError, match="at most 1073741824"):
+            with pytest.raises(ProtocolError, match="most 1073741824"):
                 channel.receive_header(10)
         after = psutil.Process().memory_info()
         assert after.vms - before.vms < 1 << 30

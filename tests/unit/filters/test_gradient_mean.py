@@ -155,7 +155,7 @@ def test_one_rank_keeps_its_values() -> None:
         ),
         (
             "quantize:8,compress",
-            "compress:1 is not for .*, because all ranks .* equally many bytes: use float16",
+            "compress:1 is not for .*, because all ranks .* equally many bytes. Use float16",
         ),
         ("significant:1", "significant:1 is not for gradients that all ranks average. Use top-k or random-k"),
         ("top-k:0.1,random-k:0.5", "both choose values"),

@@ -76,7 +76,7 @@ def test_a_quote_that_is_never_closed(tmp_path: Path) -> None:
     with open_dataset(path, shard_bytes=2000) as dataset, pytest.raises(DataError, match=said):
         list(dataset.batches(100))
     write(0)
-    with pytest.raises(DataError, match="line 2 opens a quote and does not close it"):
+    with pytest.raises(DataError, match="Line 2 opens a quote and does not close it"):
         describe(path)
     write(899)  # which hides nothing
     assert "a quote is opened and not closed" in describe(path)["malformed"]["first"]

@@ -108,13 +108,13 @@ def gradients_of(model: SparseModel, labels: list[float]) -> Callable[[], object
 def test_labels_that_a_model_does_not_take() -> None:
     with pytest.raises(DataError, match=r"label -1: a Poisson regression"):
         gradients_of(PoissonRegression(), [2, -1])()
-    with pytest.raises(DataError, match=r"label 5, .* classes 0, 1, 2: .* --classes"):
+    with pytest.raises(DataError, match=r"label 5, .* classes are 0, 1, 2\..*--classes"):
         gradients_of(SoftmaxRegression(classes=(0, 1, 2)), [1, 5])()
     with pytest.raises(DataError, match=r"label 0\.5: --model softmax needs whole numbers.*--model regression"):
         SoftmaxRegression().starting_from(np.array([0.5, 1], np.float32))
     with pytest.raises(DataError, match="5,000 different labels"):
         SoftmaxRegression().starting_from(np.arange(5000, dtype=np.float32))
-    with pytest.raises(DataError, match="1 label: "):
+    with pytest.raises(DataError, match=r"1 label\. "):
         SoftmaxRegression().starting_from(np.ones(3, np.float32))
 
 

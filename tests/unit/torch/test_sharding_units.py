@@ -108,12 +108,12 @@ def test_options() -> None:
     [
         ("sharded", {"pipeline": {"data_parallel": 2}}, "--data-parallel 2: expected a divisor of the 3 processes"),
         ("sharded", {"pipeline": {"data_parallel": 0}}, "--data-parallel 0: expected"),
-        ("sharded", {"pipeline": {"stages": 3}}, "sharded has no pipeline stages: leave --stages 3 out"),
+        ("sharded", {"pipeline": {"stages": 3}}, "sharded has no pipeline stages. Leave --stages 3 out"),
         ("sharded", {"shard": "a,,b"}, "--shard a,,b: expected different module names"),
         ("sharded", {"shard": "a,a"}, "--shard a,a: expected different"),
         ("sharded", {"replicas": 2}, "Leave --replicas 2 out"),
         ("sharded", {"servers": 1}, "strategy sharded has no servers"),
-        ("all-reduce", {"shard": "a"}, "all-reduce shards no parameters: leave --shard a out, or choose sharded"),
+        ("all-reduce", {"shard": "a"}, "all-reduce shards no parameters. Leave --shard a out, or choose sharded"),
     ],
 )
 def test_options_that_cannot_be(name: str, options: dict[str, Any], said: str) -> None:

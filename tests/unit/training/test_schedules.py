@@ -75,7 +75,7 @@ def test_which_rules_take_one() -> None:
         changed = plan.rule(rule, 0.5)
         assert changed.lr == pytest.approx(0.1)  # type: ignore[attr-defined]
         assert type(changed) is type(rule)
-    with pytest.raises(UsageError, match="ftrl has none"):
+    with pytest.raises(UsageError, match="ftrl has no such rate"):
         plan.check(FTRL())
     RatePlan(schedule=ConstantRate()).check(FTRL())
 

@@ -168,7 +168,7 @@ def test_options_are_checked_and_travel_as_text() -> None:
             options_of(**flags)
     with pytest.raises(UsageError, match=r"4 processes, but there are 3"):
         choose_pipeline(PipelineFlags(stages=4), 3)
-    with pytest.raises(UsageError, match="leave --stages 2 out"):
+    with pytest.raises(UsageError, match="Leave --stages 2 out"):
         choose_strategy("all-reduce", processes=2, flags=StrategyFlags(pipeline=PipelineFlags(stages=2)))
     chosen = choose_strategy("pipeline", processes=2)
     assert isinstance(chosen.options, PipelineOptions)
