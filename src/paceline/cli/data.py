@@ -36,9 +36,8 @@ def describe(
     from paceline.training.files.describing import describe_data, show_description
 
     reading = columns.parse(label)
-    found = describe_data(
-        *(data, format), numeric_scale=numeric_scale, positive=options.find_positive(positive), reading=reading
-    )
+    found_positive = options.find_positive(positive)
+    found = describe_data(data, format, numeric_scale=numeric_scale, positive=found_positive, reading=reading)
     if json:
         typer.echo(json_module.dumps(found))
     else:

@@ -37,9 +37,8 @@ def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
     if type(error).__name__ == "NoSuchOption" and unknown is not None:
         known = [] if context is None else [name for parameter in context.command.params for name in parameter.opts]
         similar = [name for name in (_SAME_OPTION.get(unknown),) if name in known]
-        similar += difflib.get_close_matches(unknown, known, 1, 0.7) + [
-            name for name in known if name.startswith(unknown)
-        ]
+        similar += difflib.get_close_matches(unknown, known, 1, 0.7)
+        similar += [name for name in known if name.startswith(unknown)]
         return f"unknown option {unknown}" + (f". Did you mean {similar[0]}?" if similar else more)
     parameter = getattr(error, "param", None)
     options = [] if parameter is None else list(parameter.opts)

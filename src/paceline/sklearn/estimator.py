@@ -158,9 +158,15 @@ class SparseEstimator(BaseEstimator, ABC):
                 self._options(rows), weights=ExampleWeights(classes=weighting.classes or None)
             )
             tables = train_on_cluster(
-                *(rows, order, options), workers=self.workers or 1, servers=self.servers,
-                consistency=self.consistency, scheduler=self.scheduler, token=self.token,
-            )  # fmt: skip
+                rows,
+                order,
+                options,
+                workers=self.workers or 1,
+                servers=self.servers,
+                consistency=self.consistency,
+                scheduler=self.scheduler,
+                token=self.token,
+            )
         self._tables = tables
         return self
 

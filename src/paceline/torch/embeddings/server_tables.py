@@ -87,13 +87,18 @@ class ClusterTables(RowTables):
     @override
     def table(self, name: str, declared: RowDeclaration) -> ClusterTable:
         """Return the table. Raises TableMismatchError if another rank declared it differently."""
-        dim, rule, initializer, seed, filters = declared
-        pushed, pulled = self._filters if filters is None else filters
+        pushed, pulled = self._filters if declared.filters is None else declared.filters
         made = self._client.sparse_table(
-            name, dim=dim, update=rule, initializer=initializer, seed=seed, filters=pushed, pull_filters=pulled
+            name,
+            dim=declared.dim,
+            update=declared.update,
+            initializer=declared.initializer,
+            seed=declared.seed,
+            filters=pushed,
+            pull_filters=pulled,
         )
         table = ClusterTable(self._client, made)
-        table.set_update(rule)  # an earlier training may have left the table with another learning rate
+        table.set_update(declared.update)  # an earlier training may have left the table with another learning rate
         return table
 
     @override

@@ -112,17 +112,17 @@ class LocalTable(RowTable):
     is_shared = False
 
     def __init__(self, name: str, declared: RowDeclaration) -> None:
-        dim, rule, self._initializer, seed, _ = declared
+        self._initializer = declared.initializer
         self._spec = TableSpec(
             name=name,
             kind="sparse",
-            dim=dim,
-            update=to_fields(rule),
-            initializer=to_fields(self._initializer),
-            seed=seed % 2**63,
-        ).with_update(to_fields(rule))
+            dim=declared.dim,
+            update=to_fields(declared.update),
+            initializer=to_fields(declared.initializer),
+            seed=declared.seed % 2**63,
+        ).with_update(to_fields(declared.update))
         self._lock = threading.Lock()
-        self._store = self._make(rule)
+        self._store = self._make(declared.update)
 
     def _make(self, rule: UpdateRule) -> SparseStore:
         return SparseStore(dim=self._spec.dim, rule=rule, initializer=self._initializer, seed=self._spec.seed)
