@@ -24,6 +24,9 @@ from paceline.tables.server_tables import Piece, ServerTable
 from paceline.tables.types import Floats
 from paceline.transport import Header, Peer
 
+_BUFFER, _CHAIN = Route.BUFFER, Route.CHAIN  # read once, as in ServerCore
+_STALE, _EXPELLED = Route.STALE, Route.EXPELLED
+
 
 class Requests:
     """The requests of one server's clients."""
@@ -59,12 +62,12 @@ class Requests:
             raise not_finite(grads, name_of(peer), table.spec.name)
         buckets = table.part.buckets_of(selection) if core.has_copies else None
         verdict = core.push(peer.hello.incarnation, header.sequence, header.clock, buckets)
-        if verdict.route is Route.CHAIN:
+        if verdict.route is _CHAIN:
             self._push_down(peer, header, table, (selection, grads), top, verdict)
             return
-        if verdict.route is Route.STALE:
+        if verdict.route is _STALE:
             raise self._answers.stale()
-        if verdict.route is Route.EXPELLED:
+        if verdict.route is _EXPELLED:
             raise self._answers.expelled(peer)
         flags = 0
         if not verdict.fresh:  # the first copy was applied or dropped
@@ -73,7 +76,7 @@ class Requests:
             new = selection, grads
             if verdict.fresh != verdict.buckets:
                 new = table.part.restrict(selection, grads, verdict.fresh)
-            if verdict.route is Route.BUFFER:
+            if verdict.route is _BUFFER:
                 self._buffer(peer, header, table, new, top, verdict)
             else:
                 flags = self._apply(peer, header, table, new, top, verdict)
@@ -206,16 +209,15 @@ class Requests:
             if not table.part.magnitudes.take(top):
                 self._try_push(peer, table, (selection, grads), top)
             table.part.reserve(selection)  # may fail, so it comes before the push counts as applied
-
-        def admit() -> list[events.Instruction]:
-            instructions = self._core.admit(verdict)
+        table.pushes += 1
+        try:  # not Runtime.surely, because most pushes come here, and a push without a token has no instructions
+            self._core.admit(verdict)
             if not dropped:
                 table.part.push(selection, grads)
                 table.staleness.applied(verdict.worker, header.clock)
-            return instructions
-
-        table.pushes += 1
-        self._runtime.surely(admit)
+        except Exception as error:
+            self._runtime.fail(error)
+            raise
         return DROPPED if dropped else 0
 
 

@@ -64,7 +64,7 @@ class Runtime:
         if isinstance(consistency, Sequential):
             self.sums = IterationSums(tables, non_finite, consistency.aggregate == "mean")
         self._snapshots = snapshots
-        self._fail = fail
+        self.fail = fail
         self.links: ChainLinks | None = None
         if transport is not None:
             self.links = ChainLinks(
@@ -134,7 +134,7 @@ class Runtime:
             for instruction in change():
                 self._actions[type(instruction)](instruction)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
     def take_early(self) -> list[Frame]:
