@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
+    # Set this before NumPy is loaded, because OpenBLAS threads would busy-wait on the cores that servers and workers need.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from paceline.training.driver import run_training
 
     cluster, connection, save = flags.cluster, flags.connection, flags.saving.save
