@@ -42,7 +42,6 @@ def buckets_in(mask: Buckets) -> Iterator[int]:
 
 
 def count(mask: Buckets) -> int:
-    """Return the number of buckets in a set."""
     return mask.bit_count()
 
 

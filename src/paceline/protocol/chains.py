@@ -48,7 +48,6 @@ class ChainGroup(Struct, frozen=True, array_like=True):
 
     @property
     def buckets(self) -> Buckets:
-        """The buckets as a set."""
         return int.from_bytes(self.mask, "little")
 
 
@@ -64,12 +63,10 @@ class Filled(Struct, frozen=True, tag=True):
 
     @property
     def buckets(self) -> Buckets:
-        """The buckets as a set."""
         return from_bytes(self.mask)
 
 
 def chain_group(members: tuple[int, ...], filling: int | None, buckets: Buckets) -> ChainGroup:
-    """Return the group of `buckets`."""
     return ChainGroup(members, filling, to_bytes(buckets))
 
 
@@ -240,7 +237,6 @@ class Planner:
 
     @property
     def groups(self) -> tuple[ChainGroup, ...]:
-        """The chains, grouped by equality."""
         return groups_of(self._chains)
 
     @property
@@ -363,7 +359,6 @@ class Planner:
         return Chain(members, filling if filling in missing else missing[0])
 
     def validate(self) -> None:
-        """Assert the invariants."""
         assert len(self._chains) == (self._num_buckets if self._version else 0)
         assert len(self._wanted) == (self._num_buckets if self._wanted_of else 0)
         for bucket, chain in enumerate(self._chains):

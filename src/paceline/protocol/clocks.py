@@ -78,7 +78,6 @@ class VectorClock:
             self._remove(clock)
 
     def finish(self, worker: int) -> None:
-        """Stop counting a member."""
         if self.counts(worker):
             self._finished.add(worker)
             self._remove(self._clocks[worker])
@@ -124,7 +123,6 @@ class VectorClock:
             self._minimum = clock + 1 if clock + 1 in self._tally else min(self._tally, default=self._highest)
 
     def validate(self) -> None:
-        """Assert the invariants."""
         counted = [c for w, c in self._clocks.items() if w not in self._finished]
         counted += [self._first_clock] * self._num_missing
         assert self._minimum == min(counted, default=self._highest)
@@ -207,7 +205,6 @@ class Gate:
 
     @property
     def num_held(self) -> int:
-        """The number of held requests."""
         return sum(map(len, self._held.values()))
 
     @property
@@ -291,7 +288,6 @@ class Gate:
                 del self._held[clock]
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self._vector.validate()
         assert self._seen_minimum == self._vector.minimum, "the minimum moved without instructions"
         assert not any(self.is_open(clock) for clock in self._held), "a request is held at an open gate"

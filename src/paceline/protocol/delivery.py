@@ -40,7 +40,6 @@ class Delivery:
 
     @property
     def buckets(self) -> int:
-        """The buckets that this server holds."""
         return self._buckets
 
     def admit(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
@@ -160,7 +159,6 @@ class Delivery:
             raise UsageError(f"Bucket {next(buckets_in(alien))} is not on this server: cannot export or release it.")
 
     def validate(self) -> None:
-        """Assert the invariants."""
         assert self._buckets >= 0
         for seen in self._seen.values():
             assert seen, "an empty dictionary has no newest push"

@@ -79,7 +79,6 @@ class Takeover:
             self._pending_workers.discard(worker)
 
     def left(self, worker: int) -> None:
-        """Record that a worker left or died."""
         self._synced.pop(worker, None)
         self._pending_workers.discard(worker)
 
@@ -96,11 +95,9 @@ class OnArrival:
 
     @property
     def pending_workers(self) -> frozenset[int]:
-        """The workers that a takeover waits for."""
         return self._takeover.pending_workers
 
     def may_read(self, clock: int) -> bool:
-        """Whether values of iteration `clock` may be read; the gate must be open too."""
         return self._is_eventual or self._takeover.is_over
 
     def may_report(self, buckets: int) -> bool:
@@ -108,17 +105,14 @@ class OnArrival:
         return True
 
     def lead(self, version: int, buckets: int, workers: Collection[int], followers: Collection[int] = ()) -> list[Sum]:
-        """Record the buckets that this server leads in view `version`: see :meth:`Takeover.lead`."""
         self._takeover.lead(version, buckets, workers)
         return []
 
     def synced(self, worker: int, version: int) -> list[Sum]:
-        """Record that a worker has resent its retained pushes in view `version`."""
         self._takeover.synced(worker, version, self._replication.version)
         return []
 
     def left(self, worker: int) -> list[Sum]:
-        """Record that a worker left or died."""
         self._takeover.left(worker)
         return []
 
@@ -147,7 +141,6 @@ class Iterations:
 
     @property
     def pending_workers(self) -> frozenset[int]:
-        """The workers that a takeover waits for."""
         return self._takeover.pending_workers
 
     @property
@@ -250,7 +243,6 @@ class Iterations:
         return self._complete_known() if buckets & ~before or not was_over else []
 
     def synced(self, worker: int, version: int) -> list[Sum]:
-        """Record that a worker has resent its retained pushes in view `version`; return the sums to push."""
         was_over = self._takeover.is_over
         self._takeover.synced(worker, version, self._replication.version)
         if version >= self._replication.version:

@@ -149,11 +149,9 @@ class Membership:
         return {server.incarnation: server.rank for server in self.of(Role.SERVER)}
 
     def find(self, incarnation: int) -> Member | None:
-        """Return the member with this incarnation."""
         return self._members.get(incarnation)
 
     def named(self, node: str) -> Member | None:
-        """Return the member with this name."""
         return self._by_node.get(node)
 
     def register(
@@ -248,7 +246,6 @@ class Membership:
         self._heartbeat_s[member.incarnation] = time_s
 
     def validate(self) -> None:
-        """Assert the invariants."""
         members = self._members
         assert all(incarnation == member.incarnation for incarnation, member in members.items())
         assert {member.node: member for member in members.values()} == self._by_node, "two members with one name"

@@ -133,7 +133,6 @@ class Reachability:
         return pairs
 
     def validate(self) -> None:
-        """Assert the invariants."""
         assert self._complaints.keys() == self._since_s.keys() == self._last_s.keys()
         assert all(self._since_s[server] <= last_s for server, last_s in self._last_s.items())
         assert all(server not in complaints for server, complaints in self._complaints.items())

@@ -56,7 +56,6 @@ class StateTable:
         return "\n".join(lines)
 
     def validate(self) -> None:
-        """Assert the invariants."""
         rows = {(row.source, row.event, row.target, row.instruction) for row in self.transitions}
         assert len(rows) == len(self.transitions), "a duplicate row"
         named = {state for row in self.transitions for state in (row.source, row.target)}

@@ -281,11 +281,9 @@ class ClientCore:
             raise UsageError(f"{problem}; it does not take part in the iterations")
 
     def tick(self) -> None:
-        """End the worker's iteration."""
         self.clock += 1
 
     def next_sequence(self) -> int:
-        """Return the number of the next push."""
         self.sequence += 1
         return self.sequence
 
@@ -316,7 +314,6 @@ class ClientCore:
         return [*self._retain({}), *self._resync_all()]
 
     def stop_joining(self) -> None:
-        """Stop joining."""
         self._joined = None
 
     def retire(self) -> list[Instruction]:

@@ -156,7 +156,6 @@ class Request:
 
     @property
     def held_buckets(self) -> Buckets:
-        """The buckets of a retained push that the server still has."""
         assert self.payload is not None
         return self.payload.buckets if self.held is None else self.payload.buckets & self.held
 
@@ -211,7 +210,6 @@ class ServerSession:
     def request(
         self, kind: RequestKind, clock: int, sequence: int, payload: Payload | None = None, ends_iteration: bool = False
     ) -> Request:
-        """Return a new request, not started."""
         self._last_number = (self._last_number + 1) & 0xFFFFFFFF
         return Request(self.server, self._last_number, kind, clock, sequence, payload, ends_iteration)
 
@@ -258,7 +256,6 @@ class ServerSession:
         self.awaits_view = True
 
     def failed(self, request: Request, error: Exception) -> None:
-        """Record that a request failed or could not be sent."""
         request.error = error
         if not request.is_reported and request.parents is None:
             self._failures.append(request)
@@ -292,7 +289,6 @@ class ServerSession:
         return True
 
     def disconnected(self) -> None:
-        """Record that the connection is closed."""
         self.is_connected = False
         self.num_bodies -= self._due.disconnected()
 

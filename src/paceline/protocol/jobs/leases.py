@@ -31,7 +31,6 @@ class Leases:
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """Return the answers since the last call."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -61,7 +60,6 @@ class Leases:
         return key
 
     def file_ended(self, file: int, num_shards: int) -> None:
-        """Record the number of shards of a file that was read to its end."""
         self._carry_out(self.pool.file_ended(file, num_shards))
 
     def left(self, rank: int, time_s: float) -> bool:
@@ -77,7 +75,6 @@ class Leases:
 
     @property
     def has_free(self) -> bool:
-        """Whether a shard is free."""
         return not self._is_closed and self.pool.has_free
 
     def give_away(self, rank: int) -> None:
@@ -133,7 +130,6 @@ class Leases:
             self._granted[rank] = lease
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self.pool.validate()
         assert not self._granted.keys() & self._calls.keys(), "a worker waits for a shard that was granted to it"
         assert not (self._early and not self._absent), "workers wait although all have come"

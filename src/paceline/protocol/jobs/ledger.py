@@ -137,14 +137,12 @@ class JobLedger:
         self._leases.take(call, rank, wait=wait, time_s=time_s)
 
     def lease_done(self, worker: Member, request: LeaseDone) -> None:
-        """Record a shard that a worker finished."""
         key = self._leases.done(worker.rank, request.lease)
         self.results.note_progress(worker.incarnation, request.progress)
         if key is not None and self.results.shard_done(worker.incarnation, key, request.progress):
             self._note_done([key], worker.incarnation, request.progress)
 
     def file_ended(self, file: int, num_shards: int) -> None:
-        """Record the number of shards of a file that was read to its end."""
         self._leases.file_ended(file, num_shards)
         self._news.ended[file] = num_shards
         self._has_news = True
@@ -163,7 +161,6 @@ class JobLedger:
         self._has_news = True
 
     def take_report(self) -> tuple[TakenReport, object] | None:
-        """Return the next report and its body."""
         return self.results.take_report()
 
     def removed(self, worker: Member, *, is_lost: bool, time_s: float) -> None:
@@ -184,7 +181,6 @@ class JobLedger:
         return self._leases.has_free
 
     def close(self) -> None:
-        """Lease no more shards."""
         self._leases.close()
 
     def fail(self, error: str, message: str) -> None:
@@ -233,5 +229,4 @@ class JobLedger:
         )
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self._leases.validate()

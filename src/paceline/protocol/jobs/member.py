@@ -86,7 +86,6 @@ class MemberLedger:
             self._facts.add_counters(self.incarnation, request.progress)
 
     def answered(self, request: messages.JobRequest, answer: Any, time_s: float) -> None:
-        """Record the answer to a request."""
         facts = self._facts
         match request, answer:
             case messages.TakeLease(job=job), Lease(lease=number) if job == self._working and number >= 0:
@@ -115,7 +114,6 @@ class MemberLedger:
                     facts.add_counters(answer.incarnation, answer.done_counters)
 
     def merge_news(self, news: JobRecord) -> None:
-        """Merge the scheduler's news."""
         self._begin(news.number)
         if news.number == self._facts.number:
             self._facts.merge(news)

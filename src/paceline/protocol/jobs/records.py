@@ -49,7 +49,6 @@ class Lease:
 
     @property
     def key(self) -> Key:
-        """The shard."""
         return self.epoch, self.file, self.shard
 
 
@@ -67,7 +66,6 @@ class DoneShards:
 
 
 def done_shards(keys: Iterable[Key]) -> tuple[DoneShards, ...]:
-    """Return the records of finished shards."""
     masks: dict[tuple[int, int], int] = {}
     for epoch, file, shard in keys:
         masks[epoch, file] = masks.get((epoch, file), 0) | 1 << shard
@@ -81,7 +79,6 @@ def _done_shards(epoch: int, file: int, mask: int) -> DoneShards:
 
 
 def shards_in(done: Iterable[DoneShards]) -> Iterator[Key]:
-    """Yield the finished shards of records."""
     for part in done:
         for index, byte in enumerate(part.shards):
             for bit in range(8) if byte else ():
@@ -157,16 +154,13 @@ class JobFacts:
         self._done: dict[tuple[int, int], int] = {}  # epoch, file → a set of shards as a mask
 
     def add_done(self, key: Key) -> None:
-        """Record a finished shard."""
         epoch, file, shard = key
         self._done[epoch, file] = self._done.get((epoch, file), 0) | 1 << shard
 
     def add_counters(self, incarnation: int, counters: Mapping[str, float]) -> None:
-        """Record a worker's counters after a shard."""
         self.done_counters[incarnation] = later(self.done_counters.get(incarnation, {}), counters)
 
     def merge(self, record: JobRecord) -> None:
-        """Merge a record."""
         self.num_workers = max(self.num_workers, record.num_workers)
         self.lost = max(self.lost, record.lost)
         self.failed = self.failed or record.failed
@@ -178,7 +172,6 @@ class JobFacts:
             self.add_counters(incarnation, counters)
 
     def export(self) -> JobRecord:
-        """Return the facts as a record."""
         return JobRecord(
             number=self.number,
             num_workers=self.num_workers,
@@ -212,7 +205,6 @@ class JobMemory:
 
     @property
     def number(self) -> int:
-        """The number of the job."""
         return self.record.number
 
     @property

@@ -58,7 +58,6 @@ class Results:
         return len(self._reports)
 
     def note_progress(self, incarnation: int, counters: Counters) -> None:
-        """Record a worker's current counters."""
         if counters.get("job") == self._number:
             self._current[incarnation] = later(self._current.get(incarnation, {}), counters)
 
@@ -89,7 +88,6 @@ class Results:
             self._held.setdefault((incarnation, report.shard), []).append(stored)
 
     def take_report(self) -> tuple[TakenReport, object] | None:
-        """Return the next report and its body."""
         if not self._reports:
             return None
         stored = self._taken = self._reports.popleft()
@@ -118,7 +116,6 @@ class Results:
         self._current[incarnation] = self._of_done.get(incarnation, {})
 
     def progress(self) -> Counters:
-        """The sum of all workers' counters."""
         return _sum(self._current)
 
     def progress_of_done(self) -> Counters:

@@ -46,7 +46,6 @@ class ShardStates:
         self._states: dict[tuple[int, int], bytearray] = {}  # epoch, file → one state per shard
 
     def is_past(self, key: Key) -> bool:
-        """Whether a shard is past the end of its file."""
         size = self.sizes[key[1]]
         return size is not None and key[2] >= size
 
@@ -56,7 +55,6 @@ class ShardStates:
         return 0 <= epoch < self.epochs and 0 <= file < len(self.sizes) and shard >= 0 and not self.is_past(key)
 
     def of(self, key: Key) -> int:
-        """The state of a shard."""
         states = self._states.get(key[:2], b"")
         return states[key[2]] if key[2] < len(states) else FREE
 
@@ -65,7 +63,6 @@ class ShardStates:
         self.set(key, _NEXT[self.of(key), event])
 
     def set(self, key: Key, state: int) -> None:
-        """Set a shard's state."""
         epoch, file, shard = key
         states = self._states.setdefault((epoch, file), bytearray())
         if shard >= len(states):
@@ -94,5 +91,4 @@ class ShardStates:
             yield from ((epoch, file, shard) for shard, known in enumerate(states) if known == state)
 
     def validate(self) -> None:
-        """Assert the invariants."""
         assert self.num_done == sum(states.count(DONE) for states in self._states.values())

@@ -144,7 +144,6 @@ class Shards:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The waiting workers, in the order of their requests."""
         return tuple(self._waiting)
 
     def want(self, worker: int) -> list[Instruction]:
@@ -188,11 +187,9 @@ class Shards:
         return self._open[lease][1] if lease in self._open else None
 
     def holds(self, worker: int) -> bool:
-        """Whether a worker has an open lease."""
         return any(holder == worker for holder, _ in self._open.values())
 
     def done(self) -> Iterator[Key]:
-        """Return the finished shards."""
         return self._states.all(DONE)
 
     def progress(self) -> tuple[int, int | None]:
@@ -316,7 +313,6 @@ class Shards:
         heapq.heapify(self._returned)
 
     def validate(self) -> None:
-        """Assert the invariants."""
         keys = [key for _, key in self._open.values()]
         assert len(set(keys)) == len(keys), "two open leases of one shard"
         for state, expected in ((OPEN, set(keys)), (RETURNED, set(self._returned))):

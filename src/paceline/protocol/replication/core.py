@@ -114,7 +114,6 @@ class Replication:
 
     @property
     def num_pending(self) -> int:
-        """The number of pushes that wait for successors."""
         return self.pushes.num_pending
 
     @property
@@ -210,7 +209,6 @@ class Replication:
         return [Load(event.token, event.bucket)]
 
     def validate(self) -> None:
-        """Assert the invariants."""
         held = self.delivery.buckets
         assert not self.place.primary & ~held, "a primary without its bucket"
         self._fills.validate()

@@ -37,11 +37,9 @@ class Fills:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """The servers that are being filled."""
         return tuple(self._wanted)
 
     def wanted(self, target: int) -> Buckets:
-        """Return the buckets that a server is being filled with."""
         return self._wanted.get(target, 0)
 
     def unsent(self, target: int) -> Buckets:
@@ -57,7 +55,6 @@ class Fills:
         self._reported, self._states = {}, {}  # targets reject buckets of older views
 
     def is_sending(self, target: int) -> bool:
-        """Whether a bucket is in flight to a server."""
         return any(state[0] == target for state in self._states.values())
 
     def send(self, target: int, left: Buckets) -> tuple[int, int]:
@@ -92,12 +89,10 @@ class Fills:
         return confirmed
 
     def reports(self, target: int, version: int) -> list[Instruction]:
-        """Return the report of a server's confirmed buckets if a report is due."""
         filled = self.to_report(target)
         return [Filled(version, target, to_bytes(filled))] if filled else []
 
     def validate(self) -> None:
-        """Assert the invariants."""
         for target, wanted in self._wanted.items():
             assert not self._sent[target] & ~wanted
             assert not self._confirmed[target] & ~self._sent[target]
@@ -173,12 +168,10 @@ class PendingPushes:
         return buckets
 
     def add(self, push: PendingPush) -> None:
-        """Add a pending push."""
         self._pushes[push] = None
         self._by_push.setdefault((push.incarnation, push.sequence), []).append(push)
 
     def remove(self, push: PendingPush) -> None:
-        """Remove a push if it is pending."""
         self.forget_forwards(push)
         if push in self._pushes:
             del self._pushes[push]
@@ -212,13 +205,11 @@ class PendingPushes:
                 del self._by_number[number], push.waiting[target]
 
     def forget_forwards(self, push: PendingPush) -> None:
-        """Drop the forwards of a push, but not the push."""
         for number, _ in push.waiting.values():
             self._by_number.pop(number, None)
         push.waiting = {}
 
     def validate(self) -> None:
-        """Assert the invariants."""
         for push in self._pushes:
             assert push.waiting, "a pending push without a forward"
             assert all(self._by_number[number] is push for number, _ in push.waiting.values())
@@ -243,7 +234,6 @@ class ChainProgress:
 
     @property
     def num_pending(self) -> int:
-        """The number of pushes that wait for successors."""
         return len(self._pending)
 
     @property
@@ -263,7 +253,6 @@ class ChainProgress:
         return min((push.sequence for push in sums if push.buckets & primary), default=None)
 
     def left(self) -> Buckets:
-        """Return the buckets of pushes from older views."""
         return self._pending.left()
 
     def ahead_of_primary(self) -> int:
@@ -275,7 +264,6 @@ class ChainProgress:
         self._withheld = {push: None for push in self._withheld if push.token is not token}
 
     def take(self, push: PendingPush, fresh: Buckets) -> list[Instruction]:
-        """Accept a push that is new in the buckets `fresh`; return the instructions."""
         # Rule 2: the new part is applied, and the whole push is forwarded, because successors have their own filters.
         # The push is forwarded first, so that successors work at the same time.
         instructions: list[Instruction] = []
@@ -315,7 +303,6 @@ class ChainProgress:
         return instructions
 
     def acknowledged(self, target: int, number: int) -> list[Instruction]:
-        """Record an acknowledgement of a successor; return the instructions."""
         # Rule 4: a push is acknowledged when all successors have acknowledged it.
         push = self._pending.acknowledged(target, number)
         return [] if push is None else self._end(push)
@@ -407,7 +394,6 @@ class ChainProgress:
         return instructions
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self._pending.validate()
         for push in self._withheld:
             assert push.buckets & self._place.short, "an answer is withheld without a shortage"

@@ -35,7 +35,6 @@ class Place:
 
     @classmethod
     def of(cls, me: int, groups: Iterable[ChainGroup], min_replicas: int) -> Place:
-        """Return the place of the server `me`."""
         place = cls()
         for group in groups:
             chain = in_chain(group.members, group.filling)

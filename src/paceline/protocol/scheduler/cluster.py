@@ -40,7 +40,6 @@ class Phase(Enum):
     """Another scheduler has taken over from it."""
 
     def after(self, event: str) -> Phase:
-        """Return the phase after an event of :data:`PHASE`."""
         return Phase(PHASE.target(self.value, event))
 
 
@@ -107,17 +106,14 @@ class ClusterCore:
 
     @property
     def membership(self) -> Membership:
-        """The members."""
         return self._leader.membership
 
     @property
     def planner(self) -> Planner:
-        """The planned chains."""
         return self._leader.next.planner
 
     @property
     def term(self) -> int:
-        """The scheduler's term."""
         return self._leader.publication.term
 
     @property
@@ -162,7 +158,6 @@ class ClusterCore:
         return self._recovery.needed or self.suspects.needed
 
     def incarnation_of(self, peer: object) -> int | None:
-        """Return the incarnation of the member of a connection."""
         return self._leader.peers.incarnation_of(peer)
 
     def handle(self, event: Event, time_s: float) -> list[Instruction]:
@@ -250,6 +245,5 @@ class ClusterCore:
         return out + self._leader.form(self._time_s)
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self._leader.validate()
         assert not self.is_established or self.phase in (Phase.LEADING, Phase.SUPERSEDED)

@@ -48,7 +48,7 @@ from paceline.protocol.scheduler.views import View, ViewChange
 
 
 class SentViews:
-    """The views that were sent, by connection. Workers receive a view without workers, if its chains have changed."""
+    """The last view sent on each connection. If only workers changed, workers receive no view."""
 
     def __init__(self) -> None:
         self._for_workers = View(is_partial=True)
@@ -56,29 +56,26 @@ class SentViews:
         self._prepared: dict[object, View] = {}  # the last view that was sent to be prepared
 
     def forget(self, peer: object) -> None:
-        """Forget a connection."""
         self._sent.pop(peer, None)
         self._prepared.pop(peer, None)
 
     def welcome(self, peer: object, role: Role, committed: View) -> View:
-        """Return the committed view for a member that is welcomed."""
         view = self._sent[peer] = self._for_workers if role is Role.WORKER else committed
         return view
 
     def prepare(self, peer: object, view: View) -> PrepareView:
-        """Return the message that has a view prepared."""
+        """Return the message that requests a server to prepare a view."""
         sent = self._sent.get(peer)
         self._prepared[peer] = view
         return PrepareView(view if sent is None else ViewChange.between(sent, view))
 
     def commit(self, view: View) -> None:
-        """Note that a view is committed."""
         partial = view.without_workers()
         if partial.term != self._for_workers.term or not partial.same_servers(self._for_workers):
             self._for_workers = partial
 
     def publish(self, peer: object, view: View) -> CommitView | ViewChange | None:
-        """Return the message about the committed view for a member; None if nothing is new to it."""
+        """Return the message that brings a member to the committed view; None if the member has it."""
         sent = self._sent.get(peer)
         if sent is None or sent is self._for_workers or sent.order >= view.order:
             return None
@@ -121,15 +118,14 @@ class SchedulerCore:
         return self.cluster.heartbeat_s
 
     def is_watched(self, incarnation: int) -> bool:
-        """Whether the process of this incarnation is of interest."""
+        """Whether the runtime must watch this process for its end."""
         return self.cluster.phase is Phase.RECOVERING or incarnation in self.cluster.newest.incarnations
 
     def connected(self, peer: object) -> None:
-        """Begin the session of a connection."""
         self.sessions.connect(peer)
 
     def disconnected(self, peer: object, time_s: float) -> list[Instruction]:
-        """Note the end of a connection. The process may live and connect again."""
+        """End a connection. Its process may live and connect again."""
         session = self.sessions.disconnect(peer)
         self._views.forget(peer)
         self._held = [message for message in self._held if message[0] is not peer]
@@ -182,7 +178,7 @@ class SchedulerCore:
 
     @property
     def _is_recovering(self) -> bool:
-        """Whether requests wait for the knowledge of a former scheduler's members."""
+        """Whether requests wait until the former scheduler's members have rejoined."""
         phase = self.cluster.phase
         return phase is Phase.RECOVERING or not (self.cluster.is_established or phase is Phase.FORMING)
 
@@ -205,7 +201,6 @@ class SchedulerCore:
                 return [events.ServeRequest(call, message)]
 
     def reply(self, call: PendingCall, content: Any, body: bytes = b"") -> list[SendMessage]:
-        """Answer a call, with a message or an error."""
         return call.session.answer(call.request, content, body)
 
     def end(self, reason: str) -> list[Instruction]:
@@ -309,7 +304,6 @@ class SchedulerCore:
         return [*out, events.WatchProcess(member, is_connected=True)]
 
     def _take_over(self, taken: events.TakenOver, time_s: float) -> list[Instruction]:
-        """Continue with the members' knowledge of the former scheduler's cluster."""
         self.settings = replace(self.settings, cluster=self.cluster.name)
         remembered = [
             Remembered(self.sessions.take_over(peer, rejoin.member.incarnation), rejoin.member, rejoin.job)
@@ -352,7 +346,6 @@ class SchedulerCore:
         return [send for session in keepers for send in session.notify(news)]
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self.cluster.validate()
         if self.jobs.ledger is not None:
             self.jobs.ledger.validate()

@@ -78,7 +78,6 @@ class Leader:
         return self._finish()
 
     def handle(self, event: Event, time_s: float) -> list[Instruction]:
-        """Handle one event; return the instructions, in order."""
         self._time_s = time_s
         match event:
             case MessageReceived(peer, Register() as registration):
@@ -303,14 +302,12 @@ class Leader:
                 self._welcomes.append((peer, member))
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self.membership.validate()
         self.next.validate(self.membership.servers)
         self.peers.validate()
 
 
 def _check_room(membership: Membership, planner: Planner) -> None:
-    """Raise UsageError if the cluster has all its servers."""
     if planner.version and membership.ready:
         raise UsageError(
             f"this cluster has its {membership.expected_servers} server(s): to add one while it runs, start it with "

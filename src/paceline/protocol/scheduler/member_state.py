@@ -43,13 +43,13 @@ class MemberState:
         self._num_buckets = num_buckets
 
     def welcomed(self, welcome: Welcome) -> View | None:
-        """Take a welcome; return its view if that is new."""
+        """Apply a welcome; return its view if the view is new."""
         view = self._commit(welcome.view)
         self.welcome, self.heartbeat_s = welcome, welcome.heartbeat_s
         return view
 
     def take(self, notice: object) -> tuple[View | None, Prepared | Promised | None]:
-        """Take a notice; return the new view to act on, and the answer."""
+        """Apply a notice; return the new view to act on, and the answer."""
         match notice:
             case View() | ViewChange():
                 return self._commit(self._whole(notice)), None

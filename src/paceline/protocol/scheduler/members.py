@@ -79,7 +79,6 @@ class Newcomers:
 
     @property
     def nodes(self) -> set[str]:
-        """The names of the processes."""
         return {registration.node for registration in self._waiting.values()}
 
     @property
@@ -90,14 +89,13 @@ class Newcomers:
         )
 
     def add(self, peer: object, registration: Register) -> None:
-        """Add a process that registers; the newest connection of a node counts."""
+        """Add a process that registers; a node's newest connection replaces its earlier one."""
         self._waiting = {
             known_peer: known for known_peer, known in self._waiting.items() if known.node != registration.node
         }
         self._waiting[peer] = registration
 
     def forget(self, peer: object) -> None:
-        """Forget a connection."""
         self._waiting.pop(peer, None)
 
     def take(self) -> list[tuple[object, Register]]:
@@ -106,7 +104,6 @@ class Newcomers:
         return sorted(waiting.items(), key=lambda item: (item[1].is_extra, item[1].rank is None))
 
     def take_nodes(self, nodes: Iterable[str]) -> list[tuple[object, Register]]:
-        """Remove and return the processes with these names."""
         found = [(peer, registration) for peer, registration in self._waiting.items() if registration.node in nodes]
         for peer, _ in found:
             del self._waiting[peer]
@@ -121,7 +118,6 @@ class MemberPeers:
         self._incarnations: dict[object, int] = {}  # removed members included
 
     def connect(self, incarnation: int, peer: object) -> None:
-        """Assign a connection to a member."""
         former = self._peers.get(incarnation)
         if former is not None:
             self._incarnations.pop(former, None)
@@ -129,13 +125,12 @@ class MemberPeers:
         self._incarnations[peer] = incarnation
 
     def disconnect(self, peer: object) -> None:
-        """Note that a connection broke."""
         incarnation = self._incarnations.pop(peer, None)
         if incarnation is not None and self._peers.get(incarnation) is peer:
             del self._peers[incarnation]
 
     def remove(self, incarnation: int) -> object | None:
-        """Note that a member was removed; return its connection, which stays assigned to it."""
+        """Remove a member; return its connection, which stays assigned to the member."""
         return self._peers.pop(incarnation, None)
 
     def incarnation_of(self, peer: object) -> int | None:
@@ -144,13 +139,10 @@ class MemberPeers:
 
     @property
     def connected(self) -> KeysView[int]:
-        """The members that are connected."""
         return self._peers.keys()
 
     def of(self, incarnations: Iterable[int]) -> tuple[object, ...]:
-        """Return the connections of the connected members."""
         return tuple(self._peers[incarnation] for incarnation in incarnations if incarnation in self._peers)
 
     def validate(self) -> None:
-        """Assert the invariants."""
         assert all(self._incarnations.get(peer) == incarnation for incarnation, peer in self._peers.items())

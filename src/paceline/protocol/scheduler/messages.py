@@ -74,7 +74,6 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
     @property
     def cluster(self) -> str:
-        """The name of its cluster."""
         name: str = self.settings.cluster  # type: ignore[attr-defined]
         return name
 
@@ -90,7 +89,6 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
     @property
     def has_posted(self) -> bool:
-        """Whether it has posted that job."""
         return self.job is not None and self.job.posted is not None
 
     @property
@@ -129,7 +127,7 @@ class Promised(Struct, frozen=True, tag=True):
 
 
 class GetView(Struct, frozen=True, kw_only=True, tag=True):
-    """Request the members of now. Answered by View."""
+    """Request the current members. Answered by View."""
 
 
 class GetSettings(Struct, frozen=True, kw_only=True, tag=True):
@@ -156,7 +154,7 @@ class Welcome(Struct, Generic[Address, SettingsType], frozen=True, kw_only=True,
 
 
 class Elsewhere(Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to Rejoin: another cluster is at this address now. The member's own may come back."""
+    """Answer to Rejoin: this address now belongs to another cluster. The member waits for its own cluster."""
 
 
 class Promise(Struct, frozen=True, tag=True):

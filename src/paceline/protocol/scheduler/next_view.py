@@ -30,7 +30,6 @@ class Suspects:
 
     @property
     def servers(self) -> Collection[int]:
-        """The suspected servers."""
         return self._silent.keys() | self._cut_off.keys()
 
     @property
@@ -48,7 +47,6 @@ class Suspects:
         return {**{server: self.reason(server) for server in self._silent}, **self._cut_off}
 
     def reason(self, incarnation: int) -> str:
-        """Return the reason for the removal of a silent member."""
         return self._doubts.get(incarnation, f"it was silent for {self._timeout_s:g} s")
 
     def doubt(self, incarnation: int, reason: str) -> None:
@@ -62,20 +60,17 @@ class Suspects:
             self._doubts[server] = "it did not rejoin the scheduler that took over"
 
     def note_heartbeat(self, incarnation: int) -> bool | None:
-        """Record a sign of life. Return whether the wait for the member was reported; None if it was not silent."""
+        """Record a heartbeat. Return whether the wait for the member was reported; None if it was not silent."""
         self._doubts.pop(incarnation, None)
         return self._silent.pop(incarnation, None)
 
     def report(self, server: int, unreachable: Collection[int], time_s: float) -> None:
-        """Record the servers that a server does not reach."""
         self._reachability.record_heartbeat(server, unreachable, time_s)
 
     def forget_reports(self) -> None:
-        """Forget the servers' reports about one another."""
         self._reachability = Reachability(self._timeout_s / 2)
 
     def removed(self, incarnation: int) -> None:
-        """Forget a removed member."""
         for known in (self._silent, self._cut_off, self._doubts):
             known.pop(incarnation, None)
 
@@ -99,7 +94,6 @@ class Suspects:
         return [] if is_reported else [waits_for(servers, "to continue without them")]
 
     def wait_no_more(self) -> list[NotifyOperator]:
-        """Stop waiting for overdue servers."""
         was_needed, self.needed = self.needed, ()
         return (
             [NotifyOperator("enough servers with buckets are connected again: the scheduler continues")]
@@ -140,7 +134,6 @@ class Drains:
         self._released.discard(incarnation)
 
     def removed(self, incarnation: int) -> None:
-        """Forget a removed member."""
         self.servers.discard(incarnation)
         self._released.discard(incarnation)
 
@@ -170,7 +163,6 @@ class NextView:
         self._filled: list[tuple[int, int]] = []  # reports since the last commit: target, buckets
 
     def take_over(self, succession: Succession, membership: Membership) -> None:
-        """Continue from another scheduler's newest view, with these members."""
         latest, absent = succession.evidence.latest, [member.incarnation for member in succession.absent()]
         self.ended = set(succession.ended)
         self.drains.take_over(succession.leaving(), latest.servers, membership.expected_servers)
@@ -223,7 +215,6 @@ class NextView:
         return self.publication.offer(wanted, released=released, ended=self.ended)
 
     def committed(self, view: View, former: View) -> list[Publish | BucketsLost]:
-        """Continue from a newly committed view."""
         if view.version != former.version:
             self._filled = []
         self.ended &= view.servers.keys()
@@ -231,7 +222,6 @@ class NextView:
         return [Publish(view), BucketsLost(lost)] if lost else [Publish(view)]
 
     def removed(self, incarnation: int) -> None:
-        """Forget a removed member."""
         self.suspects.removed(incarnation)
         self.drains.removed(incarnation)
 
@@ -251,7 +241,6 @@ class NextView:
         return notes
 
     def validate(self, servers: Collection[int]) -> None:
-        """Assert the invariants."""
         self.planner.validate()
         assert set(self.suspects.servers) <= set(servers), "a doubtful server is not a member"
         assert self.drains.servers <= {*servers, *self.ended}, "a draining server is not a member"

@@ -61,7 +61,7 @@ class MemberEnd:
         return message
 
     def received(self, number: int) -> None:
-        """Note that the scheduler has all messages up to this number."""
+        """Drop the notices up to this number, which the scheduler has."""
         for known in [known for known in self._notices if known <= number]:
             del self._notices[known]
 
@@ -70,7 +70,6 @@ class MemberEnd:
         return self._calls.pop(request, None)
 
     def calls(self) -> list[SentMessage]:
-        """Return the calls without an answer."""
         return [self._calls[number] for number in sorted(self._calls)]
 
     def since(self, received: int) -> list[SentMessage]:
@@ -103,13 +102,11 @@ class SchedulerEnd:
         return not number
 
     def answered(self, request: int, answer: Any) -> None:
-        """Store the answer to a call."""
         self._answers[request] = answer
         if len(self._answers) > _MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
 
     def answer_to(self, request: int) -> Any | None:
-        """Return the stored answer to a call; None without one."""
         return self._answers.get(request)
 
     def answers(self) -> Iterator[tuple[int, Any]]:

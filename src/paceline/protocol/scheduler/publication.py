@@ -83,7 +83,7 @@ class Publication:
         return self._commit(self.proposal.view) if self.proposal.is_accepted(ended) else None
 
     def prepared(self, server: int, term: int, epoch: int) -> bool:
-        """Note that a server has the view of this order; return whether that view is being prepared."""
+        """Record that a server has the view of this order; return whether that view is being prepared."""
         if self.proposal is None or (term, epoch) != self.proposal.view.order:
             return False
         self.proposal.prepared.add(server)

@@ -62,7 +62,6 @@ class Evidence:
 
     @property
     def highest_term(self) -> int:
-        """The highest term of all members."""
         return max((rejoin.highest_term for rejoin in self.returned), default=0)
 
     def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
@@ -129,7 +128,6 @@ class Succession:
 
     @property
     def cluster(self) -> str:
-        """The name of the cluster."""
         return self.evidence.returned[0].cluster
 
     def goes_on(self, returned: Rejoin) -> bool:
@@ -137,7 +135,6 @@ class Succession:
         return returned.member.incarnation not in self.ended and self.evidence.is_member(returned)
 
     def present(self) -> list[Member]:
-        """Return the members that are back."""
         returned = [rejoin.member for rejoin in self.evidence.returned if self.goes_on(rejoin)]
         return returned + [member for member in self.evidence.latest.members if member.incarnation in self.unwelcomed]
 
@@ -148,7 +145,6 @@ class Succession:
         return [member for member in servers if member.incarnation not in there]
 
     def leaving(self) -> list[int]:
-        """Return the members that wait for their release."""
         return [
             rejoin.member.incarnation for rejoin in self.evidence.returned if rejoin.is_leaving and self.goes_on(rejoin)
         ]
@@ -208,11 +204,9 @@ class Recovery:
         self._returned[peer] = returned
 
     def forget(self, peer: object) -> None:
-        """Note that a connection broke."""
         self._returned.pop(peer, None)
 
     def leave(self, peer: object) -> list[events.Instruction]:
-        """Note that a member leaves."""
         cluster, returned = self.cluster, self._returned.pop(peer, None)
         if returned is None:
             return []
@@ -221,17 +215,14 @@ class Recovery:
         return [events.DeclareDead(peer, "it has left")]
 
     def drain(self, peer: object) -> None:
-        """Note that a server wants to leave."""
         if peer in self._returned:
             self._returned[peer] = replace(self._returned[peer], is_leaving=True)
 
     def promise(self, peer: object, term: int) -> None:
-        """Note the promise of a server."""
         if peer in self._returned:
             self._returned[peer] = replace(self._returned[peer], promised=term)
 
     def ended(self, incarnation: int) -> None:
-        """Note that the process of a member has certainly ended."""
         self._ended.add(incarnation)
 
     def doubt(self, incarnation: int) -> None:
@@ -246,12 +237,10 @@ class Recovery:
         return max(votes, key=lambda name: (servers[name], votes[name]), default="")
 
     def evidence(self) -> Evidence:
-        """Return the knowledge of the members of that cluster."""
         cluster = self.cluster
         return Evidence({peer: rejoin for peer, rejoin in self._returned.items() if rejoin.cluster == cluster})
 
     def reject_foreign(self) -> list[events.SendElsewhere]:
-        """Reject the members of other clusters."""
         cluster = self.cluster
         return [events.SendElsewhere(peer) for peer, rejoin in self._returned.items() if rejoin.cluster != cluster]
 
@@ -296,7 +285,6 @@ class Recovery:
         return out
 
     def _request_promises(self, evidence: Evidence) -> list[events.RequestPromise]:
-        """Request the promise of the servers that have not received the request."""
         if evidence.highest_term > self._term:
             self._term, self._requested = term_after(evidence.highest_term, self._salt), set()
         servers = [peer for peer, rejoin in evidence.by_peer.items() if rejoin.member.role is Role.SERVER]

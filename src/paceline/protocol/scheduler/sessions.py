@@ -72,7 +72,6 @@ class Sessions:
         self._joining: dict[object, int] = {}  # connection → the request of an unanswered Register or Rejoin
 
     def connect(self, peer: object) -> None:
-        """Begin the session of a connection."""
         self.connected[peer] = Session(peer)
 
     def disconnect(self, peer: object) -> Session:
@@ -84,7 +83,6 @@ class Sessions:
         return session
 
     def join(self, peer: object, request: int) -> None:
-        """Record a request to join the cluster."""
         self._joining[peer] = request
 
     def has_joined(self, peer: object) -> bool:
@@ -92,7 +90,6 @@ class Sessions:
         return peer in self._joining or self.connected[peer].incarnation is not None
 
     def answer_joining(self, peer: object, answer: Any) -> list[SendMessage]:
-        """Answer the request to join, with an error or a message."""
         request = self._joining.pop(peer, None)
         return [] if request is None else [SendMessage(peer, answer, request)]
 
@@ -122,5 +119,4 @@ class Sessions:
         return session
 
     def __iter__(self) -> Iterator[tuple[int, Session]]:
-        """Yield the members' incarnations and sessions."""
         return iter(self.members.items())

@@ -38,7 +38,6 @@ from paceline.protocol.membership import Address, Member, Role
 
 
 def _check_groups(groups: Iterable[ChainGroup]) -> None:
-    """Raise UsageError unless each bucket from 0 on is in exactly one group."""
     union = num_named = 0
     for group in groups:
         union |= group.buckets
@@ -77,12 +76,10 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     @property
     def servers(self) -> dict[int, int]:
-        """The ranks of the servers, by incarnation."""
         return {member.incarnation: member.rank for member in self.members if member.role is Role.SERVER}
 
     @property
     def incarnations(self) -> frozenset[int]:
-        """The incarnations of the members."""
         return frozenset(member.incarnation for member in self.members)
 
     @property
@@ -102,15 +99,13 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all servers that the cluster begins with have registered."""
+        """Whether all servers of the cluster's start have registered."""
         return self.version > 0
 
     def of_role(self, role: Role) -> tuple[Member[Address], ...]:
-        """Return the members of a role, by rank."""
         return tuple(sorted((member for member in self.members if member.role is role), key=lambda member: member.rank))
 
     def same_servers(self, other: View) -> bool:
-        """Whether the servers and their chains are the same."""
         return self.groups == other.groups and self.servers == other.servers
 
     def only_adds_workers(self, former: View) -> bool:
@@ -148,7 +143,6 @@ class ViewChange(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
 
     @classmethod
     def between(cls, base: View, view: View) -> ViewChange:
-        """Return the difference of a view from another one."""
         before, after = set(base.members), set(view.members)
         return ViewChange(
             base=base.epoch,
@@ -193,7 +187,6 @@ class KnownViews:
 
     @property
     def newest(self) -> View | None:
-        """The newer one of the committed and the prepared view."""
         known = [view for view in (self.committed, self.prepared) if view is not None]
         return max(known, key=lambda view: view.order, default=None)
 
@@ -211,7 +204,6 @@ class KnownViews:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the newest view is known to be committed."""
         return self.committed is not None and self.committed is self.newest
 
     @property

@@ -70,12 +70,10 @@ class ServerCore:
 
     @property
     def consistency(self) -> Consistency:
-        """The consistency of the cluster."""
         return self.workers.gate.consistency
 
     @property
     def version(self) -> int:
-        """The version of the view; 0 before the first."""
         return self.replication.version
 
     @property
@@ -101,7 +99,6 @@ class ServerCore:
 
     @property
     def latest_clock(self) -> int:
-        """The highest clock of a worker."""
         return max(self.workers.gate.clocks.values(), default=0)
 
     @property
@@ -111,7 +108,6 @@ class ServerCore:
 
     @property
     def early_requests(self) -> list[object]:
-        """The tokens of early requests."""
         return list(self.early)
 
     @property
@@ -128,18 +124,15 @@ class ServerCore:
         return self.replication.place.shortage(buckets)
 
     def is_readable(self, clock: int) -> bool:
-        """Return whether values of iteration `clock` may be read."""
         return self.workers.gate.is_open(clock) and self.progress.updates.may_read(clock)
 
     def wait_reasons(self, clock: int) -> WaitReasons:
-        """Return the reasons why a read of iteration `clock` waits."""
         gate, updates, ranks = self.workers.gate, self.progress.updates, self.workers.ranks
         late = [ranks.get(worker, worker) for worker in gate.lagging(clock)]
         late += [ranks[worker] for worker in updates.pending_workers if worker in ranks]
         return WaitReasons(late, gate.num_missing, not late and gate.is_open(clock) and not updates.may_read(clock))
 
     def takes_part(self, worker: int) -> bool:
-        """Return whether a worker currently takes part in the iterations."""
         return worker in self.workers.counted
 
     def is_excluded(self, incarnation: int) -> bool:
@@ -152,31 +145,24 @@ class ServerCore:
         return gate.clocks.get(worker, 0) > gate.minimum
 
     def rank_of(self, worker: int) -> int:
-        """Return the rank with which a worker joined the iterations."""
         return self.workers.ranks[worker]
 
     def known_clocks(self) -> Clocks:
-        """Return the workers' clocks, for a server that is being filled."""
         return self.workers.known_clocks()
 
     def next_fill(self, target: int) -> tuple[int, int, replication.FilterState] | None:
-        """Return the next bucket to send to `target`: see :meth:`Replication.next_fill`."""
         return self.replication.next_fill(target)
 
     def checkable(self, target: int) -> Buckets:
-        """Return the buckets that `target` can compare with its own buckets."""
         return self.replication.checkable(target)
 
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
-        """Return whether a bucket can be compared with the bucket of `source`, sent in the view of `version`."""
         return self.replication.is_comparable(source, version, bucket)
 
     def applied_to(self, bucket: int) -> tuple[tuple[int, int], ...]:
-        """Return the last push of each incarnation that was applied to a bucket."""
         return self.replication.applied_to(bucket)
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self.progress.validate()
 
     def joined(self, me: int) -> list[Instruction]:

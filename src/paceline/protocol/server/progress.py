@@ -27,28 +27,23 @@ class EarlyRequests:
         self.is_empty = True
 
     def __iter__(self) -> Iterator[object]:
-        """Yield all tokens."""
         for requests in self._requests.values():
             for _, token in requests:
                 yield token
 
     def has_of(self, sender: int) -> bool:
-        """Whether a request of this process waits for a view."""
         return any(sender == other for other, _ in self._requests[Timing.EARLY])
 
     def postpone(self, timing: Timing, sender: int, token: object) -> None:
-        """Store a request of a process."""
         self._requests[timing].append((sender, token))
         self.is_empty = False
 
     def take(self, timing: Timing) -> list[object]:
-        """Remove and return the requests with this timing."""
         requests, self._requests[timing] = self._requests[timing], []
         self._note_empty()
         return [token for _, token in requests]
 
     def drop(self, is_meant: Callable[[object], bool]) -> None:
-        """Drop the requests that `is_meant` selects."""
         for timing, requests in self._requests.items():
             if requests:
                 self._requests[timing] = [request for request in requests if not is_meant(request[1])]
@@ -69,7 +64,6 @@ class BlockedReads:
         return len(self._reads)
 
     def __iter__(self) -> Iterator[object]:
-        """Yield all tokens."""
         return iter(self._reads)
 
     @property
@@ -78,7 +72,6 @@ class BlockedReads:
         return bool(self._past_gate)
 
     def block(self, read: Read) -> None:
-        """Add a read."""
         self._reads[read.token] = read
 
     def pass_gate(self, token: object) -> None:
@@ -94,27 +87,23 @@ class BlockedReads:
         return found
 
     def take_late(self, time_s: float) -> list[object]:
-        """Remove and return the reads whose deadline has passed."""
         late = [token for token, read in self._reads.items() if read.deadline_s <= time_s]
         for token in late:
             self._drop(token)
         return late
 
     def take_of(self, worker: int) -> list[object]:
-        """Remove and return the reads of one worker."""
         found = [token for token, read in self._reads.items() if read.worker == worker]
         for token in found:
             self._drop(token)
         return found
 
     def take_all(self) -> list[object]:
-        """Remove and return all reads."""
         found = list(self._reads)
         self._reads, self._past_gate = {}, {}
         return found
 
     def drop_all(self, is_meant: Callable[[object], bool]) -> None:
-        """Drop the reads that `is_meant` selects."""
         for token in [token for token in self._reads if is_meant(token)]:
             self._drop(token)
 
@@ -142,7 +131,6 @@ class Progress:
         self.become(Replication(0))
 
     def become(self, chains: Replication) -> None:
-        """Start with these chains."""
         self.replication = chains
         self.iterations: Iterations | None = None
         self._begin_updates(0)
@@ -166,7 +154,6 @@ class Progress:
                     self._out.append(self._reports.pop(target))
 
     def follow_gate(self, instructions: Iterable[clocks.Instruction]) -> None:
-        """Carry out the gate's instructions."""
         for instruction in instructions:
             match instruction:
                 case clocks.Complete(iteration, workers):
@@ -179,7 +166,6 @@ class Progress:
                     self.reads.pass_gate(token)
 
     def retire(self, worker: int) -> None:
-        """Stop waiting for a worker until it joins again."""
         if worker in self.workers.counted:
             self._drop_unfinished(worker)
             self.follow_gate(self.workers.retire(worker))
@@ -225,7 +211,6 @@ class Progress:
         self.has_clocks = False
 
     def change(self, view: events.ViewChanged) -> None:
-        """Apply the chains of a newer view."""
         # Reject reads first: a sum without successors then counts as durable, and their buckets may have moved.
         self._out += [events.Stale(token) for token in self.reads.take_all()]
         self._reports = {}
@@ -234,7 +219,6 @@ class Progress:
             self._out.append(events.SendClocks(target))
 
     def replicate(self, instructions: Iterable[replication.Instruction]) -> None:
-        """Carry out the chains' instructions."""
         for instruction in instructions:
             match instruction:
                 case replication.Forward() | replication.Apply():  # first, since every push has them
@@ -280,11 +264,9 @@ class Progress:
 
     @property
     def num_waiting(self) -> int:
-        """The number of blocked reads and of pushes with too few replicas."""
         return len(self.reads) + len(self._withheld)
 
     def withhold(self, token: object, deadline_s: float) -> None:
-        """Set the deadline of a withheld push."""
         self._withheld[token] = deadline_s
 
     def expire(self, time_s: float) -> None:
@@ -306,6 +288,5 @@ class Progress:
         return found
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self.replication.validate()
         self.workers.validate()

@@ -40,7 +40,6 @@ class Workers:
         return worker > self.last_incarnation and worker not in self.named
 
     def may_join(self, worker: int) -> bool:
-        """Whether a worker is a member in this server's view."""
         return worker in self.named and worker not in self.departed
 
     def has_started(self, worker: int, iteration: int) -> bool:
@@ -68,7 +67,6 @@ class Workers:
         return joined + self.gate.depart(worker)
 
     def known_clocks(self) -> Clocks:
-        """Return the clocks for a server that is being filled."""
         known = tuple(
             (worker, self.ranks[worker], clock, worker in self.counted)
             for worker, clock in self.gate.clocks.items()
@@ -104,7 +102,6 @@ class Workers:
         return instructions
 
     def join(self, worker: int, rank: int, clock: int) -> list[clocks.Instruction]:
-        """Add a worker that takes part from iteration `clock` or later."""
         return self.gate.resume(worker) + self._join(worker, rank, clock)
 
     def sync(self, worker: int, rank: int, clock: int, counts: bool) -> list[clocks.Instruction]:
@@ -118,7 +115,6 @@ class Workers:
         return instructions + self.gate.tick(worker, clock)
 
     def retire(self, worker: int) -> list[clocks.Instruction]:
-        """Stop waiting for a worker until it joins again."""
         self.counted.discard(worker)
         return self.gate.finish(worker)
 
@@ -128,7 +124,6 @@ class Workers:
         return self.gate.join(worker, clock)
 
     def validate(self) -> None:
-        """Assert the invariants."""
         self.gate.validate()
         assert self.counted <= self.ranks.keys() == self.gate.clocks.keys(), "a worker that the gate lacks"
         assert not self.departed & self.ranks.keys(), "a departed worker takes part"
