@@ -71,7 +71,6 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """The algorithm that this rank demands, equal on all ranks; empty for the tuner's choice."""
 
     def encode(self) -> bytes:
-        """Return the msgpack encoding."""
         return msgspec.msgpack.encode(self)
 
     @classmethod

@@ -55,8 +55,8 @@ class Peer(ABC):
     @abstractmethod
     def send_error(self, request: Header, error: Exception) -> None:
         """Reply to ``request`` with an ERROR frame. The client raises an error of the same class.
+
         Raises UsageError on an opened connection, because only servers reply with errors.
-                Raises UsageError on an opened connection, because only servers answer with errors.
         """
 
     @property
@@ -72,7 +72,7 @@ class Peer(ABC):
     def pause_receiving(self) -> None:
         """Stop reading from the peer until :meth:`resume_receiving` (backpressure). Idempotent.
 
-        Partly received frames may still arrive. A lost connection is not detected..
+        Partly received frames may still arrive. A lost connection is not detected.
         """
 
     @abstractmethod

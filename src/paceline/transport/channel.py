@@ -329,5 +329,4 @@ class StreamChannel(Channel):
 
 
 def too_long(size: int, limits: Limits) -> UsageError:
-    """Return the error for a frame that the other end would reject."""
     return UsageError(f"the frame has {size} bytes, but at most {limits.max_frame_bytes} are allowed. Split the frame")

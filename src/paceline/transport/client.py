@@ -86,7 +86,6 @@ def _connect_tcp(address: Address, timeout_s: float) -> socket.socket:
 
 
 def cannot_reach(address: Address, error: OSError, timeout_s: float) -> AddressError | DeadlineError:
-    """Return the error for a failed connection."""
     if isinstance(error, socket.gaierror):
         return AddressError(f"cannot reach {address}: the host is unknown ({error.strerror})")
     if isinstance(error, TimeoutError):

@@ -50,7 +50,6 @@ class Connection(FrameReceiver):
     # calls of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Prepare the transport and begin the handshake."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         enlarge_socket_buffers(transport.get_extra_info("socket"))
@@ -59,12 +58,10 @@ class Connection(FrameReceiver):
         self._begin()
 
     def pause_writing(self) -> None:
-        """Pause sending, because the socket is full."""
         if self._peer is not None:
             self._peer.pause()
 
     def resume_writing(self) -> None:
-        """Resume sending, because the socket has sent its buffer."""
         if self._peer is not None:
             self._peer.resume()
 
@@ -115,7 +112,6 @@ class Connection(FrameReceiver):
 
 
 def describe(hello: Hello) -> str:
-    """Return a short description of the process that sent a Hello."""
     return f"{hello.role} {hello.rank}" + (f" ({hello.name})" if hello.name else "")
 
 

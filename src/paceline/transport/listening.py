@@ -71,7 +71,6 @@ class AcceptedConnection(Connection):
         self._send_meta(FrameKind.CHALLENGE, self._handshake.challenge())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify the listener and the handler."""
         self._service.connections.discard(self)
         self._leave_unauthenticated()
         super().connection_lost(exc)

@@ -125,7 +125,6 @@ class OpenedConnection(Connection):
         peer.close()
 
     def stream_failed(self, error: Exception) -> None:
-        """Close the connection."""
         if self._peer is not None:
             _logger.warning("closing the connection to %s: %s", self._address, error)
             self._failure = error

@@ -97,7 +97,6 @@ class _TagCheck:
         self._hashed = 0  # number of hashed bytes of the current frame
 
     def hash(self, received: memoryview, frame_bytes: int) -> None:
-        """Hash the received part of a frame."""
         stop = min(len(received), frame_bytes - TAG_BYTES)
         if stop > self._hashed:
             self._seal.update(received[self._hashed : stop])

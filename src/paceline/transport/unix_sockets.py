@@ -25,7 +25,6 @@ _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1
 
 
 def has_unix_sockets() -> bool:
-    """Return whether this platform has Unix sockets."""
     return hasattr(socket, "AF_UNIX") and sys.platform != "win32"
 
 

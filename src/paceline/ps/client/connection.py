@@ -99,7 +99,6 @@ class ServerConnection:
                 self.resync(instruction)
 
     def send(self, data: DataRequest) -> Request:
-        """Send a data frame."""
         self.make_room(data.out)
         request = self.request(data)
         frame = pack(data, request, self.core.version)
@@ -109,7 +108,6 @@ class ServerConnection:
         return request
 
     def request(self, data: DataRequest) -> Request:
-        """Return the numbered request for a data frame."""
         return self.session.request(KINDS[data.kind], data.clock, data.sequence, None, bool(data.flags & TICKS))
 
     def make_room(self, out: Any) -> None:
@@ -182,7 +180,6 @@ class ServerConnection:
         return read_meta(exchange.meta, result, f"an answer of server {self.rank}"), exchange.body
 
     def byte_counts(self) -> tuple[int, int]:
-        """Return the bytes received and sent."""
         statistics = self.channel.statistics()
         return self._closed_bytes[0] + statistics.bytes_received, self._closed_bytes[1] + statistics.bytes_sent
 

@@ -61,7 +61,6 @@ class Copies:
         return copies, memory
 
     def give_back(self, memory: Memory) -> None:
-        """Release memory for later copies."""
         if self.num_free < _MAX_FREE:
             self._free.setdefault(len(memory), []).append(memory)
             self.num_free += 1
@@ -156,7 +155,6 @@ class Exchange:
             self.part = FrameKeys(self.frame, specs[HEADER.unpack(self.frame[0])[4]], layout)
 
     def put_values(self) -> None:
-        """Write the values to the destination in `scatter`."""
         assert self.scatter is not None
         rows, positions = self.scatter
         rows[positions] = self.out.reshape(len(positions), -1)
@@ -176,7 +174,6 @@ class Exchange:
 
 
 def exchange_of(request: Request) -> Exchange:
-    """Return the payload of a request."""
     return request.payload  # type: ignore[return-value]
 
 

@@ -75,13 +75,11 @@ class TableFilters:
         return bool(self.requests) or bool(self.answers)
 
     def are(self, other: TableFilters | None) -> bool:
-        """Return whether another table has the same filters."""
         if other is None:
             return False
         return (str(self.requests), str(self.answers)) == (str(other.requests), str(other.answers))
 
     def senders(self, connections: Sequence[ServerConnection]) -> list[FilteredSender]:
-        """Return the senders of `connections`, in order."""
         incarnations = [connection.session.server for connection in connections]
         if list(self._senders) != incarnations:
             former = self._senders

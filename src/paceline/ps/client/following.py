@@ -24,7 +24,6 @@ class ViewFollower:
         self._thread: threading.Thread | None = None
 
     def take(self, view: View) -> None:
-        """Receive a view."""
         if not self.watch.take(view) or self.servers is None:
             return
         for connection in self.servers.connections:
@@ -65,7 +64,6 @@ class ViewFollower:
                     servers.cuts.reconnect(servers.connections)
 
     def close(self) -> None:
-        """Wait for the thread."""
         with self._lock:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -46,21 +46,17 @@ class Routes:
 
     @property
     def server_ranks(self) -> tuple[int, ...]:
-        """The ranks of the primaries, ascending."""
         return tuple(server.rank for server, led in zip(self.servers, self.leads, strict=True) if led)
 
     def has(self, incarnation: int) -> bool:
-        """Return whether a server is in any chain."""
         return any(server.incarnation == incarnation for server in self.servers)
 
     def loss(self) -> ConnectionLostError:
-        """Return the error for the lost buckets."""
         if self.has_ended:
             return ConnectionLostError(CLUSTER_ENDED)
         return ConnectionLostError(f"{self.describe_loss()}: start again from the last saved model")
 
     def describe_loss(self) -> str:
-        """Return a message with the lost buckets and their servers."""
         ranks = [str(rank) for rank in self.lost_with]
         many = len(ranks) > 1
         names = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if many else "".join(ranks) or "(of unknown rank)"
@@ -140,11 +136,9 @@ class RouteWatch:
         return self._error is not None
 
     def has(self, incarnation: int) -> bool:
-        """Return whether a server is in any chain of the newest view."""
         return self.newest is None or self.newest.has(incarnation)
 
     def is_newer_than(self, version: int) -> bool:
-        """Return whether the newest routes have a higher version."""
         return self.newest is not None and self.newest.version > version
 
     def pause(self, seconds: float) -> None:
@@ -173,5 +167,4 @@ class RouteWatch:
 
 
 def no_routes() -> Routes:
-    """Return the empty routes before the first view."""
     return Routes(0, (), (), (), np.zeros(NUM_BUCKETS, np.int32), 0, ())

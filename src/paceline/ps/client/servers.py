@@ -259,12 +259,10 @@ class Servers:
                     self.join_requests = [*current, instruction]
 
     def check_not_lost(self, buckets: Buckets) -> None:
-        """Raise ConnectionLostError if any of `buckets` is lost."""
         if buckets & self.routes.lost:
             raise self.routes.loss()
 
     def wait(self, request: Request) -> None:
-        """Wait for an answer; raise the server's error."""
         while not request.is_done:
             self._progress(request)
         self.cuts.waiting_on = None
@@ -395,7 +393,6 @@ class Servers:
                 self.follow()
 
     def byte_counts(self) -> tuple[int, int]:
-        """Return the bytes received from and sent to the servers so far."""
         counts = [connection.byte_counts() for connection in self.connections]
         received, sent = self._closed_bytes
         return received + sum(count[0] for count in counts), sent + sum(count[1] for count in counts)

@@ -91,12 +91,10 @@ class SnapshotCoordinator:
 
     @property
     def directory(self) -> Path:
-        """The directory of the snapshots."""
         return self._snapshots.path
 
     @property
     def is_taking(self) -> bool:
-        """Whether a snapshot is in progress."""
         return self.attempt is not None
 
     def begin(self, account: JobAccount | None = None, training: dict[str, Any] | None = None) -> int:

@@ -44,7 +44,6 @@ class Memory:
         self._ledger = MemberLedger()
 
     def joined(self, incarnation: int) -> None:
-        """Set the incarnation of this process."""
         self._ledger.incarnation = incarnation
 
     def sent(self, message: msgspec.Struct, body: Iterable[Any] = ()) -> msgspec.Struct:
@@ -73,17 +72,14 @@ class Memory:
                 self._ledger.answered(message, answer, time.monotonic())
 
     def merge_news(self, news: JobRecord) -> None:
-        """Record the scheduler's news."""
         with self._lock:
             self._ledger.merge_news(news)
 
     def tables(self) -> tuple[KnownTable, ...]:
-        """Return the tables that this process has declared."""
         with self._lock:
             return tuple(self._tables.values())
 
     def job(self) -> JobMemory | None:
-        """Return the record of the latest job."""
         with self._lock:
             return self._ledger.memory(time.monotonic())
 
@@ -119,7 +115,6 @@ def add(
 
 
 def send(end: MemberEnd, channel: Channel, message: SentMessage) -> None:
-    """Send a message."""
     content: Content = message.content
     channel.send(
         *frame_parts(
@@ -177,7 +172,7 @@ class SchedulerCalls:
         return None if message is None else message.content
 
     def received(self, frame: Frame) -> Content | None:
-        """Note a frame of the scheduler; return the call that it answers, if any."""
+        """Apply the confirmation in a scheduler's frame; return the call that the frame answers, if any."""
         if frame.header.sequence:
             with self._lock:
                 self._end.received(frame.header.sequence)

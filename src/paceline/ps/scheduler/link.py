@@ -64,7 +64,6 @@ class Reconnection:
         return _SHORTEST_PAUSE_S
 
     def remaining_s(self, time_s: float) -> float:
-        """Return the remaining time for attempts."""
         assert self._refused_since_s is not None
         return self._refused_since_s + self.patience_s - time_s
 

@@ -38,7 +38,6 @@ def own_host() -> str:
 
 
 def own_process() -> ProcessIdentity:
-    """Return the identity of this process."""
     pid = os.getpid()
     return ProcessIdentity(own_host(), pid, begin_of(pid) or 0)
 
@@ -76,7 +75,6 @@ class ProcessWatch:
         self._probes: dict[int, asyncio.Task[None]] = {}
 
     def watch(self, member: Member, *, connected: bool) -> None:
-        """Start to watch the process of a member."""
         incarnation, process, endpoint = member.incarnation, member.process, member.address
         is_watched = self._watched.get(incarnation) == (process, endpoint)
         if not is_watched:  # the incarnation may be of another cluster's member
@@ -92,7 +90,6 @@ class ProcessWatch:
             self.disconnected(incarnation)
 
     def forget(self, incarnation: int) -> None:
-        """Stop watching a process."""
         self._watched.pop(incarnation, None)
         self._connected.discard(incarnation)
         descriptor = self._descriptors.pop(incarnation, None)
@@ -120,7 +117,6 @@ class ProcessWatch:
             watch_task(probing, self._fail)
 
     def close(self) -> None:
-        """Stop watching all processes."""
         for incarnation in list(self._watched):
             self.forget(incarnation)
 

@@ -1,8 +1,6 @@
-"""The scheduler's runtime: it passes frames, ends of processes and the clock to the core, and obeys the core.
+"""The scheduler's runtime: it passes frames, ends of processes and the time to the core, and carries out instructions.
 
-Only the tables' numbers and settings are kept here. The scheduler receives no parameters and no gradients; no process
-waits for it while tables and members stay as they are. It may die: the members store its knowledge for the next
-scheduler.
+It stores only the numbers and settings of tables. Members store the scheduler's knowledge for the next scheduler.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ class Notes:
             self.note(f"{member.role.value} {member.rank} ({member.node}) is declared dead: {reason}")
 
     def lost(self, buckets: Buckets) -> None:
-        """Report the loss of buckets."""
         self._on_loss(f"{count(buckets)} buckets of the tables are lost: no live server has them")
 
 
@@ -110,12 +107,11 @@ _FLUSH_S = 0.02
 class Scheduler(Handler):
     """One scheduler of a cluster with these valid settings.
 
-    It takes over the cluster of a dead scheduler whose members connect to it. With `replaces` it knows that there are
-    some, and begins no other cluster before the heartbeat timeout has passed; with `accepts_minority` it takes over
-    with the members that have connected by then, however few. `on_note` is called with news for the operator, for
-    example why a member was declared dead; with the end of a process only if `reports_ends`, because its launcher may
-    report that. `on_loss` is called if buckets are lost, `fail` with an exception after which this scheduler must not
-    continue (:mod:`paceline.ps.fail_stop`).
+    It takes over the cluster of a dead scheduler when members of that cluster connect. With `replaces` it forms no new
+    cluster before the heartbeat timeout; with `accepts_minority` it then takes over with the connected members, however
+    few. `on_note` receives messages for the operator, about the end of a process only if `reports_ends`. `on_loss` is
+    called if buckets are lost, `fail` with an exception after which this scheduler must not continue
+    (:mod:`paceline.ps.fail_stop`).
     """
 
     def __init__(
@@ -157,7 +153,6 @@ class Scheduler(Handler):
             self._tick()
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Handle a message."""
         if header.kind not in (CALL, NOTICE):
             raise ProtocolError(f"the scheduler knows no frame of kind {header.kind}; is the peer of this version?")
         message = messages.decode_to_scheduler(meta)
@@ -171,18 +166,15 @@ class Scheduler(Handler):
 
     @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Handle the end of a connection. The process may live and reconnect."""
         self._execute(self.core.disconnected(peer, time.monotonic()))
 
     def close(self) -> None:
-        """Stop the timers."""
         self._processes.close()
         for timer in (self._timer, self._flush):
             if timer is not None:
                 timer.cancel()
 
     def process_ended(self, incarnation: int) -> None:
-        """Handle the certain end of a member's process."""
         self._feed(events.ProcessEnded(incarnation))
 
     def end(self, reason: str) -> None:

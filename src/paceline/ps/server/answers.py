@@ -55,13 +55,11 @@ class Answers:
         self._replies: dict[Peer, np.ndarray[Any, np.dtype[np.float32]]] = {}
 
     def disconnected(self, peer: Peer) -> None:
-        """Drop the buffer of a closed connection."""
         self._replies.pop(peer, None)
 
     def values(
         self, peer: Peer, header: Header, table: ServerTable, selection: Selection, clock: int, flags: int
     ) -> None:
-        """Send the values of iteration `clock`."""
         if table.refused and (refusal := table.refused.pop(peer.hello.incarnation, None)):
             raise NonFiniteError(refusal)
         count = table.part.num_values(selection)
@@ -103,7 +101,6 @@ class Answers:
         )
 
     def acknowledge(self, peer: Peer, header: Header, flags: int) -> None:
-        """Acknowledge a push or a tick."""
         peer.send(
             HEADER.pack(
                 MAGIC, PROTOCOL_VERSION, ACK, flags, header.table, header.request, header.epoch,
@@ -120,7 +117,6 @@ class Answers:
         return self._core.durable if self._is_sequential else clock
 
     def joined(self, instruction: events.ConfirmJoin) -> None:
-        """Notify a worker of the iteration at which it starts to take part."""
         peer, header = _call(instruction.token)
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(instruction.clock)))
 
@@ -140,7 +136,6 @@ class Answers:
         peer.send_error(header, self.expelled(peer))
 
     def late(self, instruction: events.Late) -> None:
-        """Notify a client that the deadline of its request has passed."""
         token = instruction.token
         if isinstance(token, BlockedRead):
             token.peer.send_error(token.header, self.late_read(token))
@@ -155,7 +150,6 @@ class Answers:
             raise self.expelled(peer)
 
     def expelled(self, peer: Peer) -> PeerError:
-        """Return the error for a process that is not a member."""
         incarnation, rank = peer.hello.incarnation, self._tables.rank
         if incarnation < 1:
             return PeerError(
@@ -168,14 +162,12 @@ class Answers:
         )
 
     def stale(self) -> StaleEpochError:
-        """Return the error for a request of an older view."""
         return StaleEpochError(
             f"the view of the cluster has changed (server {self._tables.rank} has version "
             f"{self._core.version}): the request was rejected; retry it in the new view"
         )
 
     def no_memory(self, error: MemoryError) -> NoRoomError:
-        """Return the error for a request that needs too much memory."""
         rank = self._tables.rank
         if isinstance(error, SpillError):
             return NoRoomError(
@@ -188,7 +180,6 @@ class Answers:
         )
 
     def late_read(self, read: BlockedRead) -> DeadlineError:
-        """Return the error for a read that has waited too long."""
         core = self._core
         ranks, missing, by_chain = core.wait_reasons(read.clock)
         late = [f"worker {rank}" for rank in ranks]
@@ -227,7 +218,6 @@ def _call(token: Any) -> tuple[Peer, Header]:
 
 
 def name_of(peer: Peer) -> str:
-    """Return a peer's role and rank, for messages."""
     return f"{peer.hello.role} {peer.hello.rank}"
 
 

@@ -60,11 +60,9 @@ class BackPressure:
             peer.resume_receiving()
 
     def disconnected(self, peer: Peer) -> None:
-        """Drop a closed connection."""
         self.paused.pop(peer, None)
 
     def close(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 

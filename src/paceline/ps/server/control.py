@@ -45,7 +45,6 @@ class Traffic:
         self._bytes_in = self._bytes_out = 0
 
     def connected(self, peer: Peer) -> None:
-        """Start counting a connection's bytes."""
         self._peers.add(peer)
 
     def disconnected(self, peer: Peer) -> None:
@@ -56,7 +55,6 @@ class Traffic:
         self._bytes_out += statistics.bytes_sent
 
     def totals(self) -> tuple[int, int]:
-        """Return the bytes received and sent."""
         counters = [peer.statistics() for peer in self._peers]
         bytes_in = self._bytes_in + sum(counter.bytes_received for counter in counters)
         return bytes_in, self._bytes_out + sum(counter.bytes_sent for counter in counters)
@@ -84,7 +82,6 @@ class ServerControl:
         }
 
     def call(self, peer: Peer, header: Header, request: Any) -> None:
-        """Carry out a CALL frame and answer it."""
         is_change = isinstance(request, _CHANGES)
         if is_change:
             self._check_change(peer, header)

@@ -59,7 +59,6 @@ class FillTransfers:
                 asyncio.get_running_loop().call_soon(self.send_next, target)
 
     def send_next(self, target: int) -> None:
-        """Send the next bucket to a server that is being filled."""
         self._soon.discard(target)
         peer = None if self._links is None else self._links.peer(target)
         if peer is None:

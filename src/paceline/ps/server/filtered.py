@@ -56,7 +56,6 @@ class _PeerTable:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the cached keys."""
         return 0 if self.memory is None else self.memory.num_bytes
 
     def decode(self, body: Bytes) -> Decoded:
@@ -117,7 +116,6 @@ class PeerFilters:
             return None
 
     def forget_keys(self) -> None:
-        """Drop all cached keys."""
         self.num_bytes = 0
         for tables in self._tables.values():
             for table in tables.values():
@@ -125,7 +123,6 @@ class PeerFilters:
                     table.memory.clear()
 
     def disconnected(self, peer: Peer) -> None:
-        """Forget a connection."""
         for table in self._tables.pop(peer, {}).values():
             self.num_bytes -= table.num_bytes
 
@@ -142,7 +139,6 @@ class FilteredFrames:
         handlers.update(self._ordered)
 
     def disconnected(self, peer: Peer) -> None:
-        """Forget a connection."""
         self._filters.disconnected(peer)
         self._lacks_no_more(peer)
 

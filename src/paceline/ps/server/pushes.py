@@ -54,7 +54,6 @@ class ChainPush(Struct, eq=False):
 
     @property
     def num_bytes(self) -> int:
-        """The size of its pieces."""
         size = 0
         for piece in self.pieces:
             keys = piece.selection.keys
@@ -62,7 +61,6 @@ class ChainPush(Struct, eq=False):
         return size
 
     def part(self, tables: ServerTables, buckets: Buckets) -> Sequence[Piece]:
-        """Return the parts of the pieces in `buckets`."""
         if not self.buckets & ~buckets:
             return self.pieces
         pieces = (tables.restrict(piece, buckets) for piece in self.pieces)
@@ -79,7 +77,6 @@ class ReceivedBucket(Struct, eq=False):
 
 
 def payload_of(token: object) -> ChainPush:
-    """Return the push of a token of the core."""
     payload = token.payload if isinstance(token, SumUp) else token
     assert isinstance(payload, ChainPush)
     return payload

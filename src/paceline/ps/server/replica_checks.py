@@ -65,7 +65,6 @@ class BucketOrders:
             hashes += growth
 
     def of(self, bucket: int) -> int:
-        """Return a bucket's hash."""
         return int(self._hashes[bucket])
 
     def take(self, bucket: int, value: int) -> None:
@@ -73,7 +72,6 @@ class BucketOrders:
         self._hashes[bucket] = value
 
     def drop(self, buckets: Buckets) -> None:
-        """Reset some buckets."""
         self._hashes[to_flags(buckets)] = 0
 
 
@@ -100,7 +98,6 @@ class ReplicaChecks:
         return len(self._unordered)
 
     def load(self, bucket: int, order: int) -> None:
-        """Record that a bucket was received."""
         self.drop(1 << bucket)
         self.orders.take(bucket, order)
 

@@ -68,7 +68,6 @@ class ChainLinks:
         self.unreachable = self._silence.poll(self._links)
 
     def frame_received(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Receive a frame of a server."""
         self._silence.received(target)
         if header.kind != PONG:
             self._on_frame(target, header, meta, body)
@@ -93,7 +92,6 @@ class ChainLinks:
             peer.abort()
 
     def close(self) -> None:
-        """Close all connections."""
         if self._timer is not None:
             self._timer.cancel()
         for link in self._links.values():
@@ -179,11 +177,9 @@ class CheckRounds:
         self.targets: tuple[int, ...] = ()
 
     def begin(self) -> None:
-        """Start periodic comparisons."""
         self._later(self._checks.pause_s(None))
 
     def close(self) -> None:
-        """Stop."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -238,11 +234,9 @@ class Replicator:
 
     @property
     def incarnation(self) -> int:
-        """This server's incarnation."""
         return self.hello.incarnation
 
     def view_changed(self, view: messages.View) -> None:
-        """Set the addresses of the servers."""
         self._endpoints = {
             member.incarnation: member.address
             for member in view.members
@@ -251,16 +245,13 @@ class Replicator:
         self.rounds.targets = tuple(self._endpoints)
 
     def disconnected(self, peer: Peer) -> None:
-        """Drop a closed connection of a predecessor."""
         if self._sources.get(peer.hello.incarnation) is peer:
             del self._sources[peer.hello.incarnation]
 
     def close(self) -> None:
-        """Stop the comparisons."""
         self.rounds.close()
 
     def have_links(self, targets: frozenset[int]) -> None:
-        """Keep connections to exactly these servers."""
         if self._links is not None:
             known: Mapping[int, Endpoint] = {
                 target: self._endpoints[target] for target in targets if target in self._endpoints
@@ -271,7 +262,6 @@ class Replicator:
         return None if self._links is None else self._links.peer(target)
 
     def forward(self, push: ChainPush, target: int, number: int, buckets: Buckets) -> None:
-        """Forward the part of a push in `buckets`."""
         peer = self._peer(target)
         if peer is None:
             return  # it is forwarded again after the connection

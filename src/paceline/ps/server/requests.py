@@ -41,7 +41,6 @@ class Requests:
         self._non_finite = non_finite
 
     def pull(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Handle a PULL frame."""
         table = self._tables.find(header.table)
         if header.flags & RANGE:
             selection = _range(table, body)
@@ -54,7 +53,6 @@ class Requests:
         self._runtime.read(peer, header, table, selection, header.clock, 0)
 
     def push(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Handle a PUSH or PUSH_PULL frame."""
         core, table = self._core, self._tables.find(header.table)
         selection, grads = self._split_push(table, header, body)
         top = float(largest(grads))
@@ -83,7 +81,6 @@ class Requests:
         self._runtime.answer_push(peer, header, selection, self._tick_of(peer, header), flags)
 
     def tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Handle a TICK frame."""
         self.count_tick(peer, header)
         self._answers.acknowledge(peer, header, 0)
 
@@ -92,7 +89,6 @@ class Requests:
         self._runtime.tick(peer.hello.incarnation, header.clock + 1)
 
     def synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Handle a SYNCED frame."""
         self._answers.check_member(peer)
         counts = bool(header.flags & 1)
         self._runtime.feed(

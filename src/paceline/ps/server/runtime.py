@@ -115,7 +115,6 @@ class Runtime:
             self.carry_out(instructions)
 
     def tick(self, worker: int, clock: int) -> None:
-        """Record that a worker has finished `clock` iterations."""
         instructions = self.core.tick(worker, clock)
         if instructions:
             self.carry_out(instructions)
@@ -125,7 +124,6 @@ class Runtime:
         self.surely(lambda: self.core.handle(event))
 
     def carry_out(self, instructions: Sequence[events.Instruction]) -> None:
-        """Carry out the core's instructions, in order."""
         self.surely(lambda: instructions)
 
     def surely(self, change: Callable[[], Sequence[events.Instruction]]) -> None:
@@ -143,12 +141,10 @@ class Runtime:
         return frames
 
     def disconnected(self, peer: Peer) -> None:
-        """Drop a closed connection and its requests."""
         self.core.disconnected(lambda token: _peer(token) is peer)
         self.replicator.disconnected(peer)
 
     def close(self) -> None:
-        """Stop the timers, and close the connections to other servers."""
         if self._expiry is not None:
             self._expiry.cancel()
         self._snapshots.close()

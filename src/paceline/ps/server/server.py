@@ -119,7 +119,6 @@ class Server(Handler):
 
     @property
     def rank(self) -> int:
-        """The server's rank."""
         return self.tables.rank
 
     @must_succeed
@@ -232,7 +231,6 @@ class Server(Handler):
         self._receive_early()
 
     def _receive_early(self) -> None:
-        """Handle the early frames whose time has come."""
         for peer, header, meta, body in self.runtime.take_early():
             try:
                 self.frame_received(peer, header, memoryview(meta), memoryview(body))
@@ -259,7 +257,6 @@ class Server(Handler):
         self.runtime.feed(events.ReadyReceived(peer.hello.incarnation, header.epoch))
 
     def _call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Carry out a CALL frame and answer it."""
         request = messages.decode_to_server(meta)
         match request:
             case messages.JoinClock(rank=rank, clock=clock):

@@ -65,12 +65,10 @@ class _Taking:
 
     @property
     def id(self) -> SnapshotId:
-        """The directory and number of the snapshot."""
         return self._request.directory, self._request.number
 
     @property
     def has_started(self) -> bool:
-        """Whether the copying of buckets has started."""
         return self._task is not None
 
     def prepare(self) -> None:
@@ -203,7 +201,6 @@ class _Taking:
         pool.shutdown(wait=False)
 
     def state(self) -> SnapshotState:
-        """Return the progress."""
         if not self.done:
             return SnapshotState(done=False, error=self.error, parts=(), unchanged=())
         return SnapshotState(done=True, error="", parts=tuple(self._parts), unchanged=tuple(self._unchanged))
@@ -225,7 +222,6 @@ class _PartsLoading:
         self.rows = 0
 
     def begin(self) -> None:
-        """Start loading."""
         self._task = _start(self._load())
 
     async def _load(self) -> None:
@@ -290,7 +286,6 @@ def _remove_files(folder: Path, names: str, is_last: bool) -> None:
 
 
 def do_all_exist(directory: Path, parts: Sequence[StoredPart]) -> bool:
-    """Return whether the files of all parts exist on this machine."""
     return all((directory / part.file).exists() for part in parts)
 
 
@@ -341,7 +336,6 @@ class ServerSnapshots:
                 self._taking.begin()
 
     def state(self, request: GetSnapshotState) -> SnapshotState:
-        """Return the progress of a snapshot."""
         if self._taking is None:
             raise UsageError(f"server {self._tables.rank} is not taking snapshot {request.number}")
         if self._taking.id != (request.directory, request.number):
@@ -351,7 +345,6 @@ class ServerSnapshots:
         return self._taking.state()
 
     def drop(self, request: DropSnapshot) -> None:
-        """Cancel a snapshot."""
         if self._taking is not None and self._taking.id == (request.directory, request.number):
             self._taking.drop()
             self._taking, self._boundary = None, None
@@ -370,14 +363,12 @@ class ServerSnapshots:
         self._loading.begin()
 
     def load_state(self, request: GetLoadState) -> LoadState:
-        """Return the progress of the loading."""
         loading = self._loading
         if loading is None:
             raise ModelError(f"server {self._tables.rank} is not loading a snapshot")
         return LoadState(done=loading.done, error=loading.error, rows=loading.rows, is_seen=loading.is_seen)
 
     def close(self) -> None:
-        """Stop a running snapshot or loading."""
         if self._taking is not None and not self._taking.done:
             self._taking.give_up()
         if self._loading is not None and not self._loading.done:

@@ -44,19 +44,16 @@ class StaleGradients:
         return False, grads, top
 
     def was_dropped(self, worker: int, header: Header) -> bool:
-        """Return whether a push was dropped before."""
         return header.sequence in self._dropped.get(worker, ())
 
     def pulled(
         self, worker: int, header: Header, table: ServerTable, clock: int, selection: Selection, values: Floats
     ) -> None:
-        """Record a worker's read of iteration `clock`."""
         table.staleness.pulled(worker, clock)
         if self._compensation is not None:
             self._compensation.pulled(worker, header.table, clock, selection, values)
 
     def forget(self, worker: int) -> None:
-        """Drop the state of a worker that left."""
         self._dropped.pop(worker, None)
         if self._compensation is not None:
             self._compensation.forget(worker)

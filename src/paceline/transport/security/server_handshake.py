@@ -43,7 +43,6 @@ class ServerHandshake:
         self._identity = ConnectionIdentity()
 
     def challenge(self) -> bytes:
-        """Return the meta of the CHALLENGE."""
         return msgspec.msgpack.encode(Challenge(self._nonce))
 
     def receive_hello(self, meta: bytes | memoryview) -> None:

@@ -72,7 +72,6 @@ class _Pump:
             endpoint.setblocking(False)
 
     def run(self) -> None:
-        """Move the bytes."""
         closed_at: float | None = None
         with self._encrypted, self._plain:
             poll = select.poll()
