@@ -30,7 +30,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
-    # Set this before NumPy is loaded, because OpenBLAS threads would busy-wait on the cores that servers and workers need.
+    # Before NumPy is loaded: OpenBLAS threads would busy-wait on the cores that servers and workers need.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from paceline.training.driver import run_training
 
