@@ -193,7 +193,6 @@ class SparseEstimator(BaseEstimator, ABC):
     # Training.
 
     def _check_can_learn_on(self) -> None:
-        """Raise UsageError for an estimator that trains on a cluster."""
         if self.workers is not None or self.scheduler is not None:
             raise UsageError("partial_fit trains in this process. Leave out workers and scheduler, or call fit")
 
@@ -280,7 +279,6 @@ class SparseEstimator(BaseEstimator, ABC):
         return X, np.asarray(y)
 
     def _prepare(self, X: Any) -> Batch:
-        """Convert X to the examples to predict."""
         check_is_fitted(self, "_tables")
         prepare_kernels()
         if self._columns is None:

@@ -68,7 +68,7 @@ def _is_text(name: str, column: Sequence[Any]) -> bool:
 
 
 def _is_numeric(column: Any) -> bool:
-    """Return whether a column has numbers, by NumPy's kind in pandas, and by type in polars and Arrow."""
+    """Return whether a column of pandas, polars or Arrow has numbers."""
     dtype = getattr(column, "dtype", None)
     if dtype is None:
         types, found = import_arrow().types, column.type
@@ -80,7 +80,6 @@ def _is_numeric(column: Any) -> bool:
 
 
 def _is_temporal(column: Any) -> bool:
-    """Return whether a column of pandas, polars or Arrow has dates, times or durations."""
     dtype = getattr(column, "dtype", None)
     if dtype is None:
         return bool(import_arrow().types.is_temporal(column.type))

@@ -83,7 +83,6 @@ class ModelTables:
         return self._collect(examples, self._margins)
 
     def predict(self, examples: Batch) -> Doubles:
-        """Return the prediction for each example (float64 [n])."""
         return self._collect(examples, self._rows.predict)
 
     def _margins(self, minibatch: Minibatch) -> Floats | Doubles:
@@ -101,7 +100,6 @@ class ModelTables:
         return np.concatenate(parts)
 
     def is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return whether each key has a row."""
         return self._tables[0][1].read_records(keys)[1]
 
     @property

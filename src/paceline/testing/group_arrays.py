@@ -41,7 +41,6 @@ def _numbers(rank: int, shape: int | tuple[int, ...], low: int, stop: int, seed:
 
 
 def reduced(group: Group, op: str, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Array:
-    """Return the reduction of the samples of all ranks."""
     arrays = [sample(rank, shape, dtype, seed) for rank in range(group.size)]
     if op == "mean":
         total = np.sum([array.astype(np.float64) for array in arrays], axis=0)
@@ -53,7 +52,6 @@ def reduced(group: Group, op: str, shape: int | tuple[int, ...], dtype: str = "f
 
 
 def ops_of(dtype: str) -> Iterator[str]:
-    """Yield the reductions of a dtype."""
     yield from ("sum", "product", "min", "max")
     if dtype.startswith("float"):
         yield "mean"
@@ -80,14 +78,12 @@ def near(got: Any, expected: Array, context: object = "") -> None:
 
 
 def same_everywhere(group: Group, array: Array) -> None:
-    """Check that the bytes are equal on every rank."""
     digest = np.frombuffer(hashlib.blake2b(array.tobytes(), digest_size=8).digest(), np.int64)
     digests = group.all_gather(digest)
     assert (digests == digests[0]).all(), f"ranks have different bits: {digests}"
 
 
 def expect(kind: type[Exception], call: Callable[[], object]) -> None:
-    """Check that a call raises an error of this type."""
     try:
         call()
     except kind:
@@ -103,6 +99,5 @@ def uneven(group: Group, seed: int = 0, most: int = 40) -> list[int]:
 
 
 def cut(array: Array, sizes: Sequence[int], part: int) -> Array:
-    """Return one part of an array divided by sizes."""
     start = sum(sizes[:part])
     return array[start : start + sizes[part]]

@@ -36,24 +36,22 @@ class Inbox(Handler):
         self._changed = asyncio.Event()
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Record a copy."""
         self.frames.append(Frame(header, bytes(meta), memoryview(bytearray(body))))
         self.peers.append(peer)
         self._changed.set()
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Record the reason."""
         self.ends.append((peer, reason))
         self._changed.set()
 
     async def wait_frames(self, number: int) -> list[Frame]:
-        """Wait for this number of frames, and return all recorded ones."""
+        """Wait for `number` frames; remove and return all recorded frames."""
         await self._wait(lambda: len(self.frames) >= number)
         frames, self.frames = self.frames, []
         return frames
 
     async def wait_end(self) -> Exception | None:
-        """Wait for the single end of the single connection, and return its reason."""
+        """Wait for the connection to end once, and return the reason."""
         await self._wait(lambda: bool(self.ends))
         await asyncio.sleep(0.02)  # time for an incorrect second report
         assert len(self.ends) == 1
@@ -78,8 +76,7 @@ def check_opened_both_ways(setting: Setting) -> None:
 
 
 def check_opened_errors(setting: Setting) -> None:
-    """An exception of the server's handler arrives as an ERROR frame with the request's header; the connection
-    stays."""
+    """An error in the server's handler arrives as an ERROR frame with the request's header; the connection stays."""
     asyncio.run(_check_opened_errors(setting))
 
 
@@ -104,7 +101,7 @@ async def _open(setting: Setting, inbox: Inbox) -> Peer:
 
 
 def _served_peer(setting: Setting) -> Peer:
-    """Return the newest of the server's peers, which the server may register slightly later."""
+    """Return the server's newest peer; the server may register it slightly later."""
     setting.handler.wait_until(lambda: bool(setting.handler.peers))
     return setting.handler.peers[-1]
 

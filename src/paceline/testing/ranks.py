@@ -131,6 +131,3 @@ class StoreOfOneHost(Store):
     @override
     def close(self) -> None:
         """Leave the other store open."""
-
-
-# inputs of the ranks, and the expected results

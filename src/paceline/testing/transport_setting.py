@@ -31,13 +31,11 @@ class EchoHandler(Handler):
         self.changed = threading.Condition()
 
     def connected(self, peer: Peer) -> None:
-        """Record the peer."""
         with self.changed:
             self.peers.append(peer)
             self.changed.notify_all()
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Act on the kind of the frame."""
         with self.changed:
             self.num_frames += 1
             self.changed.notify_all()
@@ -64,14 +62,12 @@ class EchoHandler(Handler):
             peer.close()
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Record the reason."""
         with self.changed:
             self.peers.remove(peer)
             self.reasons.append(reason)
             self.changed.notify_all()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition on the recorded values."""
         with self.changed:
             assert self.changed.wait_for(condition, TIMEOUT_S), "waited too long"
 
@@ -95,6 +91,5 @@ class Setting:
         return channel
 
     def close(self) -> None:
-        """Close all connections."""
         for channel in self._channels:
             channel.close()

@@ -24,14 +24,10 @@ class DeviceGroups:
 
     @property
     def is_made(self) -> bool:
-        """Whether a CUDA tensor was used."""
         return self._group is not None
 
     def barrier(self) -> None:
-        """Wait for the other ranks on the NCCL group.
-
-        The options of ``torch.distributed`` name the CPU, which that group does not support.
-        """
+        """Wait for the other ranks on the NCCL group, which does not support the CPU of the default options."""
         options = BarrierOptions()
         options.device = torch.device(_CUDA, torch.cuda.current_device())
         self._group.barrier(options).wait()
@@ -53,7 +49,6 @@ class DeviceGroups:
         return self._group
 
     def close(self, *, abort: bool) -> None:
-        """Close the group. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.abort() if abort else group.shutdown()

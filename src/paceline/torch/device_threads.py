@@ -97,7 +97,6 @@ class _Carried:
 
     @contextlib.contextmanager
     def over(self, number: int) -> Iterator[None]:
-        """Apply the state to this thread, with the device of this number as the current one."""
         with contextlib.ExitStack() as stack:
             stream = self._streams[number]
             if stream is not None:

@@ -48,10 +48,7 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
 
 
 def launcher_filters() -> tuple[str, str | None]:
-    """Return the filters of ``paceline run --filters`` and ``--pull-filters``, and import their modules.
-
-    An empty text means no filters; None means filters of pulled values derived from the first ones.
-    """
+    """Return the filters of ``paceline run --filters`` ("" for none) and ``--pull-filters``; import their modules."""
     pushed, pulled = environment().filters or "", environment().pull_filters
     import_filter_modules([*modules_named_in(pushed), *modules_named_in(pulled or "")])
     return pushed if parse_filters(pushed) else "", pulled
@@ -133,7 +130,7 @@ class _FilteredGradients:
                 self._in_flight.remove(step)
 
     def _mean_of(self, group: Any, bucket: GradBucket) -> GradientMean:
-        """Return the averaging of a bucket. Torch redistributes the parameters to buckets once: keep their feedback."""
+        """Return a bucket's averaging. Keep the feedback when torch redistributes the parameters to buckets."""
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
         found = self._means.get(key)

@@ -42,7 +42,6 @@ class Calls:
         return self._nested
 
     def close(self) -> None:
-        """Close the group for callbacks. Idempotent."""
         if self._nested is not None:
             self._nested.close()
 

@@ -78,7 +78,7 @@ def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
 
 
 def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()) -> str:
-    """Append the program's ranks to a text with the group's ranks, if the numberings differ."""
+    """Return a text with the program's ranks for a text with the group's ranks; "" if the numberings are equal."""
     if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
         return ""
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))

@@ -23,7 +23,6 @@ _callbacks = _CallbackDepth()
 
 
 def is_in_callback() -> bool:
-    """Return whether this thread runs a callback of a :class:`CallFuture`."""
     return _callbacks.depth > 0
 
 
@@ -59,7 +58,7 @@ class CallFuture(torch.futures.Future[Any]):
     def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
         """Complete the future with an error, which ``wait()``, ``value()`` and uses of the value in C++ raise.
 
-        ``is_one_tensor``: C++ expects one tensor, not a list of tensors.
+        ``is_one_tensor``: C++ expects one tensor, not a list.
         """
 
         def unwrap(_: Any) -> None:
@@ -69,7 +68,6 @@ class CallFuture(torch.futures.Future[Any]):
         self.set_result(_Failed(error) if is_one_tensor else [_Failed(error)])
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> CallFuture:
-        """Return a future of the result of `callback`, which receives this future when it is done."""
         child = CallFuture()
 
         def run(done: torch.futures.Future[Any]) -> None:

@@ -16,7 +16,7 @@ from paceline.torch.backend.work import CallWork
 
 
 def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
-    """Run a call with host copies of its tensors; the first argument's copies are copied back at the end."""
+    """Call with host copies of the tensors, then copy the first argument's copies back."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def copied(value: Any) -> Any:
@@ -42,27 +42,22 @@ class HostWork(CallWork):
             self._copy()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the call, and raise its error."""
         self._call.wait(timeout)
         self._copy()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call is done or has failed."""
         return self._call.is_completed()
 
     def exception(self) -> Any:
-        """Return the error of the call."""
         return self._call.exception()
 
     def source_rank(self) -> int:
-        """Return the rank of the sender of a received message."""
         return self._call.source_rank()
 
     _source_rank = source_rank
 
     def get_future(self) -> CallFuture:
-        """Return a future of the filled tensors."""
         future = CallFuture(devices=list({tensor.device for tensor, _ in self._filled if tensor.is_cuda}))
 
         def complete(_: Any) -> None:

@@ -82,40 +82,32 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         return self._group
 
     def rank(self) -> int:
-        """Return this process's rank in the group."""
         return self._group.rank
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self._group.size
 
     getRank = rank  # noqa: N815
     getSize = size  # noqa: N815
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return ``paceline``."""
         return "paceline"
 
     name = getBackendName
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the group's name in ``torch.distributed``."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return the group's name in ``torch.distributed``."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set the group's description."""
         self._description = description
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the group's description."""
         return self._description
 
     def get_group_store(self) -> Store:
-        """Return the store of the rendezvous."""
         return self._store
 
     @property
@@ -124,13 +116,11 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu"), *cuda]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the group for calls on tensors of a device."""
         device = torch.device(device)
         group = None if device.type == "cpu" else self._devices.of_device(device)
         return self if group is None else group._get_backend(device)
 
     def _on_device(self, tensor: Tensor, method: str, *arguments: Any, **options: Any) -> Work:
-        """Run a call with a tensor that is not on the CPU."""
         group = self._devices.of(tensor)
         if group is None:
             return through_host(functools.partial(getattr(self, method), **options), arguments)

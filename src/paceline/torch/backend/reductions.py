@@ -35,7 +35,6 @@ def reducible(tensor: Tensor, name: str, *, is_target: bool) -> Tensor:
 
 
 def with_op(op: Any) -> Any:
-    """Return the options of an all-reduce."""
     options = c10d.AllreduceOptions()
     options.reduceOp = op
     return options
@@ -81,5 +80,4 @@ def op_and_factor(op: Any) -> tuple[str, Any]:
 
 
 def scaled(tensor: Tensor, factor: Any) -> Tensor:
-    """Return a new tensor times the factor; the same tensor for None."""
     return tensor if factor is None else tensor * factor

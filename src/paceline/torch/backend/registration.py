@@ -38,13 +38,13 @@ def create(options: Any) -> PacelineProcessGroup:
 def join_through(
     store: CStore, rank: int, size: int, name: str, timeout: timedelta, *, variables: Environment | None = None
 ) -> Group:
-    """Return a group of the ranks that share one of PyTorch's stores; `name` tells groups apart.
+    """Return a group of the ranks that share one of PyTorch's stores; `name` distinguishes groups.
 
-    Such a store has no authentication, so it never contains a secret. Rank 0 writes a random number, and all ranks
-    derive a token from this number and their common secret. Values without a proof of this token are rejected.
+    The store has no authentication, so it never contains a secret. Rank 0 writes a random number, from which all ranks
+    derive a token with their common secret. Values without a proof of this token are rejected.
 
-    Raises UsageError if there is no PACELINE_TOKEN and other machines reach the store, and AuthenticationError if the
-    ranks have different ones.
+    Raises UsageError if PACELINE_TOKEN is missing although other machines reach the store, and AuthenticationError if
+    the ranks' tokens differ.
     """
     variables = environment() if variables is None else variables
     place = find_place(store, variables.master_addr)

@@ -109,7 +109,6 @@ def sizes(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of items of every tensor."""
     return [movable(tensor).numel() for tensor in tensors]
 
 
@@ -121,7 +120,6 @@ def in_items(rows: list[int] | None, tensor: Tensor, vector: Tensor) -> list[int
 
 
 def check_reducible(tensors: Sequence[Tensor], op: str) -> None:
-    """Raise UsageError for tensors with a dtype that does not support the reduction."""
     for tensor in tensors:
         if tensor.dtype not in _KNOWN and not (tensor.is_complex() and op in ("sum", "mean")):
             raise UsageError(
@@ -131,7 +129,6 @@ def check_reducible(tensors: Sequence[Tensor], op: str) -> None:
 
 
 def one_after_another(afters: Sequence[After | None]) -> After | None:
-    """Return the work after several calls; None for no work."""
     work = [after for after in afters if after is not None]
     if not work:
         return None

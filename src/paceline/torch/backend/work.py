@@ -34,7 +34,6 @@ class CallWork(Work):
         self._value = value
 
     def is_success(self) -> bool:
-        """Return whether the call is done without an error."""
         return self.is_completed() and self.exception() is None
 
     @override
@@ -42,7 +41,6 @@ class CallWork(Work):
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """Wait, and return the tensors of the call."""
         self.wait()
         return list(self._value)
 
@@ -51,18 +49,15 @@ class FinishedWork(CallWork):
     """A finished call."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def exception(self) -> None:
         """Return None."""
 
     def get_future(self) -> CallFuture:
-        """Return a future of the filled tensors."""
         future = CallFuture()
         future.set_result(list(self._value))
         return future
@@ -107,11 +102,9 @@ class TicketWork(CallWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call is done or has failed."""
         return self._tickets[-1].done() if self._finished is None else self._finished.is_set()
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call."""
         errors = (ticket.exception() for ticket in self._tickets)
         error = next((error for error in errors if error is not None), self._error)
         return None if error is None else in_torch_terms(error, self._terms)
@@ -173,14 +166,12 @@ class MessageWork(CallWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call is done or has failed."""
         try:
             return self._ticket.done()
         except PacelineError:
             return True
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call."""
         if self.is_completed():
             try:
                 self.wait()
@@ -189,7 +180,6 @@ class MessageWork(CallWork):
         return None
 
     def source_rank(self) -> int:
-        """Return the rank of the sender of a received message."""
         return int(self._ticket.result())
 
     _source_rank = source_rank

@@ -101,15 +101,13 @@ class OutputForm:
         return [node for node in self.nodes if isinstance(node, fx.Node)]
 
     def fill(self, value_of: Callable[[fx.Node], Any]) -> Any:
-        """Return the forward's result with values in place of nodes."""
         return self.build(iter([value_of(node) if isinstance(node, fx.Node) else node for node in self.nodes]))
 
 
 def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     """Return the values in a forward's result, and a function that rebuilds the result from other values.
 
-    Objects that are not structures, such as a cache of keys and values, become None. Raises UsageError if the whole
-    result is such an object.
+    Other objects, such as a cache of keys and values, become None; UsageError if the whole result is one.
     """
     if isinstance(value, (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return [value], next

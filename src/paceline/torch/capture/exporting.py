@@ -24,10 +24,7 @@ class _FlatCall(nn.Module):
     """A model whose arguments and result are flat lists."""
 
     def __init__(self, model: nn.Module, arguments: CallArguments, take_build: Callable[[Any], None]) -> None:
-        """`take_build` receives the function that builds the result.
-
-        The function is not stored in an attribute, because torch.export restores a module's attributes.
-        """
+        """`take_build` receives the function that builds the result, because torch.export restores attributes."""
         super().__init__()
         self.model = model
         self.arguments = arguments

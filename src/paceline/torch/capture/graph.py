@@ -81,7 +81,6 @@ def may_draw(node: fx.Node, root: nn.Module) -> bool:
 
 
 def changes_in_place(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether an operation changes its first argument in place."""
     if node.op == "call_module":
         return getattr(root.get_submodule(str(node.target)), "inplace", False) is True
     name = name_of(node)
@@ -90,7 +89,6 @@ def changes_in_place(node: fx.Node, root: nn.Module) -> bool:
 
 
 def attribute(root: nn.Module, path: str) -> Any:
-    """Return the module, parameter or buffer at a dotted path."""
     return operator.attrgetter(path)(root)
 
 

@@ -29,8 +29,7 @@ def capture(
 ) -> CapturedGraph:
     """Capture the graph of a model for a call with these arguments. Raises UsageError if there is none.
 
-    `opens_torch_modules`: whether to trace through torch's losses and Transformers too. `refusal`: why ``torch.fx``
-    cannot be used, if so.
+    `opens_torch_modules`: also trace through torch's losses and Transformers. `refusal`: a reason against ``torch.fx``.
     """
     graph: CapturedGraph | None = None
     traced = refusal

@@ -36,9 +36,9 @@ class Embedder:
     def serve(self, embeddings: Mapping[str, Embedding | EmbeddingBag], optimizers: Sequence[Optimizer]) -> None:
         """Create the tables of `embeddings` (by name). Steps of the embeddings' optimizer update the tables.
 
-        A table's update rule is the embedding's own rule, else the rule of the optimizer that has the embedding's
-        anchor. Without optimizers rows are only read. Raises UsageError for an embedding with neither, for an optimizer
-        without a corresponding rule, and for two different embeddings with one name.
+        A table's update rule is the embedding's own, else that of the optimizer with the embedding's anchor. Without
+        optimizers rows are only read. Raises UsageError for an embedding with neither, for an optimizer without a
+        corresponding rule, and for two different embeddings with one name.
         """
         first = optimizers[0] if optimizers else None
         for name, module in sorted(embeddings.items()):
@@ -82,10 +82,9 @@ class Embedder:
         self.step(optimizer, tick)
 
     def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
-        """Apply the row gradients of `optimizer` since ``zero_grad()``.
+        """Apply the row gradients of `optimizer` since ``zero_grad()``; every rank calls it in every iteration.
 
-        `tick` is called after sending the gradients, to end the iteration on servers. Without `tick`, end the iteration
-        and then call :meth:`ticked`. Every rank must call this in every iteration, even a rank without a batch.
+        `tick` ends the iteration on servers after sending the gradients. Without it, call :meth:`ticked` afterwards.
         """
         for follower in self._followers:
             if follower.optimizer is optimizer:
@@ -130,7 +129,6 @@ class Embedder:
             self._prefetcher.forget()
 
     def close(self) -> None:
-        """Release the optimizer and the tables. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -179,7 +177,6 @@ def _rule_for(
 
 
 def _group_of(module: Embedding | EmbeddingBag, optimizer: Optimizer | None) -> int | None:
-    """Return the number of the parameter group that has a module's anchor; None if no group has it."""
     for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
         if any(parameter is module.anchor for parameter in group["params"]):
             return number

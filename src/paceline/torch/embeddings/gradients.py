@@ -22,7 +22,6 @@ class AnchorGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; the result is a plain tensor."""
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             raise UsageError(
                 "GradScaler does not unscale the gradients of embedding rows, which would be too large by its factor. "
@@ -34,12 +33,10 @@ class AnchorGradient(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a plain tensor."""
         found: torch.Tensor = copy.deepcopy(self.as_subclass(torch.Tensor), memo)
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor."""
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 

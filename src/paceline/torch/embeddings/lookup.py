@@ -28,14 +28,12 @@ class Rows(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, keys: DistinctKeys, rows: Floats, on_gradient: OnGradient
     ) -> torch.Tensor:
-        """Return the rows."""
         ctx.keys, ctx.on_gradient, ctx.anchor_like = keys, on_gradient, anchor.new_empty(0)
         return to_device(rows, anchor.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Pass the gradients to `on_gradient`."""
         ctx.on_gradient(ctx.keys.unique, grads[0])
         return ctx.anchor_like, None, None, None
 
@@ -47,7 +45,6 @@ class Gather(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, keys: DistinctKeys, rows: Floats, on_gradient: OnGradient
     ) -> torch.Tensor:
-        """Return the rows of ``keys.flat``."""
         ctx.keys, ctx.on_gradient, ctx.anchor_like = keys, on_gradient, anchor.new_empty(0)
         dim = rows.shape[1]
         out = np.empty((len(keys.flat), dim), np.float32)
@@ -57,7 +54,6 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Sum the gradients of equal keys and pass them to `on_gradient`."""
         dim = grads[0].shape[1]
         flat_grads = np.ascontiguousarray(grads[0].numpy()).reshape(-1)
         summed = np.empty(len(ctx.keys.unique) * dim, np.float32)

@@ -79,7 +79,6 @@ class SparseRows(nn.Module):
         return type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
 
     def extra_repr(self) -> str:
-        """Return the module's description for its repr."""
         name = "" if self.name is None else f", name={self.name!r}"
         return f"dim={self.dim}{name}"
 
@@ -201,7 +200,6 @@ class EmbeddingBag(SparseRows):
             raise UsageError(f"{self._own_name()} has mode {self.mode}: per_sample_weights need mode sum")
 
     def extra_repr(self) -> str:
-        """Return the module's description for its repr."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 

@@ -76,7 +76,6 @@ class Prefetcher:
             self._deferred = batch
 
     def stepped(self) -> None:
-        """Record that this iteration's gradients were sent."""
         self._iteration += 1
 
     def ticked(self) -> None:
@@ -167,7 +166,6 @@ class LastKeys:
         self._last: DistinctKeys | None = None
 
     def distinct(self, keys: torch.Tensor) -> DistinctKeys:
-        """Return the distinct keys of a tensor."""
         flat, last = keys_of(keys), self._last
         if last is None or not np.array_equal(last.flat, flat):
             last = self._last = DistinctKeys(flat)

@@ -134,14 +134,12 @@ class LocalTable(RowTable):
 
     @override
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
-        """Return the rows immediately."""
         rows = np.empty((len(keys), self._spec.dim), np.float32)
         with self._lock:
             self._store.pull(keys, rows)
         return _LocalRows(rows)
 
     def apply(self, keys: Keys, grads: Floats) -> None:
-        """Update the rows of distinct keys with finite gradients."""
         with self._lock:
             self._store.push(keys, grads)
 

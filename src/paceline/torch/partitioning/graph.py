@@ -62,7 +62,6 @@ class CutGraph:
 
     @cached_property
     def destinations(self) -> dict[str, list[int]]:
-        """The devices that receive each value."""
         devices: dict[str, list[int]] = {}
         for transfer in self.transfers:
             devices.setdefault(transfer.value, []).append(transfer.destination)
@@ -192,7 +191,6 @@ class Arrivals:
         """Number of segments that have not ended yet."""
 
     def first(self) -> list[int]:
-        """Return the segments that wait for no other segment."""
         return [number for number, missing in enumerate(self._missing) if not missing]
 
     def ended(self, number: int) -> list[int]:

@@ -64,7 +64,6 @@ class MeasuredGraph:
         return dict(zip((node.name for node in self.placeholders()), values, strict=True))
 
     def placeholders(self) -> list[fx.Node]:
-        """Return the nodes of the call's values."""
         return list(self.root.graph.find_nodes(op="placeholder"))
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -72,12 +71,10 @@ class MeasuredGraph:
         return [*self.root.named_parameters(), *self.root.named_buffers()]
 
     def module_of(self, name: str) -> nn.Module | None:
-        """Return the module that an operation calls; None if it does not call a module."""
         node = self.nodes[name]
         return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def tensors_of(self, name: str) -> list[torch.Tensor]:
-        """Return the parameters and buffers that an operation holds."""
         return tensors_of(self.nodes[name], self.root)
 
 
@@ -159,7 +156,7 @@ class _Given(nn.Module):
 
 
 def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]) -> list[str]:
-    """Make some parameters inputs of an operation that calls a module; return the new operations that read them.
+    """Make parameters inputs of an operation that calls a module; return the new operations that read them.
 
     `given` maps names in the module to the parameters' paths in the model.
     """
@@ -233,7 +230,6 @@ class _Measuring(fx.Interpreter):
 
 
 def shape_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the types and shapes of tensors as text."""
     return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)
 
 

@@ -22,7 +22,6 @@ class TransferTimes:
     """An estimate: half the rate of a PCI Express 4.0 link with 16 lanes in one direction."""
 
     def transfer_s(self, cost: Cost) -> float:
-        """Return the seconds for sending an operation's value."""
         return self.seconds + cost.num_bytes / self.bytes_per_s
 
 

@@ -74,7 +74,6 @@ class Program:
         ]
 
     def run(self, arguments: CallArguments) -> Any:
-        """Return the model's result for a call."""
         call = _Call(self, self.measured.name_values(arguments))
         self._threads.run(call.work_on, len(self.devices), grad=torch.is_grad_enabled())
         return self.measured.captured.output.fill(lambda node: call.values[node.name])
@@ -107,7 +106,6 @@ class _Homes:
             self._give_away(measured, operation.name, paths)
 
     def tensors(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the parameters and buffers, each with the number of its device."""
         return list(self._device_of.values())
 
     def _give_away(self, measured: MeasuredGraph, name: str, paths: Mapping[int, str]) -> None:
@@ -191,7 +189,7 @@ def _add_location(error: Exception, measured: MeasuredGraph, operations: Sequenc
 
 
 def _raising_operation(error: Exception, operations: Sequence[str]) -> str:
-    """Return the operation whose line of code raised. If it is unknown, return the first and the last operation."""
+    """Return the operation whose line of code raised, or the first and last operation if it is unknown."""
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -195,7 +195,7 @@ class AllReduce(Strategy):
         self._share_optimizer_state(num_steps)
 
     def _share_optimizer_state(self, num_steps: int) -> None:
-        """Give all ranks the optimizer state of the first rank with the most steps; others missed some."""
+        """Give all ranks the optimizer state of the first rank with the most steps."""
         counts = self._ranks.exchange(num_steps)
         group = self._ranks.group
         if len(set(counts)) == 1 or group is None:

@@ -144,7 +144,7 @@ class Strategy(Closing, ABC):
         return found[0] if len(found) == 1 else tuple(found)
 
     def _meet_models(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Check that `models` are the same on every rank, move them, and create their embeddings' tables."""
+        """Check that all ranks have the same `models`, move them, and create their embeddings' tables."""
         joined = as_one(models)
         lazy = [name for name, parameter in joined.named_parameters() if nn.parameter.is_lazy(parameter)]
         if lazy:
@@ -315,10 +315,6 @@ def as_one(models: list[nn.Module]) -> nn.Module:
 
 
 def choose_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
-    """Return the device of a rank: `requested`, else the CUDA device of its number, else the CPU.
-
-    Raises UsageError if the CUDA device does not exist.
-    """
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested is None:
         return torch.device("cuda", local_rank % num_cuda) if num_cuda else torch.device("cpu")
@@ -365,7 +361,7 @@ def give_own_memory(model: nn.Module) -> None:
 
 
 def check_dense(model: nn.Module, source: str) -> None:
-    """Raise UsageError for a parameter or a buffer that is not dense; `source` is the start of the message."""
+    """Raise UsageError for a parameter or buffer that is not dense; `source` starts the message."""
     kinds = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
     for kind, (name, tensor) in ((kind, named_tensor) for kind, named in kinds for named_tensor in named):
         if tensor.layout is torch.strided:
@@ -405,5 +401,4 @@ def _describe_difference(rank: int, own: list[list[Any]], first: list[list[Any]]
 
 
 def warn(text: str) -> None:
-    """Print a warning for the user on standard error."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)

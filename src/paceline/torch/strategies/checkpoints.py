@@ -27,7 +27,6 @@ _Result = TypeVar("_Result")
 
 
 def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
-    """Save; see :meth:`Strategy.save`."""
     module, optimizers = _prepared(strategy, "save"), strategy.optimizers
     values = strategy.gather_values()
     states = [strategy.gather_optimizer_state(number) for number in range(len(optimizers))]
@@ -53,7 +52,6 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
 
 
 def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Load; see :meth:`Strategy.load`."""
     module, optimizers = _prepared(strategy, "load"), strategy.optimizers
     saved, description, values, states = _together(strategy, lambda: _read(strategy, module, directory))
     _wait_for_rows(strategy)
@@ -116,7 +114,6 @@ def _wait_for_rows(strategy: Strategy) -> None:
 
 
 def _check_tensors(module: nn.Module) -> None:
-    """Raise UsageError for a model whose state contains other types than tensors."""
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"the model's {name!r} is of type {type(value).__name__}: a checkpoint holds tensors only")

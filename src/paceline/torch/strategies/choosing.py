@@ -13,7 +13,6 @@ from paceline.torch.strategies.base import Strategy
 
 
 def class_of(spec: StrategySpec) -> type[Strategy]:
-    """Return the class of a strategy."""
     module, _, name = spec.implementation.partition(":")
     kind: type[Strategy] = getattr(importlib.import_module(module), name)
     return kind

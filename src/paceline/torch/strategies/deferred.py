@@ -26,10 +26,7 @@ class DeferredValues:
 
     @classmethod
     def of(cls, model: nn.Module, seed: int) -> DeferredValues | None:
-        """Replace tensors on the meta device by placeholders; return None if there are none.
-
-        Raises UsageError for a module without ``reset_parameters``.
-        """
+        """Replace tensors on the meta device by placeholders; None if there are none. Raises UsageError."""
         found = {
             name: module for name, module in model.named_modules() if any(t.is_meta for t in _own(module).values())
         }
@@ -54,7 +51,7 @@ class DeferredValues:
         return cls(dict(reversed(found.items())), seed)
 
     def fill(self, is_needed: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        """Set the values of every module with a tensor for which `is_needed` is true, once. Raises UsageError."""
+        """Set the values, once, of each module with a tensor for which `is_needed` is true. Raises UsageError."""
         for name, module in list(self._modules.items()):
             own = _own(module)
             if not any(is_needed(tensor) for tensor in own.values()):
@@ -84,12 +81,10 @@ def stand_in(tensor: Tensor) -> Tensor:
 
 
 def is_stand_in(tensor: Tensor) -> bool:
-    """Return whether a tensor is a placeholder of :func:`stand_in`."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def make_room(parameter: nn.Parameter) -> None:
-    """Give memory to a parameter with a placeholder."""
     if is_stand_in(parameter) or not parameter.dim():
         parameter.data = torch.full(parameter.shape, _nothing(parameter.dtype), dtype=parameter.dtype)
 

@@ -78,7 +78,6 @@ class Loader:
 
     @property
     def dataset(self) -> Any:
-        """The complete dataset."""
         return self.inner.dataset
 
     @property
@@ -88,7 +87,6 @@ class Loader:
 
     @property
     def sampler(self) -> Any:
-        """The sampler of this rank's samples."""
         return self.inner.sampler
 
     @property
@@ -110,7 +108,6 @@ class Loader:
         return math.ceil((length - (0 if self._trains else self._rank)) / self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch."""
         epoch, self._epoch = self._epoch, self._epoch + 1
         inner = self.inner
         if self._is_stream:
@@ -215,7 +212,6 @@ class Loader:
 
 
 def len_or_none(items: Any) -> int | None:
-    """Return the number of items; None if `items` has no length."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):

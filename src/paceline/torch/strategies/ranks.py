@@ -38,10 +38,9 @@ class Ranks:
 
     @classmethod
     def meet(cls, timeout: timedelta = DEFAULT_TIMEOUT, *, backend: str | None = None) -> Ranks:
-        """Meet the ranks in the environment (``RANK``, ``WORLD_SIZE``, … of torchrun, mpirun or Slurm).
+        """Meet the ranks in the environment of torchrun, mpirun or Slurm; without RANK, this process is the only rank.
 
-        With a `backend`, ``torch.distributed`` is initialized with it, unless the program did so, and the ranks meet
-        through its store. Without RANK this process is the only rank.
+        With a `backend`, the ranks meet through ``torch.distributed``, and it is initialized unless the program did so.
         """
         settings = environment()
         if settings.rank is None and not dist.is_initialized():
@@ -73,7 +72,6 @@ class Ranks:
         return ranks
 
     def barrier(self) -> None:
-        """Wait until every rank has called this method."""
         if self.group is not None:
             self.group.barrier()
 
@@ -82,10 +80,7 @@ class Ranks:
         return [value] if self.group is None else self.group.all_gather_objects(value)
 
     def exchange_as(self, doing: str, value: Any) -> list[Any]:
-        """Call :meth:`exchange`, and check that all ranks are at the same place in the program, described by `doing`.
-
-        Raises UsageError on every rank if they are not.
-        """
+        """Exchange values, and raise UsageError on every rank unless all ranks are at the position `doing`."""
         places = self.exchange([doing, value])
         for rank, (place, _) in enumerate(places):
             if place != places[0][0]:
@@ -103,7 +98,7 @@ class Ranks:
                 raise UsageError(describe(rank, other, values[0]))
 
     def report_failure(self, error: BaseException) -> None:
-        """Publish that this rank ends by an exception, for the other ranks."""
+        """Publish for the other ranks that this rank ends by an exception."""
         if self.group is not None:
             text = f"rank {self.rank} has ended by {first_line(error)}"
             with contextlib.suppress(PacelineError):  # another rank was first, or the rank with the store has ended
@@ -132,10 +127,7 @@ def _is_placeless(settings: Environment) -> bool:
 
 
 def _place(settings: Environment) -> str:
-    """Return the address ``host:port`` for the ranks of mpirun or srun; the port is derived from the job.
-
-    Raises UsageError if the launcher's environment is incomplete.
-    """
+    """Return ``host:port`` for the ranks of mpirun or srun; the port depends on the job. Raises UsageError."""
     host, port = settings.master_addr, settings.master_port
     if host is None and settings.local_world_size == settings.world_size:
         host = "127.0.0.1"

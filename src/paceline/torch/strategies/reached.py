@@ -41,20 +41,18 @@ class Reached:
         self._backward = -1  # torch's number of the running backward
 
     def watch(self, parameters: list[nn.Parameter]) -> None:
-        """Watch exactly these parameters."""
         self.close()
         self._parameters = parameters
         for parameter in parameters:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._reach))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Stop watching."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def forward(self, *, syncs: bool) -> None:
-        """Record the start of a forward; its backward averages gradients, or (in ``no_sync``) accumulates them."""
+        """Record a forward's start; its backward averages gradients, or accumulates them in ``no_sync``."""
         self._is_averaged, self._is_held = syncs, not syncs
         self._sums.clear()
 
@@ -88,7 +86,6 @@ class Reached:
         )
 
     def stepped(self, parameters: set[nn.Parameter]) -> None:
-        """Record that the optimizer of `parameters` has made a step."""
         self._since_step -= parameters
 
     def _reach(self, parameter: nn.Parameter) -> None:
@@ -118,10 +115,9 @@ class Reached:
 
 
 def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) -> Any:
-    """Make optimizers of `model` raise UsageError for a step within backward; return the handle of the hook.
+    """Make optimizers of `model` reject a step within backward, where gradients are not averaged yet.
 
-    Within backward the gradients are not averaged yet, so the ranks would diverge. `before` is an earlier hook to
-    remove.
+    Return the hook's handle. `before` is the handle of an earlier hook, which is removed.
     """
     if before is not None:
         before.remove()
@@ -141,7 +137,7 @@ def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) ->
 
 @torch.no_grad()
 def average_gradients(group: Group, parameters: list[nn.Parameter]) -> None:
-    """Replace gradients by their mean over all ranks; a missing gradient counts as zero if another rank has one."""
+    """Average gradients over all ranks; a missing gradient counts as zero if another rank has one."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
     is_present = group.all_reduce(flags, "max").tolist()
     average_present(group, [parameter for parameter, has in zip(parameters, is_present, strict=True) if has])
@@ -153,7 +149,7 @@ def average_present(
     gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
     set_gradient: Callable[[nn.Parameter, Tensor], None] = lambda parameter, grad: setattr(parameter, "grad", grad),
 ) -> None:
-    """Replace the gradients of all these parameters by their mean over all ranks; a missing gradient counts as zero."""
+    """Average the gradients of all these parameters over all ranks; a missing gradient counts as zero."""
     chunk: list[nn.Parameter] = []
     for parameter in parameters:
         if chunk and sum(member.numel() for member in chunk) + parameter.numel() > _AT_ONCE:
@@ -189,7 +185,7 @@ def _average(
 
 
 def mean_of_closure(group: Group, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a closure that returns the mean loss over all ranks, so that all optimizers compare the same loss."""
+    """Return a closure for the mean loss over all ranks, so that all optimizers compare the same loss."""
 
     def compute() -> Any:
         loss = closure()

@@ -49,7 +49,6 @@ class ShardedSampler(Sampler[Any]):
         return num_groups + has_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch."""
         set_epoch(self.sampler, epoch)
 
 
@@ -63,16 +62,13 @@ class SeededSampler(Sampler[Any]):
         self.set_epoch(0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the items of this epoch."""
         self.sampler.generator.manual_seed(self._seed + self._epoch)
         yield from self.sampler
 
     def __len__(self) -> int:
-        """Return the number of items in an epoch."""
         return len(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch."""
         self._epoch = epoch
 
 
@@ -85,10 +81,9 @@ def set_epoch(sampler: Any, epoch: int) -> None:
 
 
 def seeded(sampler: Any, seed: int) -> Any:
-    """Return a sampler that draws the same items in every process: `sampler` itself unless it uses the global state.
+    """Return a sampler that draws the same items in every process: `sampler` itself unless it uses global state.
 
-    A shuffling loader's permutation depends only on seed and epoch. A user's own sampler without a ``generator`` is
-    returned unchanged.
+    A shuffling loader's order depends only on seed and epoch. A user's sampler without a ``generator`` is unchanged.
     """
     if type(sampler) is BatchSampler:
         inner = seeded(sampler.sampler, seed)
@@ -116,8 +111,8 @@ def is_sharded(sampler: Any, rank: int, size: int) -> bool:
 def sharded_stream(batches: Iterable[Any], rank: int, size: int, *, drop_last: bool, pads: bool) -> Iterator[Any]:
     """Yield every `size`-th batch of a stream, starting at number `rank`.
 
-    A last incomplete group of `size` batches is dropped with `drop_last`. Otherwise, with `pads`, every rank gets a
-    batch from the group (some batches twice); without `pads`, some ranks get none.
+    An incomplete last group is dropped with `drop_last`. Otherwise, with `pads`, each rank gets a batch from it (some
+    batches twice); without `pads`, some ranks get none.
     """
     stream = iter(batches)
     while group := list(itertools.islice(stream, size)):

@@ -13,10 +13,8 @@ from paceline.errors import UsageError
 def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     """Return the leaves of each part: every tensor split along dimension 0 by ``torch.chunk``, other values repeated.
 
-    There may be fewer parts than `num_parts` (10 rows in 8 parts are 2,2,2,2,2), but no empty part. A tensor without
-    dimensions goes to every part; without any other tensor there is one part.
-
-    Raises UsageError for tensors of different size along dimension 0, and for an empty batch.
+    There may be fewer parts than `num_parts` (10 rows in 8 parts are 2,2,2,2,2), but no empty part. Tensors without
+    dimensions go to every part; alone they make one part. Raises UsageError for unequal sizes and an empty batch.
     """
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not shapes:
@@ -51,10 +49,9 @@ def num_rows(part: Sequence[Any]) -> int | None:
 
 
 def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -> None:
-    """Raise UsageError unless the outputs of the parts, with `sizes` examples each, can be joined.
+    """Raise UsageError unless the outputs of parts of `sizes` examples can be joined.
 
-    Tensors need the same number of dimensions, and a dimension 0 proportional to the batch, or no dimension. Other
-    values must be the same in every part.
+    Tensors need equal numbers of dimensions, and a dimension 0 proportional to the batch. Other values must be equal.
     """
     for column in zip(*parts, strict=True):
         first = column[0]
@@ -80,7 +77,7 @@ def gather(column: Sequence[torch.Tensor], device: torch.device, shares: Sequenc
     """Return the tensors of all parts as one tensor on `device`, joined along dimension 0.
 
     A number, such as a loss, becomes the mean over the examples; `shares` are the parts' fractions of the batch. Raises
-    UsageError for integers that differ between the parts.
+    UsageError for unequal integers.
     """
     moved = [tensor.to(device, non_blocking=tensor.is_cuda and device.type == "cuda") for tensor in column]
     if moved[0].dim():
@@ -105,7 +102,6 @@ def scatter(gradient: torch.Tensor, like: Sequence[torch.Tensor], shares: Sequen
 
 
 def shares_of(sizes: Sequence[int | None]) -> list[float]:
-    """Return the parts' fractions of the batch, from their numbers of examples."""
     known = [size or 1 for size in sizes]
     return [size / sum(known) for size in known]
 

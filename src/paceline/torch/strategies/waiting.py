@@ -22,7 +22,6 @@ class WaitingParameters(dict[str, Any]):
         self._wait = wait
 
     def wait(self) -> None:
-        """Wait for all parameters."""
         for parameter in super().values():
             if parameter is not None:
                 self._wait(parameter)
@@ -34,19 +33,16 @@ class WaitingParameters(dict[str, Any]):
         return parameter
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a parameter after its values have arrived."""
         parameter = super().get(name, default)
         if parameter is not None and parameter is not default:
             self._wait(parameter)
         return parameter
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """Return all parameters after their values have arrived."""
         self.wait()
         return super().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """Return all parameters after their values have arrived."""
         self.wait()
         return super().values()
 

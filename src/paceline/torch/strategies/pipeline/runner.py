@@ -100,10 +100,7 @@ class Runner:
         data_group: Any,
         deferred: DeferredValues | None = None,
     ) -> None:
-        """`stage_group` has the ranks of this pipeline, `data_group` the ranks with the same stages in all pipelines.
-
-        `deferred` initializes a model without values.
-        """
+        """`stage_group` has the ranks of this pipeline, `data_group` the ranks with the same stages."""
         self._deferred = deferred
         self.module = module
         self._optimizer = optimizer
@@ -127,7 +124,6 @@ class Runner:
 
     @property
     def group(self) -> Any:
-        """The process group of this pipeline."""
         return self._group
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,10 +196,7 @@ class Runner:
     def share_output(
         self, step: PipelineStep, rows: int, output_rows: OutputRows, known: Any, weights: NumberWeights
     ) -> tuple[Any, list[Tensor]]:
-        """Return the whole output of a batch of `rows` on every rank: its description and its tensors.
-
-        `known` is the description, or None. `weights` are for numbers.
-        """
+        """Return the output of a batch of `rows` on every rank: its description (`known`, or None) and its tensors."""
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.raised_everywhere(), torch.no_grad():
@@ -224,7 +217,6 @@ class Runner:
             return known, tensors
 
     def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the losses of the last stage on every rank."""
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.raised_everywhere():
@@ -234,7 +226,6 @@ class Runner:
             return list(values.to(torch.get_default_dtype()))
 
     def check_complete(self, description: str) -> None:
-        """Raise UsageError if values of the model are on other processes only."""
         if self.ownership is not None and self.ownership.is_released and self._options.stages > 1:
             raise UsageError(
                 f"{description} of a model whose layers are on several processes: use strategy.save(directory), or "
@@ -242,12 +233,10 @@ class Runner:
             )
 
     def hold_all(self) -> None:
-        """Allocate memory for all values on this rank."""
         if self.ownership is not None:
             self.ownership.hold_all()
 
     def release(self) -> None:
-        """Free the values that other ranks hold."""
         if self.ownership is not None:
             self.ownership.release()
 
@@ -267,8 +256,7 @@ class Runner:
         return describe_measured(self.plan, self._measurements)
 
     def _agree(self, doing: str, detail: str, value: Any = None) -> list[Any]:
-        """Return every rank's value. Raise UsageError on every rank if the ranks are at different places in the
-        program."""
+        """Return every rank's value. Raise UsageError everywhere if the ranks are at different program positions."""
         if self._group.size() == 1:
             self._measurements.receive(0, self._measurements.own)
             return [value]

@@ -55,11 +55,9 @@ class Fetched(ReplicaValues):
         self.copies_all = copies_all
 
     def is_shared(self, replica: int) -> bool:
-        """Return whether the replica is on the storage device."""
         return not self.copies_all and self._devices[replica] == self._storage
 
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the parameter's memory on the storage device, or a new copy."""
         if self.is_shared(replica):
             return parameter.detach()
         return parameter.detach().to(self._devices[replica], non_blocking=True, copy=True)

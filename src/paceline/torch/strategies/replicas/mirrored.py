@@ -66,11 +66,9 @@ class Mirrors(ReplicaValues):
         """By replica and the parameter's identity: the parameter, its copy, and its state when it was copied."""
 
     def is_shared(self, replica: int) -> bool:
-        """Return whether the replica is on the first device."""
         return not self.copies_all and self._devices[replica] == self._devices[0]
 
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the parameter's memory on the first device, or the copy."""
         if self.is_shared(replica):
             return parameter.detach()
         if self._num_steps is None:
@@ -99,7 +97,6 @@ class Mirrors(ReplicaValues):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update all copies."""
         for (replica, _), (parameter, copy, _) in list(self._copies.items()):
             if copy.shape == parameter.shape:
                 self._write(replica, parameter, copy)
@@ -109,5 +106,5 @@ class Mirrors(ReplicaValues):
         self._copies[replica, id(parameter)] = (parameter, copy, self._state(parameter))
 
     def _state(self, parameter: nn.Parameter) -> _State:
-        """Return a value that changes when a parameter is written to in place, or gets other memory."""
+        """Return a value that changes when a parameter is written in place or gets other memory."""
         return self._num_steps, parameter._version, parameter.data_ptr()

@@ -28,13 +28,11 @@ class ReplacedForward:
         module.__class__ = _subclass(self.plain, forward)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward."""
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         return self.plain.forward(self.module, *args, **kwargs)
 
     def release(self) -> None:
-        """Restore the module's forward. Idempotent."""
         self.module.__class__ = self.plain
         if self.own_forward is not None:
             vars(self.module)["forward"] = self.own_forward
@@ -114,11 +112,11 @@ class ReplicaModule:
         self._attributes: list[dict[str, Any]] = []
 
     def watch(self) -> None:
-        """Record the attributes before a forward, for :meth:`keep_state` after it."""
+        """Record the attributes before a forward, for :meth:`keep_state`."""
         self._attributes = [dict(vars(copy)) for _, copy in self._pairs]
 
     def keep_state(self) -> None:
-        """Copy this replica's buffers, and the attributes changed since :meth:`watch`, to the original modules.
+        """Copy this replica's buffers and changed attributes to the original modules.
 
         All copied buffers are copied back, because BatchNorm changes its statistics without a new version.
         """

@@ -37,7 +37,6 @@ class Replica(DistributedDataParallel):
         return [parameter for parameter in self._prepared.values() if parameter.requires_grad]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Call the model; backward averages its gradients."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **options)
         if self._reached is not None:
@@ -58,7 +57,7 @@ class Replica(DistributedDataParallel):
         return self.module.training and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def _wrap_again(self) -> None:
-        """Average the currently trained parameters instead of the old. Every rank does so at the same time."""
+        """Average the currently trained parameters. All ranks do this at the same time."""
         syncs, hooks = self.require_backward_grad_sync, self._comm_hooks
         module, reached, options, prepared = self.module, self._reached, self._options, self._prepared
         DistributedDataParallel.__init__(self, module, **options, init_sync=False)
@@ -80,23 +79,18 @@ class Replica(DistributedDataParallel):
             return getattr(module, name)
 
     def state_dict(self, *values: Any, **options: Any) -> Any:
-        """Return the model's state."""
         return self.module.state_dict(*values, **options)
 
     def load_state_dict(self, *values: Any, **options: Any) -> Any:
-        """Load the model's state."""
         return self.module.load_state_dict(*values, **options)
 
     def named_parameters(self, *values: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's parameters, by their names in its state."""
         yield from self.module.named_parameters(*values, **options)
 
     def named_buffers(self, *values: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the model's buffers, by their names in its state."""
         yield from self.module.named_buffers(*values, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the model without averaging."""
         model: nn.Module = copy.deepcopy(self.module, memo)
         return model
 
@@ -117,8 +111,8 @@ def check_steps(
 ) -> None:
     """Make every ``optimizer.step()`` raise UsageError if gradients are missing that all-reduce waits for.
 
-    `optimizers` and `watched` (one per model) are complete; each optimizer checks its own parameters. The ranks' group
-    is closed before the error, so that other ranks stop waiting. A closure returns the mean loss over all ranks.
+    `optimizers` and `watched` (one per model) are complete. The ranks' group is closed before the error, so that other
+    ranks stop waiting. A closure returns the mean loss over all ranks.
     """
 
     def check(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -153,7 +147,6 @@ def check_steps(
 
 
 def parameters_of(optimizer: Optimizer) -> set[nn.Parameter]:
-    """Return all parameters of an optimizer."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
@@ -169,7 +162,6 @@ def raise_for_replaced(model: nn.Module, prepared: Mapping[str, nn.Parameter], r
 
 
 def describe_unused(rank: int, names: list[str]) -> str:
-    """Return a message about parameters that had no part in a rank's loss."""
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     parameters = f"the parameters {shown}" if names else "some parameters"
     return (

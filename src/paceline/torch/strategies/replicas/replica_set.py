@@ -61,10 +61,9 @@ class Replicas:
         self._was_compared = not any(getattr(part, "batch_first", None) is False for part in module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module for the complete batch.
+        """Return the module's output for the complete batch. An exception names the replica and its device.
 
-        Raises UsageError for tensors with different first dimensions, an empty batch, or an output that cannot be
-        joined. An exception in a replica is raised with the replica and its device in the message.
+        Raises UsageError for different first dimensions, an empty batch, or an output that cannot be joined.
         """
         leaves, structure = tree_flatten((args, kwargs))
         parts = split(leaves, len(self.devices))
@@ -85,7 +84,7 @@ class Replicas:
         return run.restore(joined)
 
     def _compare_parts(self, parts: list[list[Any]], structure: Any, args: Any, kwargs: Any) -> None:
-        """Raise UsageError unless the model computes a batch like its parts. The comparison runs without dropout."""
+        """Raise UsageError unless the model computes a batch like its parts. Dropout is off."""
         cuda = {device.index for device in self.devices if device.type == "cuda"}
         before = [(part, dict(vars(part))) for part in self.module.modules()]
         state = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -112,7 +111,6 @@ class Replicas:
                 )
 
     def close(self) -> None:
-        """Restore the model's own forward, and end the replicas' threads. Idempotent."""
         self._replaced.release()
         self._threads.close()
 
@@ -134,7 +132,6 @@ class _Pass:
         self._output_structure: Any = None
 
     def forward(self, parts: list[list[Any]], structure: Any) -> tuple[torch.Tensor, ...]:
-        """Return the output's tensors, joined, without a graph."""
         owner = self._owner
         count = len(parts)
         with torch.inference_mode(False), torch.no_grad():
@@ -172,18 +169,16 @@ class _Pass:
 
     @property
     def is_differentiable(self) -> list[bool]:
-        """Whether each tensor of the output has a gradient."""
         return [any(tensor.requires_grad for tensor in column) for column in self._ends]
 
     def restore(self, joined: Sequence[torch.Tensor]) -> Any:
-        """Return the output in the module's form, with the joined tensors."""
         tensors = iter(joined)
         leaves = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._output]
         self._output = []
         return tree_unflatten(leaves, self._output_structure)
 
     def backward(self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool) -> list[torch.Tensor | None]:
-        """Return the gradients of the trained parameters and inputs, given the gradients of the output's tensors."""
+        """Return the gradients of the trained parameters and inputs, given those of the output's tensors."""
         if not self._starts:
             raise UsageError(
                 "backward() was called twice through the same output of the model: pass retain_graph=True in the first "

@@ -22,15 +22,9 @@ MOST_BY_DEFAULT = 4
 
 
 class ReplicaStrategy(Strategy):
-    """A replica of the model on each of several devices, in threads of one process.
+    """A replica of the model on each of several devices, in threads of one process; see :class:`Mirrored`.
 
-    `devices` are the replicas' devices; repeated devices are virtual. Alternatively `replicas` is their number: on the
-    CUDA devices in turn, else on the CPU, where each gets its share of the cores. The default is ``paceline run
-    --replicas`` or ``PACELINE_REPLICAS``, else the number of CUDA devices, else of cores, up to 4. `device` selects a
-    kind, ``cpu`` or ``cuda``, or one device for all replicas. Batches and outputs are on the first device.
-
-    Abstract: a subclass defines :meth:`replica_values`. Raises UsageError for 0 replicas, missing devices, and
-    contradictory settings.
+    Batches and outputs are on the first device. Abstract: a subclass defines :meth:`replica_values`.
     """
 
     shards_data: ClassVar[bool] = False
@@ -75,7 +69,6 @@ def replica_devices(
     devices: Sequence[torch.device | str] | None,
     device: torch.device | str | None,
 ) -> tuple[torch.device, ...]:
-    """Return the device of each replica, from the arguments and the environment; see ReplicaStrategy."""
     if devices is not None:
         if isinstance(devices, str) or not devices:
             raise UsageError(

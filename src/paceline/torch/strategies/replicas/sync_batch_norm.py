@@ -35,7 +35,6 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input, in its shape and dtype."""
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
@@ -111,9 +110,9 @@ class _Normalize(torch.autograd.Function):
 
 
 def with_sync_batch_norm(model: nn.Module) -> nn.Module:
-    """Replace a model's batch normalization by a layer over all ranks, with the same parameters; return the model.
+    """Return a model whose batch normalization covers all ranks; on CUDA with torch's ``SyncBatchNorm``.
 
-    On CUDA it is torch's ``SyncBatchNorm``. Call it after ``torch.distributed`` is initialized.
+    Call it after ``torch.distributed`` is initialized. The parameters stay the same.
     """
     if any(parameter.is_cuda for parameter in model.parameters()):
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

@@ -25,10 +25,7 @@ def check_is_first(name: str) -> None:
 
 
 def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Client:
-    """Return a client of the cluster in the environment, as worker `rank`, with `timeout` for replies.
-
-    Raises UsageError if the environment of strategy `name` has no parameter servers.
-    """
+    """Return a client of the cluster in the environment, as worker `rank`. Raises UsageError without servers."""
     settings = environment()
     if settings.scheduler is None or settings.token is None:
         missing = "PACELINE_SCHEDULER" if settings.scheduler is None else "PACELINE_TOKEN"

@@ -74,7 +74,7 @@ class DenseParameters:
     def add(self, optimizer: Optimizer, groups: Sequence[Sequence[Slot]], order: Mapping[nn.Parameter, Any]) -> None:
         """Write rank 0's values and the state of `optimizer` to the servers, which own them afterwards.
 
-        `groups` has the slots of every parameter group, at least one each; `order` has the models' parameters in order.
+        `groups` has at least one slot for every parameter group, `order` the models' parameters in order.
         Raises UsageError for a parameter of another optimizer.
         """
         places = {parameter: place for place, parameter in enumerate(order)}
@@ -130,7 +130,7 @@ class DenseParameters:
                 self._push_pull.push(bucket)
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """Prepare to send this iteration's last gradients. Raises UsageError for gradients that cannot be sent."""
+        """Prepare to send the iteration's last gradients. Raises UsageError for gradients that cannot be sent."""
         tables, slots, _ = self._parts[optimizer]
         self._check(slots)
         self.hands_on.end(slots)
@@ -143,7 +143,7 @@ class DenseParameters:
             tables.follow_rules()
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Send the remaining gradients, end the iteration, request the new values and start the next iteration."""
+        """Send the remaining gradients, end the iteration, and request the new values."""
         part = self._parts[optimizer]
         for bucket in part.buckets:
             if not bucket.was_pushed:
@@ -154,7 +154,6 @@ class DenseParameters:
         self._begin_iteration(part)
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Return whether the servers have dense parameters of `optimizer`."""
         return optimizer in self._parts
 
     def drop_pushes(self) -> None:
@@ -164,7 +163,6 @@ class DenseParameters:
         self.wait_all()
 
     def begin_iteration(self) -> None:
-        """Start the next iteration."""
         for part in self._parts.values():
             self._begin_iteration(part)
 
@@ -201,7 +199,6 @@ class DenseParameters:
         arrive(slot)
 
     def wait_all(self) -> None:
-        """Wait for the values of all parameters."""
         for slot in self._slots:
             self._wait_for(slot.parameter)
 
@@ -235,9 +232,8 @@ class DenseParameters:
     def write_back(self, *, all_present: bool = False) -> None:
         """Send the program's writes to parameters to the servers.
 
-        Under sequential consistency rank 0's values arrive before any update of this iteration is applied, because this
-        rank has not ticked. Under other consistencies, updates arrive at any time, so only the first iteration can
-        start with writes.
+        Under sequential consistency rank 0's values precede all updates of this iteration, because this rank has not
+        ticked. Otherwise updates arrive at any time, so only the first iteration can start with writes.
         """
         written = self._find_written()
         if not written:
@@ -250,7 +246,7 @@ class DenseParameters:
             self._ranks.barrier()
 
     def write_values(self) -> None:
-        """Write the module's values, which are equal on every rank, to the servers; every rank calls it."""
+        """Write the module's values, equal on every rank, to the servers; every rank calls it."""
         for part in self._parts.values():
             part.tables.write(None)
         self.pull_all()
@@ -261,7 +257,7 @@ class DenseParameters:
         return self._parts[optimizer].tables.read_state() if optimizer in self._parts else {}
 
     def write_state(self, optimizer: Optimizer, state: dict[int, dict[str, Any]]) -> None:
-        """Write an optimizer's state, which is equal on every rank, to the servers; every rank calls it."""
+        """Write an optimizer's state, equal on every rank, to the servers; every rank calls it."""
         if optimizer not in self._parts:
             return
         self.wait_all()

@@ -50,11 +50,9 @@ class Slot:
 
     @property
     def grad(self) -> Tensor | None:
-        """The parameter's gradient."""
         return gradient_of(self.parameter)
 
     def check_unchanged(self, rank: int) -> None:
-        """Raise UsageError if the parameter's shape, dtype or device has changed."""
         parameter = self.parameter
         if (parameter.shape, parameter.dtype, parameter.device) != self.kind:
             raise UsageError(
@@ -195,10 +193,7 @@ class DenseTables:
                 self.rules[position] = rule
 
     def write(self, state: Mapping[int, Mapping[str, Any]] | None) -> None:
-        """Write the module's values (rank 0's) and a torch optimizer state; all ranks call it and wait.
-
-        Without `state` the state on the servers is kept.
-        """
+        """Write rank 0's module values and a torch optimizer state (None: unchanged); all ranks call it and wait."""
         self._ranks.barrier()  # all pushes have ended
         if self._ranks.rank == 0:
             for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
@@ -214,7 +209,7 @@ class DenseTables:
         self._ranks.barrier()
 
     def assign(self, slots: Iterable[Slot]) -> None:
-        """Write the values of `slots` and keep the optimizer's state; one rank calls it while no push is applied."""
+        """Write the values of `slots`, not the optimizer's state; one rank calls it while no push is applied."""
         for slot in slots:
             table = self.tables[slot.group]
             assert table is not None
@@ -244,7 +239,7 @@ class DenseTables:
         return planes[:, start:stop]
 
     def read_state(self) -> dict[int, dict[str, Any]]:
-        """Return the state of every parameter in the form of torch's optimizer, by parameter number."""
+        """Return the state of every parameter, as in torch's optimizer, by parameter number."""
         state: dict[int, dict[str, Any]] = {}
         for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
             if table is None or not num_planes(rule):

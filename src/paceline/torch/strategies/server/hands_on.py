@@ -43,10 +43,7 @@ class HandsOn:
         self._has_early_leaver = False  # a rank left the epoch before the end of its data
 
     def add(self, slots: Sequence[Slot]) -> None:
-        """Also watch the gradients of another optimizer's `slots`.
-
-        With several optimizers gradients are never sent early, because no step may use some of them.
-        """
+        """Also watch the gradients of another optimizer's `slots`; then gradients are never sent early."""
         if self._slots:
             self._num_calm = _NEVER
             self.is_early = self._becomes_early = False
@@ -54,7 +51,6 @@ class HandsOn:
 
     @property
     def was_averaged(self) -> bool:
-        """Whether the gradients are the mean over the ranks."""
         return all(slot.is_averaged for slot in self._slots if slot.grad is not None)
 
     @property
@@ -102,7 +98,7 @@ class HandsOn:
     def average(self) -> None:
         """Replace the gradients by their mean over all ranks; the servers' mean of equal gradients is the same.
 
-        If a rank has left the loop, gradients are not averaged until all ranks are in the loop again.
+        After a rank has left the loop, gradients are not averaged until all ranks are in it again.
         """
         group = self._ranks.group
         assert group is not None
@@ -124,13 +120,13 @@ class HandsOn:
             slot.gradient.open()
 
     def meet(self) -> None:
-        """Wait until no rank averages. Call it before any other exchange, because some ranks may be in the loop."""
+        """Wait until no rank averages. Call it before other exchanges, because some ranks may be in the loop."""
         if self._joins and not self.is_early and not self._is_uneven:
             while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
                 pass
 
     def end(self, slots: Sequence[Slot]) -> None:
-        """Prepare for a step of the optimizer of `slots`. Raises UsageError for gradients that changed too late."""
+        """Prepare for the step of the optimizer of `slots`. Raises UsageError for gradients changed too late."""
         changed = [slot for slot in slots if slot.gradient.was_changed]
         for slot in changed:
             if self.is_early or (self._joins and not slot.is_averaged):
@@ -158,7 +154,6 @@ class HandsOn:
         )
 
     def begin(self, slots: Sequence[Slot]) -> None:
-        """Start the next iteration of the optimizer of `slots`."""
         if self._becomes_early:
             self.is_early = True
         for slot in slots:

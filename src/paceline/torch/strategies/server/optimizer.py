@@ -35,14 +35,12 @@ class ServerOptimizer(Optimizer):
         self._dense = dense
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the user's optimizer."""
         if name == "inner":  # during copying
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     @Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Send the remaining gradients, end the iteration, and request the new values."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

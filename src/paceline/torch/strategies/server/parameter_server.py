@@ -160,7 +160,6 @@ class ParameterServer(Strategy):
         return ClusterTables(self.client, self._filters)
 
     def _step(self, optimizer: Optimizer) -> None:
-        """End the iteration, in ``optimizer.step()``."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._trained and parameter.numel() and parameter.grad is not None:
@@ -252,7 +251,7 @@ class ParameterServer(Strategy):
             raise
 
     def _leave_epoch(self) -> None:
-        """Leave the iterations before the end of the data; pushes without a step are dropped."""
+        """Leave the iterations before the end of the data, and drop pushes without a step."""
         dense = self.dense
         if self.world_size == 1 or self._has_retired or dense is None:
             return
@@ -263,7 +262,7 @@ class ParameterServer(Strategy):
             dense.begin_iteration()
 
     def _meet(self) -> None:
-        """Wait until no rank averages gradients in a loop that this rank has left, before an exchange of all ranks."""
+        """Wait until no rank averages gradients in a loop that this rank has left; call it before an exchange."""
         if self.dense is not None:
             self.dense.hands_on.meet()
 
@@ -362,7 +361,7 @@ class ParameterServer(Strategy):
 
 
 def refuse_gradients(model: nn.Module, rank: int, trained: set[nn.Parameter]) -> None:
-    """Make ``backward()`` raise UsageError if it computes a gradient in `model` for a parameter not in `trained`."""
+    """Make ``backward()`` raise UsageError for a gradient of a parameter of `model` that is not in `trained`."""
 
     def refuse(parameter: nn.Parameter) -> None:
         if parameter in trained:

@@ -60,7 +60,6 @@ class PushPull:
 
     @property
     def is_current(self) -> bool:
-        """Whether all values have arrived."""
         return not self._num_stale
 
     def wait(self, bucket: Bucket) -> None:
@@ -73,7 +72,6 @@ class PushPull:
         self._staging.wait(bucket)
 
     def raise_failure(self) -> None:
-        """Raise the failure of the thread, if any."""
         error = self._failure
         if error is None:
             return

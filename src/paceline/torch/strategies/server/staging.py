@@ -88,7 +88,6 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def target(self, bucket: Bucket) -> Floats:
-        """Return the memory for receiving a bucket's values."""
         slot = bucket.slots[0]
         if self._is_direct(bucket):
             array: Floats = memory_of(slot.parameter).view(-1).numpy()
@@ -99,7 +98,6 @@ class Staging:
         return staged
 
     def arrived(self, bucket: Bucket) -> None:
-        """Copy received values to the parameters."""
         if self._is_direct(bucket):
             return
         if self._stream is None:

@@ -21,14 +21,13 @@ _data: Any = torch._C.TensorBase.data
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient, unrecorded, and without waiting for its values."""
+    """Return a parameter's gradient without recording the access or waiting for values."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor | None = _grad.__get__(parameter)
     return found
 
 
 def set_gradient(parameter: nn.Parameter, grad: Tensor | None) -> None:
-    """Set a parameter's gradient, unrecorded, and without waiting for its values."""
     with torch._C.DisableTorchFunctionSubclass():
         _grad.__set__(parameter, grad)
 
@@ -61,7 +60,6 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The memory, as for any tensor."""
         slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         memory = memory_of(self)
         if slot is not None:
@@ -80,7 +78,6 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, as for any tensor."""
         slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         if slot is not None:
             slot.gradient.show()
@@ -98,12 +95,10 @@ class WatchedParameter(nn.Parameter):
         self.grad = None
 
     def detach(self) -> Tensor:
-        """Return a tensor that shares the memory, as for any tensor."""
         alias: Tensor = self._exposed(super().detach())
         return alias
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return an array that shares the memory of a CPU parameter, as for any tensor."""
         return self._exposed(super().numpy(force=force))
 
     def _exposed(self, alias: Any) -> Any:
@@ -158,7 +153,6 @@ def _wait_for(value: Any) -> None:
 
 
 def wait_for_values(parameter: nn.Parameter) -> None:
-    """Wait for a parameter's values if they are in flight."""
     slot: WatchedSlot | None = parameter.__dict__.get(_SLOT)
     if slot is not None:
         slot.wait_for_values()
@@ -172,7 +166,6 @@ def watch(slot: WatchedSlot) -> None:
 
 
 def unwatch(slot: WatchedSlot) -> None:
-    """Undo :func:`watch`."""
     parameter: Any = slot.parameter
     if parameter.__dict__.pop(_SLOT, None) is not None:
         parameter.__class__ = parameter.plain
@@ -211,7 +204,7 @@ class ValueWatch:
         self._aliases = [alias for alias in self._aliases if alias() is not None]
 
     def expose(self, alias: Any) -> None:
-        """Record that the program gets a tensor or an array of the memory: writes of NumPy change no version."""
+        """Record that the program gets a tensor or array of the memory, because NumPy's writes change no version."""
         memory = memory_of(self._parameter)
         if memory.device.type == "cpu" and memory.layout is torch.strided:
             self._aliases.append(weakref.ref(alias))
@@ -220,7 +213,6 @@ class ValueWatch:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether the program still has such a tensor or array."""
         return any(alias() is not None for alias in self._aliases)
 
     def seal(self) -> None:
@@ -229,12 +221,11 @@ class ValueWatch:
             self._checksum = _checksum(memory_of(self._parameter))
 
     def show(self) -> None:
-        """Keep a copy of the memory, because the program gets the memory and can write to it without a new version."""
+        """Copy the memory before the program gets it, because the program can write to it without a new version."""
         if self._shown is None:
             self._shown = memory_of(self._parameter).clone()
 
     def replace(self) -> None:
-        """Record that the program gives the parameter other memory."""
         self._was_replaced = True
 
     @property
@@ -259,19 +250,16 @@ class GradientWatch:
         self.close()
 
     def open(self) -> None:
-        """Start watching a gradient of backward."""
         grad = gradient_of(self._parameter)
         self._version = -1 if grad is None else grad._version
         self._is_open = True
 
     def close(self) -> None:
-        """Stop watching, and forget the gradient."""
         self._is_open = self.was_shown = self.was_replaced = False
         self._shown: Tensor | None = None
         self._version = -1
 
     def show(self) -> None:
-        """Record that the program gets the gradient."""
         if not self._is_open:
             return
         self.was_shown = True

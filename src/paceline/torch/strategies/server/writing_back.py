@@ -31,7 +31,7 @@ def check_may_write(
 
 
 def write_back(written: Sequence[Slot], ranks: Ranks, tables: DenseTables) -> None:
-    """Write rank 0's values of `written` to the servers. Raises UsageError unless every rank has written the same."""
+    """Write rank 0's values of `written` to the servers. Raises UsageError unless all ranks wrote the same."""
     checksums_by_rank = ranks.exchange_as(
         "has written to parameters", [[slot.name, _checksum(slot)] for slot in written]
     )

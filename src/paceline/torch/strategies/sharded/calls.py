@@ -47,7 +47,6 @@ def as_shard(value: Any, like: Tensor) -> Any:
 
 
 def refuse_copies(*_: Any) -> NoReturn:
-    """Raise UsageError for a copy of a sharded model."""
     raise UsageError(
         "strategy sharded: copy.deepcopy(), AveragedModel() or torch.save() got a sharded model, whose copy would lack "
         "the other processes' shards: copy the model before prepare() and prepare the copy too, or save the model by "

@@ -27,7 +27,6 @@ class ReplacedParameter(nn.Parameter):
 
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
-        """Raise UsageError: it never gets a gradient."""
         raise UsageError(
             "this parameter was read before prepare(), which replaced it by a shard: read model.parameters() after "
             "prepare()"
@@ -35,7 +34,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raise UsageError for a model that cannot be sharded: no parameters, hooks, several dtypes, or sparse layers."""
+    """Raise UsageError for a model without parameters, with hooks, several dtypes or sparse layers."""
     if not any(True for _ in model.parameters()):
         raise UsageError("strategy sharded: the model has no parameters, so there is nothing to shard")
     for name, parameter in model.named_parameters():
@@ -121,8 +120,7 @@ def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_complete(value: Any, *, keep: bool) -> Any:
-    """Return a sharded tensor complete, on the CPU, on ranks that `keep` it; every rank calls it. Other values:
-    unchanged."""
+    """Return a complete copy of a sharded tensor on the CPU; None unless `keep`. Every rank calls it."""
     if not isinstance(value, DTensor):
         return value
     complete: Tensor = value.full_tensor().detach()
@@ -152,7 +150,7 @@ def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: 
 
 
 def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return a module's output with copies instead of views: a hook of each unit, before the hooks of ``fully_shard``.
+    """Return a module's output with copies instead of views, for a hook before those of ``fully_shard``.
 
     ``fully_shard`` would lose its backward hooks if the program changed a view in place (``x += y``).
     """
@@ -163,8 +161,7 @@ def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, _: Any) -> None:
-    """Give every rank rank 0's persistent buffers (statistics) before a training forward, as in
-    DistributedDataParallel."""
+    """Give all ranks rank 0's persistent buffers before a training forward, as in DistributedDataParallel."""
     if not (module.training and torch.is_grad_enabled()):
         return
     by_kind: dict[torch.dtype, list[Tensor]] = {}

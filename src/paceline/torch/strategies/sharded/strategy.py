@@ -118,7 +118,6 @@ class Sharded(Strategy):
         return models, optimizers
 
     def _shard(self, model: nn.Module, units: Sequence[str]) -> None:
-        """Replace the parameters of a model by this rank's shards."""
         shards, side_by_side = self.options.shards, self.options.data_parallel
         names = ("data", "shard") if side_by_side > 1 else ("shard",)
         shape = (side_by_side, shards) if side_by_side > 1 else (shards,)
@@ -167,7 +166,6 @@ class Sharded(Strategy):
 
     @torch.no_grad()
     def _average(self, parameter: Tensor) -> None:
-        """Average the gradient of a parameter that every process keeps complete."""
         assert parameter.grad is not None
         parameter.grad.copy_(self.reduce(parameter.grad))
 

@@ -30,7 +30,6 @@ class Unfinished:
 
     @classmethod
     def watch(cls, model: nn.Module) -> Unfinished:
-        """Watch a model after ``fully_shard``."""
         watching = cls(model)
         model.register_forward_pre_hook(watching._begin_forward, prepend=True)
         model.register_forward_hook(watching._end_forward)

@@ -28,7 +28,6 @@ class AbsentGrad(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, name: str, norm_of: NormOf) -> Any:
-        """Make a tensor of the parameter's shape, without values."""
         return torch.Tensor._make_wrapper_subclass(
             cls, list(parameter.shape), dtype=parameter.dtype, device=parameter.device
         )
@@ -37,7 +36,6 @@ class AbsentGrad(torch.Tensor):
         self.parameter_name, self.norm_of = name, norm_of
 
     def norm_value(self, order: Any) -> Tensor:
-        """Return the gradient's norm."""
         order = 2.0 if order in (None, "fro") else float(order)
         with torch._C.DisableTorchFunctionSubclass():
             dtype = self.dtype

@@ -31,7 +31,7 @@ def batch_size(leaves: Sequence[Any]) -> int:
 
 
 def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
-    """Return a text about arguments that are cut into microbatches and arguments that are not; "" if all are cut."""
+    """Return a text about the arguments that are cut into microbatches and the others; "" if all are cut."""
     tensors = [
         (name, leaf)
         for name, value in arguments.items()
@@ -51,7 +51,6 @@ def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
 
 
 def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
-    """Return a value's microbatches: tensors of `size` rows are cut, other leaves are repeated."""
     bounds = row_bounds(size, parts)
 
     def part_of(leaf: Any, first: int, end: int) -> Any:
@@ -62,18 +61,16 @@ def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
 
 
 def row_bounds(size: int, parts: int) -> list[int]:
-    """Return the bounds of the parts of `size` rows. The first parts have one more row if `size` is not divisible."""
+    """Return the bounds of the parts of `size` rows. The first parts have one more row if there is a remainder."""
     small, larger = divmod(size, parts)
     return [part * small + min(part, larger) for part in range(parts + 1)]
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the microbatches' tensors as one, with all rows."""
     return torch.cat(list(parts))
 
 
 def add_numbers(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the sum of the microbatches' numbers, each times its weight."""
     # Skip parts with weight 0, because the mean of an empty part is NaN.
     total = sum(part * weight for part, weight in zip(parts, weights, strict=True) if weight)
     return torch.as_tensor(total, dtype=parts[0].dtype)

@@ -41,7 +41,6 @@ class RowOperation:
     kwargs: Mapping[str, Any]
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Call the function with a tensor."""
         result: Tensor = self.function(tensor, *self.args, **self.kwargs)
         return result
 
@@ -49,10 +48,10 @@ class RowOperation:
 def as_operation(
     function: Any, shape: Sequence[int], rows: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[RowOperation, list[int]] | None:
-    """Return the operation for a call that treats each row alike, and its result's shape; None for other calls.
+    """Return the operation for a call that treats all rows alike, and the result's shape; None for other calls.
 
-    `shape` is the shape of the whole tensor, for a batch of `rows`. A view keeps examples apart if the first dimension
-    of its result has the same number of rows for each example, for several sizes of batches.
+    `shape` is the shape of the whole tensor, for a batch of `rows`. A view keeps examples apart if its result has the
+    same number of first-dimension rows per example for several sizes of batches.
     """
     name = getattr(function, "__name__", "")
     if not shape or shape[0] % rows or name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING):
@@ -93,10 +92,9 @@ class PartialLoss(ABC):
 
     @abstractmethod
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
-        """Return microbatch `number`'s part of the loss, without `scale`, of a batch of `rows` in `parts`."""
+        """Return microbatch `number`'s part of the loss without `scale`, for a batch of `rows` in `parts`."""
 
     def times(self, factor: float | Tensor) -> Self:
-        """Return the term multiplied."""
         return replace(self, scale=self.scale * factor)
 
 

@@ -149,7 +149,7 @@ class ModelCall:
         *,
         grads: bool,
     ) -> None:
-        """`output` describes the model's result for the whole batch; None if it is not known yet."""
+        """`output` describes the result for the whole batch; None if it is not known yet."""
         self.rows = rows
         self._output_rows = output_rows
         self._runner = runner
@@ -165,12 +165,11 @@ class ModelCall:
 
     @property
     def output(self) -> Any:
-        """The description of the model's result; None before :meth:`values`, if it was not known."""
+        """The description of the model's result; it may be None before :meth:`values`."""
         return self._output
 
     @property
     def is_forward_done(self) -> bool:
-        """Whether :meth:`values` has run all forwards, and no backward has run."""
         return self._joined is not None and not self._is_done
 
     def values(self) -> Sequence[Tensor]:
@@ -245,7 +244,7 @@ class ModelCall:
             )
 
     def number_weights(self, leaf: int) -> Sequence[float]:
-        """Return the weight of each microbatch's number in the batch's; on the rank of the last stage."""
+        """Return the weight of each microbatch's number in the batch's number, on the last stage's rank."""
         if leaf not in self._weights:
             bounds = row_bounds(self.rows, self._number_of_parts)
             rows = [end - begin for begin, end in itertools.pairwise(bounds)]

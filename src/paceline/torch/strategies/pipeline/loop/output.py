@@ -71,7 +71,6 @@ class _PendingTensor(torch.Tensor):
 
     @property
     def has_values(self) -> bool:
-        """Whether the values have been requested."""
         return bool(self.__dict__.get("is_known"))
 
     @override
@@ -142,7 +141,6 @@ class PendingLoss(_PendingTensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`compute` returns the loss from the output's values."""
         self.forward, self.terms, self.compute = forward, terms, compute
         self.known_value: Tensor | None = None
 

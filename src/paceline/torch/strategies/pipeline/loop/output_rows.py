@@ -32,15 +32,11 @@ class OutputRows:
         self._arguments = arguments
 
     def dimension(self, leaf: int) -> int | None:
-        """Return the batch dimension of one of the output's tensors; 0 on ranks without the last stage; None if
-        unknown."""
+        """Return the batch dimension of an output tensor; 0 on ranks without the last stage; None if unknown."""
         return 0 if self._shapes is None else self._shapes().output_dimension(leaf)
 
     def number_weights(self, leaf: int, rows: Sequence[int]) -> list[float]:
-        """Return the weight of each microbatch's number in the batch's number, given the microbatches' `rows`.
-
-        Raises UsageError if the weights are not known.
-        """
+        """Return the weight of each microbatch's number in the batch's. Raises UsageError if it is unknown."""
         assert self._shapes is not None
         shapes = self._shapes()
         return rule_of(shapes.output_node(leaf), self._graph, shapes).weights(self._graph, self._arguments, rows)
@@ -63,8 +59,8 @@ def joined_output(
 ) -> tuple[Any, list[Tensor]]:
     """Return the description and the tensors of the output of a batch of `rows`, given its microbatches' outputs.
 
-    ``dimension_of(leaf)`` returns the batch dimension of a tensor. For None (unknown), dimension 0 is used unless the
-    shapes allow another dimension. Raises UsageError for an ambiguous or wrong dimension.
+    If ``dimension_of(leaf)`` is None (unknown), the batch dimension is 0, unless the shapes allow another one.
+    Raises UsageError for an ambiguous or wrong dimension.
     """
     apart = [take_apart(part, "the model's output") for part in parts]
     sizes = [end - first for first, end in itertools.pairwise(row_bounds(rows, len(parts)))]

@@ -35,11 +35,9 @@ class Ownership:
         """The norms, by order, of all gradients that were requested since the last backward."""
 
     def is_local(self, name: str) -> bool:
-        """Return whether this rank holds a parameter or a buffer."""
         return self._rank in self._ranks[name]
 
     def keeper(self, name: str) -> int:
-        """Return the first rank that holds a parameter or a buffer."""
         return self._ranks[name][0]
 
     def kept_ids(self) -> set[int]:
@@ -48,11 +46,10 @@ class Ownership:
         return {id(tensor) for name, tensor in tensors if self.is_local(name)}
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that this rank holds."""
         return [parameter for name, parameter in self._module.named_parameters() if self.is_local(name)]
 
     def release(self) -> None:
-        """Free the values of parameters on other ranks only. These parameters keep their shape and read as NaN."""
+        """Free the values of parameters on other ranks only. The parameters keep their shape and read as NaN."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
                 value = float("nan") if parameter.is_floating_point() else 0
@@ -63,7 +60,6 @@ class Ownership:
         self.is_released = True
 
     def hold_all(self) -> None:
-        """Allocate memory for all values on this rank again."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name) and self.is_released:
                 parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype)
@@ -87,8 +83,7 @@ class Ownership:
                     tensor.copy_(buffer)
 
     def before_backward(self) -> None:
-        """Set the gradients of shared parameters aside, so that only the next backward's gradients are summed over
-        ranks."""
+        """Set the gradients of shared parameters aside, because only new gradients are summed over ranks."""
         self.known_norms.clear()
         for name in self._shared:
             parameter = self._module.get_parameter(name)
@@ -115,7 +110,6 @@ class Ownership:
                 parameter.grad = None
 
     def norms(self, order: float) -> dict[str, float]:
-        """Return the norm of each gradient for which this rank is the first holder."""
         return {
             name: float(torch.linalg.vector_norm(parameter.grad, order))
             for name, parameter in self._module.named_parameters()
@@ -143,7 +137,7 @@ def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any
 def gather_state(
     state: Mapping[int, Mapping[str, Any]], keepers: Sequence[int], rank: int, pg: Any
 ) -> dict[int, dict[str, Any]]:
-    """Return on rank 0 the optimizer state of all parameters, each from its keeper (by parameter number)."""
+    """Return on rank 0 the optimizer state of all parameters by number, each from its keeper."""
     own = {number: entries for number, entries in state.items() if keepers[number] == rank}
     described = [
         [number, name, describe_entry(value)] for number, entries in own.items() for name, value in entries.items()

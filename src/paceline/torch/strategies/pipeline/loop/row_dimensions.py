@@ -39,7 +39,6 @@ class RowShapes:
     """The shapes of a graph's values, for a batch with one more row and with two more."""
 
     def __init__(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> None:
-        """`arguments`: the model's arguments for a whole batch."""
         self._root = graph.captured.root
         self._rows = batch_size(list(arguments.values()))
         self._cut = {name for name, value in arguments.items() if _has_rows(value, self._rows)}
@@ -59,22 +58,19 @@ class RowShapes:
         return self._roles[node]
 
     def plain_values(self) -> dict[fx.Node, Any]:
-        """Return the numbers in the graph that are equal for every batch."""
         constants = [node for node, role in self._roles.items() if role == "constant" and node in self._values[0]]
         return {node: self._values[0][node] for node in constants if isinstance(self._values[0][node], (int, float))}
 
     @property
     def has_plain_of_rows(self) -> bool:
-        """Whether the model returns a plain number that depends on the batch."""
         return any(self._roles[node] != "constant" for node in self._plain)
 
     def output_node(self, leaf: int) -> fx.Node:
-        """Return the node of one of the tensors that the model returns."""
         node: fx.Node = self._outputs[leaf]
         return node
 
     def output_dimension(self, leaf: int) -> int | None:
-        """Return the first dimension of an output's tensor that grows with the rows; 0 without one, None if unknown.
+        """Return the first dimension of an output tensor that grows with the rows; 0 without one, None if unknown.
 
         For example, an LSTM's state has its layers in dimension 0 and the batch in dimension 1.
         """
@@ -109,7 +105,6 @@ class RowShapes:
         return run.env
 
     def _grown(self, node: fx.Node) -> list[list[int]]:
-        """Return the growing dimensions of each tensor of a node's value."""
         pairs = zip(*(pytree.tree_leaves(values[node]) for values in self._values), strict=False)
         return [
             [k for k, (a, b) in enumerate(zip(small.shape, large.shape, strict=False)) if a != b]

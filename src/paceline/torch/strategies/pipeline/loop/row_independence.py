@@ -25,10 +25,9 @@ _COARSE: Final = 0.05  # for 16-bit numbers
 
 
 def check_repeatable(module: nn.Module, called: CallArguments) -> None:
-    """Raise UsageError if a second call of a model with the same batch differs from the first call.
+    """Raise UsageError if a second call of a model with the same batch has another result.
 
-    A pipeline traces the forward once and calls the layers per microbatch, so Python state of the forward is not
-    updated.
+    A pipeline traces the forward once and calls the layers per microbatch, so it does not update Python state.
     """
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     args, kwargs = called.fill(list(called.values.values()))
@@ -70,7 +69,6 @@ def check_repeatable(module: nn.Module, called: CallArguments) -> None:
 
 
 def _state_of_python(module: nn.Module) -> tuple[dict[str, Any], Any, Any]:
-    """Return the numbers among the modules' attributes, and the random states of Python and NumPy."""
     attributes = [
         (f"{path}.{name}".lstrip("."), value)
         for path, submodule in module.named_modules()
@@ -83,8 +81,8 @@ def _state_of_python(module: nn.Module) -> tuple[dict[str, Any], Any, Any]:
 def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, part: int) -> None:
     """Raise UsageError if a model's output for `part` rows depends on later rows.
 
-    The check runs in evaluation mode without gradients, where BatchNorm and dropout keep rows apart. It skips models
-    that fail in this mode or draw random numbers.
+    The check runs in evaluation mode, where BatchNorm and dropout keep rows apart. It skips models that fail in this
+    mode or draw random numbers.
     """
     norms = [submodule for submodule in module.modules() if isinstance(submodule, _BatchNorm)]
     if 2 * part > rows or any(norm.running_mean is None for norm in norms):
@@ -130,7 +128,6 @@ def _outputs(module: nn.Module, called: CallArguments, values: Mapping[str, Tens
 
 
 def _differ(together: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether an output of all rows differs from the concatenated outputs of the parts."""
     return any(_are_other(whole, parts) for whole, *parts in zip(together, *apart, strict=True))
 
 

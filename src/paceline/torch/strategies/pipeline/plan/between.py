@@ -52,7 +52,6 @@ def measure_link(group: Any, rank: int) -> MessageCost:
 
 
 def measure_agreement(group: Any) -> float:
-    """Return the time of a step's agreements; all ranks of a pipeline call it."""
     times = []
     for _ in range(1 + _REPEATS):
         began = time.perf_counter()

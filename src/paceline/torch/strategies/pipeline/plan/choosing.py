@@ -37,12 +37,10 @@ class PipelinePlan:
     """For random numbers, such as dropout."""
 
     def encode(self) -> dict[str, Any]:
-        """Return the plan as plain values for msgpack."""
         return asdict(self)
 
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> PipelinePlan:
-        """Return the plan, given the result of :meth:`encode`."""
         timeline = Timeline(step_s=encoded["timeline"]["step_s"], busy_s=tuple(encoded["timeline"]["busy_s"]))
         return cls(
             schedule=encoded["schedule"],
@@ -88,7 +86,6 @@ class Measured:
         ]
 
     def crossing_at(self, rows: float) -> list[float]:
-        """Return the bytes that cross a cut before each layer, at any size."""
         size, counts = max(self.crossing.items())
         return [count * rows / size for count in counts]
 
@@ -144,7 +141,6 @@ def splits_backwards(options: PipelineOptions) -> bool:
 
 
 def microbatch_counts(options: PipelineOptions, rows: int) -> list[int]:
-    """Return the possible numbers of microbatches for a batch of `rows`."""
     if options.microbatches is not None:
         return [min(options.microbatches, rows)]
     counts = [options.stages * factor for factor in (1, 2, 4, 8)]
@@ -211,7 +207,6 @@ def _check_memory(memory_bytes: Sequence[float], limit: int | None) -> None:
 
 
 def describe_plan(plan: PipelinePlan, names: Sequence[str], places: Sequence[int]) -> str:
-    """Return the stages as a table, with predicted times."""
     lines = [
         f"pipeline: schedule {plan.schedule}, {plan.microbatches} microbatches a batch, predicted step "
         f"{plan.timeline.step_s * 1e3:.2f} ms, bubble {plan.timeline.bubble:.1%} (bound of 1f1b with equal stages: "

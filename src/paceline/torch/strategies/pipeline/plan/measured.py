@@ -33,22 +33,19 @@ class Measurements:
         self.own = [steps + 1, seconds + took_s, {**by_stage, "all": whole}]
 
     def begin_update(self) -> None:
-        """Start to measure the time of the optimizer. :meth:`end_update` adds this time to the last step."""
+        """Start to measure an optimizer's step, whose time :meth:`end_update` adds to the last step."""
         self._update_began = time.perf_counter()
 
     def end_update(self) -> None:
-        """Add the time of an update."""
         steps, seconds, busy = self.own
         if steps:
             took_s = time.perf_counter() - self._update_began
             self.own = [steps, seconds + took_s, {**busy, "all": busy["all"] + took_s}]
 
     def receive(self, rank: int, sums: list[Any]) -> None:
-        """Store the sums of a rank."""
         self._by_rank[rank] = sums
 
     def by_rank(self) -> list[list[Any]]:
-        """Return the sums of each rank."""
         return self._by_rank
 
 

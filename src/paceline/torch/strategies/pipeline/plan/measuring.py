@@ -63,8 +63,8 @@ def measure_layers(
 ) -> tuple[list[LayerCost], list[int]]:
     """Return the cost of each layer for one microbatch, and the bytes that cross each cut.
 
-    `optimizer` updates the parameters. `splits`: also measure the part of a backward that can be deferred. Values,
-    buffers, gradients and the random state do not change.
+    `splits`: also measure the part of a backward that can be deferred. Values, buffers, gradients and the random state
+    do not change.
     """
     count = len(graph.layers)
     partition = cut(graph, range(1, count), [0] * count, module, repeats=False)
@@ -119,7 +119,6 @@ def mean_costs(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[LayerCost
 
 
 def encode_costs(costs: Sequence[LayerCost]) -> list[dict[str, Any]]:
-    """Return costs as plain values for msgpack."""
     return [asdict(cost) for cost in costs]
 
 
@@ -132,7 +131,7 @@ def _runs(
     *,
     splits: bool = False,
 ) -> Iterator[_LayerRun]:
-    """Yield calls of a layer, some without earlier gradients; without the first call, and fewer of a slow layer."""
+    """Yield calls of a layer after a warm-up call; some start without gradients. A slow layer gets fewer calls."""
     end = time.perf_counter() + _LONG_S
     for number in range(1 + _REPEATS):
         is_first = number % _FIRST_OF == 0
@@ -270,7 +269,6 @@ def _crossing_bytes(graph: LayerGraph, number: int, values: Mapping[str, Any]) -
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -64,12 +64,10 @@ def all_forward_first(places: Sequence[int], num_ranks: int, num_microbatches: i
 
 
 def forward_part(orders: Orders) -> Orders:
-    """Return the forward actions alone."""
     return tuple(tuple(action for action in row if action.kind == "F") for row in orders)
 
 
 def backward_part(orders: Orders) -> Orders:
-    """Return all but the forward actions."""
     return tuple(tuple(action for action in row if action.kind != "F") for row in orders)
 
 

@@ -34,7 +34,6 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
         return self.forward_s + self.backward_s
 
 
@@ -101,7 +100,6 @@ def split_layers(
 
 
 def stage_bytes(layers: Sequence[LayerCost], limits: StageLimits) -> float:
-    """Return the memory of a stage of these layers."""
     return sum(
         layer.parameter_bytes * limits.bytes_per_parameter_byte + layer.activation_bytes * limits.in_flight
         for layer in layers

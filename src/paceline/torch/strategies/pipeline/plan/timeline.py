@@ -24,7 +24,6 @@ class StageTimes:
     update_s: float = 0.0
 
     def of(self, action: Action) -> float:
-        """Return the time of an action."""
         if action.kind == "F":
             return self.forward_s
         first_s = 0.0 if action.microbatch else self.first_s

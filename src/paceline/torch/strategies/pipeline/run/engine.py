@@ -38,10 +38,7 @@ class PipelineStep:
         number: int,
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`stages` are this rank's stages, `arguments` the model's by microbatch, `number` the step's.
-
-        `split` contains each (stage, microbatch) with a backward in two halves.
-        """
+        """`arguments` are the model's by microbatch; `split` has the (stage, microbatch) with a backward in halves."""
         self._partition = partition
         self._stages = stages
         self._rank = rank
@@ -71,10 +68,9 @@ class PipelineStep:
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> Self:
-        """Execute actions in order.
+        """Execute actions in order. Raises ActionError, and the process group's errors if other ranks fail.
 
-        The last stage goes backward from the result of `loss_of`, or from `output_grads`: the gradients of the output's
-        tensors, by microbatch. Raises ActionError, and the errors of the process group if other ranks fail.
+        The last stage goes backward from the result of `loss_of`, or from `output_grads` (by microbatch).
         """
         for number, action in enumerate(actions):
             for following in actions[number : number + _AHEAD + 1]:
@@ -89,7 +85,6 @@ class PipelineStep:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank has the last stage."""
         return self._partition.num_stages - 1 in self._stages
 
     def _forward(self, action: Action, loss_of: LossOf | None) -> None:

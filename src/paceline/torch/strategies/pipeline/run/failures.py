@@ -36,7 +36,6 @@ class Failures:
         """The present call's arguments that are cut, as text for errors."""
 
     def name_stages(self, names: Sequence[str], places: Sequence[int]) -> None:
-        """Set the layers of each stage, as text, and its rank in the program."""
         self._stages, self._places = list(names), list(places)
 
     @contextlib.contextmanager

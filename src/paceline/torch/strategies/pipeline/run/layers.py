@@ -38,12 +38,11 @@ class LayerGraph:
     """Nodes that depend on the model's arguments alone. Every stage that uses such a node computes it."""
 
     def place_of(self, layer: ModelLayer) -> tuple[str, int]:
-        """Return a layer's name, and the number of earlier layers with the same name."""
         same = [other for other in self.layers if other.name == layer.name]
         return layer.name, same.index(layer)
 
     def number_of(self, name: str, occurrence: int) -> int | None:
-        """Return the layer number for a place; else of the first layer in a module of this name; else None."""
+        """Return the layer number for a place, else the first layer in a module of this name, else None."""
         same = [number for number, layer in enumerate(self.layers) if layer.name == name]
         if occurrence < len(same):
             return same[occurrence]

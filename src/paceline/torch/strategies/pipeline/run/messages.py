@@ -27,10 +27,7 @@ class Messages:
     """The messages of one rank in one step."""
 
     def __init__(self, group: Any, device: torch.device, known: dict[tuple[int, int], Any], *, is_new: bool) -> None:
-        """`known` has the descriptions of values by (route, microbatch), for this kind of batch.
-
-        `is_new`: the kind has no descriptions yet, so they are sent too.
-        """
+        """`known` has the descriptions of values by (route, microbatch); with `is_new` they are still to be sent."""
         self._group = group
         self._device = device
         self._known = known
@@ -51,7 +48,6 @@ class Messages:
             self._send(tensor.detach().contiguous(), to, _tag(route, microbatch, FORWARD, number))
 
     def post_value(self, route: int, microbatch: int, source: int) -> None:
-        """Post the receives of a value, if its shapes are known."""
         key = (route, microbatch, FORWARD, source)
         if self._is_new or key in self._posted:
             return
@@ -77,7 +73,7 @@ class Messages:
         return put_together(description, tensors)
 
     def send_grads(self, grads: Sequence[Tensor], route: int, microbatch: int, to: int) -> None:
-        """Begin to return the gradients of a value's tensors, without those that need none, to its source."""
+        """Begin to return the gradients of a value's tensors that need one to its source."""
         for number, grad in enumerate(grads):
             self._send(grad.contiguous(), to, _tag(route, microbatch, BACK, number))
 

@@ -29,11 +29,9 @@ class Partition:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
         return len(self.stages)
 
     def modules_of(self, stage: int) -> str:
-        """Return a text for a stage's layers: first to last."""
         names = list(dict.fromkeys(layer.name for layer in self.stages[stage]))
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -43,7 +41,7 @@ def cut(
 ) -> Partition:
     """Cut a graph before the layers numbered `cuts`; `places` are the stages' ranks.
 
-    `repeats`: each stage computes the values that depend on the arguments alone, instead of receiving them.
+    `repeats`: each stage computes values that depend on the arguments alone, instead of receiving them.
     """
     bounds = [0, *cuts, len(graph.layers)]
     stages = tuple(tuple(graph.layers[a:b]) for a, b in itertools.pairwise(bounds))
@@ -108,7 +106,6 @@ def same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
 
 
 def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
-    """Return the values that cross a cut before a layer."""
     before = {node for layer in graph.layers[:cut_at] for node in layer.nodes}
     later = [node for layer in graph.layers[cut_at:] for node in layer.nodes]
     used = {arg for node in later for arg in node.all_input_nodes} | set(graph.captured.output.graph_nodes)
@@ -118,7 +115,6 @@ def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
 def _find_users(
     module: nn.Module, root: nn.Module, nodes: Sequence[Sequence[fx.Node]]
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Return the stages that use each parameter, and each buffer, by name."""
     parameters: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
     buffers: dict[str, set[int]] = {name: set() for name, _ in module.named_buffers()}
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}

@@ -27,11 +27,9 @@ class ValueRoutes:
     places: tuple[int, ...]
 
     def inputs_of(self, stage: int) -> list[ValueRoute]:
-        """Return the values that a stage receives from other stages."""
         return [route for route in self.routes if stage in route.users]
 
     def outputs_of(self, stage: int) -> list[ValueRoute]:
-        """Return the values that a stage computes for other stages."""
         return [route for route in self.routes if route.source == stage]
 
     def destinations(self, route: ValueRoute) -> list[int]:
@@ -48,7 +46,6 @@ class ValueRoutes:
         return max((user for user in route.users if self.places[user] == rank), default=None)
 
     def sources(self) -> list[list[int]]:
-        """Return for each stage the stages whose values it receives."""
         return [sorted({route.source for route in self.inputs_of(stage)}) for stage in range(len(self.places))]
 
 

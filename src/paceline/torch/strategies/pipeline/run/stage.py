@@ -70,10 +70,7 @@ class Stage:
         microbatch: int,
         products: WeightProducts | None = None,
     ) -> tuple[dict[str, Any], Any]:
-        """Return the values for other stages, by name, and the model's output in the last stage.
-
-        `inputs` are the values of earlier stages, `arguments` the model's. Raises LayerError.
-        """
+        """Return the values for other stages by name, and the model's output in the last stage. Raises LayerError."""
         with nullcontext() if products is None else products:
             return self._forward(inputs, arguments, step, microbatch)
 

@@ -53,7 +53,6 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def put_together(description: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value of a description, with these tensors."""
     return _build(description, iter(tensors))
 
 

@@ -32,7 +32,6 @@ class WeightProducts(TorchFunctionMode):
     """
 
     def __init__(self, *, defers: bool) -> None:
-        """`defers`: products are computed in :meth:`finish`."""
         super().__init__()
         self.is_open = False
         self._puts_off = defers
@@ -66,7 +65,6 @@ class WeightProducts(TorchFunctionMode):
             _accumulate(weight, grad, x)
 
     def finish(self) -> None:
-        """Compute and add the deferred products."""
         for weight, grad, x in self._deferred:
             _accumulate(weight, grad, x)
         self._deferred.clear()
