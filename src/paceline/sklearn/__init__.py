@@ -2,15 +2,13 @@
 cluster."""
 
 try:
-    import sklearn
+    import sklearn as _sklearn  # noqa: F401
 except ImportError as error:
     raise ImportError(
         "paceline.sklearn needs scikit-learn, which is not installed: pip install 'paceline[sklearn]'"
     ) from error
-del sklearn
 
-from paceline.sklearn.factorization_machine import FactorizationMachine  # noqa: E402
-from paceline.sklearn.linear_models import LinearRegression, PoissonRegressor  # noqa: E402
-from paceline.sklearn.logistic_regression import LogisticRegression  # noqa: E402
+from paceline.sklearn.classifiers import FactorizationMachine, LogisticRegression
+from paceline.sklearn.linear_models import LinearRegression, PoissonRegressor
 
 __all__ = ["FactorizationMachine", "LinearRegression", "LogisticRegression", "PoissonRegressor"]

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -22,18 +23,22 @@ from typing_extensions import Self
 
 from paceline.data import Batch, Columns, check_numeric_scale
 from paceline.data.example_sampling import sample_batch
+from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, is_frame
-from paceline.launch import prepare_kernels
+from paceline.launch import connect, prepare_kernels
 from paceline.models.base import SparseModel
+from paceline.models.registry import read_model_settings
+from paceline.models.stored import read_stored_model
 from paceline.models.update import UPDATE_NAMES, make_update
 from paceline.protocol import parse_consistency
 from paceline.ps import UpdateRule
 from paceline.sklearn.frames import choose_columns, has_text
 from paceline.sklearn.model_tables import ModelTables
-from paceline.sklearn.on_cluster import train_on_cluster
 from paceline.tables.types import Doubles, Floats
+from paceline.temporary import TemporaryFolder
+from paceline.training.driver import train_locally, train_on
 from paceline.training.files.numeric_scales import choose_key_scaling
 from paceline.training.options import ExampleWeights, PassOptions, TrainOptions
 from paceline.training.plan import TrainingPlan
@@ -46,6 +51,7 @@ _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.flo
 
 _NO_FLOAT = re.compile(r"could not convert string to float: (?:np\.str_\()?('.*'|\".*\")\)?")
 
+_WRITTEN_ROWS = 4096
 AT_LEAST_0 = Interval(Real, 0, None, closed="left")
 ABOVE_0 = Interval(Real, 0, None, closed="neither")
 AT_LEAST_1 = Interval(Integral, 1, None, closed="left")
@@ -93,6 +99,18 @@ def _plan_on(options: TrainOptions, rows: Batch) -> TrainingPlan:
     if options.numeric_scale != "none":
         scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True, model=options.model)
     return plan_on_sample(options, sample, scaling)
+
+
+def _write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> None:
+    """Write examples as LIBSVM text without loss, because nine digits determine a float32."""
+    with open(path, "w", encoding="ascii") as out:
+        for start in range(0, len(order), _WRITTEN_ROWS):
+            part = examples.take(order[start : start + _WRITTEN_ROWS])
+            values = [1.0] * len(part.keys) if part.values is None else part.values.tolist()
+            pairs = [f"{key}:{value:.9g}" for key, value in zip(part.keys.tolist(), values, strict=True)]
+            ends = part.indptr.tolist()
+            for row, label in enumerate(part.labels.tolist()):
+                out.write(f"{label:.9g} {' '.join(pairs[ends[row] : ends[row + 1]])}\n")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -154,19 +172,8 @@ class SparseEstimator(BaseEstimator, ABC):
         else:
             if sample_weight is not None:
                 raise UsageError("sample_weight is not supported on a cluster. Leave it out, or workers and scheduler")
-            options = dataclasses.replace(
-                self._options(rows), weights=ExampleWeights(classes=weighting.classes or None)
-            )
-            tables = train_on_cluster(
-                rows,
-                order,
-                options,
-                workers=self.workers or 1,
-                servers=self.servers,
-                consistency=self.consistency,
-                scheduler=self.scheduler,
-                token=self.token,
-            )
+            weights = ExampleWeights(classes=weighting.classes or None)
+            tables = self._train_on_cluster(rows, order, dataclasses.replace(self._options(rows), weights=weights))
         self._tables = tables
         return self
 
@@ -217,6 +224,23 @@ class SparseEstimator(BaseEstimator, ABC):
         if plan.recent is not None and plan.optimism is not None:
             tables.calibrate(plan.recent, plan.optimism, is_complete=plan.is_recent_complete)
         return tables
+
+    def _train_on_cluster(self, rows: Batch, order: npt.NDArray[np.int64], options: TrainOptions) -> ModelTables:
+        """Train on rows in this order, which the cluster's workers read from a file."""
+        with TemporaryFolder.make("sklearn") as folder:
+            data, directory = folder.path / "examples.svm", folder.path / "model"
+            _write_libsvm(data, rows, order)
+            options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=directory)
+            if self.scheduler is None:
+                consistency = parse_consistency(self.consistency)
+                train_locally(options, servers=self.servers, workers=self.workers or 1, consistency=consistency)
+            else:
+                with contextlib.closing(connect(self.scheduler, token=self.token, observer=True)) as client:
+                    train_on(options, client)
+            stored = read_stored_model(directory)
+            model = read_model_settings(stored.described)
+            tables = [(table.spec, stored.load_store(table.spec.name)) for table in stored.tables]
+            return ModelTables(model, tables, read_key_scaling(stored.described))
 
     def _rule(self, suited_lr: float, suited_l1: float, suited_l2: float) -> UpdateRule:
         """Return the update rule; for FTRL, the arguments replace missing settings."""

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, ProcessGroup, Store
 
 from paceline.errors import UsageError
@@ -31,10 +30,6 @@ class DeviceGroups:
         options = BarrierOptions()
         options.device = torch.device(_CUDA, torch.cuda.current_device())
         self._group.barrier(options).wait()
-
-    def of(self, tensor: Tensor) -> Any:
-        """Return the group for a tensor's device; None if ranks share one. Raises UsageError without NCCL."""
-        return self.of_device(tensor.device)
 
     def of_device(self, device: torch.device) -> Any:
         """Return the group for a device; None if ranks share one. Raises UsageError without NCCL."""

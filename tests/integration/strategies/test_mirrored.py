@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.errors import UsageError
 from paceline.torch.embeddings import Embedding
 from paceline.torch.strategies import CentralStorage, Mirrored, OneDevice, Strategy
-from paceline.torch.strategies.replicas.central_storage import Fetched
-from paceline.torch.strategies.replicas.mirrored import Mirrors
 from paceline.torch.strategies.replicas.replica_set import ReplicaValues
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -29,8 +27,7 @@ class CopyingMirrored(Mirrored):
 
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
         values = super().replica_values(optimizers)
-        assert isinstance(values, Mirrors)
-        values.copies_all = True
+        values.is_shared = _shares_nothing  # type: ignore[method-assign]
         return values
 
 
@@ -38,7 +35,13 @@ class CopyingStorage(CentralStorage):
     """As with the storage on another device than the replicas."""
 
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
-        return Fetched(self.devices, self.storage, copies_all=True)
+        values = super().replica_values(optimizers)
+        values.is_shared = _shares_nothing  # type: ignore[method-assign]
+        return values
+
+
+def _shares_nothing(replica: int) -> bool:
+    return False
 
 
 STRATEGIES = [Mirrored, CentralStorage, CopyingMirrored, CopyingStorage]

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch._C._distributed_c10d import AllgatherOptions, HashStore  # noqa: E402
 
 import paceline.torch  # noqa: E402, F401
-from paceline.torch.backend.host_copies import HostWork, through_host  # noqa: E402
+from paceline.torch.backend.work import HostWork, through_host  # noqa: E402
 
 dist = torch.distributed
 

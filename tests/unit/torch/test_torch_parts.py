@@ -30,7 +30,7 @@ from paceline.torch.backend import registration as _registration  # noqa: E402
 from paceline.torch.backend import tensors as _tensors  # noqa: E402
 from paceline.torch.backend.errors import Terms, in_torch_terms  # noqa: E402
 from paceline.torch.backend.reductions import op_and_factor  # noqa: E402
-from paceline.torch.backend.store import TorchStore  # noqa: E402
+from paceline.torch.backend.registration import TorchStore  # noqa: E402
 
 
 def test_public_names() -> None:

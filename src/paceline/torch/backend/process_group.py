@@ -20,9 +20,8 @@ from paceline.torch.backend import reductions as _reductions
 from paceline.torch.backend import tensors as _tensors
 from paceline.torch.backend.calls import Calls, Step
 from paceline.torch.backend.errors import Terms, in_torch_terms
-from paceline.torch.backend.host_copies import through_host
 from paceline.torch.backend.monitored import MonitoredBarrier
-from paceline.torch.backend.work import FinishedWork, MessageWork
+from paceline.torch.backend.work import FinishedWork, MessageWork, through_host
 from paceline.torch.device import DeviceGroups
 
 _ALL_REDUCE: Final = c10d.AllreduceOptions()
@@ -121,7 +120,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         return self if group is None else group._get_backend(device)
 
     def _on_device(self, tensor: Tensor, method: str, *arguments: Any, **options: Any) -> Work:
-        group = self._devices.of(tensor)
+        group = self._devices.of_device(tensor.device)
         if group is None:
             return through_host(functools.partial(getattr(self, method), **options), arguments)
         work: Work = getattr(group, method)(*arguments, **options)

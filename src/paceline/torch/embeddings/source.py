@@ -7,6 +7,7 @@ rows are found by the keys that were requested.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,16 +39,15 @@ class KeyPlace(NamedTuple):
         return leaf.view(self.dtype).as_strided(size, self.stride, leaf.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Fetched:
     """Rows that were requested."""
 
-    __slots__ = ("keys", "place", "requested_in", "ticket")
-
-    def __init__(self, place: KeyPlace, keys: DistinctKeys, ticket: RowTicket, requested_in: int) -> None:
-        self.place = place
-        self.keys = keys
-        self.ticket = ticket
-        self.requested_in = requested_in
+    place: KeyPlace
+    keys: DistinctKeys
+    ticket: RowTicket
+    requested_in: int
+    """The iteration."""
 
 
 class Prefetcher:

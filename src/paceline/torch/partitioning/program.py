@@ -6,7 +6,6 @@ import linecache
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
@@ -124,11 +123,6 @@ class _Homes:
             self.by_operation.update(zip(values, (self.by_path[path] for path in elsewhere.values()), strict=True))
 
 
-@dataclass(frozen=True)
-class _Stop:
-    """A marker for the end of a device's queue."""
-
-
 class _Call:
     """One run of a program: the values that have arrived, and the segments that may run on each device."""
 
@@ -136,7 +130,8 @@ class _Call:
         self._program = program
         self._arrivals = Arrivals(program.cut.segments)
         self._lock = threading.Lock()
-        self._ready: list[queue.SimpleQueue[int | _Stop]] = [queue.SimpleQueue() for _ in program.devices]
+        self._ready: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in program.devices]
+        """Numbers of segments by device; None ends the queue."""
         self.values: dict[str, Any] = dict(arguments)
         """Values by name, on the devices that computed them."""
         self._arrived: dict[tuple[str, int], Any] = {}
@@ -147,7 +142,7 @@ class _Call:
     def work_on(self, device: int) -> None:
         """Run the device's segments as they become ready, until the last one."""
         try:
-            while not isinstance(number := self._ready[device].get(), _Stop):
+            while (number := self._ready[device].get()) is not None:
                 segment = self._program.cut.segments[number]
                 inputs = [
                     self._arrived[name, device] if (name, device) in self._arrived else self.values[name]
@@ -176,7 +171,7 @@ class _Call:
 
     def _stop(self) -> None:
         for ready in self._ready:
-            ready.put(_Stop())
+            ready.put(None)
 
 
 def _add_location(error: Exception, measured: MeasuredGraph, operations: Sequence[str]) -> None:

@@ -19,9 +19,8 @@ from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
 from paceline.torch.embeddings import ReplicatedTables, RowTables
-from paceline.torch.gradient_filters import filter_hook, launcher_filters
+from paceline.torch.gradient_filters import check_compression, compress, filter_hook, launcher_filters
 from paceline.torch.strategies.base import Strategy, as_one, choose_device, named_parameters
-from paceline.torch.strategies.compression import check_compression, compress
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.reached import Reached, refuse_steps_in_backward

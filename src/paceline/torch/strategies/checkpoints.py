@@ -7,7 +7,9 @@ A checkpoint is a saved model of :mod:`~paceline.storage.model_directory`, with 
 from __future__ import annotations
 
 import itertools
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,7 +22,6 @@ from paceline.ps import RULES, SGD, from_fields
 from paceline.ps.messages import TableSpec
 from paceline.storage.model_directory import CHECKPOINT, SavedModel, read_model, save_model
 from paceline.torch.strategies.base import Strategy, check_dense, state_of
-from paceline.torch.strategies.json import from_json, like, to_json
 from paceline.torch.update_rules import rule_of
 
 _Result = TypeVar("_Result")
@@ -48,7 +49,7 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
             description[_key("scheduler", number)] = to_json(scheduler.state_dict(), "scheduler")
         save_model(directory, ((table.spec, table.items()) for table in tables), description, tensors)
 
-    _together(strategy, write if strategy.is_main else _nothing)
+    _together(strategy, write if strategy.is_main else lambda: None)
 
 
 def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -80,10 +81,6 @@ def _prepared(strategy: Strategy, method: str) -> nn.Module:
 
 def _key(kind: str, number: int) -> str:
     return f"{kind}_{number}" if number else kind
-
-
-def _nothing() -> None:
-    pass
 
 
 def _together(strategy: Strategy, action: Callable[[], _Result]) -> _Result:
@@ -285,3 +282,53 @@ def _load_tables(strategy: Strategy, saved: SavedModel) -> None:
         for keys, records in saved.records(table):
             values = np.ascontiguousarray(records[:, : own.spec.dim]) if _is_stateless(own.spec) else records
             own.write(keys, values)
+
+
+def to_json(value: Any, where: str) -> Any:
+    """Return a value as JSON: hyperparameters, a scheduler's state; tensors and arrays become numbers.
+
+    JSON lacks infinity, NaN and keys other than text: they become objects whose only key starts with a dollar sign.
+    Raises UsageError, with `where` as the value's name, for other types.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(value)}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [to_json(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        items = [(key, to_json(item, f"{where}[{key!r}]")) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
+            return dict(items)
+        return {"$pairs": [[to_json(key, f"a key of {where}"), item] for key, item in items]}
+    raise UsageError(
+        f"cannot save {where}, of type {type(value).__name__}: a checkpoint holds numbers, text, lists and dictionaries"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Return the argument of :func:`to_json`, with lists for tuples."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        return float(value["$float"])
+    if "$pairs" in value:
+        return {key: from_json(item) for key, item in value["$pairs"]}
+    return {key: from_json(item) for key, item in value.items()}
+
+
+def like(own: Any, value: Any) -> Any:
+    """Return a saved value in the types of the program's `own` value: tensors, tuples, counters, also nested."""
+    if isinstance(own, torch.Tensor):
+        return torch.as_tensor(value, dtype=own.dtype, device=own.device)
+    if isinstance(own, (list, tuple)) and isinstance(value, list):
+        found = [like(own_item, item) for own_item, item in itertools.zip_longest(own, value)][: len(value)]
+        return tuple(found) if isinstance(own, tuple) else found
+    if isinstance(own, Mapping) and isinstance(value, Mapping):
+        items = {key: like(own.get(key), item) for key, item in value.items()}
+        return Counter(items) if isinstance(own, Counter) else items
+    return value

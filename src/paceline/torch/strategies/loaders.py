@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.sharding import ShardedSampler, is_sharded, seeded, set_epoch, sharded_stream
 
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
@@ -231,3 +231,112 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(moved(value, device) for value in batch)
     return batch
+
+
+class ShardedSampler(Sampler[Any]):
+    """Every `size`-th item of another sampler, starting at number `rank`: indices, or batches of indices.
+
+    The ranks' shares interleave as in ``torch.utils.data.DistributedSampler``. A last incomplete group of `size` items
+    is dropped, filled up with the first items, or (``pads=False``) shared without repetition.
+    """
+
+    def __init__(self, sampler: Any, rank: int, size: int, *, drop_last: bool, pads: bool = True) -> None:
+        self.sampler = sampler
+        self._rank = rank
+        self._size = size
+        self._drop_last = drop_last
+        self._pads = pads
+
+    def __iter__(self) -> Iterator[Any]:
+        first: list[Any] = []
+        group: list[Any] = []
+        for item in self.sampler:
+            if len(first) < self._size:
+                first.append(item)
+            group.append(item)
+            if len(group) == self._size:
+                yield group[self._rank]
+                group.clear()
+        if group and not self._drop_last:
+            if self._pads:
+                group += itertools.islice(itertools.cycle(first), self._size - len(group))
+            yield from group[self._rank : self._rank + 1]
+
+    def __len__(self) -> int:
+        """Return the number of items in the share. Raises TypeError if the sampler has no length."""
+        num_groups, remainder = divmod(len(self.sampler), self._size)
+        has_last = not self._drop_last and (remainder > 0 if self._pads else remainder > self._rank)
+        return num_groups + has_last
+
+    def set_epoch(self, epoch: int) -> None:
+        set_epoch(self.sampler, epoch)
+
+
+class SeededSampler(Sampler[Any]):
+    """One of torch's samplers, which draws the same items in every process: from the seed and the epoch's number."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler = copy.copy(sampler)
+        self.sampler.generator = torch.Generator()
+        self._seed = seed
+        self.set_epoch(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.generator.manual_seed(self._seed + self._epoch)
+        yield from self.sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+
+def set_epoch(sampler: Any, epoch: int) -> None:
+    """Set the epoch's number of a sampler, or of its inner sampler, if it has ``set_epoch``."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    elif hasattr(sampler, "sampler"):
+        set_epoch(sampler.sampler, epoch)
+
+
+def seeded(sampler: Any, seed: int) -> Any:
+    """Return a sampler that draws the same items in every process: `sampler` itself unless it uses global state.
+
+    A shuffling loader's order depends only on seed and epoch. A user's sampler without a ``generator`` is unchanged.
+    """
+    if type(sampler) is BatchSampler:
+        inner = seeded(sampler.sampler, seed)
+        return sampler if inner is sampler.sampler else BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement
+    if shuffles or getattr(sampler, "generator", True) is None:
+        return SeededSampler(sampler, seed)
+    return sampler
+
+
+def is_sharded(sampler: Any, rank: int, size: int) -> bool:
+    """Return whether a sampler yields only this rank's share. Raises UsageError if it is for other ranks."""
+    if isinstance(sampler, BatchSampler):
+        sampler = sampler.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return False
+    if (sampler.rank, sampler.num_replicas) == (rank, size):
+        return True
+    raise UsageError(
+        f"rank {rank} of {size} got a DistributedSampler for rank {sampler.rank} of {sampler.num_replicas}: leave it "
+        "out and use shuffle=True, because the strategy shards the data"
+    )
+
+
+def sharded_stream(batches: Iterable[Any], rank: int, size: int, *, drop_last: bool, pads: bool) -> Iterator[Any]:
+    """Yield every `size`-th batch of a stream, starting at number `rank`.
+
+    An incomplete last group is dropped with `drop_last`. Otherwise, with `pads`, each rank gets a batch from it (some
+    batches twice); without `pads`, some ranks get none.
+    """
+    stream = iter(batches)
+    while group := list(itertools.islice(stream, size)):
+        if len(group) == size or (rank < len(group) and not drop_last):
+            yield group[rank]
+        elif pads and not drop_last:
+            yield group[rank % len(group)]

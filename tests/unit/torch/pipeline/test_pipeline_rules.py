@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from paceline.errors import UsageError
@@ -17,7 +18,6 @@ from paceline.strategies import (
     choose_pipeline,
     choose_strategy,
 )
-from paceline.torch.strategies.pipeline.plan.between import MessageCost
 from paceline.torch.strategies.pipeline.plan.choosing import Measured, PipelinePlan, describe_plan, make_plan
 from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
 from paceline.torch.strategies.pipeline.plan.orders import (
@@ -26,10 +26,16 @@ from paceline.torch.strategies.pipeline.plan.orders import (
     orders_of,
     place_stages,
 )
-from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, StageLimits, split_layers, stage_bytes
+from paceline.torch.strategies.pipeline.plan.splitting import (
+    LayerCost,
+    MessageCost,
+    StageLimits,
+    split_layers,
+    stage_bytes,
+)
 from paceline.torch.strategies.pipeline.plan.timeline import StageTimes, bubble_bound, play
 from paceline.torch.strategies.pipeline.run.actions import Action
-from paceline.torch.strategies.pipeline.run.routing import ValueRoute, route_values, shared_parameters
+from paceline.torch.strategies.pipeline.run.partition import ValueRoute, route_values, shared_parameters
 
 
 def layers_of(times: list[float], parameter_bytes: int = 0) -> list[LayerCost]:
@@ -189,7 +195,7 @@ def test_a_plan_is_the_fastest_that_is_predicted() -> None:
     assert (other.schedule, other.microbatches) == ("1f1b", 2)
     named = make_plan(measured([1.0] * 8), options_of(stages=2, schedule="1f1b"), 32, link, 2.0, lambda stages: [3])
     assert named.cuts == (3,)
-    assert PipelinePlan.decode(named.encode()) == named
+    assert msgspec.convert(msgspec.to_builtins(named), PipelinePlan) == named
     text = describe_plan(named, ["layers.0 to layers.2", "layers.3 to layers.7"], [0, 1])
     assert "schedule 1f1b, 16 microbatches a batch" in text
     assert "layers.3 to layers.7" in text
@@ -208,12 +214,12 @@ def test_measured_times_are_shown_next_to_predictions() -> None:
     for _ in range(6):
         for rank, each in enumerate(ranks):
             each.add(10.0, {f"F{rank}": 2.0, f"B{rank}": 6.0}, 2, is_whole=True)
-            found.receive(rank, each.own)
+            found.by_rank[rank] = each.own
     for rank, each in enumerate(ranks):
         each.begin_update()
         each.end_update()
         assert each.own[1] > 40.0
-        found.receive(rank, [4, 40.0, each.own[2]])
+        found.by_rank[rank] = [4, 40.0, each.own[2]]
     text = describe_measured(plan, found)
     assert text is not None
     assert "measured over 4 steps: step 10000.00 ms" in text

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from paceline.torch.strategies.pipeline.loop.output_rows import NumberWeights, O
 from paceline.torch.strategies.pipeline.loop.ownership import Ownership
 from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.loop.row_independence import check_repeatable, check_rows_independent
-from paceline.torch.strategies.pipeline.plan.between import MessageCost, measure_agreement, measure_link
 from paceline.torch.strategies.pipeline.plan.choosing import (
     Measured,
     PipelinePlan,
@@ -39,9 +39,10 @@ from paceline.torch.strategies.pipeline.plan.choosing import (
 )
 from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
 from paceline.torch.strategies.pipeline.plan.measuring import (
-    encode_costs,
     mean_costs,
+    measure_agreement,
     measure_layers,
+    measure_link,
 )
 from paceline.torch.strategies.pipeline.plan.orders import (
     Orders,
@@ -50,6 +51,7 @@ from paceline.torch.strategies.pipeline.plan.orders import (
     place_stages,
     split_backwards,
 )
+from paceline.torch.strategies.pipeline.plan.splitting import MessageCost
 from paceline.torch.strategies.pipeline.run.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.run.failures import Failures
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph, trace
@@ -106,7 +108,7 @@ class Runner:
         self._optimizer = optimizer
         self._options = options
         self._ranks = ranks
-        self._group = stage_group
+        self.group = stage_group
         self._data_group = data_group
         self._failures = Failures(ranks.rank, [group for group in (stage_group, data_group, ranks.group) if group])
         self.plan: PipelinePlan | None = None
@@ -120,11 +122,7 @@ class Runner:
 
     @property
     def _rank(self) -> int:
-        return int(self._group.rank())
-
-    @property
-    def group(self) -> Any:
-        return self._group
+        return int(self.group.rank())
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output; in training its values may be computed later."""
@@ -151,7 +149,7 @@ class Runner:
             traced = self._stages(called, arguments)
             is_new = key not in self._kinds
             kind = self._kinds.setdefault(key, BatchKind())
-            messages = Messages(self._group, torch.device("cpu"), kind.values, is_new=is_new)
+            messages = Messages(self.group, torch.device("cpu"), kind.values, is_new=is_new)
             self._num_steps += 1
             split = split_backwards(orders[self._rank])
             step = PipelineStep(
@@ -186,7 +184,7 @@ class Runner:
             began = time.perf_counter()
             step.run(orders[self._rank], loss_of, output_grads)
             if goes_back:
-                self.ownership.after_backward(self._group, self._norm_of)
+                self.ownership.after_backward(self.group, self._norm_of)
                 if self._data_group is not None and self.averages:
                     trained = [own for own in self.ownership.own_parameters() if own.requires_grad]
                     average_gradients(self._data_group.group, trained)
@@ -207,13 +205,13 @@ class Runner:
                 description, tensors = joined_output(outputs, rows, output_rows.dimension, weights)
                 tensors = [tensor.detach().contiguous() for tensor in tensors]
                 known = description if known is None else known
-            if self._group.size() > 1:
-                known = self._group.group.broadcast_object(known, root=last)
+            if self.group.size() > 1:
+                known = self.group.group.broadcast_object(known, root=last)
                 if self._rank != last:
                     tensors = [torch.empty(shape, dtype=dtype) for dtype, shape, _ in tensors_of(known)]
                 for tensor in tensors:
                     if tensor.numel():
-                        dist.broadcast(tensor, group=self._group, group_src=last)
+                        dist.broadcast(tensor, group=self.group, group_src=last)
             return known, tensors
 
     def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
@@ -221,8 +219,8 @@ class Runner:
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.raised_everywhere():
             values = torch.tensor([0.0 if loss is None else float(loss) for loss in losses], dtype=torch.float64)
-            if self._group.size() > 1:
-                dist.broadcast(values, group=self._group, group_src=last)
+            if self.group.size() > 1:
+                dist.broadcast(values, group=self.group, group_src=last)
             return list(values.to(torch.get_default_dtype()))
 
     def check_complete(self, description: str) -> None:
@@ -257,10 +255,10 @@ class Runner:
 
     def _agree(self, doing: str, detail: str, value: Any = None) -> list[Any]:
         """Return every rank's value. Raise UsageError everywhere if the ranks are at different program positions."""
-        if self._group.size() == 1:
-            self._measurements.receive(0, self._measurements.own)
+        if self.group.size() == 1:
+            self._measurements.by_rank = [self._measurements.own]
             return [value]
-        reports = self._group.group.all_gather_objects([doing, detail, value, self._measurements.own])
+        reports = self.group.group.all_gather_objects([doing, detail, value, self._measurements.own])
         first_doing, first_detail, _, _ = reports[0]
         for rank, (other_doing, other_detail, _, _) in enumerate(reports):
             if other_doing != first_doing:
@@ -273,8 +271,7 @@ class Runner:
                     f"process {rank} of the pipeline {doing} with {other_detail}, and process 0 with {first_detail}: "
                     "give every process of a pipeline the same batches, for instance from strategy.prepare(loader)"
                 )
-        for rank, (_, _, _, measured) in enumerate(reports):
-            self._measurements.receive(rank, measured)
+        self._measurements.by_rank = [measured for _, _, _, measured in reports]
         return [value for _, _, value, _ in reports]
 
     def _make_plan(self, called: CallArguments, rows: int) -> None:
@@ -286,23 +283,23 @@ class Runner:
             part = rows // max(microbatch_counts(self._options, rows))
             check_rows_independent(self.module, called, rows, part)
         link = MessageCost()
-        if self._group.size() > 1:
-            agreement_s = measure_agreement(self._group)
-            link = measure_link(self._group, self._rank) if self._ranks.rank < 2 else link
+        if self.group.size() > 1:
+            agreement_s = measure_agreement(self.group)
+            link = measure_link(self.group, self._rank) if self._ranks.rank < 2 else link
             link = replace(link, agreement_s=agreement_s)
         measured = self._measure(graph, called.values, rows)
         made: dict[str, Any] = {}
         if self._ranks.rank == 0:
             try:
                 plan = self._find_plan(graph, measured, rows, link)
-                made = replace(plan, seed=torch.initial_seed()).encode()
+                made = asdict(replace(plan, seed=torch.initial_seed()))
             except UsageError as error:
                 made = {"error": "; ".join([str(error), *graph.captured.whole.values()])}
         if self._ranks.group is not None:
             made = self._ranks.group.broadcast_object(made)
         if "error" in made:
             raise UsageError(made["error"])
-        self.plan = PipelinePlan.decode(made)
+        self.plan = msgspec.convert(made, PipelinePlan)
         partition = self._stages(called, [called.values], graph).partition
         self.ownership = Ownership(self.module, self._optimizer, partition, self._rank)
         self.ownership.release()
@@ -335,7 +332,7 @@ class Runner:
                 splits=splits_backwards(self._options),
                 filled=lambda names: lent_memory(attribute(self.module, name) for name in names),
             )
-            by_rows[size] = mean_costs(self._ranks.exchange(encode_costs(own)))
+            by_rows[size] = mean_costs(self._ranks.exchange([asdict(cost) for cost in own]))
         return Measured(by_rows, crossing)
 
     def _find_plan(self, graph: LayerGraph, measured: Measured, rows: int, link: MessageCost) -> PipelinePlan:

@@ -46,16 +46,14 @@ class CentralStorage(ReplicaStrategy):
 
 
 class Fetched(ReplicaValues):
-    """Parameters that are fetched for one forward and its backward; `copies_all`: replicas on the storage device copy
-    too."""
+    """Parameters that are fetched for one forward and its backward."""
 
-    def __init__(self, devices: Sequence[torch.device], storage: torch.device, *, copies_all: bool = False) -> None:
+    def __init__(self, devices: Sequence[torch.device], storage: torch.device) -> None:
         self._devices = devices
         self._storage = storage
-        self.copies_all = copies_all
 
     def is_shared(self, replica: int) -> bool:
-        return not self.copies_all and self._devices[replica] == self._storage
+        return self._devices[replica] == self._storage
 
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
         if self.is_shared(replica):

@@ -52,21 +52,20 @@ _State = tuple[int | None, int, int]
 
 
 class Mirrors(ReplicaValues):
-    """Copies of the parameters on every device except the first; `copies_all`: replicas on the first device copy too.
+    """Copies of the parameters on every device except the first.
 
     The first forward after each optimizer step updates the copies, including earlier writes through ``.data``. The
     parameter's version reveals other writes in place. Without an optimizer, each forward makes new copies.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, copies_all: bool = False) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self.copies_all = copies_all
         self._num_steps: int | None = None  # of the optimizers; None without one
         self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, _State]] = {}
         """By replica and the parameter's identity: the parameter, its copy, and its state when it was copied."""
 
     def is_shared(self, replica: int) -> bool:
-        return not self.copies_all and self._devices[replica] == self._devices[0]
+        return self._devices[replica] == self._devices[0]
 
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
         if self.is_shared(replica):

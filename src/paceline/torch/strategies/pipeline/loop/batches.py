@@ -66,10 +66,6 @@ def row_bounds(size: int, parts: int) -> list[int]:
     return [part * small + min(part, larger) for part in range(parts + 1)]
 
 
-def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts))
-
-
 def add_numbers(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     # Skip parts with weight 0, because the mean of an empty part is NaN.
     total = sum(part * weight for part, weight in zip(parts, weights, strict=True) if weight)

@@ -27,7 +27,6 @@ class StepRunner(Protocol):
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's result."""
-        ...
 
     def run(
         self,
@@ -39,29 +38,23 @@ class StepRunner(Protocol):
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> None:
         """Carry out this rank's actions."""
-        ...
 
     def share_output(
         self, step: PipelineStep, rows: int, output_rows: OutputRows, known: Any, weights: NumberWeights
     ) -> tuple[Any, list[Tensor]]:
         """Return the whole output on every rank."""
-        ...
 
     def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the losses of the last stage on every rank."""
-        ...
 
     def check_complete(self, description: str) -> None:
         """Raise UsageError if values of the model are on other processes only."""
-        ...
 
     def hold_all(self) -> None:
         """Allocate memory for all values on this rank."""
-        ...
 
     def release(self) -> None:
         """Free the values that other ranks hold."""
-        ...
 
 
 class PipelinedModel(nn.Module):

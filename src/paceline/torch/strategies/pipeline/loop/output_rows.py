@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.pipeline.loop.batches import add_numbers, join_rows, row_bounds
+from paceline.torch.strategies.pipeline.loop.batches import add_numbers, row_bounds
 from paceline.torch.strategies.pipeline.loop.numbers import rule_of
 from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
@@ -74,7 +75,7 @@ def joined_output(
     ]
     check_outputs(rows_first, sizes)
     tensors = [
-        join_rows(column).movedim(0, dimensions[leaf]) if column[0].dim() else add_numbers(column, weights(leaf))
+        torch.cat(column).movedim(0, dimensions[leaf]) if column[0].dim() else add_numbers(column, weights(leaf))
         for leaf, column in enumerate(zip(*rows_first, strict=True))
     ]
     whole = put_together(apart[0][0], tensors)

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.torch.strategies.all_reduce import describe_entry
 from paceline.torch.strategies.pipeline.loop.absent import AbsentGrad, NormOf
-from paceline.torch.strategies.pipeline.run.partition import Partition
-from paceline.torch.strategies.pipeline.run.routing import shared_parameters
+from paceline.torch.strategies.pipeline.run.partition import Partition, shared_parameters
 
 
 class Ownership:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 from paceline.errors import UsageError
 from paceline.strategies import SCHEDULES, PipelineOptions
 from paceline.strategies.pipeline import AUTO
-from paceline.torch.strategies.pipeline.plan.between import MessageCost
 from paceline.torch.strategies.pipeline.plan.orders import most_in_flight, orders_of, place_stages, split_backwards
-from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, StageLimits, split_layers, stage_bytes
+from paceline.torch.strategies.pipeline.plan.splitting import (
+    LayerCost,
+    MessageCost,
+    StageLimits,
+    split_layers,
+    stage_bytes,
+)
 from paceline.torch.strategies.pipeline.plan.timeline import StageTimes, Timeline, bubble_bound, play
 
 _AUTO_SCHEDULES = ("1f1b", "interleaved", "zbv")
@@ -35,22 +39,6 @@ class PipelinePlan:
     timeline: Timeline
     seed: int = 0
     """For random numbers, such as dropout."""
-
-    def encode(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, encoded: Mapping[str, Any]) -> PipelinePlan:
-        timeline = Timeline(step_s=encoded["timeline"]["step_s"], busy_s=tuple(encoded["timeline"]["busy_s"]))
-        return cls(
-            schedule=encoded["schedule"],
-            microbatches=encoded["microbatches"],
-            cuts=tuple(encoded["cuts"]),
-            times=tuple(StageTimes(**times) for times in encoded["times"]),
-            memory_bytes=tuple(encoded["memory_bytes"]),
-            timeline=timeline,
-            seed=encoded["seed"],
-        )
 
 
 @dataclass(frozen=True, slots=True)

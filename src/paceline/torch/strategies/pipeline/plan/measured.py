@@ -16,7 +16,7 @@ class Measurements:
     def __init__(self, num_ranks: int) -> None:
         self.own: list[Any] = [0, 0.0, {}]
         """Sums over steps: their number, seconds, and seconds of computing a microbatch by ``F3`` or ``B3``."""
-        self._by_rank: list[list[Any]] = [[0, 0.0, {}] for _ in range(num_ranks)]
+        self.by_rank: list[list[Any]] = [[0, 0.0, {}] for _ in range(num_ranks)]
         self._num_seen = 0
         self._update_began = 0.0
 
@@ -42,16 +42,10 @@ class Measurements:
             took_s = time.perf_counter() - self._update_began
             self.own = [steps, seconds + took_s, {**busy, "all": busy["all"] + took_s}]
 
-    def receive(self, rank: int, sums: list[Any]) -> None:
-        self._by_rank[rank] = sums
-
-    def by_rank(self) -> list[list[Any]]:
-        return self._by_rank
-
 
 def describe_measured(plan: PipelinePlan, measurements: Measurements) -> str | None:
     """Return a text with measured and predicted times; None if too few steps ran."""
-    sums = measurements.by_rank()
+    sums = measurements.by_rank
     steps = min(count for count, _, _ in sums)
     if steps < 1:
         return None

@@ -1,7 +1,7 @@
-"""Measure the costs of layers: each layer runs alone, forward, backward and update, on all ranks at the same time.
+"""Measure the costs of layers, messages between ranks, and agreements of all ranks.
 
-All ranks measure at the same time because they share memory and caches. The cache is flushed between calls, because the
-weights of a stage are out of the cache when the next microbatch arrives.
+Each layer runs alone, on all ranks at the same time, because ranks share memory and caches. The cache is flushed
+between calls, because the weights of a stage are out of the cache when the next microbatch arrives.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from paceline.torch.capture.calls import undone
 from paceline.torch.capture.graph import attribute
-from paceline.torch.strategies.pipeline.plan.splitting import LayerCost
+from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, MessageCost
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 from paceline.torch.strategies.pipeline.run.partition import crossing_values, cut
 from paceline.torch.strategies.pipeline.run.stage import Saved, Stage
@@ -35,6 +36,9 @@ _FIRST_OF: Final = 3
 _UPDATES: Final = 3
 _LONG_S: Final = 0.5
 _MAX_COLD_BYTES: Final = 32 << 20
+_ROUND_TRIPS: Final = 10
+_AGREEMENTS: Final = 3
+_SMALL, _LARGE = 1 << 8, 1 << 18  # elements of float32
 
 Filling = Callable[[Sequence[str]], AbstractContextManager[None]]
 """The function returns a context in which the named parameters and buffers have memory."""
@@ -110,16 +114,12 @@ def measure_layers(
 
 
 def mean_costs(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[LayerCost]:
-    """Return the mean costs of layers over the ranks; each rank's are the result of :func:`encode_costs`."""
+    """Return the mean costs of layers over the ranks; a rank's are dictionaries of the fields."""
     means = []
     for same in zip(*by_rank, strict=True):
         times = {name: statistics.fmean(cost[name] for cost in same) for name in same[0] if name.endswith("_s")}
         means.append(LayerCost(**{**same[0], **times}))
     return means
-
-
-def encode_costs(costs: Sequence[LayerCost]) -> list[dict[str, Any]]:
-    return [asdict(cost) for cost in costs]
 
 
 def _runs(
@@ -280,3 +280,49 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def _leaf(value: Any) -> Any:
     """Return a value with leaves of autograd as tensors; they need a gradient if the value's own tensors do."""
     return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+
+
+def measure_link(group: Any, rank: int) -> MessageCost:
+    """Return the times of messages between the first two ranks of a group; both call it."""
+    small, large = (_trip(group, rank, size) for size in (_SMALL, _LARGE))
+    (latency_s, per_byte), (sending_s, sending_per_byte) = (
+        (of_small, max(of_large - of_small, 0.0) / ((_LARGE - _SMALL) * 4))
+        for of_small, of_large in zip(small, large, strict=True)
+    )
+    return MessageCost(
+        latency_s=latency_s,
+        seconds_per_byte=per_byte,
+        sending_s=sending_s,
+        sending_s_per_byte=sending_per_byte,
+    )
+
+
+def measure_agreement(group: Any) -> float:
+    times = []
+    for _ in range(1 + _ROUND_TRIPS):
+        began = time.perf_counter()
+        group.group.all_gather_objects(["measures", "", None, [0, 0.0, {}]])
+        times.append(time.perf_counter() - began)
+    return _AGREEMENTS * statistics.median(times[1:])
+
+
+def _trip(group: Any, rank: int, size: int) -> tuple[float, float]:
+    trips, sends = zip(*_round_trips(group, rank, size), strict=True)
+    return statistics.median(trips) / 2, statistics.median(sends)
+
+
+def _round_trips(group: Any, rank: int, size: int) -> Iterator[tuple[float, float]]:
+    outgoing, incoming = torch.zeros(size), torch.zeros(size)
+    for number in range(1 + _ROUND_TRIPS):
+        began = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                sending = time.perf_counter()
+                work = dist.isend(outgoing, group=group, group_dst=1 - rank)
+                sent = time.perf_counter()
+                assert work is not None
+                work.wait()
+            else:
+                dist.recv(incoming, group=group, group_src=1 - rank)
+        if number:
+            yield time.perf_counter() - began, sent - sending

@@ -38,6 +38,26 @@ class LayerCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MessageCost:
+    """Times of a message between two ranks, in total and at the sender."""
+
+    latency_s: float = 0.0
+    seconds_per_byte: float = 0.0
+    sending_s: float = 0.0
+    sending_s_per_byte: float = 0.0
+    agreement_s: float = 0.0
+    """Time of a step's agreements of all ranks: two on the program's position, one on the loss."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time from the beginning of a send to the end of the receive."""
+        return self.latency_s + self.seconds_per_byte * num_bytes
+
+    def sending(self, num_bytes: float) -> float:
+        """Return the time that the sender is busy with a message."""
+        return self.sending_s + self.sending_s_per_byte * num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageLimits:
     """The limits of a stage."""
 

@@ -12,8 +12,7 @@ from typing_extensions import Self
 
 from paceline.torch.strategies.pipeline.run.actions import Action, ActionError
 from paceline.torch.strategies.pipeline.run.messages import Messages
-from paceline.torch.strategies.pipeline.run.partition import Partition
-from paceline.torch.strategies.pipeline.run.routing import ValueRoute, ValueRoutes
+from paceline.torch.strategies.pipeline.run.partition import Partition, ValueRoute, ValueRoutes
 from paceline.torch.strategies.pipeline.run.stage import Saved, Stage
 from paceline.torch.strategies.pipeline.run.values import put_together, take_apart
 from paceline.torch.strategies.pipeline.run.weights import WeightProducts

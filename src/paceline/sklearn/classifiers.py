@@ -1,21 +1,27 @@
-"""The common part of classifiers."""
+"""Classifiers: logistic regression and factorization machine, as estimators of scikit-learn."""
 
 from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 from sklearn.base import ClassifierMixin
-from sklearn.utils._param_validation import StrOptions
+from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from sklearn.utils.validation import check_is_fitted
 from typing_extensions import Self, override
 
 from paceline.errors import UsageError
-from paceline.sklearn.estimator import PARAMETERS, SparseEstimator
+from paceline.models.base import SparseModel
+from paceline.models.features.counting import MOST_COUNTED
+from paceline.models.fm import MAX_FACTORS
+from paceline.models.registry import make_model
+from paceline.sklearn.estimator import AT_LEAST_0, PARAMETERS, SparseEstimator
 from paceline.tables.types import Doubles, Floats
 from paceline.training.weighting import BALANCED, Weighting
 
@@ -124,3 +130,95 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = not self._is_binary
         return tags
+
+
+class LogisticRegression(Classifier):
+    """Logistic regression by minibatches, like ``paceline train``; multinomial for more than two classes.
+
+    X is an array or SciPy sparse matrix of numbers [n, features], or a DataFrame of pandas or polars. Columns of a
+    DataFrame that are not numbers are hashed as categories.
+
+    Parameters, with the defaults of ``paceline train``:
+
+    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, with the meaning of the command's options.
+    - `epochs`, `batch_size`: passes over the data, and examples per minibatch. None chooses them on a sample of X, like
+      the learning rate (FTRL's alpha) and the scale of values (docs/explanation/defaults.md).
+    - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and the seed.
+    - `numeric_scale`: the scale of numbers, as ``--numeric-scale``. ``auto`` uses logarithms or bins by quantiles for
+      columns with a nonlinear effect (guides/data.md), if they predict held-out examples better. ``standard`` keeps the
+      model linear in X, ``none`` keeps X unchanged.
+    - `class_weight`: None; ``balanced``, which gives all classes the same total weight; or a dict of weights by class.
+      It multiplies `sample_weight`, and also works on a cluster.
+    - `workers`: None trains in this process. A number makes each :meth:`fit` start a cluster on this machine with
+      `workers` worker processes, `servers` servers and this `consistency`.
+    - `scheduler`, `token`: train on this scheduler's cluster. The cluster's workers must see this machine's folder for
+      temporary files (TMPDIR). The environment variable PACELINE_TOKEN may contain the token instead.
+
+    :meth:`fit` sets `classes_`, `n_features_in_`, `coef_` and `intercept_`. Reading `coef_` raises AttributeError if
+    the model is not linear in X, which is the case after training on a hashed frame, or with logarithms or bins.
+    """
+
+    @override
+    def _model(self) -> SparseModel:
+        classes = tuple(range(len(self.classes_)))
+        return make_model("lr") if len(classes) == 2 else make_model("softmax", classes=classes)
+
+    @property
+    def coef_(self) -> Doubles:
+        """The weights by column (float64 [1, features]; for more than two classes [classes, features])."""
+        return self._coefficients().T
+
+    @property
+    def intercept_(self) -> Doubles:
+        """The bias (float64 [1]; for more than two classes [classes])."""
+        check_is_fitted(self, "_tables")
+        return self._tables.linear_weights().bias.astype(np.float64)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class FactorizationMachine(Classifier):
+    """Factorization machine for two classes by minibatches, like ``paceline train --model fm``.
+
+    In contrast to a linear model it learns the effects of pairs of features. Each feature has a weight, as in
+    :class:`LogisticRegression`, and `dim` factors, whose products are the weights of pairs (Rendle, ICDM 2010). X has
+    the same form as for :class:`LogisticRegression`.
+
+    Parameters, with the defaults of ``paceline train --model fm``:
+
+    - `dim`: number of factors per feature.
+    - `factor_lr`, `factor_l1`, `factor_l2`: learning rate, L1 and L2 penalty of AdaGrad for the factors.
+    - `factor_min_count`: occurrences, over all passes, after which a feature gets factors.
+    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule of the weights and its settings. A feature with weight 0 has
+      no factors. Pass l1=0 to keep features whose effect is only in pairs.
+    - `random_state`: also seeds the factors, except on a cluster.
+    - All other parameters are those of :class:`LogisticRegression`.
+
+    :meth:`fit` sets `classes_` and `n_features_in_`.
+    """
+
+    _is_binary = True
+    _parameter_constraints = {  # noqa: RUF012
+        **CLASSIFIER_PARAMETERS,
+        "dim": [Interval(Integral, 1, MAX_FACTORS, closed="both"), None],
+        "factor_lr": [AT_LEAST_0, None],
+        "factor_l1": [AT_LEAST_0, None],
+        "factor_l2": [AT_LEAST_0, None],
+        "factor_min_count": [Interval(Integral, 0, MOST_COUNTED, closed="both"), None],
+    }
+
+    dim: int | None = None
+    factor_lr: float | None = None
+    factor_l1: float | None = None
+    factor_l2: float | None = None
+    factor_min_count: int | None = None
+
+    @override
+    def _model(self) -> SparseModel:
+        return make_model(
+            "fm",
+            dim=self.dim,
+            factor_lr=self.factor_lr,
+            factor_l1=self.factor_l1,
+            factor_l2=self.factor_l2,
+            factor_min_count=self.factor_min_count,
+        )
