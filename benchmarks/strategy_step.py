@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.torch.strategies import AllReduce, OneDevice, ParameterServer, Strategy
+from paceline.torch import AllReduce, OneDevice, ParameterServer, Strategy
 
 WIDTHS = (1024, 4096, 4096, 1024)
 NUM_ROWS = 16

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import UsageError
 from paceline.temporary import TemporaryFolder
-from paceline.torch.strategies import strategy
+from paceline.torch import strategy
 from paceline.torch.strategies.sharded.parameters import as_complete
 
 ONE_PROCESS: dict[str, dict[str, Any]] = {"mirrored": {"replicas": 2}, "central-storage": {"replicas": 2}}

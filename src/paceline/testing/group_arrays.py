@@ -83,12 +83,13 @@ def same_everywhere(group: Group, array: Array) -> None:
     assert (digests == digests[0]).all(), f"ranks have different bits: {digests}"
 
 
-def expect(kind: type[Exception], call: Callable[[], object]) -> None:
+def expect(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]) -> Exception:
+    """Check that a call raises an error of this type, and return the error."""
     try:
         call()
-    except kind:
-        return
-    raise AssertionError(f"expected {kind.__name__}, but nothing was raised")
+    except kind as error:
+        return error
+    raise AssertionError(f"expected {kind}, but nothing was raised")
 
 
 def uneven(group: Group, seed: int = 0, most: int = 40) -> list[int]:

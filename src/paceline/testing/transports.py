@@ -21,6 +21,7 @@ from paceline.errors import (
     ProtocolError,
     StaleEpochError,
 )
+from paceline.testing.group_arrays import expect
 from paceline.testing.opened_checks import OPENED_CHECKS
 from paceline.testing.serving import serve_in_thread
 from paceline.testing.transport_setting import (
@@ -90,7 +91,7 @@ def check_unexpected_answers(setting: Setting) -> None:
         channel.receive_into(part)
     assert np.concatenate(parts).tolist() == [0, 1, 2, 3, 4]
     channel.send(*frame_parts(ECHO, body=bytes(17)))
-    _expect(ProtocolError, lambda: channel.receive(into[:16], TIMEOUT_S))
+    expect(ProtocolError, lambda: channel.receive(into[:16], TIMEOUT_S))
 
 
 def check_pipelining(setting: Setting) -> None:
@@ -159,8 +160,8 @@ def check_closing(setting: Setting) -> None:
     assert channel.has_ended()
     handler.wait_until(lambda: handler.reasons == [None])
     closed = channel
-    _expect(ConnectionLostError, lambda: closed.send(*frame_parts(ECHO)))
-    _expect(ConnectionLostError, lambda: closed.receive_header(TIMEOUT_S))
+    expect(ConnectionLostError, lambda: closed.send(*frame_parts(ECHO)))
+    expect(ConnectionLostError, lambda: closed.receive_header(TIMEOUT_S))
 
     channel = setting.connect()
     channel.send(pack_header(ECHO, body_bytes=300_000), bytes(100))
@@ -171,7 +172,7 @@ def check_closing(setting: Setting) -> None:
     channel = setting.connect()
     channel.send(*frame_parts(CLOSE))
     assert channel.poll(TIMEOUT_S)
-    _expect(ConnectionLostError, lambda: channel.receive_header(TIMEOUT_S))
+    expect(ConnectionLostError, lambda: channel.receive_header(TIMEOUT_S))
     assert channel.has_ended()
     handler.wait_until(lambda: len(handler.reasons) == 3)
     assert setting.served.listener.num_connections == 0
@@ -209,7 +210,7 @@ def check_deadlines(setting: Setting) -> None:
     for wait in waits:
         channel.send(*frame_parts(SILENT))
         start = time.monotonic()
-        _expect(DeadlineError, wait)
+        expect(DeadlineError, wait)
         assert 0.04 <= time.monotonic() - start < 2.0
         assert not channel.poll(0.01)
         _check_alive(channel)
@@ -228,13 +229,13 @@ def check_errors(setting: Setting) -> None:
     for number, receive in enumerate(receives):
         channel.send(*frame_parts(FAIL, request=number, body=into))
         channel.send(*frame_parts(ECHO, request=100, body=into))
-        error = _expect(StaleEpochError, receive)
+        error = expect(StaleEpochError, receive)
         assert "epoch 3" in str(error)
         assert channel.last_header is not None
         assert channel.last_header.request == number
         assert channel.receive(into, TIMEOUT_S).request == 100
         channel.send(*frame_parts(FAIL_INTERNALLY))
-        error = _expect(PeerError, receive)
+        error = expect(PeerError, receive)
         assert "KeyError" in str(error)
         _check_alive(channel)
 
@@ -244,12 +245,12 @@ def check_refusals(setting: Setting) -> None:
     bystander = setting.connect()
     intruder = setting.make("another token for tests")
     endpoint = setting.served.endpoint
-    error = _expect(AuthenticationError, lambda: intruder.connect(endpoint, Hello(role="worker")))
+    error = expect(AuthenticationError, lambda: intruder.connect(endpoint, Hello(role="worker")))
     assert "refused the token" in str(error)
     _check_alive(bystander)
     with serve_in_thread(EchoHandler(), setting.transport) as other:
         closed_endpoint = other.endpoint
-    _expect(
+    expect(
         AddressError, lambda: setting.transport.connect(closed_endpoint.tcp, Hello(role="worker"), timeout_s=TIMEOUT_S)
     )
     assert len(setting.handler.peers) == 1
@@ -301,12 +302,4 @@ def _check_alive(channel: Channel) -> None:
 
 def _check_refused(channel: Channel) -> None:
     # The server sends the reason, but closing with unread bytes may discard it.
-    _expect((ProtocolError, ConnectionLostError), lambda: channel.receive_header(TIMEOUT_S))
-
-
-def _expect(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]) -> Exception:
-    try:
-        call()
-    except kind as error:
-        return error
-    raise AssertionError(f"expected {kind}, but nothing was raised")
+    expect((ProtocolError, ConnectionLostError), lambda: channel.receive_header(TIMEOUT_S))

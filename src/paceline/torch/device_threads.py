@@ -49,7 +49,7 @@ class DeviceThreads:
         for number, future in enumerate(futures):
             error = future.exception()
             if error is not None:
-                _add_location(error, f"{self._kind} {number} of {count} on {self._devices[number]}")
+                add_location(error, f"{self._kind} {number} of {count} on {self._devices[number]}")
                 raise error
         return [future.result() for future in futures]
 
@@ -109,7 +109,7 @@ class _Carried:
             yield
 
 
-def _add_location(error: BaseException, location: str) -> None:
+def add_location(error: BaseException, location: str) -> None:
     """Prepend `location` to the message of an error of any type."""
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{location}: {error.args[0]}", *error.args[1:])

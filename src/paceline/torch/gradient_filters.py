@@ -1,7 +1,7 @@
-"""Filters as a communication hook of DistributedDataParallel, which average gradients in fewer bytes.
+"""Filters and PyTorch's compression as communication hooks of DistributedDataParallel: fewer bytes for gradients.
 
-The exchange of a bucket overlaps with the next buckets' and with the rest of backward. All ranks make the exchanges in
-the same order, because only the hook starts them.
+With filters, the exchange of a bucket overlaps with the next buckets' and with the rest of backward. All ranks make the
+exchanges in the same order, because only the hook starts them.
 """
 
 # Annotations are not postponed, because PyTorch compares a hook's.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.torch.strategies import Strategy
+from paceline.torch import Strategy
 
 STEPS = 8
 _ROWS = 8

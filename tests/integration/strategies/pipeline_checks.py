@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import StageError, UsageError
 from paceline.strategies import SCHEDULES
-from paceline.torch.strategies import AllReduce, Pipeline, Sharded
+from paceline.torch import AllReduce, Pipeline, Sharded
 
 CHECKPOINT = "PIPELINE_CHECKPOINT"
 """The environment variable with the folder that the parent looks into."""

@@ -26,7 +26,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import paceline.torch
 from paceline.errors import PacelineError, UsageError
-from paceline.torch.strategies import AllReduce, Sharded, Strategy
+from paceline.torch import AllReduce, Sharded, Strategy
 
 CHECKPOINT = "SHARDED_CHECKPOINT"
 """The environment variable with the folder that the parent looks into."""

@@ -39,7 +39,7 @@ def test_all_reduce(tmp_path: Path) -> None:
 def test_a_single_rank_does_as_one_device(device: str, backend: str | None) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    from paceline.torch.strategies import AllReduce, OneDevice, Strategy
+    from paceline.torch import AllReduce, OneDevice, Strategy
 
     def train(strategy: Strategy) -> list[float]:
         torch.manual_seed(1)
@@ -80,7 +80,7 @@ def test_a_single_rank_does_as_one_device(device: str, backend: str | None) -> N
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: list[str]) -> None:
     from paceline.errors import UsageError
-    from paceline.torch.strategies import AllReduce
+    from paceline.torch import AllReduce
 
     with pytest.raises(UsageError) as caught:
         AllReduce(**options)

@@ -25,8 +25,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, ReduceLROnP
 import paceline
 from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.protocol import Sequential
-from paceline.torch import Embedding, EmbeddingBag
-from paceline.torch.strategies import strategy
+from paceline.torch import Embedding, EmbeddingBag, strategy
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.update_rules import rule_of
 

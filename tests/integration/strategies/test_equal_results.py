@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 import paceline
 from paceline.errors import UsageError
 from paceline.protocol import Sequential
-from paceline.torch.strategies import strategy
+from paceline.torch import strategy
 
 SIZE = 2
 STEPS = 20

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import UsageError
+from paceline.torch import CentralStorage, Mirrored, OneDevice, Strategy
 from paceline.torch.embeddings import Embedding
-from paceline.torch.strategies import CentralStorage, Mirrored, OneDevice, Strategy
 from paceline.torch.strategies.replicas.replica_set import ReplicaValues
 
 MakeOptimizer = Callable[[Any], Optimizer]

@@ -15,7 +15,7 @@ def test_all_checks_and_a_checkpoint_on_one_device(tmp_path: Path) -> None:
     from tests.integration.strategies import pipeline_checks as checks
     from tests.integration.strategies.rank_checks import run_checks
 
-    from paceline.torch.strategies import strategy
+    from paceline.torch import strategy
 
     environment = {"PIPELINE_CHECKPOINT": str(tmp_path / "checkpoint")}
     result = run_checks("pipeline_checks", 2, tmp_path, environment=environment, patience_s=380)

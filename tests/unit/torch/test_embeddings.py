@@ -21,7 +21,6 @@ from paceline.torch.embeddings import (
     Embedder,
     Embedding,
     EmbeddingBag,
-    LocalTables,
     ReplicatedTables,
     RowTable,
     find_embeddings,
@@ -38,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def prepared(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Embedder:
-    embedder = Embedder(LocalTables())
+    embedder = Embedder(ReplicatedTables())
     optimizers = [] if optimizer is None else [optimizer]
     embedder.serve(find_embeddings(module), optimizers)
     embedder.step_with(optimizers)
@@ -298,7 +297,7 @@ class CountedTable(LocalTable):
     requests: list[tuple[bool, int]]
 
 
-class CountedTables(LocalTables):
+class CountedTables(ReplicatedTables):
     def __init__(self, lead: int) -> None:
         self.lead = lead
         self.made: list[CountedTable] = []
@@ -324,7 +323,7 @@ class Clicks(nn.Module):
         return logits
 
 
-def train(tables: LocalTables, *, changes: bool = False) -> list[torch.Tensor]:
+def train(tables: ReplicatedTables, *, changes: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Clicks()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -355,7 +354,7 @@ def train(tables: LocalTables, *, changes: bool = False) -> list[torch.Tensor]:
 def test_prefetched_rows_are_those_of_the_keys(changes: bool) -> None:
     """Also if the batch was changed in place after its rows were asked for."""
     tables = CountedTables(lead=0)
-    for found, expected in zip(train(tables, changes=changes), train(LocalTables(), changes=changes), strict=True):
+    for found, expected in zip(train(tables, changes=changes), train(ReplicatedTables(), changes=changes), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     num_requests = sum(len(table.requests) for table in tables.made)
     # One request per batch and table if all were foreseen, and none of those that were was in vain.
@@ -404,7 +403,7 @@ def test_replicated_tables_are_those_of_one_process() -> None:
     found = run_ranks(3, work)
     assert all(np.array_equal(rows, found[0][0]) for rows, _ in found)
     assert all("rank 1" in str(error) for _, error in found)  # each of them knows, nobody waits
-    whole: RowTable = LocalTables().table("deep", RowDeclaration(3, rule, Normal(std=1.0), 0))
+    whole: RowTable = ReplicatedTables().table("deep", RowDeclaration(3, rule, Normal(std=1.0), 0))
     assert isinstance(whole, LocalTable)
     for number, step in enumerate(steps):
         summed = np.zeros((9, 3), np.float32)

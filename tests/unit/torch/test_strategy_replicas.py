@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.torch import CentralStorage, Mirrored, strategy
 from paceline.torch.device_threads import DeviceThreads
-from paceline.torch.strategies import CentralStorage, Mirrored, strategy
 from paceline.torch.strategies.replicas.strategy import replica_devices
 from paceline.torch.strategies.splitting import check_outputs, gather, scatter, split
 

@@ -172,7 +172,7 @@ def test_tensors_on_other_devices_go_to_their_group(monkeypatch: pytest.MonkeyPa
         there = torch.zeros(2, device="meta")
         with pytest.raises(UsageError, match="on meta: expected one on the CPU"):
             dist.all_reduce(there)
-        monkeypatch.setattr(_device.DeviceGroups, "of", lambda self, tensor: recorder)
+        monkeypatch.setattr(_device.DeviceGroups, "of_device", lambda self, device: recorder)
         group.allreduce([there])
         group.allreduce_coalesced([there])
         group.broadcast([there])

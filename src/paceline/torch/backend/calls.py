@@ -12,9 +12,8 @@ from paceline.collectives import Group
 from paceline.errors import PacelineError
 from paceline.torch import profiling as _profiling
 from paceline.torch.backend.errors import Terms, in_torch_terms
-from paceline.torch.backend.future import is_in_callback
 from paceline.torch.backend.tensors import After
-from paceline.torch.backend.work import FinishedWork, TicketWork, Value
+from paceline.torch.backend.work import FinishedWork, TicketWork, Value, is_in_callback
 
 
 class Step(NamedTuple):

@@ -1,4 +1,4 @@
-"""Create the process group of ``init_process_group("paceline")``."""
+"""Create the process group of ``init_process_group("paceline")``, over PyTorch's store."""
 
 from __future__ import annotations
 

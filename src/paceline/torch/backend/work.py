@@ -1,11 +1,11 @@
-"""The results of a process group's calls."""
+"""The results of a process group's calls, and their futures."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,85 @@ from typing_extensions import override
 from paceline.collectives import CollectiveTicket
 from paceline.errors import PacelineError
 from paceline.torch.backend.errors import Terms, in_torch_terms
-from paceline.torch.backend.future import CallFuture
 from paceline.torch.backend.tensors import After
 from paceline.torch.profiling import TracedOperation
+
+
+class _CallbackDepth(threading.local):
+    depth = 0
+
+
+_callbacks = _CallbackDepth()
+
+
+def is_in_callback() -> bool:
+    return _callbacks.depth > 0
+
+
+_AnyTensor: Any = torch.Tensor
+"""Its overridable methods are untyped."""
+
+
+class _Failed(_AnyTensor):  # type: ignore[misc]
+    """The value of a failed call: each use raises the error. C++ code receives values only."""
+
+    error: Exception
+
+    @staticmethod
+    def __new__(cls, error: Exception) -> _Failed:
+        tensor: Any = torch.Tensor._make_wrapper_subclass(cls, (0,))
+        tensor.error = error
+        return cast("_Failed", tensor)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in args:
+            if isinstance(argument, _Failed):
+                raise argument.error
+        raise RuntimeError("a call whose result is used has failed")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"the result of a call that failed: {self.error}"
+
+
+class CallFuture(torch.futures.Future[Any]):
+    """A future that marks its callbacks, whose calls use a second group.
+
+    A callback, such as PowerSGD's communication hook, may make calls and wait for them. It runs in the group's thread,
+    which cannot run these calls, or in the caller's thread if the future is done. So the thread and the order among
+    the main thread's calls differ between ranks. The calls of the second group follow the order of the futures, which
+    is equal on all ranks.
+    """
+
+    def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
+        """Complete the future with an error, which ``wait()``, ``value()`` and uses of the value in C++ raise.
+
+        ``is_one_tensor``: C++ expects one tensor, not a list.
+        """
+
+        def unwrap(_: Any) -> None:
+            raise error
+
+        self._set_unwrap_func(unwrap)
+        self.set_result(_Failed(error) if is_one_tensor else [_Failed(error)])
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> CallFuture:
+        child = CallFuture()
+
+        def run(done: torch.futures.Future[Any]) -> None:
+            _callbacks.depth += 1
+            try:
+                result = callback(done)
+            except Exception as error:
+                child.fail(error, is_one_tensor=True)  # as the result of a hook
+            else:
+                child.set_result(result)
+            finally:
+                _callbacks.depth -= 1
+
+        self.add_done_callback(run)
+        return child
+
 
 Value: TypeAlias = Sequence[Tensor]
 """The tensors that a call fills."""

@@ -3,14 +3,13 @@
 from paceline.torch.embeddings.embedder import Embedder
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag, find_embeddings
 from paceline.torch.embeddings.server_tables import ClusterTables
-from paceline.torch.embeddings.tables import LocalTables, ReplicatedTables, RowFilters, RowTable, RowTables
+from paceline.torch.embeddings.tables import ReplicatedTables, RowFilters, RowTable, RowTables
 
 __all__ = [
     "ClusterTables",
     "Embedder",
     "Embedding",
     "EmbeddingBag",
-    "LocalTables",
     "ReplicatedTables",
     "RowFilters",
     "RowTable",

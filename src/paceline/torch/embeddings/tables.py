@@ -181,43 +181,31 @@ class _LocalRows:
         return self._rows
 
 
-class LocalTables(RowTables):
-    """Stores every row in this process, for strategies with one process."""
-
-    @override
-    def table(self, name: str, declared: RowDeclaration) -> LocalTable:
-        return LocalTable(name, declared)
-
-    @override
-    def push(self, pushes: Sequence[Push]) -> None:
-        for table, _, grads in pushes:
-            check_finite(grads.reshape(-1), "this process", table.spec.name)
-        for table, keys, grads in pushes:
-            assert isinstance(table, LocalTable)
-            table.apply(keys, grads)
-
-
 class ReplicatedTables(RowTables):
-    """Stores every row in every rank of a group. All ranks apply the mean of their gradients, so their rows stay equal.
+    """Stores every row in every rank of a group, which apply the mean of their gradients, so that rows stay equal.
 
-    A push takes two all-gathers, of sizes and of keys with gradients. Every rank sums in the order of the ranks, so the
-    copies are bit-identical. A rank without a batch pushes nothing, but the mean is still over all ranks.
+    Without a group, rows are in this process. A push takes two all-gathers, of sizes and of keys with gradients. Every
+    rank sums in the order of the ranks, so the copies are bit-identical. A rank without a batch pushes nothing, but the
+    mean is still over all ranks.
     """
 
-    def __init__(self, group: Group | None) -> None:
+    def __init__(self, group: Group | None = None) -> None:
         self._group = group if group is not None and group.size > 1 else None
         self._tables: dict[str, LocalTable] = {}
-        self._local = LocalTables()
 
     @override
     def table(self, name: str, declared: RowDeclaration) -> LocalTable:
-        found = self._tables[name] = self._local.table(name, declared)
+        found = self._tables[name] = LocalTable(name, declared)
         return found
 
     @override
     def push(self, pushes: Sequence[Push]) -> None:
         if self._group is None:
-            self._local.push(pushes)
+            for table, _, grads in pushes:
+                check_finite(grads.reshape(-1), "this process", table.spec.name)
+            for table, keys, grads in pushes:
+                assert isinstance(table, LocalTable)
+                table.apply(keys, grads)
             return
         by_name = {table.spec.name: (keys, grads) for table, keys, grads in pushes}
         own = [by_name.get(name) for name in self._tables]

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paceline.torch.capture.calls import CallArguments
-from paceline.torch.device_threads import DeviceThreads
+from paceline.torch.device_threads import DeviceThreads, add_location
 from paceline.torch.partitioning.graph import Arrivals, cut_graph
 from paceline.torch.partitioning.measuring import MeasuredGraph, give_parameters, segment_module
 
@@ -82,7 +82,9 @@ class Program:
         try:
             return self._run_segments[number](*inputs)
         except Exception as error:
-            _add_location(error, self.measured, self.cut.segments[number].operations)
+            name = _raising_operation(error, self.cut.segments[number].operations)
+            path = self.measured.paths.get(name, "")
+            add_location(error, f"{name}, in {path}" if path and path != name else name)
             raise
 
 
@@ -172,15 +174,6 @@ class _Call:
     def _stop(self) -> None:
         for ready in self._ready:
             ready.put(None)
-
-
-def _add_location(error: Exception, measured: MeasuredGraph, operations: Sequence[str]) -> None:
-    """Prefix an error's message with the failed operation and its module."""
-    name = _raising_operation(error, operations)
-    path = measured.paths.get(name, "")
-    location = f"{name}, in {path}" if path and path != name else name
-    if error.args and isinstance(error.args[0], str):
-        error.args = (f"{location}: {error.args[0]}", *error.args[1:])
 
 
 def _raising_operation(error: Exception, operations: Sequence[str]) -> str:

@@ -18,7 +18,6 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
-from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.gradient_filters import check_compression, compress, filter_hook, launcher_filters
 from paceline.torch.strategies.base import Strategy, as_one, choose_device, named_parameters
 from paceline.torch.strategies.deferred import is_stand_in
@@ -154,9 +153,6 @@ class AllReduce(Strategy):
         elif self._filters:
             replica.register_comm_hook(replica.process_group, filter_hook(self._filters))
         return replica
-
-    def _row_tables(self) -> RowTables:
-        return ReplicatedTables(self._ranks.group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

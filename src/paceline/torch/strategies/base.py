@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.closing import Closing
 from paceline.errors import UsageError
-from paceline.torch.embeddings import Embedder, RowTables, find_embeddings
+from paceline.torch.embeddings import Embedder, ReplicatedTables, RowTables, find_embeddings
 from paceline.torch.strategies.deferred import DeferredValues
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks
@@ -189,9 +189,9 @@ class Strategy(Closing, ABC):
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         """Return models and optimizers for the loop, given new models, which are on the device, and new optimizers."""
 
-    @abstractmethod
     def _row_tables(self) -> RowTables:
         """Return the store of the embeddings' rows."""
+        return ReplicatedTables(self._ranks.group)
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients, without messages. Do not step in this

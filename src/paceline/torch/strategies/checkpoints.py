@@ -1,7 +1,7 @@
 """Checkpoints: one format for every strategy and every number of ranks.
 
 A checkpoint is a saved model of :mod:`~paceline.storage.model_directory`, with two files of tensors: the model's
-``state_dict``, and the optimizer's state under the parameters' names (``layer.weight/exp_avg``).
+``state_dict``, and the optimizer's state under the parameters' names (``layer.weight/exp_avg``). Other values are JSON.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.torch.embeddings import LocalTables, RowTables
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.ranks import Ranks
 
@@ -39,6 +38,3 @@ class OneDevice(Strategy):
         if self.embedder is not None:
             self.embedder.step_with(optimizers)
         return models, optimizers
-
-    def _row_tables(self) -> RowTables:
-        return LocalTables()

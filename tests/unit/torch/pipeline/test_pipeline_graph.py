@@ -13,10 +13,9 @@ from torch.distributed.pipelining import pipe_split
 
 from paceline.errors import UsageError
 from paceline.torch.capture.calls import bind
-from paceline.torch.strategies.pipeline.loop.absent import AbsentGrad
 from paceline.torch.strategies.pipeline.loop.batches import add_numbers, row_bounds
-from paceline.torch.strategies.pipeline.loop.numbers import rule_of
-from paceline.torch.strategies.pipeline.loop.output_rows import joined_output
+from paceline.torch.strategies.pipeline.loop.output_rows import joined_output, rule_of
+from paceline.torch.strategies.pipeline.loop.ownership import AbsentGrad
 from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.plan.measuring import measure_layers
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph, trace

@@ -19,7 +19,6 @@ from typing_extensions import override
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.strategies import PipelineFlags, PipelineOptions, choose_pipeline
-from paceline.torch.embeddings import LocalTables, RowTables
 from paceline.torch.strategies.base import Strategy, state_of
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.pipeline.loop.model import PipelinedModel
@@ -108,9 +107,6 @@ class Pipeline(Strategy):
         self._runner = Runner(model, optimizer, self.options, self._ranks, stage_group, data_group, self.deferred)
         return [PipelinedModel(model, self._runner)], optimizers
 
-    def _row_tables(self) -> RowTables:
-        return LocalTables()
-
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
         assert self._runner is not None
@@ -129,15 +125,10 @@ class Pipeline(Strategy):
     def reduce(self, value: Any, op: str = "mean") -> Any:
         """Return the reduction over all pipelines; all processes of a pipeline have one value, which counts once."""
         found = super().reduce(value, op)
-        if op != "sum":
+        if op != "sum" or isinstance(value, Mapping):  # the base class reduces the values of a mapping by this method
             return found
-        if isinstance(found, dict):
-            return {key: total / self.options.stages for key, total in found.items()}
-        return (
-            (found / self.options.stages).to(value.dtype)
-            if isinstance(value, torch.Tensor)
-            else (found / self.options.stages)
-        )
+        once = found / self.options.stages
+        return once.to(value.dtype) if isinstance(value, torch.Tensor) else once
 
     @override
     def gather_values(self) -> dict[str, torch.Tensor]:

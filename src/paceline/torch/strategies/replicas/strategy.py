@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.torch.embeddings import LocalTables, RowTables
 from paceline.torch.strategies.base import Strategy, choose_device
 from paceline.torch.strategies.one_device import only_rank
 from paceline.torch.strategies.replicas.replica_set import Replicas, ReplicaValues
@@ -58,9 +57,6 @@ class ReplicaStrategy(Strategy):
     @abstractmethod
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
         """Return the source of the replicas' parameters, which `optimizers` update."""
-
-    def _row_tables(self) -> RowTables:
-        return LocalTables()
 
 
 def replica_devices(

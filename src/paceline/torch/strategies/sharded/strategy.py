@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from paceline.environment import environment
 from paceline.strategies import ShardingOptions, choose_sharding
-from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.base import Strategy, choose_device, state_of
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
@@ -176,9 +175,6 @@ class Sharded(Strategy):
             number = next(number for number, other in enumerate(models) if other is called)
             how = "train" if called.training and torch.is_grad_enabled() else "evaluate"
             self._ranks.exchange_as(f"calls model {number} to {how} it", None)
-
-    def _row_tables(self) -> RowTables:
-        return ReplicatedTables(self._ranks.group)
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:

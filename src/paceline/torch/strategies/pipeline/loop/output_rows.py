@@ -1,21 +1,192 @@
-"""Combine the outputs of microbatches to the output of the batch."""
+"""Combine the outputs of microbatches to the output of the batch: rows, and numbers such as the model's own loss.
+
+A number's rule follows from the graph. A sum over rows is the sum of the parts. A mean is the mean of the parts,
+weighted by their rows, or by their counted targets for a loss by class. The targets depend on the model's arguments
+alone, so the weights are known before the forward.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from paceline.errors import UsageError
+from paceline.torch.capture.graph import attribute, changes_in_place, draws, name_of
 from paceline.torch.strategies.pipeline.loop.batches import add_numbers, row_bounds
-from paceline.torch.strategies.pipeline.loop.numbers import rule_of
+from paceline.torch.strategies.pipeline.loop.losses import BY_CLASS, ELEMENTWISE, count_targets
 from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 from paceline.torch.strategies.pipeline.run.values import plain_values, put_together, take_apart
 from paceline.torch.strategies.splitting import check_outputs
+
+_PASSING: Final = {"alias", "clone", "contiguous", "detach", "double", "float", "neg", "squeeze", "to", "_to_copy"}
+_BY_CLASS: Final = {*(loss.__name__ for loss in BY_CLASS), "cross_entropy_loss", "nll_loss_nd"}
+_ELEMENTWISE: Final = {*(loss.__name__ for loss in ELEMENTWISE), "soft_margin_loss", "kl_div"}
+_REDUCTIONS: Final = ("none", "mean", "sum")  # by the numbers in operations
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRule:
+    """The rule for computing the batch's number from the microbatches' numbers."""
+
+    kind: Literal["constant", "sum", "mean over rows", "mean over targets"]
+    counted: fx.Node | None = None
+    """For a mean over targets: the targets, or the divisor of a sum."""
+    ignored: int | None = None
+    """The value of ignored targets."""
+    by_class: fx.Node | None = None
+    plain: Mapping[fx.Node, Any] = field(default_factory=dict, compare=False)
+    """Numbers that are equal in all batches."""
+    terms: tuple[NumberRule, ...] = ()
+    """For a sum of numbers: the rules of its terms, whose weights must be equal."""
+
+    def weights(self, graph: LayerGraph, arguments: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[float]:
+        """Return the factor of each microbatch's number in their sum.
+
+        `arguments`: the model's arguments; `rows`: the number of rows; both by microbatch.
+        """
+        if self.terms:
+            first, second = (term.weights(graph, arguments, rows) for term in self.terms)
+            if first != second:
+                raise UsageError(
+                    "the model returns a sum of losses, and the examples or targets that count are not shared out over "
+                    "the microbatches alike in both: return the losses separately, and add them in the training loop"
+                )
+            return first
+        if self.kind == "sum":
+            return [1.0] * len(rows)
+        counts = [float(count) for count in rows]
+        if self.counted is not None:
+            counts = [self._count(graph, part) for part in arguments]
+        total = sum(counts)
+        return [count / total if total else float("nan") for count in counts]
+
+    def _count(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> float:
+        assert self.counted is not None
+        counted = _evaluate(self.counted, graph, arguments, self.plain)
+        if self.ignored is None:
+            return float(counted)
+        by_class = None if self.by_class is None else _evaluate(self.by_class, graph, arguments, self.plain)
+        return float(count_targets(counted, self.ignored, by_class))
+
+
+def rule_of(node: fx.Node, graph: LayerGraph, shapes: RowShapes) -> NumberRule:
+    """Return the rule of a number that a graph computes. Raises UsageError if there is none."""
+    rule = _find(node, graph, shapes)
+    if rule is None:
+        raise UsageError(
+            f"the model returns a number ({node.name}), and it is not known how the microbatches' numbers make up the "
+            "batch's. Means and sums over a whole tensor with independent rows are supported, and torch's losses of "
+            "arguments of the model, times constants. Return the tensor instead, and compute the number in the "
+            "training loop"
+        )
+    return rule
+
+
+def _find(node: Any, graph: LayerGraph, shapes: RowShapes) -> NumberRule | None:
+    if not isinstance(node, fx.Node) or shapes.role(node) == "constant":
+        return NumberRule("constant")
+    name = name_of(node)
+    if name in ("mean", "sum") and len(node.args) == 1 and not {"dim", "axis"} & set(node.kwargs):
+        return NumberRule("sum" if name == "sum" else "mean over rows") if _has_rows(node.args, shapes) else None
+    if name in _BY_CLASS or name in _ELEMENTWISE:
+        return _of_loss(name, _arguments_of(node), graph, shapes)
+    if name in _PASSING:
+        return _find(node.args[0], graph, shapes)
+    rules = [_find(arg, graph, shapes) for arg in node.args[:2]]
+    if len(rules) < 2 or None in rules:
+        return None
+    return _combined(name, node, rules[0], rules[1], graph)  # type: ignore[arg-type]
+
+
+def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: LayerGraph) -> NumberRule | None:
+    if name in ("add", "sub", "iadd", "add_", "rsub"):
+        if a == b:
+            return a
+        constants = [rule.kind == "constant" for rule in (a, b)]
+        other = b if constants[0] else a
+        if any(constants):
+            return other if other.kind != "sum" else None
+        return None if "sum" in (a.kind, b.kind) else NumberRule(a.kind, terms=(a, b))
+    if name in ("mul", "imul", "mul_"):
+        return b if a.kind == "constant" else a if b.kind == "constant" else None
+    if name in ("div", "truediv", "true_divide", "div_"):
+        if b.kind == "constant":
+            return a
+        divisor = node.args[1]
+        if a.kind == b.kind == "sum" and divisor in graph.free:
+            return NumberRule("mean over targets", divisor)  # type: ignore[arg-type]
+    return None
+
+
+def _has_rows(values: Sequence[Any], shapes: RowShapes) -> bool:
+    """Return whether the tensors of an elementwise operation have a row for each example, in one dimension."""
+    nodes = [value for value in values if isinstance(value, fx.Node)]
+    rows = [node for node in nodes if shapes.role(node) == "rows"]
+    return len({shapes.from_last(node) for node in rows}) == 1 and all(
+        node in rows or shapes.role(node) == "constant" for node in nodes
+    )
+
+
+def _of_loss(name: str, options: Mapping[str, Any], graph: LayerGraph, shapes: RowShapes) -> NumberRule | None:
+    reduction = options.get("reduction", "mean")
+    reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
+    if reduction not in ("mean", "sum"):
+        return None
+    if name in _ELEMENTWISE:
+        has_rows = _has_rows(list(options.values()), shapes)
+        return NumberRule("sum" if reduction == "sum" else "mean over rows") if has_rows else None
+    target, by_class = options["target"], options.get("weight")
+    score = options.get("input", options.get("self"))
+    if any(shapes.role(node) != "rows" or shapes.dimension(node) != 0 for node in (score, target)):
+        return None
+    if reduction == "sum":
+        return NumberRule("sum")
+    ignored = options.get("ignore_index", -100)
+    plain = shapes.plain_values()
+    if not _is_known(target, graph, plain) or (isinstance(ignored, fx.Node) and ignored not in plain):
+        return None
+    if by_class is not None and by_class.op != "get_attr":
+        return None
+    return NumberRule("mean over targets", target, int(plain.get(ignored, ignored)), by_class, plain)
+
+
+def _arguments_of(node: fx.Node) -> dict[str, Any]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+        return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    function: Callable[..., Any] = node.target  # type: ignore[assignment]
+    return dict(inspect.signature(function).bind(*node.args, **node.kwargs).arguments)
+
+
+def _is_known(node: fx.Node, graph: LayerGraph, plain: Mapping[fx.Node, Any]) -> bool:
+    """Return whether a node depends only on the arguments and on numbers that are equal in all batches."""
+    if node.op == "placeholder" or node in graph.free or node in plain:
+        return True
+    root = graph.captured.root
+    is_call = node.op in ("call_function", "call_method") and not changes_in_place(node, root)
+    return is_call and not draws(node, root) and all(_is_known(arg, graph, plain) for arg in node.all_input_nodes)
+
+
+def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any], plain: Mapping[fx.Node, Any]) -> Any:
+    if node in plain:
+        return plain[node]
+    if node.op == "placeholder":
+        return arguments[str(node.target)]
+    if node.op == "get_attr":
+        return attribute(graph.captured.root, str(node.target))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _evaluate(arg, graph, arguments, plain))
+    with torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
 
 NumberWeights = Callable[[int], Sequence[float]]
 """The function returns the weights of the microbatches' numbers, given the leaf of the output."""

@@ -12,22 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.plan.timeline import StageTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
+class LayerCost(StageTimes):
     """The measured costs of one layer, for one microbatch."""
 
     name: str
-    forward_s: float
-    backward_s: float
-    weights_s: float = 0.0
-    """The part of backward that zero-bubble schedules can defer."""
-    halving_s: float = 0.0
-    """The extra time of forward and backward if backward is split."""
-    first_s: float = 0.0
-    """The extra time of a step's first backward, which allocates the gradients."""
-    update_s: float = 0.0
     parameter_bytes: int = 0
     activation_bytes: int = 0
     """The memory that is used until backward."""

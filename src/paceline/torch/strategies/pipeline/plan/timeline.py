@@ -11,16 +11,16 @@ from paceline.torch.strategies.pipeline.run.actions import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """The times of one stage for one microbatch, in seconds."""
+    """The times of one stage or layer for one microbatch, in seconds."""
 
     forward_s: float
     backward_s: float
     weights_s: float = 0.0
-    """The part of backward that can be deferred."""
+    """The part of backward that zero-bubble schedules can defer."""
     halving_s: float = 0.0
-    """The extra time if that part is deferred."""
+    """The extra time of forward and backward if backward is split."""
     first_s: float = 0.0
-    """The extra time of a step's first backward."""
+    """The extra time of a step's first backward, which allocates the gradients."""
     update_s: float = 0.0
 
     def of(self, action: Action) -> float:

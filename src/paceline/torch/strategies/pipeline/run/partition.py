@@ -1,4 +1,4 @@
-"""A traced model with its cuts: the nodes, values and parameters of each stage."""
+"""A traced model with its cuts: the nodes and parameters of each stage, and the routes of values between stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ class ValueRoute:
 
 @dataclass(frozen=True, slots=True)
 class ValueRoutes:
-    """All values that cross stages, and the rank of each stage."""
+    """All values that cross stages, and the rank of each stage. Each value is sent once to every rank that uses it.
+
+    Gradients return the same way, summed over the users on a rank. Source: TensorFlow's graph partition
+    (``core/graph/graph_partition.cc``).
+    """
 
     routes: tuple[ValueRoute, ...]
     places: tuple[int, ...]
