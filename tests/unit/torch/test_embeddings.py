@@ -299,6 +299,7 @@ class CountedTable(LocalTable):
 
 class CountedTables(ReplicatedTables):
     def __init__(self, lead: int) -> None:
+        super().__init__()
         self.lead = lead
         self.made: list[CountedTable] = []
 
