@@ -115,10 +115,9 @@ def _write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SparseEstimator(BaseEstimator, ABC):
-    """Base class of estimators with a model of ``paceline train``.
+    """Base class of estimators with a model of ``paceline train``. A subclass defines the model and the labels.
 
-    A subclass defines the model and the labels of targets. The fields are the parameters of the constructor. A subclass
-    with further fields is a dataclass too, and adds their valid values to `_parameter_constraints`.
+    The fields are the parameters. A subclass with further fields adds their values to `_parameter_constraints`.
     """
 
     _parameter_constraints = PARAMETERS

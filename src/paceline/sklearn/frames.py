@@ -30,10 +30,9 @@ def has_text(frame: Any) -> bool:
 
 
 def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
-    """Return the columns of a frame: scaled numbers, text and categories.
+    """Return the columns of a frame, given a scale for ``--numeric-scale`` and each row's label `y`.
 
-    Columns of times are left out with a warning, because a time rarely occurs again. `y` has the label of each row.
-    `how` is a scale for ``--numeric-scale``.
+    Columns of times are left out with a warning, because a time rarely occurs again.
     """
     names = [str(name) for name in names_of(frame)]
     times = [name for name in names if _is_temporal(frame[name])]

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class DeviceThreads:
-    """A thread for each device, kept between calls, with its share of the cores for parallelism within operators.
-
-    `kind` is the name of a computation in errors: "replica".
-    """
+    """A thread for each device, with its share of the cores. Errors contain `kind`, as in "replica"."""
 
     def __init__(self, devices: Sequence[torch.device], kind: str) -> None:
         self._devices = tuple(devices)
@@ -31,8 +28,8 @@ class DeviceThreads:
     def run(self, work: Callable[[int], T], count: int, *, grad: bool = False) -> list[T]:
         """Return ``work(i)`` for the first `count` devices, computed at the same time, with the grad mode `grad`.
 
-        The threads have the caller's inference mode, autocast, CUDA streams and context variables. An exception is
-        raised after all have ended, with number and device in the message; the first one's if several fail.
+        The threads have the caller's inference mode, autocast, CUDA streams and context variables. After all threads
+        have ended, the first exception is raised, with number and device in the message.
         """
         if self._pid != os.getpid():  # after a fork, where the threads do not exist
             self._pool, self._submitting, self._pid = None, threading.Lock(), os.getpid()

@@ -168,11 +168,10 @@ def check_compression(compression: str | None) -> None:
 
 
 def compress(model: DistributedDataParallel, compression: str) -> None:
-    """Compress a model's gradients in messages.
+    """Compress a model's gradients in messages: ``fp16`` and ``bf16`` cast them.
 
-    ``fp16`` and ``bf16`` cast them. ``powersgd:R`` sends a matrix as two factors of R columns with error feedback
-    (Vogels et al., "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019), default R = 1. The first 10
-    iterations are uncompressed, because gradients change fastest in them.
+    ``powersgd:R`` sends a matrix as two factors of R (default 1) columns with error feedback (Vogels et al., NeurIPS
+    2019). The first 10 iterations are uncompressed, because gradients change fastest in them.
     """
     group = model.process_group
     if compression == "fp16":

@@ -166,10 +166,9 @@ def num_planes(rule: UpdateRule) -> int:
 def state_to_torch(
     rule: UpdateRule, planes: npt.NDArray[np.float32], shape: Sequence[int], *, num_steps: int = 0
 ) -> dict[str, Any]:
-    """Return a parameter's state in the form of torch's optimizer, float32 tensors on the CPU; empty before a step.
+    """Return a parameter's state as in torch's optimizer, float32 tensors on the CPU; empty before a step.
 
-    `planes` (float32 [num_planes, n]) are copied from a table; `shape` is the parameter's. `num_steps` is the
-    optimizer's step count for rules without a count, whose updates do not depend on it.
+    `planes` is float32 [num_planes, n]. `num_steps` serves rules whose updates do not depend on a step count.
     """
     # All elements of a parameter are updated together, so their counts are equal.
     count = float(planes[-1].max(initial=0)) if rule.has_count else float(num_steps)
@@ -187,10 +186,7 @@ def state_to_torch(
 
 
 def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: int) -> npt.NDArray[np.float32]:
-    """Return a parameter's state in torch's optimizer as state planes, float32 [num_planes, num_elements].
-
-    States missing in `state` are as before the first update.
-    """
+    """Return a parameter's torch state as planes, float32 [num_planes, num_elements]; missing states are initial."""
     planes = np.zeros((num_planes(rule), num_elements), np.float32)
     if isinstance(rule, Adagrad):
         planes[0] = rule.initial_accumulator

@@ -54,10 +54,7 @@ class Calls:
         shown: Sequence[Tensor] = (),
         after: After | None = None,
     ) -> Work:
-        """Run `steps`, then `after`. The profiler shows `event` and the tensors in `shown`.
-
-        Synchronous calls run in the caller's thread, which saves some microseconds.
-        """
+        """Run `steps`, then `after`; synchronous calls run in the caller's thread, which saves microseconds."""
         if not steps:
             return FinishedWork(value)
         is_profiled = _profiling.is_enabled()

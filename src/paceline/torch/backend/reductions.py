@@ -41,10 +41,7 @@ def with_op(op: Any) -> Any:
 
 
 def sum_sparse(group: Group, tensor: Tensor, op: str) -> None:
-    """Sum a sparse COO tensor of equal shape over all ranks, in place. The result is coalesced.
-
-    Every rank gathers the indices and values of all ranks, and adds the values of equal indices.
-    """
+    """Sum a sparse COO tensor over all ranks in place, by gathering indices and values. The result is coalesced."""
     if op != "sum":
         raise UsageError(f"got the reduction {op!r} for a sparse tensor, expected SUM")
     if tensor.layout != torch.sparse_coo:

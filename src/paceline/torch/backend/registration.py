@@ -93,10 +93,7 @@ _SET: Final = b"="
 
 
 class TorchStore(Store):
-    """Keys under ``prefix`` in a c10d store; closing removes this rank's keys.
-
-    A c10d store raises RuntimeError and its subclasses.
-    """
+    """Keys under ``prefix`` in a c10d store, which raises RuntimeErrors; closing removes this rank's keys."""
 
     place = "torch.distributed"
 

@@ -48,7 +48,7 @@ def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list
 def movable(tensor: Tensor) -> Tensor:
     """Return the tensor, or a view of its memory with a supported dtype, which may be wrong for reductions.
 
-    Return a copy for tensors with the conjugate or negative bit, because their memory differs from their values.
+    The result is a copy for the conjugate or negative bit, because the memory differs from the values.
     """
     if tensor.is_neg():
         tensor = tensor.resolve_neg()

@@ -66,10 +66,7 @@ class CallFuture(torch.futures.Future[Any]):
     """
 
     def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
-        """Complete the future with an error, which ``wait()``, ``value()`` and uses of the value in C++ raise.
-
-        ``is_one_tensor``: C++ expects one tensor, not a list.
-        """
+        """Complete the future with an error, for uses in Python and C++; ``is_one_tensor``: C++ expects no list."""
 
         def unwrap(_: Any) -> None:
             raise error

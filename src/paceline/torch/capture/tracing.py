@@ -46,10 +46,7 @@ class _FlatCall(nn.Module):
 
 
 def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
-    """Return the graph of a module's forward. Sizes stay dynamic if the forward allows it.
-
-    Raises the exceptions of ``torch.export``.
-    """
+    """Return a forward's graph, with dynamic sizes if possible. Raises the exceptions of ``torch.export``."""
     builds: list[Callable[[Iterator[Any]], Any]] = []
     call = _FlatCall(module, arguments, builds.append)
     call.training = module.training
@@ -183,7 +180,7 @@ class _NotTraceableError(Exception):
 
 
 class _Tracer(fx.Tracer):
-    """Traces through all modules except `whole`, and records failed modules and the positions of ``pipe_split()``.
+    """Traces through all modules except `whole`, and records failed modules and ``pipe_split()``.
 
     A trace would lose a region's modes, and random numbers that depend on no argument. Such forwards are rejected.
     """

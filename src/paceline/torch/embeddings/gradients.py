@@ -67,7 +67,7 @@ class RowGradients:
             self._found.append((keys, copied))
 
     def take(self) -> list[RowGradient]:
-        """Return the gradients for an optimizer's step. Like torch's gradients, these are all since ``zero_grad()``.
+        """Return the gradients since ``zero_grad()`` for an optimizer's step.
 
         If no optimizer has the anchor, ``zero_grad()`` does not reset it; then the returned gradients are dropped.
         """

@@ -19,10 +19,7 @@ OnGradient = Callable[[Keys, torch.Tensor], None]
 
 
 class Rows(torch.autograd.Function):
-    """(anchor, rows) → the rows (float32 [u, dim]) on the anchor's device, as a node of the graph.
-
-    Backward passes the rows' gradients to `on_gradient`. The anchor receives an empty gradient.
-    """
+    """(anchor, rows) → the rows (float32 [u, dim]) on the anchor's device. Backward calls `on_gradient`."""
 
     @staticmethod
     def forward(
@@ -39,7 +36,7 @@ class Rows(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """(anchor, rows) → the row of every key, float32 [n, dim], on the CPU. Forward and backward take one pass each."""
+    """(anchor, rows) → the row of every key, float32 [n, dim], on the CPU in one pass. Backward calls `on_gradient`."""
 
     @staticmethod
     def forward(

@@ -51,10 +51,7 @@ class _Fetched:
 
 
 class Prefetcher:
-    """Fetches the rows of the next batch during the computation of the current batch. Not thread-safe.
-
-    `lead` is the number of iterations between a request for rows and their use, 0 or 1.
-    """
+    """Fetches the next batch's rows, `lead` (0 or 1) iterations before their use. Not thread-safe."""
 
     def __init__(self, lead: int) -> None:
         self._lead = lead

@@ -97,7 +97,7 @@ class RowTables(ABC):
 
     @abstractmethod
     def push(self, pushes: Sequence[Push]) -> None:
-        """Apply the gradients of one iteration, at most one push per table. Every rank calls this in every iteration.
+        """Apply one iteration's gradients, at most one push per table; every rank calls it in every iteration.
 
         Raises NonFiniteError for NaN or infinity; then this rank's tables do not change.
         """

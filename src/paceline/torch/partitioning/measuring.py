@@ -79,10 +79,7 @@ class MeasuredGraph:
 
 
 def measure_graph(model: nn.Module, arguments: CallArguments) -> MeasuredGraph:
-    """Measure the graph of a model that is called with these arguments.
-
-    Raises UsageError for a model without a graph, and if an operation changes a value in place that others use.
-    """
+    """Measure the graph of a model for these arguments. Raises UsageError without a graph."""
     with undone(model):
         measured = _measure(model, capture(model, arguments, opens_torch_modules=False), arguments)
         if not measured.captured.is_exported and _changes_buffers(measured):  # other nodes may read the buffers
@@ -156,10 +153,7 @@ class _Given(nn.Module):
 
 
 def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]) -> list[str]:
-    """Make parameters inputs of an operation that calls a module; return the new operations that read them.
-
-    `given` maps names in the module to the parameters' paths in the model.
-    """
+    """Make parameters (`given`: names to paths) inputs of a module's operation; return the reading operations."""
     node, root = measured.nodes[name], measured.root
     wrapper = f"given_{name}"
     root.add_submodule(wrapper, _Given(root.get_submodule(str(node.target)), list(given)))

@@ -192,10 +192,7 @@ class PartitionedModel(nn.Module):
         Path(path).write_text(draw_cut(program.cut, program.titles(), program.measured.shapes), encoding="utf-8")
 
     def _program(self, arguments: CallArguments | None = None) -> Program:
-        """Return the program for a call, or for the example if `arguments` is None.
-
-        A forward may depend on the modes of modules, on constants and on the structure of the arguments.
-        """
+        """Return the program for a call (None: the example); a forward depends on modes, constants and structures."""
         model, example = self._whole
         arguments = arguments or example
         key = self._key(arguments)

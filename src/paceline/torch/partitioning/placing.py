@@ -37,13 +37,11 @@ class Cost:
 def place_by_name(
     operations: Sequence[Operation], paths: Mapping[str, str], placement: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the device of each operation, given the devices of modules.
+    """Return the device of each operation, given the devices of modules and single operations.
 
-    `paths` has the module of each operation, as in ``named_modules``. `placement` has the devices of modules and of
-    single operations. A module's device applies to everything inside the module without its own device. Other
-    operations run on the device of their last input that has one, otherwise of their first user, otherwise on device 0.
-
-    Raises UsageError for a name in `placement` that is neither a module nor an operation.
+    `paths` has each operation's module. A module's device applies to everything inside without its own device. Other
+    operations run on the device of their last input that has one, else of their first user, else on device 0. Raises
+    UsageError for a name in `placement` that is neither a module nor an operation.
     """
     known = {operation.name for operation in operations}
     known |= {prefix for path in paths.values() for prefix in _prefixes(path)}
@@ -166,8 +164,7 @@ def place_evenly(
 ) -> dict[str, int]:
     """Return the result of :func:`plan` with about equal memory on all devices; exactly equal if groups permit.
 
-    A device gets at most the even share plus the largest group. Then a group always fits, because otherwise every
-    device would have more than the even share.
+    A device gets at most the even share plus the largest group, so a group always fits.
     """
     share, largest = -(-sum(group_bytes) // num_devices), max(group_bytes, default=0)
     for room in sorted({max(int(share * more), largest) for more in (1.0, 1.05, 1.1, 1.25)}):

@@ -89,10 +89,7 @@ class Program:
 
 
 class _Homes:
-    """The device of each parameter and buffer: the device of the first operation that has it.
-
-    Operations on other devices receive it as a value, through a transfer, so gradients of tied weights are summed.
-    """
+    """The device of each parameter and buffer: its first operation's. Other devices receive it through a transfer."""
 
     def __init__(self, measured: MeasuredGraph, by_operation: Mapping[str, int]) -> None:
         self.by_operation = dict(by_operation)

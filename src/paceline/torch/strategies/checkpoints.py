@@ -285,10 +285,9 @@ def _load_tables(strategy: Strategy, saved: SavedModel) -> None:
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Return a value as JSON: hyperparameters, a scheduler's state; tensors and arrays become numbers.
+    """Return hyperparameters, a state or a user's value as JSON. Raises UsageError, with the name `where`.
 
-    JSON lacks infinity, NaN and keys other than text: they become objects whose only key starts with a dollar sign.
-    Raises UsageError, with `where` as the value's name, for other types.
+    Infinity, NaN and keys other than text become objects whose only key starts with a dollar sign.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()

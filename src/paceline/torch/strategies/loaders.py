@@ -236,8 +236,8 @@ def moved(batch: Any, device: torch.device) -> Any:
 class ShardedSampler(Sampler[Any]):
     """Every `size`-th item of another sampler, starting at number `rank`: indices, or batches of indices.
 
-    The ranks' shares interleave as in ``torch.utils.data.DistributedSampler``. A last incomplete group of `size` items
-    is dropped, filled up with the first items, or (``pads=False``) shared without repetition.
+    An incomplete last group of `size` items is dropped (`drop_last`), filled up with the first items, or
+    (``pads=False``) shared without repetition.
     """
 
     def __init__(self, sampler: Any, rank: int, size: int, *, drop_last: bool, pads: bool = True) -> None:

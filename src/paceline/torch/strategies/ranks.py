@@ -23,11 +23,7 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000  # below the ports that operating systems
 
 
 class Ranks:
-    """The ranks of a training: a single rank, or the ranks of a launcher.
-
-    `group` (None for a single rank) is separate from the program's groups, so its messages do not interfere with
-    theirs.
-    """
+    """The ranks of a training. `group` (None for one rank) is separate from the program's groups."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, group: Group | None = None) -> None:
         self.rank = rank
@@ -88,10 +84,7 @@ class Ranks:
         return [value for _, value in places]
 
     def agree(self, value: Any, describe: Callable[[int, Any, Any], str]) -> None:
-        """Raise UsageError on every rank unless all have the same `value`.
-
-        ``describe(rank, value, first)`` returns the message for the first rank that differs from rank 0.
-        """
+        """Raise UsageError on every rank, with ``describe(rank, value, first)``, unless all have the same `value`."""
         values = self.exchange(value)
         for rank, other in enumerate(values):
             if other != values[0]:

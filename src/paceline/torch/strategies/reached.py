@@ -115,10 +115,7 @@ class Reached:
 
 
 def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) -> Any:
-    """Make optimizers of `model` reject a step within backward, where gradients are not averaged yet.
-
-    Return the hook's handle. `before` is the handle of an earlier hook, which is removed.
-    """
+    """Make optimizers of `model` reject steps within backward; return the hook's handle, and remove `before`."""
     if before is not None:
         before.remove()
     own = {id(parameter) for parameter in model.parameters()}

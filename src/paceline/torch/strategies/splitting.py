@@ -49,10 +49,7 @@ def num_rows(part: Sequence[Any]) -> int | None:
 
 
 def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -> None:
-    """Raise UsageError unless the outputs of parts of `sizes` examples can be joined.
-
-    Tensors need equal numbers of dimensions, and a dimension 0 proportional to the batch. Other values must be equal.
-    """
+    """Raise UsageError unless the outputs of parts of `sizes` examples can be joined along dimension 0."""
     for column in zip(*parts, strict=True):
         first = column[0]
         if isinstance(first, torch.Tensor):
@@ -74,10 +71,9 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
 
 
 def gather(column: Sequence[torch.Tensor], device: torch.device, shares: Sequence[float] = ()) -> torch.Tensor:
-    """Return the tensors of all parts as one tensor on `device`, joined along dimension 0.
+    """Return the tensors of all parts joined on `device`. Raises UsageError for unequal integers.
 
-    A number, such as a loss, becomes the mean over the examples; `shares` are the parts' fractions of the batch. Raises
-    UsageError for unequal integers.
+    A number, such as a loss, becomes the mean over the examples; `shares` are the parts' fractions of the batch.
     """
     moved = [tensor.to(device, non_blocking=tensor.is_cuda and device.type == "cuda") for tensor in column]
     if moved[0].dim():

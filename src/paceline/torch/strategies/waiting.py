@@ -13,8 +13,7 @@ _Wait = Callable[[nn.Parameter], None]
 class WaitingParameters(dict[str, Any]):
     """A module's own parameters; an access such as ``module.weight`` waits for the values.
 
-    It replaces the dictionary in ``nn.Module``. A hook before forward alone would miss a module that reads another
-    module's weight without calling that module (attention; tied weights).
+    It replaces the dictionary in ``nn.Module``, because hooks before forward would miss reads by other modules.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: _Wait) -> None:
@@ -54,7 +53,7 @@ class WaitingParameters(dict[str, Any]):
 def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
     """Make every access to the parameters of `model` wait; return a function that undoes it.
 
-    A hook before each module's forward covers recurrent modules, which also keep their parameters in other places.
+    Hooks before forwards cover recurrent modules, which also keep their parameters in other places.
     """
     handles = []
     guarded: list[tuple[nn.Module, WaitingParameters]] = []

@@ -54,8 +54,8 @@ _State = tuple[int | None, int, int]
 class Mirrors(ReplicaValues):
     """Copies of the parameters on every device except the first.
 
-    The first forward after each optimizer step updates the copies, including earlier writes through ``.data``. The
-    parameter's version reveals other writes in place. Without an optimizer, each forward makes new copies.
+    The first forward after an optimizer step updates them, including writes through ``.data``. The parameter's version
+    reveals other writes in place. Without an optimizer, each forward makes new copies.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

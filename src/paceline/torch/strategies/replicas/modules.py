@@ -15,10 +15,7 @@ _NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 
 
 class ReplacedForward:
-    """Replaces a module's forward by `forward` until :meth:`release`.
-
-    The module's class becomes a subclass with the same name. Copies and pickles have the former class and forward.
-    """
+    """Replaces a module's forward until :meth:`release`; the module's class becomes a subclass of the same name."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module = module
@@ -62,8 +59,8 @@ def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mo
 class ReplicaModule:
     """A replica of a module, like those of ``torch.nn.DataParallel``, but with real parameters.
 
-    Its modules are shallow copies, including hooks and attributes. `values` has the parameters' values, by the identity
-    of the original parameters. Buffers are the originals (``shares_buffers``), or copies on `device`.
+    Its modules are shallow copies. `values` are by the identity of the original parameters. Buffers are the originals
+    (``shares_buffers``), or copies on `device`.
     """
 
     def __init__(
@@ -116,10 +113,7 @@ class ReplicaModule:
         self._attributes = [dict(vars(copy)) for _, copy in self._pairs]
 
     def keep_state(self) -> None:
-        """Copy this replica's buffers and changed attributes to the original modules.
-
-        All copied buffers are copied back, because BatchNorm changes its statistics without a new version.
-        """
+        """Copy this replica's buffers (BatchNorm changes them without a new version) and changed attributes back."""
         for (original, copy), attributes in zip(self._pairs, self._attributes, strict=True):
             for name, value in vars(copy).items():
                 if attributes.get(name, _MISSING) is not value:

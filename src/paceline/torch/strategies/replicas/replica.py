@@ -20,8 +20,7 @@ from paceline.torch.strategies.reached import Reached, mean_of_closure
 class Replica(DistributedDataParallel):
     """DistributedDataParallel with the attributes and the state dict of the wrapped model.
 
-    Without gradients (evaluation) only the model is called, so a rank may evaluate alone. A change of ``requires_grad``
-    takes effect at the next forward.
+    Without gradients only the model is called, so a rank may evaluate alone.
     """
 
     def __init__(self, module: nn.Module, *, reached: Reached | None = None, **options: Any) -> None:

@@ -61,10 +61,7 @@ class Replicas:
         self._was_compared = not any(getattr(part, "batch_first", None) is False for part in module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output for the complete batch. An exception names the replica and its device.
-
-        Raises UsageError for different first dimensions, an empty batch, or an output that cannot be joined.
-        """
+        """Return the module's output for the complete batch. An exception names the replica and its device."""
         leaves, structure = tree_flatten((args, kwargs))
         parts = split(leaves, len(self.devices))
         if len(parts) == 1 and self._values.is_shared(0):

@@ -21,10 +21,7 @@ MOST_BY_DEFAULT = 4
 
 
 class ReplicaStrategy(Strategy):
-    """A replica of the model on each of several devices, in threads of one process; see :class:`Mirrored`.
-
-    Batches and outputs are on the first device. Abstract: a subclass defines :meth:`replica_values`.
-    """
+    """Abstract: a replica of the model on each of several devices, in threads; see :class:`Mirrored`."""
 
     shards_data: ClassVar[bool] = False
 

@@ -14,10 +14,7 @@ from paceline.errors import UsageError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """``BatchNorm1d``, ``2d`` or ``3d`` with mean and variance over all ranks' batches in training.
-
-    Inputs are [N, C] or [N, C, ...]; N may differ between ranks. Every rank must call the layer equally often.
-    """
+    """``BatchNorm1d``, ``2d`` or ``3d`` over the inputs [N, C, ...] of all ranks; N may differ between ranks."""
 
     @classmethod
     def of(cls, layer: _BatchNorm) -> SyncBatchNorm:
@@ -110,10 +107,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def with_sync_batch_norm(model: nn.Module) -> nn.Module:
-    """Return a model whose batch normalization covers all ranks; on CUDA with torch's ``SyncBatchNorm``.
-
-    Call it after ``torch.distributed`` is initialized. The parameters stay the same.
-    """
+    """Return a model whose batch normalization covers all ranks; on CUDA with torch's ``SyncBatchNorm``."""
     if any(parameter.is_cuda for parameter in model.parameters()):
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted

@@ -44,10 +44,7 @@ def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Clie
 def check_cluster(
     client: Client, name: str, consistency: Consistency | None, replicas: int | None, min_replicas: int | None = None
 ) -> None:
-    """Raise UsageError unless the servers have the requested settings; None accepts any value.
-
-    More `replicas` and `min_replicas` are accepted. The aggregation of sequential consistency is not compared.
-    """
+    """Raise UsageError unless the servers have the requested settings, or more replicas; None accepts any value."""
     for option, value in (("replicas", replicas), ("min_replicas", min_replicas)):
         if value is not None and value < 0:
             raise UsageError(

@@ -93,10 +93,7 @@ class Bucket:
 
 
 def lay_out(optimizer: Optimizer, names: Mapping[nn.Parameter, str], bucket_bytes: int) -> list[list[Slot]]:
-    """Return the slots of every parameter group, with their buckets; frozen and empty parameters have none.
-
-    `names` has the model's parameters in order. Raises UsageError for dtypes that servers do not store.
-    """
+    """Return the trained parameters' slots by group, with their buckets. Raises UsageError for unsupported dtypes."""
     order = {parameter: position for position, parameter in enumerate(names)}
     groups: list[list[Slot]] = []
     number = 0

@@ -26,8 +26,7 @@ _LOOP = "is in backward(), or past the loop"
 class HandsOn:
     """The gradients of slots over the iterations, and the observations of the program.
 
-    With `joins` the servers make one step from all workers' gradients. Without `overlaps` gradients are never sent
-    early.
+    `joins`: servers make one step from all workers' gradients. Without `overlaps` gradients are never sent early.
     """
 
     def __init__(self, ranks: Ranks, *, joins: bool, overlaps: bool) -> None:
@@ -96,10 +95,7 @@ class HandsOn:
             torch.autograd.Variable._execution_engine.queue_callback(self.average)
 
     def average(self) -> None:
-        """Replace the gradients by their mean over all ranks; the servers' mean of equal gradients is the same.
-
-        After a rank has left the loop, gradients are not averaged until all ranks are in it again.
-        """
+        """Replace the gradients by their mean over all ranks, unless a rank has left the loop."""
         group = self._ranks.group
         assert group is not None
         if any(slot.gradient.was_changed for slot in self._slots):  # by a hook after the strategy's hook

@@ -14,10 +14,7 @@ from paceline.torch.strategies.server.dense_parameters import DenseParameters
 
 
 class ServerOptimizer(Optimizer):
-    """Replaces the user's optimizer: the parameter groups, hooks and schedulers are the same, and the step differs.
-
-    The state (such as momentum) is on the servers; ``state_dict()`` reads it from them.
-    """
+    """Replaces the user's optimizer, with the same groups, hooks and schedulers; its state is on the servers."""
 
     _step_supports_amp_scaling = False  # GradScaler must divide the gradients itself, even for a fused optimizer
 

@@ -334,10 +334,7 @@ class ParameterServer(Strategy):
             self._end(at_once=True, error=error)
 
     def _end(self, *, at_once: bool, error: BaseException | None = None, with_process: bool = False) -> str | None:
-        """Close; return another rank's report of its exception, unless this rank has ended by an exception too.
-
-        `with_process`: the process is ending; after such a report its status is 1.
-        """
+        """Close; return another rank's report of its exception, unless this rank has ended by an exception too."""
         atexit.unregister(self._end)
         error = getattr(sys, "last_value", None) if with_process else error
         dense, self.dense = self.dense, None

@@ -18,10 +18,7 @@ _PULLS_AT_ONCE = 3  # enough to keep a server busy; more would only take its mem
 
 
 class PushPull:
-    """Pushes and pulls buckets in the order of the calls, in a thread; :meth:`close` ends it.
-
-    A failure in the thread is raised by every later call, with the rank.
-    """
+    """Pushes and pulls buckets in order, in a thread. Every later call raises a failure of the thread."""
 
     def __init__(self, client: Client, staging: Staging, rank: int) -> None:
         self._client = client

@@ -49,10 +49,7 @@ class WatchedSlot(Protocol):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that records accesses to its gradient and its memory in its slot.
-
-    Copies and pickles have the original class.
-    """
+    """A parameter that records accesses to its gradient and memory in its slot. Copies have the original class."""
 
     plain: type[nn.Parameter]
     arriving: type[WatchedParameter]

@@ -150,10 +150,7 @@ def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: 
 
 
 def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return a module's output with copies instead of views, for a hook before those of ``fully_shard``.
-
-    ``fully_shard`` would lose its backward hooks if the program changed a view in place (``x += y``).
-    """
+    """Return an output with copies of views, because in-place changes of views would remove ``fully_shard``'s hooks."""
     return tree_map_only(
         Tensor, lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output
     )

@@ -18,10 +18,7 @@ from paceline.errors import UsageError
 
 
 class Unfinished:
-    """Watches the passes through a sharded model, and resets its state after a pass that raised an exception.
-
-    Every process must have left the pass; gradients in ``.grad`` are kept.
-    """
+    """Resets a sharded model's state after a pass that raised an exception on every process; keeps ``.grad``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model

@@ -107,8 +107,8 @@ def _shared(model: nn.Module, name: str) -> list[str]:
 def shard_dimension(shape: Sequence[int] | torch.Size, num_shards: int) -> int | None:
     """Return the dimension along which a parameter is sharded; None if every process keeps it complete.
 
-    It is dimension 0, unless shards would be empty (fewer rows than shards) and another dimension divides evenly: a
-    layer of shape (1, n) is sharded along its inputs. A small parameter with empty shards is not sharded.
+    It is dimension 0, unless shards would be empty and another dimension divides evenly: a layer of shape (1, n) is
+    sharded along its inputs. A small parameter with empty shards is not sharded.
     """
     rows = -(-shape[0] // num_shards) if shape and shape[0] else 0
     if rows and -(-shape[0] // rows) == num_shards:

@@ -58,10 +58,9 @@ class StepRunner(Protocol):
 
 
 class PipelinedModel(nn.Module):
-    """The replacement of a model whose layers run on several processes.
+    """The replacement of a model whose layers run on several processes, with the model's own parameters.
 
-    Parameters, buffers, training mode and attributes are the model's own. A parameter of another process has its shape
-    here, and its values read as NaN.
+    A parameter of another process has its shape here, and its values read as NaN.
     """
 
     def __init__(self, module: nn.Module, runner: StepRunner) -> None:

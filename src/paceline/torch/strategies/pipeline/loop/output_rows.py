@@ -47,10 +47,7 @@ class NumberRule:
     """For a sum of numbers: the rules of its terms, whose weights must be equal."""
 
     def weights(self, graph: LayerGraph, arguments: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[float]:
-        """Return the factor of each microbatch's number in their sum.
-
-        `arguments`: the model's arguments; `rows`: the number of rows; both by microbatch.
-        """
+        """Return the factor of each microbatch's number, given the microbatches' arguments and rows."""
         if self.terms:
             first, second = (term.weights(graph, arguments, rows) for term in self.terms)
             if first != second:

@@ -70,10 +70,7 @@ class RowShapes:
         return node
 
     def output_dimension(self, leaf: int) -> int | None:
-        """Return the first dimension of an output tensor that grows with the rows; 0 without one, None if unknown.
-
-        For example, an LSTM's state has its layers in dimension 0 and the batch in dimension 1.
-        """
+        """Return an output's first dimension that grows with the rows (LSTM's state: 1); 0: none; None: unknown."""
         node = self._outputs[leaf]
         return (self.dimension(node) or 0) if self._is_known(node) else None
 

@@ -65,10 +65,9 @@ def measure_layers(
     splits: bool = False,
     filled: Filling = lambda names: nullcontext(),
 ) -> tuple[list[LayerCost], list[int]]:
-    """Return the cost of each layer for one microbatch, and the bytes that cross each cut.
+    """Return the cost of each layer for one microbatch, and the bytes that cross each cut; restore the model's state.
 
-    `splits`: also measure the part of a backward that can be deferred. Values, buffers, gradients and the random state
-    do not change.
+    `splits`: also measure the part of a backward that can be deferred.
     """
     count = len(graph.layers)
     partition = cut(graph, range(1, count), [0] * count, module, repeats=False)

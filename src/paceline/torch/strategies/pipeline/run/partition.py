@@ -97,7 +97,7 @@ class Partition:
 def cut(
     graph: LayerGraph, cuts: Sequence[int], places: Sequence[int], module: nn.Module, *, repeats: bool = True
 ) -> Partition:
-    """Cut a graph before the layers numbered `cuts`; `places` are the stages' ranks.
+    """Cut a graph before the layers numbered `cuts`.
 
     `repeats`: each stage computes values that depend on the arguments alone, instead of receiving them.
     """

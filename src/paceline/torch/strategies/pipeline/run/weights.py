@@ -27,8 +27,7 @@ _top_hooks: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hook
 class WeightProducts(TorchFunctionMode):
     """The gradients of weights from one microbatch's backward through one stage.
 
-    Enter the object around the forward, and :meth:`active` around the backward. In other backwards autograd receives
-    the gradients of weights as usual.
+    Enter it around the forward, and :meth:`active` around the backward. Other backwards work as usual.
     """
 
     def __init__(self, *, defers: bool) -> None:
