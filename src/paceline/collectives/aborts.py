@@ -20,12 +20,11 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...] = ()
     """Lost ranks, or the rank that failed."""
     calls: dict[int, CollectiveCall] = {}
-    """For a mismatch: the known calls with number ``sequence``, by rank."""
+    """For a mismatch: the known calls by rank."""
     sequence: int = -1
 
     @classmethod
     def of(cls, error: BaseException) -> Abort:
-        """Return the reason for an error whose text names the ranks and the call."""
         kind: Literal["mismatch", "lost", "error"] = "error"
         if isinstance(error, MismatchError):
             kind = "mismatch"
@@ -34,7 +33,6 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
         return cls(kind, str(error)[:_MAX_TEXT], tuple(getattr(error, "ranks", ())))
 
     def error(self, group: str) -> CollectiveError:
-        """Return the error that a rank of the group raises."""
         if self.kind == "lost":
             return RankLostError(self.message, self.ranks)
         if self.kind == "error":

@@ -1,7 +1,7 @@
 """Access the memory of NumPy arrays and CPU tensors, without importing torch.
 
-Contiguous arrays (including `ml_dtypes`) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used in place.
-Other arrays are copied. An invalid target is rejected before the first message, because a later error would leave the
+Contiguous arrays (including `ml_dtypes`) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used in place,
+other arrays are copied. An invalid target is rejected before the first message, because a later error would leave the
 other ranks waiting.
 """
 
@@ -29,11 +29,8 @@ class ArrayMemory:
     __slots__ = ("_original", "address", "array", "count", "dtype", "item_bytes", "num_bytes", "shape")
 
     def __init__(self, array: Any, *, target: bool = False) -> None:
-        """`target`: the array receives the result, so it must be writable, without shared items or PyTorch's negative
-        bit.
-
-        Raises UsageError for other objects, unknown dtypes, devices other than the CPU, and invalid targets.
-        """
+        """`target`: the array receives the result. Raises UsageError for unsupported objects, dtypes, devices and
+        targets."""
         self._original: Any = None
         if type(array) is not np.ndarray and isinstance(array, np.ndarray):
             array = _as_ndarray(array)
@@ -70,7 +67,6 @@ class ArrayMemory:
         self.shape: tuple[int, ...] = tuple(array.shape)
 
     def view(self) -> memoryview:
-        """Return the memory as writable bytes that keep the array alive."""
         return view_bytes(self.address, self.num_bytes, owner=self)
 
     def copy_back(self) -> None:
@@ -89,7 +85,6 @@ def as_array(array: Any) -> Any:
 
 
 def empty_like(array: Any, shape: Sequence[int]) -> Any:
-    """Return a new array or tensor of the same kind with another shape."""
     if isinstance(array, np.ndarray):
         return np.empty(tuple(shape), array.dtype)
     return array.new_empty(tuple(shape))
@@ -105,10 +100,7 @@ def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview
 
 
 def words(tensor: Any, item_bytes: int) -> Any:
-    """Return a tensor's memory as an array that keeps the tensor alive.
-
-    PyTorch rejects some writes in a thread mode, and the group's thread has its own mode.
-    """
+    """Return the tensor's memory as an array. PyTorch's thread mode may reject writes to the tensor itself."""
     strides = [stride * item_bytes for stride in tensor.stride()]
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)) + item_bytes
     memory = view_bytes(tensor.data_ptr(), reach if tensor.numel() else 0, owner=tensor)

@@ -23,13 +23,10 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     """One rank's call of a collective operation."""
 
     operation: str
-    """Name of the method of Group: ``all_reduce``, ``broadcast``, ..."""
     dtype: str = ""
-    """NumPy's name, or ``bfloat16``; empty without data (``barrier``)."""
     shape: tuple[int, ...] = ()
     """The numbers that must be equal on all ranks: shape of the array, sizes."""
     reduction: str = ""
-    """``sum``, ``mean``, ...; empty without a reduction."""
     root: int = -1
 
     @property
@@ -46,10 +43,7 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shorten(call: CollectiveCall) -> CollectiveCall:
-    """Replace a long list of sizes by its length, its hash and the first sizes, to fit into a message.
-
-    Equal calls stay equal, and different calls stay different.
-    """
+    """Replace a long list of sizes by its length, hash and first sizes. Different calls stay different."""
     shape = call.shape
     if len(shape) <= _MOST_NUMBERS:
         return call
@@ -59,7 +53,6 @@ def shorten(call: CollectiveCall) -> CollectiveCall:
 
 
 def describe_mismatch(calls: Mapping[int, CollectiveCall], group: str, sequence: int) -> MismatchError:
-    """Return the error that lists each side's ranks and call, for call number ``sequence`` of the group."""
     sides: dict[CollectiveCall, list[int]] = {}
     for rank in sorted(calls):
         sides.setdefault(calls[rank], []).append(rank)

@@ -63,7 +63,6 @@ class Connections:
         return f"{self._world.name}/{self.layout.name}"
 
     def network(self, choose: Choose) -> NetworkEngine:
-        """Return the engine that runs schedules; create it at first use."""
         if self._network is None:
             with self._creating:
                 self._check_open()
@@ -76,7 +75,6 @@ class Connections:
         return self._network
 
     def point_to_point(self) -> PointToPoint:
-        """Return the point-to-point engine; create it at first use."""
         if self._point_to_point is None:
             with self._creating:
                 self._check_open()
@@ -117,7 +115,6 @@ class Connections:
             self._executor.interrupt(error)
 
     def _to_report(self, error: BaseException) -> CollectiveError:
-        """Return the error that ranks with pending messages raise."""
         if isinstance(error, CollectiveError):
             return error
         current = _verdicts.CurrentCall(self.layout.name, self.layout.rank, self.at[1] or _UNKNOWN_CALL, self.at[0])
@@ -137,7 +134,6 @@ class Connections:
             self._point_to_point.close("aborted")
 
     def close(self) -> None:
-        """Release all resources. The other ranks detect it. Idempotent."""
         with self._creating:
             self._is_closed = True
         for part in (self.shared, self._network, self._point_to_point):

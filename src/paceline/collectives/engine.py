@@ -44,7 +44,6 @@ class Order(NamedTuple):
 
 
 def copy(source: Area, target: Area) -> None:
-    """Copy memory, unless both areas are the same."""
     if source.num_bytes and source.address != target.address:
         ctypes.memmove(target.address, source.address, source.num_bytes)
 

@@ -47,7 +47,6 @@ class GroupLayout:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all ranks can share memory."""
         return len(self.local_ranks) == self.size
 
 

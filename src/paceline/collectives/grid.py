@@ -221,7 +221,6 @@ class Grid:
             raise UsageError("got a read-only array, expected an array with writable ghost layers")
 
     def _plan(self, array: _Array, width: int, corners: bool) -> list[list[_Side]]:
-        """Return the phases of an exchange. Arrays of the same layout share their buffers."""
         phases: list[list[_Side]] = []
         for axis in range(len(self.shape)):
             length = array.shape[axis]
@@ -250,7 +249,7 @@ class Grid:
         return phases if corners else [[side for sides in phases for side in sides]]
 
     def _transfer(self, sides: Sequence[_Side], outgoing: Sequence[_Array], incoming: Sequence[_Array]) -> None:
-        """Send and receive contiguous arrays. Receives are posted first, so that messages need no buffer."""
+        """Post the receives first, so that messages need no buffer."""
         if self._pending:
             raise GroupClosedError(
                 f"{self!r} refuses further exchanges because an earlier one failed; create a new group and grid"
@@ -279,7 +278,6 @@ class _Side:
     sent_cells: tuple[slice, ...] = ()
     ghost_cells: tuple[slice, ...] = ()
     outgoing: _Array | None = None
-    """Buffer for the sent cells; ``None`` if they are contiguous in memory."""
     incoming: _Array | None = None
 
 
@@ -341,7 +339,6 @@ def _tag(axis: int, direction: int) -> int:
 
 
 def _buffer(cells: _Array) -> _Array | None:
-    """Return a contiguous buffer for these cells; None if the cells are contiguous."""
     if cells.flags.c_contiguous and cells.dtype.isnative:
         return None
     return np.empty(cells.shape, cells.dtype.newbyteorder("="))

@@ -352,7 +352,7 @@ class Group(Closing):
                 raise
 
     def _message_failed(self, error: CollectiveError, is_reported: bool) -> None:
-        """Refuse further work and end the current call (``on_failure`` of :class:`PointToPoint`)."""
+        """Refuse further work and end the current call: ``on_failure`` of :class:`PointToPoint`."""
         if not self._failure:
             self._unreported = None if is_reported else error
             self._failure = f"a message failed: {error}"
@@ -386,7 +386,6 @@ class Group(Closing):
         return ticket
 
     def _serve(self) -> None:
-        """Run the asynchronous calls. Runs in the group's thread."""
         while (item := self._queue.get()) is not None:
             work, ticket = item
             result, error = None, None
@@ -402,7 +401,6 @@ class Group(Closing):
     def _create_subgroup(
         self, world_ranks: tuple[int, ...], timeout: timedelta | None = None, label: str = ""
     ) -> Group | None:
-        """Return the group of these world ranks; None if this rank is not included."""
         world = self._world
         if world.is_closed:
             raise GroupClosedError(f"cannot create a subgroup of {self.name!r}: all groups of this program were closed")
@@ -424,7 +422,6 @@ class Group(Closing):
             raise RankLostError(str(error), error.ranks) from error.__cause__
 
     def _subgroup_failed(self, error: RankLostError) -> None:
-        """Refuse further work and notify the other ranks, because the group is unusable without the lost ranks."""
         with self._lock:
             self._failure = self._failure or f"a subgroup could not be created: {error}"
             self._connections.abort(error, self._sequence)

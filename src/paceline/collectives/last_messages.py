@@ -12,10 +12,9 @@ _CHUNK_BYTES = 1 << 18
 
 
 class ClosingConnection:
-    """A connection that sends its last message and discards received bytes. Other code must not use it.
+    """Sends the last message of a connection, and reads until the other end closes it or for a short time.
 
-    It is closed after the other end or after a short time. Closing a socket with unread bytes would reset the
-    connection, and the other end could lose the message.
+    Closing a socket with unread bytes would reset the connection, and the other end could lose the message.
     """
 
     def __init__(self, connected: socket.socket, message: Sequence[memoryview]) -> None:
@@ -26,13 +25,11 @@ class ClosingConnection:
 
     @property
     def events(self) -> int:
-        """Events to poll for; 0 if the connection is done."""
         if not self._is_readable and not self._unsent:
             return 0
         return (select.POLLIN if self._is_readable else 0) | (select.POLLOUT if self._unsent else 0)
 
     def advance(self) -> None:
-        """Send and receive without waiting."""
         try:
             self._send()
         except BlockingIOError:
@@ -58,7 +55,6 @@ class ClosingConnection:
 
 
 def send_and_close(closing: Sequence[ClosingConnection], deadline: float) -> None:
-    """Send the messages on all connections concurrently, then close the connections."""
     open_ = {connection.connected.fileno(): connection for connection in closing}
     poll = select.poll()
     for fd, connection in list(open_.items()):

@@ -16,24 +16,18 @@ class ArrayGroup(Protocol):
     """A group that sends arrays."""
 
     @property
-    def rank(self) -> int:
-        """The rank of this process."""
+    def rank(self) -> int: ...
 
-    def broadcast(self, array: Any, /, *, root: int) -> Any:
-        """Send the array of `root` to all ranks."""
+    def broadcast(self, array: Any, /, *, root: int) -> Any: ...
 
-    def all_gather(self, array: Any, /, *, sizes: Sequence[int]) -> Any:
-        """Return the arrays of all ranks, concatenated."""
+    def all_gather(self, array: Any, /, *, sizes: Sequence[int]) -> Any: ...
 
-    def gather(self, array: Any, /, *, root: int, sizes: Sequence[int]) -> Any:
-        """Return the arrays of all ranks on `root`, None on the other ranks."""
+    def gather(self, array: Any, /, *, root: int, sizes: Sequence[int]) -> Any: ...
 
-    def gather_sizes(self, array: Any, /) -> Sequence[int]:
-        """Return the lengths of all ranks' arrays."""
+    def gather_sizes(self, array: Any, /) -> Sequence[int]: ...
 
 
 def broadcast(group: ArrayGroup, value: Any, root: int) -> Any:
-    """See :meth:`Group.broadcast_object`."""
     is_root = group.rank == root
     data = _encode(value) if is_root else np.empty(0, np.uint8)
     size = group.broadcast(np.array([data.size], np.int64), root=root)
@@ -43,14 +37,12 @@ def broadcast(group: ArrayGroup, value: Any, root: int) -> Any:
 
 
 def all_gather(group: ArrayGroup, value: Any) -> list[Any]:
-    """See :meth:`Group.all_gather_objects`."""
     data = _encode(value)
     sizes = group.gather_sizes(data)
     return _decode_all(group.all_gather(data, sizes=sizes), sizes)
 
 
 def gather(group: ArrayGroup, value: Any, root: int) -> list[Any] | None:
-    """See :meth:`Group.gather_objects`."""
     data = _encode(value)
     sizes = group.gather_sizes(data)
     gathered = group.gather(data, root=root, sizes=sizes)

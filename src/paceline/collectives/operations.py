@@ -17,7 +17,6 @@ from paceline.errors import MismatchError, UsageError
 from paceline.kernels import combine
 
 Work: TypeAlias = Callable[[int], Any]
-"""The function runs the call with this number in the group and returns the result."""
 
 _OPS: Final = {
     "sum": combine.SUM,
@@ -46,7 +45,6 @@ class Operations:
         self._running: tuple[str, str, int, float] | None = None
 
     def barrier(self) -> Work:
-        """See :meth:`Group.barrier`."""
         call = self._call("barrier")
 
         def work(sequence: int) -> None:
@@ -57,7 +55,6 @@ class Operations:
         return work
 
     def all_reduce(self, array: Any, op: str, out: Any) -> Work:
-        """See :meth:`Group.all_reduce`."""
         if out is array:
             source = target = ArrayMemory(array, target=True)
         else:
@@ -82,7 +79,6 @@ class Operations:
         return work
 
     def reduce(self, array: Any, op: str, root: int, out: Any) -> Work:
-        """See :meth:`Group.reduce`."""
         self._check_root(root)
         array = as_array(array)
         source = ArrayMemory(array)
@@ -106,7 +102,6 @@ class Operations:
         return work
 
     def reduce_scatter(self, array: Any, op: str, sizes: Sequence[int] | None, out: Any) -> Work:
-        """See :meth:`Group.reduce_scatter`."""
         array = as_array(array)
         source = ArrayMemory(array)
         rows = self._rows(source.shape, sizes, "reduce_scatter")
@@ -128,7 +123,6 @@ class Operations:
         return work
 
     def broadcast(self, array: Any, root: int) -> Work:
-        """See :meth:`Group.broadcast`."""
         self._check_root(root)
         memory = ArrayMemory(array, target=self.rank != root)
         call = self._call("broadcast", memory.dtype, memory.shape, "", root)
@@ -142,7 +136,6 @@ class Operations:
         return work
 
     def all_gather(self, array: Any, sizes: Sequence[int] | None, out: Any) -> Work:
-        """See :meth:`Group.all_gather`."""
         array = as_array(array)
         source = ArrayMemory(array)
         rows, shape, compared_shape = self._gathered(source, sizes)
@@ -161,7 +154,6 @@ class Operations:
         return work
 
     def gather(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Work:
-        """See :meth:`Group.gather`."""
         self._check_root(root)
         array = as_array(array)
         source = ArrayMemory(array)
@@ -184,7 +176,6 @@ class Operations:
         return work
 
     def scatter(self, array: Any, out: Any, root: int, sizes: Sequence[int] | None) -> Work:
-        """See :meth:`Group.scatter`."""
         self._check_root(root)
         target = ArrayMemory(out, target=True)
         source: ArrayMemory | None = None
@@ -217,7 +208,6 @@ class Operations:
         return work
 
     def all_to_all(self, array: Any, sends: Sequence[int] | None, receives: Sequence[int] | None, out: Any) -> Work:
-        """See :meth:`Group.all_to_all`."""
         array = as_array(array)
         source = ArrayMemory(array)
         equal = sends is None and receives is None
@@ -267,10 +257,7 @@ class Operations:
     def _exchange_sizes(
         self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
-        """Return the numbers of rows from every rank. Raises MismatchError if they differ from `receives`.
-
-        The exchange carries the signature of `call`, so that a rank in another call detects the mismatch.
-        """
+        """Return the received numbers of rows. Ranks in another call detect the mismatch by the signature of `call`."""
         numbers = np.array([sends, sends], np.int64)  # sent and received
         if self.size > 1:
             source_area, target_area = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)
@@ -360,7 +347,6 @@ class Operations:
         return engine, order._replace(algorithm=algorithm) if algorithm != SHARED else order
 
     def finished(self) -> None:
-        """Record the duration of the finished call."""
         if self._running is not None:
             operation, algorithm, num_bytes, start = self._running
             self._tuner.record(operation, algorithm, num_bytes, time.perf_counter() - start)

@@ -34,11 +34,11 @@ _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found}
 _REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9, 1 << 26: 5}
 """Sizes at which both algorithms on one host are timed, and the number of repetitions."""
 _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
-"""For arrays of at least this size, ``direct`` is chosen if its time is below this multiple of the time of ``shared``.
+"""From these sizes, ``direct`` is chosen if its time is below this multiple of the time of ``shared``.
 
 Virtual cores move while a program runs. On close cores ``direct`` is up to three times slower for small data and equal
-for large data. On distant cores it is equal for small data and 1.5 to 4 times faster for large data (2 and 4 ranks, 1
-to 100 MB). So the limit grows with the size.
+for large data; on distant cores equal and 1.5 to 4 times faster (2 and 4 ranks, 1 to 100 MB). So the limit grows with
+the size.
 """
 _MIN_TIMED_S: Final = 0.05
 _MAX_TIMED_BYTES: Final = 1 << 24
@@ -62,7 +62,6 @@ class Candidate(NamedTuple):
 
 
 def check_algorithm(name: str | None) -> None:
-    """Raise UsageError for an unknown algorithm."""
     if name is not None and name not in _NAMES:
         raise UsageError(f"got algorithm {name!r}, expected one of {', '.join(_NAMES)}")
 
@@ -82,11 +81,7 @@ class Tuner:
         self._measured: dict[tuple[str, str, int], deque[float]] = {}
 
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
-        """Return the engine and the algorithm for a call.
-
-        A measurement is a collective call. It begins with a barrier for `order`, so that ranks with different calls
-        raise MismatchError.
-        """
+        """Return engine and algorithm. A measurement begins with a barrier for `order`, to detect mismatches."""
         shared = self._shared()
         forced = self._forced_schedule(operation)
         if shared is not None and self.forced in (None, SHARED, DIRECT):
@@ -102,7 +97,6 @@ class Tuner:
         return network, forced or self._choose_schedule(operation, num_bytes)
 
     def record(self, operation: str, algorithm: str, num_bytes: int, seconds: float) -> None:
-        """Record the duration of a call."""
         key = (operation, algorithm, num_bytes.bit_length())
         recent = self._measured.get(key)
         if recent is None:
@@ -143,7 +137,6 @@ class Tuner:
         return "\n".join(lines)
 
     def predict(self, operation: str, name: str, num_bytes: int) -> float:
-        """Return an algorithm's time in seconds by the model."""
         assert self.model is not None
         size, algorithm = self._connections.layout.size, ALGORITHMS[operation][name]
         pieces = num_pieces(operation, name, num_bytes)

@@ -17,7 +17,6 @@ _Array = TypeVar("_Array", bound="npt.NDArray[Any]")
 
 
 def num_bytes_of(chosen: ValueFilter | None, count: int) -> int:
-    """Return the number of bytes for `count` values with a filter, or without a filter."""
     if chosen is None:
         return 4 * count
     try:
@@ -41,7 +40,6 @@ def write_values(chosen: ValueFilter | None, values: Floats, seed: int | None, o
 
 
 def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
-    """Read values written by :func:`write_values`."""
     if chosen is None:
         out.view(np.uint8)[:] = data
         return
@@ -52,7 +50,6 @@ def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
 
 
 def packed_by(chosen: ByteFilter, data: Bytes) -> Bytes:
-    """Return bytes packed by a filter."""
     try:
         packed = chosen.pack(_shown(chosen, data))
     except Exception as error:
@@ -90,7 +87,6 @@ def zeros_chosen_by(chosen_by: RowFilter, rows: Floats, l1: float) -> npt.NDArra
 
 
 def scale_of(chosen_by: RowFilter) -> float:
-    """Return the factor that multiplies the values of sent rows."""
     try:
         scale = float(chosen_by.rescale())
     except Exception as error:
@@ -103,7 +99,7 @@ def scale_of(chosen_by: RowFilter) -> float:
 def _shown(chosen: Filter, array: _Array) -> _Array:
     """Return a read-only view for a user's filter, because the array may belong to the caller.
 
-    Paceline's own filters do not write to the array, and their kernels are compiled for writable arrays.
+    The kernels of Paceline's own filters are compiled for writable arrays.
     """
     if type(chosen).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return array
@@ -133,7 +129,6 @@ def _kind_of(found: object) -> str:
 
 
 def _failed(chosen: Filter, method: str, error: Exception) -> Exception:
-    """Return the exception to raise after an exception in a filter's method."""
     if isinstance(error, (PacelineError, MemoryError)):
         return error
     return UsageError(f"filter {chosen.name!r} failed at {method}: {type(error).__name__}: {error}")

@@ -59,12 +59,10 @@ class KeyMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in bytes of the keys stored by the receiver."""
         lists = 0 if self.lists is None else self.lists.num_bytes
         return lists + (0 if self.received is None else self.received.num_bytes)
 
     def clear(self) -> None:
-        """Remove all keys."""
         for memory in (self.lists, self.sent, self.received):
             if memory is not None:
                 memory.clear()
@@ -122,18 +120,16 @@ class FilterChain:
         return bool(self.filters)
 
     def memory(self, *, sends: bool) -> KeyMemory | None:
-        """Create the memory for keys at one end of a connection; return None if the filters need no memory."""
+        """Create the memory at one end of a connection; None if no filter needs memory."""
         if self.caching is None and self.numbering is None:
             return None
         return KeyMemory(self.caching, self.numbering, sends=sends)
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the chain preserves every bit."""
         return all(chosen.preserves == "exact" for chosen in self.filters)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the filters, for JSON and msgpack."""
         return [chosen.describe() for chosen in self.filters]
 
     # requests
@@ -184,8 +180,8 @@ class FilterChain:
     def decode(self, body: Bytes, memory: KeyMemory | None, max_bytes: int) -> Decoded:
         """Return the content of a body.
 
-        Raises UnknownKeysError if the body refers to unknown keys, and ProtocolError if it was not written by these
-        filters or decodes to more than `max_bytes`.
+        Raises UnknownKeysError, and ProtocolError if it was not written by these filters or decodes to more than
+        `max_bytes`.
         """
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
         least = 0 if form == KNOWN else num_keys  # a key takes at least one byte
@@ -236,7 +232,6 @@ class FilterChain:
         return self._packed(body, 0, len(values), 0, 0)
 
     def decode_values(self, body: Bytes, out: Floats) -> None:
-        """Write the values to `out`. Raises ProtocolError if their number is wrong."""
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
         if num_keys or key_bytes or form or num_values != len(out):
             raise _malformed(f"{num_values} values, {len(out)} were requested")
@@ -278,7 +273,6 @@ class FilterChain:
 
 
 def _check(given: Any) -> None:
-    """Raise UsageError unless a chain may have this filter."""
     if not isinstance(given, Filter):
         raise UsageError(f"filters: got {given!r}, expected filters such as paceline.Quantize(bits=8)")
     if not hasattr(given, "__dataclass_fields__"):
@@ -297,12 +291,10 @@ def _malformed(detail: str) -> ProtocolError:
 
 
 def from_descriptions(described: Sequence[dict[str, Any]]) -> FilterChain:
-    """Create the chain for the output of :meth:`FilterChain.describe`. Raises UsageError for unknown filters."""
     return FilterChain([from_description(entry) for entry in described])
 
 
 def chain_of(filters: Sequence[Filter] | str) -> FilterChain:
-    """Return the chain for a list or a text of filters. Raises UsageError."""
     return parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
 
 

@@ -12,7 +12,6 @@ _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a 64-bit seed for the message identified by these numbers."""
     seed = 0
     for number in numbers:
         seed = (seed + number + _GOLDEN) & MASK

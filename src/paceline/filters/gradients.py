@@ -46,7 +46,6 @@ class RankExchange:
 
     @property
     def is_for_all(self) -> bool:
-        """Return whether all ranks get the same bytes."""
         return self.data.ndim == 1
 
 
@@ -54,7 +53,6 @@ Averaging: TypeAlias = Generator[RankExchange, Bytes, Floats]
 
 
 def are_for_gradients(chosen: Filter) -> bool:
-    """Return whether a filter supports gradients that all ranks average."""
     return isinstance(chosen, (TopK, RandomK, ValueFilter))
 
 

@@ -16,7 +16,7 @@ from paceline.filters.base import FILTERS, Filter, class_path
 
 
 def import_filter_modules(names: Sequence[str], path: Sequence[str] = ()) -> None:
-    """Import modules that define filters, from the usual places, the current folder and `path`.
+    """Import modules from the usual places, the current folder and `path`.
 
     Raises UsageError for a module that is missing, fails or has no filter.
     """
@@ -55,7 +55,6 @@ def modules_of(filters: Sequence[Filter]) -> list[str]:
 
 
 def modules_named_in(text: str) -> list[str]:
-    """Return the modules named in ``--filters`` as MODULE:CLASS."""
     found = [class_path(entry) for entry in text.split(",")]
     return list(dict.fromkeys(path[0] for path in found if path is not None))
 

@@ -25,13 +25,11 @@ class HeldRows:
         self._store = SparseStore(dim=dim, rule=SGD(lr=1.0))
 
     def read(self, keys: Keys) -> Floats:
-        """Return the kept parts of the rows, float32 [n, dim]."""
         rows = np.empty((len(keys), self._dim), np.float32)
         self._store.pull(keys, rows.reshape(-1))
         return rows
 
     def add(self, keys: Keys, change: Floats) -> None:
-        """Add to the kept parts of the rows."""
         self._store.push(keys, -change.reshape(-1))  # the store's rule is w ← w − x
 
 
@@ -42,7 +40,6 @@ class ZeroRows:
         self._marks = HeldRows(1)
 
     def read(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return a mask of the marked rows, bool [n]."""
         are_zero: npt.NDArray[np.bool_] = self._marks.read(keys)[:, 0] > 0
         return are_zero
 
@@ -53,7 +50,6 @@ class ZeroRows:
         self._marks.add(keys[changed], change[changed])
 
     def note_sent(self, keys: Keys) -> None:
-        """Record the sending of rows for which :meth:`read` was true."""
         self._marks.add(keys, np.full(len(keys), -1, np.float32))
 
 
@@ -67,15 +63,11 @@ class RowSelection:
         self._zeros = ZeroRows() if chosen_by.needs_l1 else None
 
     def note_pulled(self, keys: Keys, values: Floats) -> None:
-        """Record the pulled values (float32 [n * dim]) for distinct rows."""
         if self._zeros is not None:
             self._zeros.note_pulled(keys, values.reshape(-1, self._dim))
 
     def choose(self, keys: Keys, values: Floats, clock: int, seed: int, l1: float = 0.0) -> tuple[Keys, Floats]:
-        """Return the keys and values (float32 [n * dim]) to send; keep the other rows.
-
-        `l1` is the penalty in the table's rule.
-        """
+        """Return the keys and values (float32 [n * dim]) to send; keep the other rows. `l1` is the rule's penalty."""
         if not len(keys):
             return keys, values
         rows = given = values.reshape(-1, self._dim)
@@ -108,7 +100,6 @@ class RowSelection:
         return chosen
 
     def held_back(self, keys: Keys) -> Floats:
-        """Return the kept parts of the rows, float32 [n, dim]."""
         return np.zeros((len(keys), self._dim), np.float32) if self._held is None else self._held.read(keys)
 
 
@@ -139,7 +130,6 @@ class ElementErrors:
         self._ranges: dict[bytes, Floats] = {}
 
     def read(self, keys: Keys, num_values: int, *, is_range: bool) -> Floats:
-        """Return the errors to add to a push of `keys` or bounds (float32 [num_values])."""
         if is_range:
             kept = self._ranges.pop(keys.tobytes(), None)
             return np.zeros(num_values, np.float32) if kept is None or len(kept) != num_values else kept
@@ -149,7 +139,6 @@ class ElementErrors:
         return self._elements[keys]
 
     def keep(self, keys: Keys, before: Floats, after: Floats, *, is_range: bool) -> None:
-        """Replace the errors `before` by `after`; values that are not finite become 0."""
         if is_range:
             self._ranges[keys.tobytes()] = forget_non_finite(after)
             while len(self._ranges) > _MAX_RANGES:

@@ -64,7 +64,6 @@ class Agent(LocalWorker):
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the background threads and accept connections."""
         self.standby.start()
         threading.Thread(target=self._release_dropped, name="paceline-rpc-references", daemon=True).start()
         self.world.node.take(GROUP, "rpc", self.callee_ends)

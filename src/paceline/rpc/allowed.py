@@ -52,7 +52,6 @@ _COMPUTING_IN_PYTHON = frozenset(
 _NOT_COMPUTING: Final = "for torch, allow covers only functions and methods that compute with tensors"
 _WITH_NAMES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _OWN = ("paceline.rpc.autograd", "paceline.rpc.optimizer")
-"""Modules with decorated functions, imported when another process first uses them."""
 
 
 def allow(function: _Named) -> _Named:
@@ -80,7 +79,7 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
 
 
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the public module of a function or class, and its name in that module; empty strings if unknown.
+    """Return the public module of a function or class, and its name there; empty strings if unknown.
 
     PyTorch's tensor functions and methods belong to ``torch``. Its other C functions have no module.
     """
@@ -103,7 +102,7 @@ def home_of(function: Any) -> tuple[str, str]:
 
 
 def computes_with_tensors(function: Any) -> bool:
-    """Return whether this is a function or tensor method of ``torch`` that only computes.
+    """Return whether ``torch`` has this function and it only computes.
 
     ``torch`` also has functions that open files, compile code or change global settings.
     """
@@ -150,17 +149,13 @@ class Allowed:
         return found
 
     def resolve_class(self, name: Any) -> type:
-        """Return an allowed class, as :meth:`resolve`."""
         found = self.resolve(name) if isinstance(name, str) else None
         if not isinstance(found, type):
             raise UsageError(f"{printable(repr(name), 200)} is not a class")
         return found
 
     def check_method(self, value: Any, method: str) -> Any:
-        """Return a bound method of a value. Raises UsageError if the method is not allowed.
-
-        Allowed are the public methods and ``__call__`` of allowed classes, and methods that are allowed by name.
-        """
+        """Return a bound method: public or ``__call__`` of an allowed class, or allowed by name. Raises UsageError."""
         kind = type(value)
         is_public = method == "__call__" or not method.startswith("_")
         module, name = home_of(kind)
@@ -183,12 +178,10 @@ class Allowed:
         return getattr(value, method)
 
     def has_class(self, kind: type) -> bool:
-        """Return whether a class is allowed."""
         module, name = home_of(kind)
         return self._has_module(module) or self._has_name(f"{module}:{name}")
 
     def _offers_method(self, kind: type, method: str) -> bool:
-        """Return whether a class is allowed and, for a method of ``torch``, whether it only computes."""
         module, name = home_of(kind)
         function = getattr(kind, method, None)
         is_of_torch = "torch" in (module, home_of(function)[0]) and not self._has_name(f"{module}:{name}")
@@ -230,7 +223,6 @@ class Allowed:
 
 
 def not_allowed(name: str, *, why: str = "") -> UsageError:
-    """Return the error for a name that is not allowed. `why` is the reason, if its module is allowed."""
     shown = printable(name, 200)
     module, _, path = shown.partition(":")
     if any(step.startswith("_") for step in path.split(".")):

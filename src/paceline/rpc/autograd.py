@@ -45,7 +45,6 @@ class GradientContext:
         self._numbers = itertools.count(1)
 
     def record_sent(self, to: int, tensors: Sequence[torch.Tensor]) -> int:
-        """Store the tensors of a sent message; return its number, 0 without tensors."""
         with self.lock:
             self.workers.add(to)
             if not tensors:
@@ -55,14 +54,12 @@ class GradientContext:
             return message
 
     def record_received(self, sender: int, message: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Store the origin of a received message's tensors."""
         with self.lock:
             self._num_received[sender, message] = len(tensors)
             for index, tensor in enumerate(tensors):
                 self._received[id(tensor)] = (tensor, sender, message, index)
 
     def sent(self, message: int) -> list[torch.Tensor]:
-        """Return the tensors of a message that this process sent."""
         with self.lock:
             if message not in self._sent:
                 raise ProtocolError(f"got gradients for message {message}, which this process has not sent")
@@ -71,7 +68,7 @@ class GradientContext:
     def gather(
         self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> dict[tuple[int, int], list[torch.Tensor | None]]:
-        """Add the gradients of local leaves; return the gradients of received tensors, by worker and message."""
+        """Add the gradients of local leaves; return those of received tensors, by worker and message."""
         remote: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         with self.lock:
             for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -98,13 +95,11 @@ class GradientContexts:
         self._numbers = itertools.count(1)
 
     def new(self, rank: int) -> int:
-        """Create a context of this worker and return its number."""
         number = rank << _RANK_SHIFT | next(self._numbers)
         self.part(number)
         return number
 
     def part(self, number: int) -> GradientContext:
-        """Return this process's part of a context; create it if needed."""
         with self._lock:
             found = self._contexts.get(number)
             if found is None:
@@ -112,7 +107,6 @@ class GradientContexts:
             return found
 
     def existing(self, number: int) -> GradientContext:
-        """Return this process's part of an existing context. Raises UsageError if it does not exist."""
         with self._lock:
             if number not in self._contexts:
                 raise UsageError(
@@ -121,7 +115,6 @@ class GradientContexts:
             return self._contexts[number]
 
     def gradients(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients of a context in this process; empty if it takes no part."""
         with self._lock:
             found = self._contexts.get(number)
         if found is None:
@@ -130,20 +123,16 @@ class GradientContexts:
             return dict(found.gradients)
 
     def send(self, number: int, to: int, tensors: Sequence[torch.Tensor]) -> int:
-        """Record a sent message; see :meth:`GradientContext.record_sent`."""
         return self.part(number).record_sent(to, tensors)
 
     def receive(self, number: int, sender: int, message: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Record a received message."""
         self.part(number).record_received(sender, message, tensors)
 
     def pop(self, number: int) -> GradientContext | None:
-        """Remove a context and return this process's part."""
         with self._lock:
             return self._contexts.pop(number, None)
 
     def remove_worker(self, rank: int) -> None:
-        """Remove the contexts that a dead worker created."""
         with self._lock:
             for number in [number for number in self._contexts if number >> _RANK_SHIFT == rank]:
                 del self._contexts[number]
@@ -190,7 +179,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def backward_of_root(root: Any, context_id: int, retain_graph: bool) -> None:
-    """Start a backward pass at the owner of a referenced tensor: see :meth:`RRef.backward`."""
+    """Start a backward pass at the owner of a tensor: see :meth:`RRef.backward`."""
     if not isinstance(root, torch.Tensor):
         raise UsageError(f"backward() was called on an RRef to {type(root).__name__}, a tensor was expected")
     if context_id == -1:
@@ -207,7 +196,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
 @allow
 def continue_backward(context_id: int, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Continue a backward pass from the tensors of a sent message. The receiver of the message calls this."""
+    """Continue a backward pass from the tensors of a sent message."""
     part = contexts.existing(context_id)
     tensors = part.sent(message)
     if len(gradients) != len(tensors):
@@ -218,7 +207,6 @@ def continue_backward(context_id: int, message: int, gradients: Sequence[torch.T
 
 @allow
 def drop(context_id: int) -> None:
-    """Delete a context here and on the workers that received its messages."""
     part = contexts.pop(context_id)
     if part is None:
         return
@@ -245,7 +233,6 @@ def _run_backward(part: GradientContext, outputs: list[torch.Tensor], gradients:
 
 
 def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the distinct leaves of a graph that require a gradient."""
     leaves: dict[torch.Tensor, None] = {}
     seen: set[torch.autograd.graph.Node] = set()
     stack = []

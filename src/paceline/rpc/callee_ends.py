@@ -78,15 +78,12 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         self._is_closed = False
 
     def has_caller(self, rank: int) -> bool:
-        """Return whether a worker has a connection to this worker."""
         return rank in list(self._callers.values())
 
     def is_idle(self) -> bool:
-        """Return whether no request is running."""
         return not self._num_running
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
         self._is_closed = True
         for end in list(self._callers):
             end.framed.close()

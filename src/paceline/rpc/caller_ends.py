@@ -66,15 +66,12 @@ class CallerEnds(ReplyReader):
         return CallerEnd(framed, to, self)
 
     def num_sent(self) -> int:
-        """Return the number of requests sent so far."""
         return self._num_sent_before + sum(end.num_sent for end in list(self._ends.values()))
 
     def is_idle(self) -> bool:
-        """Return whether no call is pending."""
         return not any(end.num_pending for end in list(self._ends.values()) if end.failure is None)
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
         with self._lock:
             self._is_closed = True
             ends = list(self._ends.values())

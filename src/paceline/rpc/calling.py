@@ -44,11 +44,11 @@ class PendingReply(Future[Any]):
 class ReplyReader(Protocol):
     """Decoder of replies, and runner of callbacks."""
 
-    def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
-        """Return the result or the exception in a reply."""
+    def read_reply(
+        self, end: CallerEnd, reply: PendingReply, received: Received
+    ) -> tuple[Any, BaseException | None]: ...
 
-    def run_callbacks_of(self, future: Future[Any]) -> None:
-        """Run a done future's callbacks in another thread."""
+    def run_callbacks_of(self, future: Future[Any]) -> None: ...
 
 
 class CallerEnd:
@@ -73,12 +73,10 @@ class CallerEnd:
 
     @property
     def num_pending(self) -> int:
-        """Return the number of pending calls."""
         return len(self._pending) - self._is_watched
 
     @property
     def is_read(self) -> bool:
-        """Return whether a thread reads the connection."""
         return self._reading.locked()
 
     @property
@@ -98,10 +96,7 @@ class CallerEnd:
         message: int = 0,
         creation: Future[Any] | None = None,
     ) -> PendingReply:
-        """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError.
-
-        `creation` is described in :class:`PendingReply`.
-        """
+        """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError."""
         deadline = time.monotonic() + timeout_s
         reply = PendingReply(self, description, deadline, timeout_s)
         reply.creation = creation
@@ -121,14 +116,13 @@ class CallerEnd:
         return reply
 
     def watch(self, kind: int) -> PendingReply | None:
-        """Return a future that fails when the other worker dies; None if called before."""
+        """Return a future that fails when the other worker dies; None after the first call."""
         if self._is_watched:
             return None
         self._is_watched = True
         return self.start(kind, b"", (), description="a watch request", timeout_s=math.inf)
 
     def notify(self, kind: int, meta: Buffer, timeout_s: float) -> None:
-        """Send a request that has no reply."""
         self._count()
         self._framed.send(kind, meta, deadline=time.monotonic() + timeout_s)
 
@@ -138,7 +132,7 @@ class CallerEnd:
             return self.num_sent
 
     def wait(self, reply: PendingReply, deadline: float) -> None:
-        """Wait until the reply is done or `deadline` passes. The reply's own deadline sets a DeadlineError."""
+        """Wait until the reply is done or `deadline`. The reply's own deadline sets a DeadlineError."""
         while not reply.done():
             if self._reading.acquire(blocking=False):
                 self._read_until(reply, deadline)
@@ -209,7 +203,6 @@ class CallerEnd:
             self._framed.release()
 
     def expire_late(self) -> None:
-        """Fail the calls whose deadline has passed."""
         time_s = time.monotonic()
         for reply in list(self._pending.values()):
             if time_s >= reply.deadline:
@@ -240,7 +233,7 @@ class CallerEnd:
                 return
 
     def fail(self, error: PacelineError) -> None:
-        """Fail all pending calls, because the connection is unusable. Idempotent."""
+        """Fail all pending calls. Idempotent."""
         if self.failure is None:
             self.failure = ConnectionLostError(f"{self.name} died or left ({error})")
         self._framed.close()

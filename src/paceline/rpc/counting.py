@@ -32,11 +32,9 @@ class OwnedObjects:
         return reference in self._counts
 
     def holders(self, reference: ReferenceId) -> dict[int, int]:
-        """Return the count of each holder; empty if the object was freed."""
         return dict(self._counts.get(reference, {}))
 
     def create(self, reference: ReferenceId, holder: int) -> None:
-        """Register an object with one holder. Raises ProtocolError if the object is already registered."""
         if reference in self._counts:
             raise ProtocolError(
                 f"worker {holder} created object {reference.number} of worker {reference.creator} twice"
@@ -52,10 +50,7 @@ class OwnedObjects:
         return True
 
     def release(self, reference: ReferenceId, holder: int, times: int) -> bool:
-        """Decrement a holder's count; return whether the object has no holder left.
-
-        Raises ProtocolError if the holder's count is smaller than `times`.
-        """
+        """Decrement a holder's count; return whether the object has no holder left. Raises ProtocolError."""
         counts = self._counts.get(reference, {})
         held = counts.get(holder, 0)
         if not 1 <= times <= held:

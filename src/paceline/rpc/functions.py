@@ -24,12 +24,10 @@ def async_execution(function: _Function) -> _Function:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a function or method has the decorator :func:`async_execution`."""
     return bool(getattr(function, "__paceline_async__", False))
 
 
 def promise_of(value: Any) -> Future[Any]:
-    """Return a function's future as a :class:`Future`. Raises UsageError for other values."""
     if isinstance(value, Future):
         return value
     read = getattr(value, "value", None) or getattr(value, "result", None)

@@ -28,8 +28,7 @@ class BlockedThreads(Protocol):
     def begin(self) -> None:
         """Record that this thread starts to wait. Raises UsageError if too many threads wait."""
 
-    def end(self) -> None:
-        """Record that this thread has stopped waiting."""
+    def end(self) -> None: ...
 
 
 def wait_by(waiting: BlockedThreads) -> None:
@@ -140,11 +139,9 @@ class Future(Generic[_Result]):
 
     @property
     def has_callbacks(self) -> bool:
-        """Return whether callbacks are registered."""
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
-        """Run the callbacks of this done future."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
@@ -153,7 +150,6 @@ class Future(Generic[_Result]):
                 _logger.exception("a callback of a future failed")
 
     def wait_until(self, deadline: float | None) -> bool:
-        """Wait until done or until `deadline` (``time.monotonic``); return whether the future is done."""
         waiter = self.add_waiter()
         if waiter is not None:
             waiter.acquire(timeout=-1 if deadline is None else left_until(deadline))
@@ -188,7 +184,7 @@ class TimedFuture(Future[_Result]):
         self._description, self._timeout_s = description, timeout_s
 
     def expire(self) -> bool:
-        """Set the DeadlineError without the callbacks; return False if already done."""
+        """Return False if already done. Does not run the callbacks."""
         late = DeadlineError(f"{self._description} has returned no result within {self._timeout_s:g} s")
         return self.set_outcome(None, late)
 
@@ -201,7 +197,6 @@ class TimedFuture(Future[_Result]):
 
 
 def seconds_of(timeout: Timeout) -> float:
-    """Return a timeout in seconds. Raises UsageError for an invalid timeout."""
     if isinstance(timeout, timedelta):
         return timeout.total_seconds()
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:

@@ -65,7 +65,6 @@ class LocalOptimizer:
         self._optimizer, self._parameters = optimizer, parameters
 
     def step(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Step with these gradients and clear ``.grad``."""
         with _stepping:
             for parameter in self._parameters:
                 parameter.grad = gradients.get(parameter)

@@ -44,7 +44,6 @@ class TensorPipeRpcBackendOptions:
 
 
 def no_devices() -> UsageError:
-    """Return the error for device maps."""
     return UsageError(
         "rpc sends only CPU tensors and maps no devices: leave out device_maps and devices, send tensor.cpu() and call "
         ".to(device) in the receiver"
@@ -52,7 +51,6 @@ def no_devices() -> UsageError:
 
 
 def check_backend(backend: Any) -> None:
-    """Raise UsageError for an unknown transport."""
     name = getattr(backend, "name", backend)
     if name not in (None, BackendType.TENSORPIPE.name):
         raise UsageError(f"backend is {printable(repr(backend), 100)}; rpc has only one transport: leave backend out")
@@ -67,10 +65,7 @@ class RpcSettings(NamedTuple):
 
 
 def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_threads: int | None) -> RpcSettings:
-    """Return the settings from the arguments and `options`, with defaults for missing settings.
-
-    Raises UsageError for invalid values and for values given twice.
-    """
+    """Return the settings. Raises UsageError for invalid values and for values given twice."""
     if options is not None:
         options_address = address_of(options)
         for name, value, is_in_options in (
@@ -100,7 +95,6 @@ def _field(options: Any, name: str) -> Any:
 
 
 def address_of(options: Any) -> str | None:
-    """Return the address in `options`; None for the environment's. Raises UsageError."""
     if getattr(options, "device_maps", None) or getattr(options, "devices", None):
         raise no_devices()
     method = getattr(options, "init_method", _FROM_ENVIRONMENT)

@@ -49,26 +49,22 @@ class ObjectTable:
 
     @property
     def num_owned(self) -> int:
-        """Return the number of objects of this process with holders."""
         return len(self._owned)
 
     def holders(self, reference: ReferenceId) -> set[int]:
-        """Return the ranks of the workers that hold an object of this process."""
         with self._lock:
             return set(self._owned.holders(reference))
 
     def new_id(self, owner: int) -> ReferenceId:
-        """Return the id of a new object."""
         return ReferenceId(owner, self.rank, next(self._numbers))
 
     def own(self, reference: ReferenceId, holder: int, value: Future[Any]) -> None:
-        """Store the future of an object for its first holder."""
         with self._lock:
             self._owned.create(reference, holder)
             self._values[reference] = value
 
     def hold(self, reference: ReferenceId) -> Holding:
-        """Return the holding of an object. Call this once for each time that its owner has counted this process."""
+        """Call this once for each time that the owner has counted this process."""
         with self._lock:
             holding = self._held.get(reference)
             if holding is None:
@@ -101,7 +97,6 @@ class ObjectTable:
         return value
 
     def release(self, reference: ReferenceId, holder: int, times: int) -> None:
-        """Decrement a holder's count, and free the object after its last holder."""
         with self._lock:
             if not self._owned.release(reference, holder, times):
                 return
@@ -109,14 +104,12 @@ class ObjectTable:
         del value  # outside the lock: destructors may call this table
 
     def remove_holder(self, holder: int) -> None:
-        """Remove a dead holder and free the objects without holders."""
         with self._lock:
             values = [self._values.pop(reference, None) for reference in self._owned.remove_holder(holder)]
         del values
 
 
 def freed_error() -> UsageError:
-    """Return the error for an object that its owner has freed."""
     return UsageError(
         "the object of this RRef was freed: it had no holder left, or its owner declared this process dead when their "
         "connection broke; create it again"

@@ -37,24 +37,21 @@ class RRef(Generic[_Value]):
 
     @classmethod
     def of_holding(cls, holding: Holding, agent: LocalWorker) -> RRef[Any]:
-        """Return a reference to an object that this process holds."""
         rref: RRef[Any] = cls.__new__(cls)
         rref._agent, rref._holding = agent, holding
         return rref
 
     @property
     def agent(self) -> LocalWorker:
-        """Return the agent that this reference belongs to."""
         return self._agent
 
     @property
     def reference(self) -> ReferenceId:
-        """Return the identity of the object."""
         return self._holding.reference
 
     @property
     def creation(self) -> Future[Any] | None:
-        """Return the reply to the call that created the object, if this process sent that call."""
+        """The reply to the call that created the object, if this process sent that call."""
         return self._holding.creation
 
     def owner(self) -> WorkerInfo:
@@ -142,7 +139,6 @@ class Methods:
         return RemoteMethod(self._rref, name, self._call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the object itself."""
         return self._call("__call__", args, kwargs)
 
 
@@ -155,7 +151,6 @@ class RemoteMethod:
         self.rref, self.name, self._call = rref, name, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
         return self._call(self.name, args, kwargs)
 
 

@@ -33,11 +33,9 @@ class LocalWorker(Protocol):
     standby: Standby
 
     @property
-    def name(self) -> str:
-        """This worker's name."""
+    def name(self) -> str: ...
 
-    def worker_of(self, number: int) -> WorkerInfo:
-        """Return a worker by its number."""
+    def worker_of(self, number: int) -> WorkerInfo: ...
 
     def call(
         self,
@@ -49,10 +47,7 @@ class LocalWorker(Protocol):
         *,
         is_blocking: bool = False,
     ) -> Future[Any]:
-        """Call a function on a worker and return the future of its result.
-
-        `is_blocking`: the caller waits immediately and reads the reply in its own thread.
-        """
+        """`is_blocking`: the caller waits immediately and reads the reply in its own thread."""
 
     def remote(
         self,
@@ -61,42 +56,29 @@ class LocalWorker(Protocol):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout: Timeout | None = None,
-    ) -> Any:
-        """Call a function on a worker, keep the result there and return an RRef."""
+    ) -> Any: ...
 
-    def fetch(self, rref: Any, timeout: Timeout | None = None) -> Future[Any]:
-        """Return the future of an object's value: a copy, or the object itself at its owner."""
+    def fetch(self, rref: Any, timeout: Timeout | None = None) -> Future[Any]: ...
 
-    def local_value(self, reference: ReferenceId) -> Future[Any]:
-        """Return the future of a local object's value."""
+    def local_value(self, reference: ReferenceId) -> Future[Any]: ...
 
-    def own(self, value: Any) -> Holding:
-        """Register an object of this process, so that other processes can reference it."""
+    def own(self, value: Any) -> Holding: ...
 
-    def seconds_of(self, timeout: Timeout | None) -> float:
-        """Return a call's timeout in seconds; None and -1 select the default. Raises UsageError."""
+    def seconds_of(self, timeout: Timeout | None) -> float: ...
 
-    def function_of(self, target: Any) -> Callable[..., Any]:
-        """Return the function or method that a call names. Raises UsageError if the function is not allowed."""
+    def function_of(self, target: Any) -> Callable[..., Any]: ...
 
     def share(self, rrefs: Sequence[Any], to: int, *, is_answer: bool = False) -> None:
-        """Register `to` as a holder of these references. Call this before sending them to `to`.
+        """Register `to` as a holder of these references, before they are sent to `to`.
 
         Calls to the owner need no registration, because the owner registers itself when it reads the call.
         """
 
-    def watch(self, holder: int) -> None:
-        """Detect the death of a worker that holds objects of this process."""
+    def watch(self, holder: int) -> None: ...
 
-    def wait_for_all(self, timeout_s: float = ...) -> None:
-        """Wait until every worker has called this method and no call is pending in any process.
+    def wait_for_all(self, timeout_s: float = ...) -> None: ...
 
-        Raises RankLostError if a worker died or did not call this within `timeout_s`, and DeadlineError if calls take
-        longer.
-        """
-
-    def close(self) -> None:
-        """End this worker and close its connections. Idempotent."""
+    def close(self) -> None: ...
 
 
 _agents: list[LocalWorker] = []
@@ -112,19 +94,16 @@ def current_agent() -> LocalWorker:
 
 
 def set_agent(agent: LocalWorker | None) -> None:
-    """Set this process's agent; None removes it."""
     if agent is None:
         _left[:] = [time.monotonic()]
     _agents[:] = [] if agent is None else [agent]
 
 
 def left_at() -> float:
-    """Return the ``time.monotonic`` of the last :func:`shutdown`; minus infinity without a shutdown."""
     return _left[-1] if _left else -math.inf
 
 
 def is_running() -> bool:
-    """Return whether this process has an agent."""
     return bool(_agents)
 
 
@@ -136,7 +115,6 @@ def current_context() -> int:
 
 @contextlib.contextmanager
 def in_context(context: int) -> Iterator[None]:
-    """Enter an autograd context in this thread."""
     before = current_context()
     _local.context = context
     try:

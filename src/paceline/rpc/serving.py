@@ -44,7 +44,6 @@ class SpareThreads(BlockedThreads):
         self._num_threads = self._num_idle = self._num_waiting = 0
 
     def run(self, task: Callable[..., object], *args: Any) -> None:
-        """Run a task in another thread, or queue it while all threads are busy."""
         with self._lock:
             self._tasks.put((task, args))
             is_needed = self._needs_thread()
@@ -52,7 +51,6 @@ class SpareThreads(BlockedThreads):
             self._start()
 
     def has_room(self) -> bool:
-        """Return whether another task would start immediately."""
         return self._num_threads - self._num_idle - self._num_waiting < self._max_threads
 
     @override
@@ -109,10 +107,9 @@ class RequestServer(Protocol):
     """Runs requests and sends the replies."""
 
     def serve_request(self, end: CalleeEnd, received: Received) -> None:
-        """Run a request and send the reply. Call :meth:`CalleeEnd.begin` before slow work."""
+        """Call :meth:`CalleeEnd.begin` before slow work."""
 
-    def caller_lost(self, end: CalleeEnd) -> None:
-        """Handle the end of a caller's connection."""
+    def caller_lost(self, end: CalleeEnd) -> None: ...
 
 
 class CalleeEnd:
@@ -165,7 +162,6 @@ class CalleeEnd:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the reading thread is running a request."""
         return bool(self._busy_since)
 
 
@@ -183,15 +179,12 @@ class Standby:
         self._thread = threading.Thread(target=self._watch, name="paceline-rpc-standby", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def watch_callee(self, end: CalleeEnd) -> None:
-        """Watch the connection of a caller."""
         self._callees = [*self._callees, end]
 
     def watch_caller(self, end: CallerEnd) -> None:
-        """Watch a connection to another worker."""
         self._callers = [*self._callers, end]
 
     def watch_timed(self, future: TimedFuture[Any]) -> None:
@@ -202,18 +195,15 @@ class Standby:
             self._wake.set()
 
     def forget(self, end: CalleeEnd | CallerEnd) -> None:
-        """Stop watching a connection."""
         self._callees = [watched for watched in self._callees if watched is not end]
         self._callers = [watched for watched in self._callers if watched is not end]
 
     def touch(self) -> None:
-        """Report new work; wakes a sleeping thread."""
         self._is_touched = True
         if not self._is_awake:
             self._wake.set()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
         self._is_closed = True
         self._wake.set()
         if self._thread.ident is not None:

@@ -22,7 +22,6 @@ class Call(NamedTuple):
     kwargs: dict[str, Any] | None
 
     def check(self) -> None:
-        """Raise UsageError for invalid arguments."""
         args, kwargs = self.args, self.kwargs
         if not isinstance(args, Sequence) or isinstance(args, (str, bytes, bytearray)):
             shown = printable(repr(args), 100)
@@ -57,12 +56,10 @@ def target_of(func: Callable[..., Any] | str) -> Target:
 
 
 def creation_of(target: Target) -> Future[Any] | None:
-    """Return the reply to the call that created the target's object, if this process sent it."""
     return target[0].creation if isinstance(target, tuple) and isinstance(target[0], RRef) else None
 
 
 def description_of(target: Target) -> str:
-    """Return the target's name for messages."""
     if isinstance(target, str):
         return target
     owner, method = target

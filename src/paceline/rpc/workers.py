@@ -40,7 +40,6 @@ class Directory:
     """All workers by name. Raises UsageError for duplicate names."""
 
     def __init__(self, introductions: Sequence[Introduction]) -> None:
-        """`introductions`: in rank order."""
         self.workers = tuple(WorkerInfo(introduction.name, rank) for rank, introduction in enumerate(introductions))
         self._pickle = tuple(introduction.pickle for introduction in introductions)
         self._ids: dict[str, int] = {}
@@ -53,7 +52,6 @@ class Directory:
             self._ids[name] = rank
 
     def id_of(self, worker: Worker) -> int:
-        """Return a worker's rank. Raises UsageError for an unknown worker."""
         if type(worker) is int and 0 <= worker < len(self.workers):
             return worker
         name = worker if isinstance(worker, str) else getattr(worker, "name", worker)
@@ -65,12 +63,10 @@ class Directory:
         return number
 
     def reads_pickle(self, number: int) -> bool:
-        """Return whether a worker accepts pickled values."""
         return self._pickle[number]
 
 
 def check_name(name: str) -> str:
-    """Return a worker's name. Raises UsageError for an invalid name."""
     if not isinstance(name, str) or not name or len(name) > _MAX_NAME or not name.isprintable():
         raise UsageError(
             f"the worker's name is {printable(repr(name), 200)}, 1 to {_MAX_NAME} printable characters were expected"

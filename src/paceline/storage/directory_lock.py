@@ -44,7 +44,6 @@ class DirectoryLock:
             os.close(number)  # the previous holder has removed the locked file
 
     def release(self) -> None:
-        """Release the directory. Idempotent."""
         self._release()
 
 

@@ -37,10 +37,7 @@ def read_manifest_text(path: Path) -> bytes:
 
 
 def read_checked(path: Path, num_bytes: int, sha256: str, owner: str) -> npt.NDArray[np.uint8]:
-    """Return a file's content (uint8 [num_bytes], 8-aligned). Raises ModelError if it differs from the manifest.
-
-    `owner` names the model or snapshot in errors.
-    """
+    """Return a file's content (uint8 [num_bytes], 8-aligned). Raises ModelError if it differs from the manifest."""
     try:
         number = _open(path)
         with open(number, "rb", buffering=0) as file:
@@ -91,10 +88,7 @@ def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Replace a file atomically. Raises OSError.
-
-    The rename may not be on disk yet. Call :func:`sync_directory` to make it durable.
-    """
+    """Replace a file atomically. Only :func:`sync_directory` makes the rename durable. Raises OSError."""
     with replacing(path) as aside:
         write_synced(aside, data)
 
@@ -169,5 +163,4 @@ def make_directory(folder: Path) -> list[Path]:
 
 
 def is_no_space(error: OSError) -> bool:
-    """Return whether the disk or the user's quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -34,7 +34,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Publish a manifest, so that its files become a model or snapshot. Their contents must be on disk already.
 
     The file names are synced first, so that a manifest never survives a crash without its files. After an OSError the
-    previous manifest remains. The caller syncs the folder to make the rename itself durable.
+    previous manifest remains. The caller syncs the folder.
     """
     sync_directory(folder)
     fields = msgspec.to_builtins(manifest)
@@ -84,7 +84,6 @@ def read_fields(folder: Path, kind: type[Manifest]) -> dict[str, Any]:
 
 
 def digest_of(fields: dict[str, Any]) -> str:
-    """Return the checksum of a manifest's fields without the checksum itself."""
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
 
 
@@ -93,9 +92,7 @@ VERSION: Final = 2
 FileName: TypeAlias = Annotated[str, Meta(pattern=r"^(snapshot-\d{6,19}/)?\w[\w.-]{0,200}\Z")]
 """A file in a model's directory, or in a snapshot's folder within a directory of snapshots."""
 FolderName: TypeAlias = Annotated[str, Meta(pattern=r"^snapshot-\d{6,19}\Z")]
-"""The folder of a snapshot."""
 Directory: TypeAlias = Annotated[str, Meta(pattern=r"^(/|[A-Za-z]:)[^\0]*\Z", max_length=4096)]
-"""An absolute path."""
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +112,6 @@ class StoredPart(StoredFile, frozen=True, kw_only=True):
     table: str
     buckets: tuple[Bucket, ...] = ()
     rows: tuple[Natural, ...]
-    """Number of rows per bucket."""
     words: Words
     """Number of float32 per record, including the pass if present."""
     has_passes: bool = False
@@ -130,7 +126,6 @@ class StoredPart(StoredFile, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows in all buckets."""
         return sum(self.rows)
 
 
@@ -162,7 +157,6 @@ class StoredTable(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[StoredPart, ...]:
-        """Return the files of the table's rows."""
         return tuple(use.part for use in self.uses)
 
 
@@ -178,12 +172,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     version: int = VERSION
     paceline: str = __version__
-    """The version that wrote the manifest."""
     tables: tuple[StoredTable, ...]
 
     @property
     def files(self) -> set[str]:
-        """Return the names of all files."""
         return {part.file for table in self.tables for part in table.parts}
 
 
@@ -201,7 +193,6 @@ class ModelManifest(Manifest, frozen=True, kw_only=True):
 
     @property
     def files(self) -> set[str]:
-        """Return the names of all files."""
         return super().files | {tensor.file for tensor in self.tensors.values()}
 
 

@@ -60,17 +60,14 @@ class SavedModel:
     manifest: ModelManifest
 
     def table(self, name: str) -> StoredTable:
-        """Return a table by name. Raises ModelError if it does not exist."""
+        """Raises ModelError for an unknown table."""
         for table in self.manifest.tables:
             if table.spec.name == name:
                 return table
         raise ModelError(f"the model in {self.directory} has no table {name!r}")
 
     def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
-        """Yield the keys and records of a table, file by file, and verify checksums.
-
-        A thread reads the next file while the caller processes the current one.
-        """
+        """Yield verified keys and records, while a thread reads the next file."""
         with ThreadPoolExecutor(1) as pool:
             ahead: Future[tuple[Keys, Floats]] | None = None
             for part in table.parts:
@@ -81,7 +78,6 @@ class SavedModel:
                 yield ahead.result()
 
     def load_store(self, name: str) -> SparseStore:
-        """Return a sparse table as a store in this process."""
         table = self.table(name)
         files = [self.directory / part.file for part in table.parts]
         num_bytes = sum(file.stat().st_size for file in files if file.exists())
@@ -89,16 +85,15 @@ class SavedModel:
         return fill_store(table.spec, self.records(table), num_rows=min(table.rows, num_bytes // 12))
 
     def read(self, file: StoredFile) -> bytes:
-        """Return a file's content, and verify the checksum."""
         return read_checked(self.directory / file.file, file.num_bytes, file.sha256, _NAME_IN_ERRORS).tobytes()
 
 
 def fill_store(
     spec: TableSpec, pieces: Iterable[tuple[Keys, Floats]], *, num_rows: int = 0, values_only: bool = False
 ) -> SparseStore:
-    """Create a store in this process with the given keys and records of a sparse table.
+    """Create a store with these rows, after allocating memory for `num_rows` rows.
 
-    Allocates memory for `num_rows` rows first. With `values_only`, the state of the update rule is left out.
+    With `values_only`, the state of the update rule is left out.
     """
     store = SparseStore(
         dim=spec.dim,
@@ -198,7 +193,6 @@ def _write_table(
 
 
 def _remove_former(folder: Path, manifest: ModelManifest) -> None:
-    """Remove the previous model and the files of interrupted saves."""
     files = manifest.files
     for path in folder.iterdir():
         if path.name not in files and _MODEL_FILE.fullmatch(path.name):

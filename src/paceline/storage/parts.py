@@ -45,7 +45,6 @@ class PartBuffer:
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the memory between keys and records."""
         most = self._memory.nbytes // (8 + 4 * self._words)
         records = self._memory[8 * most : (8 + 4 * self._words) * most]
         self._keys: Keys = self._memory[: 8 * most].view(np.uint64)
@@ -53,22 +52,18 @@ class PartBuffer:
 
     @property
     def keys(self) -> Keys:
-        """Return all keys (uint64 [n])."""
         return self._keys[: self._num_rows]
 
     @property
     def records(self) -> Floats:
-        """Return all records (float32 [n, words])."""
         return self._records[: self._num_rows]
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all keys and records in bytes."""
         return (8 + 4 * self._words) * self._num_rows
 
     @property
     def is_full(self) -> bool:
-        """Return whether the part has its full size."""
         return self.num_bytes >= PART_BYTES
 
     def add(self, keys: Keys, records: Floats, bucket: int | None = None) -> None:
@@ -87,7 +82,7 @@ class PartBuffer:
 
 
 def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> StoredPart:
-    """Write gathered rows of a table as a file; it is on disk when this returns. Raises OSError.
+    """Write gathered rows as a file; it is on disk when this returns. Raises OSError.
 
     Hashing and writing release the interpreter's lock, so that other threads run.
     """
@@ -110,12 +105,10 @@ def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> 
 
 
 def write_file(directory: Path, file: str, data: bytes) -> StoredFile:
-    """Write a file; it is on disk when this returns. Raises OSError."""
     return StoredFile(file=file, num_bytes=len(data), sha256=_write(directory / file, [memoryview(data)]))
 
 
 def _write(path: Path, buffers: Sequence[memoryview]) -> str:
-    """Write a file and return the checksum of its content."""
     digest = hashlib.sha256()
     for buffer in buffers:
         digest.update(buffer)
@@ -124,10 +117,9 @@ def _write(path: Path, buffers: Sequence[memoryview]) -> str:
 
 
 def read_part(directory: Path, part: StoredPart, owner: str) -> tuple[Keys, Floats]:
-    """Return the keys (uint64 [n]) and records (float32 [n, words]) of a part with a verified checksum.
+    """Return the verified keys (uint64 [n]) and records (float32 [n, words]) of a part.
 
-    `owner` names the model or snapshot in errors. Raises ModelError if the file is damaged, missing, or differs from
-    the manifest.
+    `owner` names the model or snapshot in errors. Raises ModelError if the file is damaged, missing or different.
     """
     path, rows = directory / part.file, part.num_rows
     data = read_checked(path, part.num_bytes, part.sha256, owner)

@@ -35,12 +35,11 @@ class SnapshotWriteError(ModelError):
 
 
 def folder_name(number: int) -> str:
-    """Return the name of a snapshot's folder."""
     return f"snapshot-{number:06d}"
 
 
 def numbers_in(directory: Path) -> list[int]:
-    """Return the numbers of the folders in a directory, complete or not, in ascending order."""
+    """Return the sorted numbers of all folders, complete or not."""
     try:
         names = os.listdir(directory)
     except OSError:  # a later read or write reports the error
@@ -60,7 +59,6 @@ def read_snapshot(directory: Path, number: int) -> SnapshotManifest:
 
 
 def describe_failure(directory: Path, error: OSError) -> str:
-    """Return the reason why a snapshot could not be written."""
     if is_no_space(error):
         return f"no space left in {directory}"
     return f"cannot write in {directory}: {error.strerror or error}"
@@ -90,17 +88,14 @@ class SnapshotDirectory:
                 self._manifests[number] = read_snapshot(self.path, number)
 
     def next_number(self) -> int:
-        """Return a number that no snapshot has used."""
         self._last += 1
         return self._last
 
     def make(self, number: int) -> None:
-        """Create a snapshot's folder. Raises OSError."""
         self._take_over()
         make_directory(self.path / folder_name(number))
 
     def close(self) -> None:
-        """Release the directory for another run. Idempotent."""
         if self._lock is not None:
             self._lock.release()
 
@@ -124,7 +119,6 @@ class SnapshotDirectory:
                 self._remove(number, needed)
 
     def discard(self, number: int) -> None:
-        """Remove the files of an unfinished snapshot."""
         self._remove(number)
 
     def _remove(self, number: int, needed: Iterable[str] = ()) -> None:
@@ -199,9 +193,9 @@ def _check_part(directory: Path, part: StoredPart) -> None:
 def read_buckets(
     directory: Path, part: StoredPart, wanted: Buckets, *, with_passes: bool = False
 ) -> list[tuple[int, Keys, Floats]]:
-    """Return the keys and records of each wanted bucket that has rows. Raises the errors of :func:`read_part`.
+    """Return each wanted bucket that has rows: number, keys, records. Raises the errors of :func:`read_part`.
 
-    Removes the pass number at the end of each record, unless `with_passes` is set.
+    Without `with_passes`, the pass number at the end of each record is removed.
     """
     keys, records = read_part(directory, part, _NAME_IN_ERRORS)
     if part.has_passes and not with_passes:

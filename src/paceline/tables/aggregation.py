@@ -31,18 +31,16 @@ class IterationPushes(NamedTuple):
     """The pushes of a complete iteration."""
 
     tables: dict[int, list[Push]]
-    """The pushes by table."""
     tops: dict[int, float]
     """For each table, an upper bound of the sum's magnitude before the factor."""
     factor: float
-    """The factor of the sum."""
 
 
 class IterationBuffer:
     """Pushes of live workers for incomplete iterations.
 
-    An incarnation identifies a worker. The worker's rank, which determines the order of summation, is stored with its
-    pushes, because the worker may leave before the iteration is complete.
+    An incarnation identifies a worker. Pushes are stored with the worker's rank, which gives the order of summation,
+    because the worker may leave before the iteration is complete.
     """
 
     def __init__(self, mean: bool) -> None:
@@ -53,12 +51,10 @@ class IterationBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """The memory used by gradients, in bytes."""
         workers = (pushes for by_worker in self._pushes.values() for _, pushes in by_worker.values())
         return sum(push[1].nbytes for pushes in workers for _, push, _ in pushes)
 
     def copy(self, selection: Selection, grads: Floats) -> Push:
-        """Copy a push, to store it until its iteration is complete."""
         free = self._free.get(len(grads))
         if not free:
             return selection.copy(), grads.copy()
@@ -67,11 +63,10 @@ class IterationBuffer:
         return selection.copy(), kept
 
     def add(self, iteration: int, worker: int, rank: int, table: int, kept: Push, top: float) -> None:
-        """Store a worker's push for an iteration; the arrays must not change. `top` is the push's largest magnitude."""
+        """Store a push; the arrays must not change. `top` is the push's largest magnitude."""
         self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, kept, top))
 
     def clear(self) -> None:
-        """Drop all pushes."""
         self._pushes, self._free = {}, {}
 
     def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
@@ -84,7 +79,6 @@ class IterationBuffer:
                     self._free.setdefault(len(grads), []).append(grads)
 
     def restrict(self, parts: Mapping[int, TablePart], buckets: Buckets) -> None:
-        """Restrict all pushes to these buckets; `parts` has the tables' parts by number."""
         for by_worker in self._pushes.values():
             for _, pushes in by_worker.values():
                 cut = [(table, parts[table].restrict(*push, buckets), top) for table, push, top in pushes]
@@ -157,11 +151,10 @@ class IterationSums:
         self.buffer = IterationBuffer(mean)
 
     def restrict(self, buckets: Buckets) -> None:
-        """Drop the pushes outside `buckets`."""
         self.buffer.restrict({number: table.part for number, table in self._tables.by_number.items()}, buckets)
 
     def apply(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> None:
-        """Sum and apply the pushes of `workers` in an iteration; all pushes must be for `buckets`."""
+        """Sum and apply an iteration's pushes; all pushes must be for `buckets`."""
         complete = self._complete(iteration, workers, buckets)
         for number, pushes in sorted(complete.tables.items()):
             table = self._tables.by_number[number]
@@ -170,7 +163,6 @@ class IterationSums:
         self.buffer.recycle(complete.tables)
 
     def pieces(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> list[Piece]:
-        """Return the sum of the pushes of `workers` in an iteration, restricted to `buckets`."""
         complete = self._complete(iteration, workers, buckets)
         pieces: list[Piece] = []
         for number, pushes in sorted(complete.tables.items()):
@@ -198,7 +190,7 @@ class IterationSums:
         return complete
 
     def _sum_up(self, number: int, pushes: Sequence[Push], factor: float, buckets: Buckets) -> Iterator[Piece]:
-        """Yield a table's sums in `buckets`. This server is the primary of all buckets of the buffered pushes."""
+        """Yield the sums; this server is the primary of all buckets of the buffered pushes."""
         part = self._tables.by_number[number].part
         for selection, grads in sum_up(part, pushes, factor):
             whole = Piece(number, selection, grads)

@@ -9,16 +9,16 @@ from msgspec import Meta
 from paceline.protocol import NUM_BUCKETS
 
 MAX_CLOCK: Final = 2**32 - 3
-"""The last iteration, because clocks have 32 bits in a frame's header and every iteration has a successor."""
+"""Clocks have 32 bits in a frame's header, and every iteration has a successor."""
 MAX_TABLES: Final = 65535
-"""Number of tables in one cluster, because numbers have 16 bits in a frame's header and 0 means no table."""
+"""Numbers of tables have 16 bits in a frame's header, and 0 means no table."""
 MAX_WORDS: Final = 1 << 20
 """Number of float32 in a record, which has the values and the state of a key."""
 
 MAX_PASSES: Final = 62
-"""The longest recorded span of passes over the data, because marks of passes repeat after 63 passes."""
+"""Marks of passes repeat after 63 passes."""
 MAX_PASS: Final = 1 << 24
-"""The last pass over the data, because rows store the pass as float32, which is exact up to this number."""
+"""Rows store the pass as float32, which is exact up to this number."""
 
 Word: TypeAlias = Annotated[int, Meta(ge=0)]
 """A hash of 64 bits."""

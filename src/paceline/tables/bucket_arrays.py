@@ -27,7 +27,7 @@ def bucket_width(size: int) -> int:
 
 
 def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the elements of ascending `buckets` of a dense table as the fewest possible ranges [start, stop)."""
+    """Return the elements of ascending `buckets` as the fewest possible ranges [start, stop)."""
     runs: list[tuple[int, int]] = []
     for bucket in buckets:
         start, stop = bucket_bounds(size, bucket)
@@ -42,7 +42,7 @@ def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def runs_in(size: int, buckets: Buckets) -> Sequence[tuple[int, int]]:
-    """Return a set's elements like :func:`owned_runs`, with a cache of recent sets."""
+    """Return the same as :func:`owned_runs`, with a cache of recent sets."""
     return tuple(owned_runs(size, buckets_in(buckets)))
 
 
@@ -52,7 +52,6 @@ def clip_runs(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tu
 
 
 def range_buckets(size: int, start: int, stop: int) -> Buckets:
-    """Return the buckets that hold the elements [start, stop) of a dense table."""
     if start >= stop:
         return 0
     width = bucket_width(size)

@@ -136,7 +136,6 @@ class DensePart(TablePart):
         return sum(b - a for a, b in self._runs(selection))
 
     def _runs(self, selection: Selection) -> list[tuple[int, int]]:
-        """Return the elements of a selection of a range."""
         buckets, start, stop = self._buckets(selection), selection.start, selection.stop
         if strange := buckets & ~self.held & range_buckets(self._size, start, stop):
             raise UsageError(
@@ -216,7 +215,7 @@ class DensePart(TablePart):
 
     @override
     def reserve(self, selection: Selection) -> None:
-        """Do nothing, because all elements have memory."""
+        """Do nothing: all elements have memory."""
 
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -270,7 +269,6 @@ class DensePart(TablePart):
                 at += length
 
     def _check_count(self, unit: str, floats: Floats, expected: int) -> None:
-        """Raise UsageError unless there are exactly `expected` elements for a kernel to read."""
         if len(floats) != expected:
             raise UsageError(f"{len(floats)} {unit} for {expected} elements of dense table {self.spec.name!r}")
 
@@ -302,7 +300,6 @@ class DensePart(TablePart):
 
 
 def _sum_scaled(parts: Sequence[Floats], factor: float, out: Floats) -> None:
-    """Write the sum of `parts`, in order, times `factor` to `out`."""
     if len(parts) == 1:
         np.multiply(parts[0], np.float32(factor), out=out)
         return

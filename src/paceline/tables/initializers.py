@@ -30,8 +30,7 @@ class Initializer(ABC):
 
     @property
     @abstractmethod
-    def largest(self) -> float:
-        """An upper bound of the values' magnitude."""
+    def largest(self) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

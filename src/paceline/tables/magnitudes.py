@@ -84,7 +84,6 @@ class Magnitudes:
         return self._has_bounds and self._num_tried >= num_rows
 
     def reset(self) -> None:
-        """Reset the bounds, before all records are checked."""
         self.bounds = self._formed = self._initial
         self._left = self._num_tried = 0
 

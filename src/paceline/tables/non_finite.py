@@ -27,7 +27,6 @@ _logger = logging.getLogger("paceline.ps")
 
 
 def check_policy(policy: str) -> str:
-    """Return a valid policy. Raises UsageError."""
     if policy not in (REFUSE, COUNT):
         raise UsageError(f"non_finite={policy!r}: expected {REFUSE!r} or {COUNT!r}")
     return policy
@@ -40,10 +39,9 @@ class NonFinite:
         self._refuses = check_policy(policy) == REFUSE
 
     def try_push(self, table: ServerTable, selection: Selection, grads: Floats, top: float, source: str) -> None:
-        """Try a push on copies of its rows, because :class:`Magnitudes` cannot exclude an overflow.
+        """Try a push on copies of its rows. Raises NonFiniteError if a record would not be finite.
 
-        `top` is the largest magnitude of the gradients; `source` names the push in an error. Raises NonFiniteError if a
-        record would not be finite.
+        `top` is the largest magnitude of the gradients; `source` names the push in an error.
         """
         part = table.part
         if not top < math.inf:

@@ -27,9 +27,9 @@ Positions = npt.NDArray[np.int64]
 class Selection:
     """The keys, or the range of a dense table, of a request.
 
-    A range covers only the elements of `buckets`. None stands for the buckets whose primary is the server. The first
-    count (:meth:`TablePart.num_values`) replaces None by these buckets, so that the selection stays the same if the
-    server's buckets change before the request is complete. Only dense parts use `places`.
+    A range covers only the elements of `buckets`; None stands for the server's primary buckets until the first count
+    (:meth:`TablePart.num_values`) sets them. Later changes of the server's buckets do not affect the selection. Only
+    dense parts use `places`.
     """
 
     __slots__ = ("buckets", "keys", "places", "start", "stop")
@@ -42,7 +42,6 @@ class Selection:
         self.places: Positions | None = None
 
     def key_array(self) -> Keys:
-        """Return the keys. Raises UsageError for a range."""
         if self.keys is None:
             raise UsageError(f"expected keys, got the range [{self.start}, {self.stop})")
         return self.keys
@@ -59,7 +58,6 @@ def check_finite(grads: Floats, sender: str, table: str) -> None:
 
 
 def not_finite(grads: Floats, sender: str, table: str) -> NonFiniteError:
-    """Return the error that rejects a push with these gradients."""
     bad = grads[~np.isfinite(grads)][0]
     return NonFiniteError(
         f"a push of {sender} to table {table!r} contains {bad}. It was rejected, and the table is unchanged. Check "
@@ -90,7 +88,6 @@ class TablePart(ABC):
 
     @property
     def held(self) -> Buckets:
-        """The held buckets."""
         return self._held
 
     @property
@@ -105,22 +102,18 @@ class TablePart(ABC):
 
     @property
     @abstractmethod
-    def parameters(self) -> npt.NDArray[np.float64]:
-        """The kernel's parameter array."""
+    def parameters(self) -> npt.NDArray[np.float64]: ...
 
     @property
     def num_rows(self) -> int:
-        """The number of held rows (sparse) or elements (dense)."""
         return self.rows_in(self.held)
 
     @abstractmethod
-    def rows_in(self, buckets: Buckets) -> int:
-        """Return the number of held rows (sparse) or elements (dense) in these buckets."""
+    def rows_in(self, buckets: Buckets) -> int: ...
 
     @property
     @abstractmethod
-    def num_bytes(self) -> int:
-        """The number of held bytes."""
+    def num_bytes(self) -> int: ...
 
     # Changes of buckets.
 
@@ -138,7 +131,7 @@ class TablePart(ABC):
 
     @abstractmethod
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Replace the content of a bucket by `keys` and `records`, in the format of :meth:`read_bucket`.
+        """Replace a bucket by data in the format of :meth:`read_bucket`.
 
         Raises UsageError, and changes nothing, if a key is not in this bucket.
         """
@@ -159,16 +152,13 @@ class TablePart(ABC):
     """The pass in which rows count as pushed if they are older than the recording of passes."""
 
     def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
-        """Return a bucket's records (float32 [n, record_words]), with a column for the pass if passes are recorded.
-
-        The column has the number of the pass in which each row was last pushed.
-        """
+        """Return records (float32 [n, record_words]), with a column for each row's last pass if passes are recorded."""
         return records
 
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
-        """Load a bucket like :meth:`load_bucket`, from records that may have the column of :meth:`with_passes`.
+        """Load records that may have the column of :meth:`with_passes`.
 
-        Rows without this column count as pushed in pass `rows_of` (default: the current pass).
+        Rows without it count as pushed in pass `rows_of` (default: the current pass).
         """
         self.load_bucket(bucket, keys, records)
 
@@ -181,15 +171,13 @@ class TablePart(ABC):
         """Return a selection's keys on this server, in order."""
 
     @abstractmethod
-    def buckets_of(self, selection: Selection) -> Buckets:
-        """Return the buckets of a selection's keys."""
+    def buckets_of(self, selection: Selection) -> Buckets: ...
 
     @abstractmethod
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """Return the part of a push (float32 [num_values]) in these buckets; the same objects if that is all of it.
 
-        The gradients may be a view. The other buckets may already be dropped. With keys, rows may have any width, for
-        example the bytes of records, or 0.
+        The gradients may be a view. The other buckets may already be dropped. With keys, rows may have any width.
         """
 
     def _restrict_keys(self, selection: Selection, rows: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
@@ -209,10 +197,7 @@ class TablePart(ABC):
 
     @abstractmethod
     def reserve(self, selection: Selection) -> None:
-        """Allocate the memory that a push or write of a selection needs, so that it cannot run out of memory later.
-
-        Raises MemoryError, and changes no readable value, if there is too little memory.
-        """
+        """Allocate the memory that a push or write needs. Raises MemoryError, without changing readable values."""
 
     @abstractmethod
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -227,7 +212,6 @@ class TablePart(ABC):
         """Yield, in blocks, the keys (uint64 [n]) and records (float32 [n, record_words]) that a push would write."""
 
     def measure_all(self) -> None:
-        """Compute the bounds of all records."""
         self.magnitudes.reset()
         for bucket in buckets_in(self.held):
             self.magnitudes.widen(self.read_bucket(bucket)[1])
@@ -242,10 +226,9 @@ class TablePart(ABC):
 
     @abstractmethod
     def erase(self, keys: Keys) -> int:
-        """Erase the rows of `keys`; return how many existed."""
+        """Return the number of existing rows of `keys`, which are erased."""
 
     def set_update(self, rule: UpdateRule) -> None:
-        """Set other hyperparameters of the same rule."""
         rule.check_follows(self.rule, f"table {self.spec.name!r}")
         self.rule = rule
         self.magnitudes.set_rule(rule)

@@ -23,8 +23,8 @@ def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
     """Set the current pass.
 
     If passes were not recorded before, existing rows count as last pushed in pass `rows_of`. Marks repeat after 63
-    passes, so the caller must erase older rows before. `number` may be smaller than before, if training resumes from a
-    snapshot. Then no row counts as pushed in a later pass.
+    passes, so the caller must erase older rows before. After a resume from a snapshot, `number` may be smaller than
+    before.
     """
     assert has_room_for_marks(store)
     former, store.pass_number = store.pass_number, number
@@ -44,10 +44,7 @@ def note_push(store: SparseStore, keys: Keys) -> None:
 
 
 def last_passes(store: SparseStore, bucket: int, keys: Keys) -> npt.NDArray[np.float32]:
-    """Return the last pass that pushed each row of a bucket's `keys` (uint64 [n]).
-
-    Erased rows count as pushed in the oldest recorded pass.
-    """
+    """Return each row's last pass; erased rows count as pushed in the oldest recorded pass."""
     _, exist = store.read_records(keys)
     ages = np.where(exist, 0, index.NUM_MARKS - 1)
     older = np.flatnonzero(exist)

@@ -44,7 +44,6 @@ class ServerTable:
         """Why the sum of an iteration was rejected, for each worker that has not received the reason yet."""
 
     def set_update(self, update: dict[str, Any], revision: int) -> None:
-        """Set other hyperparameters of the same rule."""
         self.part.set_update(from_fields(RULES, update))
         self.spec, self.revision = self.spec.with_update(update), revision
 
@@ -67,14 +66,13 @@ class ServerTables:
         self._erased: dict[int, tuple[int, list[tuple[Buckets, int]]]] = {}  # the last erasure of each sender, in parts
 
     def find(self, number: int) -> ServerTable:
-        """Return a table. Raises UsageError if it was not declared on this server."""
         table = self.by_number.get(number)
         if table is None:
             raise UsageError(f"server {self.rank} has no table number {number}. Declare it first")
         return table
 
     def restrict(self, piece: Piece, buckets: Buckets) -> Piece | None:
-        """Return the part of a piece in `buckets`: the same object if this is the whole piece, None if it is empty."""
+        """Return the part of a piece in `buckets`; None if it is empty."""
         selection, floats = self.find(piece.table).part.restrict(piece.selection, piece.floats, buckets)
         if selection is piece.selection:
             return piece
@@ -82,11 +80,10 @@ class ServerTables:
         return None if is_empty else Piece(piece.table, selection, floats)
 
     def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
-        """Record the number of rows erased by part of an erasure, because the reply may be repeated."""
+        """Record the number of erased rows, because the reply may be repeated."""
         last, parts = self._erased.get(sender, (0, []))
         self._erased[sender] = sequence, [*(parts if last == sequence else ()), (buckets, num_rows)]
 
     def num_erased(self, sender: int, sequence: int, buckets: Buckets) -> int:
-        """Return the number of rows erased by an erasure's parts within these buckets."""
         last, parts = self._erased.get(sender, (0, []))
         return sum(num_rows for part, num_rows in parts if last == sequence and not part & ~buckets)

@@ -60,7 +60,6 @@ def whole_number(subject: str, value: object, low: int, high: int | None = None)
 
 
 def check_flags(settings: object, *names: str) -> None:
-    """Raise UsageError unless every named field is True or False."""
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, bool):
@@ -68,7 +67,7 @@ def check_flags(settings: object, *names: str) -> None:
 
 
 def check_pair(settings: object, name: str, low: float, high: float, expected: str) -> None:
-    """Check that a pair of numbers is in [low, high); convert a list from JSON or msgpack to a tuple."""
+    """Check a pair of numbers in [low, high); convert a list from JSON or msgpack to a tuple."""
     pair: Any = getattr(settings, name)
     if isinstance(pair, list):
         pair = tuple(pair)
@@ -79,12 +78,11 @@ def check_pair(settings: object, name: str, low: float, high: float, expected: s
 
 
 def to_fields(settings: object) -> dict[str, Any]:
-    """Return an update rule or initializer as a dictionary of its class name and fields, for JSON and msgpack."""
+    """Return an update rule or initializer as a dictionary of class name and fields, for JSON and msgpack."""
     return {"kind": type(settings).__name__, **dataclasses.asdict(settings)}  # type: ignore[call-overload]
 
 
 def from_fields(kinds: Mapping[str, type[_Kind]], fields: dict[str, Any]) -> _Kind:
-    """Create the update rule or initializer from the output of :func:`to_fields`."""
     arguments = dict(fields)
     name = arguments.pop("kind", None)
     if not isinstance(name, str) or name not in kinds:

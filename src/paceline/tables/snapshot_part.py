@@ -33,7 +33,6 @@ class EarlierRows:
         self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # changed keys; 1 if there was a row, else 0
 
     def put_aside(self, keys: Keys) -> None:
-        """Copy the rows of `keys` before their first change."""
         _, known = self._seen.read_records(keys)
         if known.all():
             return
@@ -89,13 +88,11 @@ class Moment:
         self._rows.put_aside(selection.keys[chosen[:count]])
 
     def put_aside_buckets(self, buckets: Buckets) -> None:
-        """Copy complete unread buckets."""
         for bucket in buckets_in(buckets & self.waiting):
             if bucket not in self._copies:
                 self._copies[bucket] = self._read(bucket)
 
     def read(self, bucket: int) -> tuple[Keys, Floats]:
-        """Return a bucket as it was at this moment."""
         self.waiting &= ~(1 << bucket)
         copy = self._copies.pop(bucket, None)
         return self._read(bucket) if copy is None else copy
@@ -110,10 +107,7 @@ SnapshotId: TypeAlias = tuple[str, int]
 
 
 class WatchedPart:
-    """A table's part whose changes are recorded. It replaces the :class:`TablePart` (see :func:`watch`).
-
-    Its own methods write. All other attributes are those of `part`.
-    """
+    """A table's part whose changes are recorded. Attributes that it does not define are those of `part`."""
 
     def __init__(self, part: TablePart) -> None:
         self.part = part
@@ -124,11 +118,10 @@ class WatchedPart:
     # For snapshots.
 
     def unchanged_since(self, snapshot: SnapshotId) -> Buckets:
-        """Return the buckets that have not changed since a snapshot."""
         return self._written.get(snapshot, 0)
 
     def note_written(self, snapshot: SnapshotId, buckets: Buckets) -> None:
-        """Record that a snapshot has the current state of buckets; forget the directory's earlier snapshots."""
+        """Record that a snapshot has these buckets; forget the directory's earlier snapshots."""
         self._forget([known for known in self._written if known[0] == snapshot[0]], buckets)
         self._written[snapshot] = self._written.get(snapshot, 0) | buckets
 
@@ -157,50 +150,43 @@ class WatchedPart:
         self._note_changed(buckets)
 
     def push(self, selection: Selection, grads: Floats) -> None:
-        """See :meth:`TablePart.push`."""
         self._touch(selection)
         self.part.push(selection, grads)
 
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
-        """See :meth:`TablePart.push_sum`."""
         self._touch(selection)
         self.part.push_sum(selection, grads, factor)
 
     def begin_pass(self, number: int, rows_of: int) -> None:
-        """See :meth:`SparsePart.begin_pass`; may move rows to another store."""
+        """May move rows to another store."""
         assert isinstance(self.part, SparsePart)
         if not has_room_for_marks(self.part.store):
             self._touch_all(self.part.held)
         self.part.begin_pass(number, rows_of)
 
     def write_records(self, keys: Keys, records: Floats) -> None:
-        """See :meth:`TablePart.write_records`."""
         self._touch(Selection(keys))
         self.part.write_records(keys, records)
 
     def erase(self, keys: Keys) -> int:
-        """See :meth:`TablePart.erase`."""
         if isinstance(self.part, SparsePart):
             self._touch(Selection(keys))
         return self.part.erase(keys)
 
     def hold(self, buckets: Buckets) -> None:
-        """See :meth:`TablePart.hold`."""
         self._note_changed(buckets & ~self.part.held)
         self.part.hold(buckets)
 
     def drop(self, buckets: Buckets) -> None:
-        """See :meth:`TablePart.drop`."""
         self._touch_all(buckets)
         self.part.drop(buckets)
 
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """See :meth:`TablePart.load_bucket`."""
         self._touch_all(1 << bucket)
         self.part.load_bucket(bucket, keys, records)
 
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
-        """See :meth:`TablePart.load_with_passes`; may move rows to another store."""
+        """May move rows to another store."""
         begins = not self.part.pass_number
         self._touch_all(self.part.held if begins and records.shape[1] > self.part.record_words else 1 << bucket)
         self.part.load_with_passes(bucket, keys, records, rows_of)
@@ -210,7 +196,6 @@ class WatchedPart:
 
 
 def watch(table: ServerTable) -> WatchedPart:
-    """Start to record the changes of a table's part."""
     if not isinstance(table.part, WatchedPart):
         table.part = cast(TablePart, WatchedPart(table.part))
     return cast(WatchedPart, table.part)

@@ -163,7 +163,7 @@ class SparsePart(TablePart):
     # Passes over the data.
 
     def begin_pass(self, number: int, rows_of: int) -> None:
-        """Start pass `number`. If passes were not recorded before, existing rows count as pushed in pass `rows_of`.
+        """See :func:`paceline.tables.passes.begin_pass`.
 
         Rows without room for marks are first copied. Raises MemoryError, without any change, if memory is too small.
         """
@@ -200,7 +200,6 @@ class SparsePart(TablePart):
             passes.note_passes(self.store, keys, numbers)
 
     def unseen_keys(self, bucket: int, num_passes: int) -> Keys:
-        """Return the keys of a bucket's rows without a push in `num_passes` passes, including the current one."""
         return passes.unseen_keys(self.store, bucket, num_passes)
 
 
@@ -215,5 +214,4 @@ def _copy_with_marks(part: SparsePart) -> SparseStore:
 
 
 def make_part(spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> TablePart:
-    """Create a table's part for the primary of `buckets`; `memory` provides memory for rows."""
     return SparsePart(spec, buckets, memory) if spec.kind == "sparse" else DensePart(spec, buckets)

@@ -51,16 +51,14 @@ def _limits(directory: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _check_size(unit: str, rows: Floats, count: int, width: int) -> None:
-    """Raise UsageError unless `rows` has `count` rows of `width` elements for the kernels."""
     if rows.size != count * width or not rows.flags.c_contiguous:
         raise UsageError(f"{rows.size} {unit} for {count} keys: expected {width} per key, contiguous in memory")
 
 
 def _next_limit(bucket: int, count: int, growth: float) -> int:
-    """Return a bucket's next size above `count`. Small sizes double, and large sizes grow by the factor `growth`.
+    """Return a bucket's next size. Small sizes double, and large sizes grow by the factor `growth`.
 
-    Each bucket has its own, evenly shifted sequence. The counts of a table's buckets rise together, so without the
-    shift all buckets would grow in one request.
+    Each bucket's sequence is shifted, because the counts of all buckets rise together and would grow in one request.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:
@@ -134,12 +132,11 @@ class SparseStore:
         self._grown = np.zeros_like(self.directory)  # describes a growing bucket's new lines
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return int(self.counts.sum())
 
     @property
     def counts(self) -> npt.NDArray[np.uint64]:
-        """The number of rows of each bucket (uint64 [512]); a view."""
+        """Rows of each bucket (uint64 [512]); a view."""
         return self.directory[index.COUNT : index.LIMIT]
 
     @property
@@ -160,9 +157,8 @@ class SparseStore:
         """Allocate memory for the rows of `keys`. Raises MemoryError, without changing rows, if there is too little.
 
         Afterwards a push of these keys cannot run out of memory, unless crafted keys overflow a bucket's tail. Looking
-        up the existing keys would cost as much as the push. Therefore a bucket gets space for as many rows as it has
-        keys, unless this exceeds its rows or the memory. If the system never rejects memory, this method does nothing,
-        because counting 100,000 keys takes a fifth of the time of their push.
+        up the existing keys would cost as much as the push, so a bucket gets space for as many rows as it has keys, if
+        memory allows. If the system never rejects memory, this method does nothing.
         """
         if len(keys) > _FEW_KEYS and not self.memory.may_refuse():
             return
@@ -187,7 +183,7 @@ class SparseStore:
         self._make_room(num_absent)
 
     def make_room_evenly(self, num_rows: int) -> None:
-        """Allocate memory in an empty table for `num_rows` rows, with keys spread evenly over the buckets.
+        """Allocate memory in an empty table for keys spread evenly over the buckets.
 
         The buckets share one block of memory, for which the system can provide huge pages.
         """
@@ -250,7 +246,6 @@ class SparseStore:
         return records, found.view(np.bool_)
 
     def erase(self, keys: Keys) -> int:
-        """Erase the existing rows of `keys`; return their number."""
         return int(index.erase(self.directory, self.layout, keys))
 
     def bucket(self, bucket: int) -> tuple[Keys, Floats]:
@@ -279,10 +274,7 @@ class SparseStore:
         self._rows[bucket] = None
 
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Replace a bucket by `keys`, all in this bucket, and `records`, in the format of :meth:`bucket`.
-
-        Memory is allocated once, before the first write.
-        """
+        """Replace a bucket by data in the format of :meth:`bucket`. Allocates memory once, before the first write."""
         _check_size("records", records, len(keys), self.row_words)
         self.drop_bucket(bucket)
         if len(keys):
@@ -296,10 +288,7 @@ class SparseStore:
                 yield self.bucket(bucket)
 
     def _grow(self, key: np.uint64) -> None:
-        """Give the bucket of a key space for more rows, a longer tail or another salt, as required.
-
-        Changes nothing if memory runs out.
-        """
+        """Give the bucket of a key more rows, a longer tail or another salt. Changes nothing if memory runs out."""
         directory, bucket = self.directory, _bucket_of(key)
         count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
         if count >= limit:
@@ -344,7 +333,7 @@ class SparseStore:
         self.lines[bucket] = block
 
     def _grow_rows(self, bucket: int, limit: int) -> None:
-        """Allocate memory for `limit` wide rows of a bucket; reserved memory stays."""
+        """Allocate memory for `limit` wide rows; reserved memory stays."""
         if self.layout[index.INLINE]:
             return
         num_bytes = 4 * self.row_words * limit

@@ -26,10 +26,8 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     kind: str
-    """``sparse`` or ``dense``."""
     dim: int = 1
     size: int = 0
-    """Number of elements of a dense table; 0 for a sparse table."""
     update: dict[str, Any]
     initializer: dict[str, Any]
     seed: int = 0
@@ -65,12 +63,10 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def record_words(self) -> int:
-        """The number of float32 in the value and the state of a key."""
         rule = from_fields(RULES, self.update)
         return self.dim * (1 + rule.num_states) + rule.has_count
 
     def with_update(self, update: dict[str, Any]) -> TableSpec:
-        """Return the same table with other hyperparameters."""
         travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # tuples become lists, as after decoding
         return msgspec.structs.replace(self, update=travelled)
 

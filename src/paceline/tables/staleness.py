@@ -28,7 +28,6 @@ class StalenessRecord:
         self._seen: dict[int, dict[int, int]] = {}
 
     def pulled(self, worker: int, clock: int) -> None:
-        """Record that a worker has pulled the table for iteration `clock`."""
         seen = self._seen.setdefault(worker, {})
         if len(seen) >= _KEPT_PULLS and clock not in seen:
             del seen[next(iter(seen))]
@@ -42,18 +41,16 @@ class StalenessRecord:
         return staleness
 
     def applied(self, worker: int, clock: int) -> None:
-        """Record that a push of a worker for iteration `clock` was applied."""
         self._applied += 1
         last, count = self._own.get(worker, (clock, 0))
         self._own[worker] = (clock, count + 1 if last == clock else 1)
 
     def _count_applied(self, worker: int, clock: int) -> int:
-        """Return the number of applied pushes, excluding the worker's own pushes of this iteration."""
+        """Return the number of applied pushes, excluding the worker's own in this iteration."""
         last, count = self._own.get(worker, (clock, 0))
         return self._applied - (count if last == clock else 0)
 
     def forget(self, worker: int) -> None:
-        """Remove a worker that left."""
         self._seen.pop(worker, None)
         self._own.pop(worker, None)
 
@@ -69,7 +66,6 @@ class DelayCompensation:
         self._pulled: dict[tuple[int, int], dict[int, tuple[Selection, Floats]]] = {}
 
     def pulled(self, worker: int, table: int, clock: int, selection: Selection, values: Floats) -> None:
-        """Store the values that a worker pulled for iteration `clock`."""
         kept = self._pulled.setdefault((worker, table), {})
         if len(kept) >= _KEPT_VALUES and clock not in kept:
             del kept[next(iter(kept))]
@@ -92,7 +88,6 @@ class DelayCompensation:
             return grads + self._strength * grads * grads * change
 
     def forget(self, worker: int) -> None:
-        """Remove a worker that left."""
         for key in [key for key in self._pulled if key[0] == worker]:
             del self._pulled[key]
 

@@ -1,7 +1,5 @@
-"""Map the block numbers of a schedule to bytes, and detect overlaps.
-
-Overlap is detected by address, because input and output may be the same memory.
-"""
+"""Map the block numbers of a schedule to bytes. Overlap is detected by address: input and output may be the same
+memory."""
 
 from __future__ import annotations
 
@@ -18,10 +16,9 @@ Ranges: TypeAlias = list[tuple[int, int]]
 
 
 class Blocks:
-    """The working memory of a schedule: block number to bytes.
+    """The working memory of a schedule, in parts: input, output and scratch memory.
 
-    The memory has one or more parts: input, output and scratch memory. A part is a writable buffer with the byte sizes
-    of its consecutive blocks. Blocks are numbered across all parts.
+    A part is a writable buffer with the sizes of its blocks. Blocks are numbered across all parts.
     """
 
     def __init__(self, parts: Sequence[tuple[memoryview, Sequence[int]]]) -> None:
@@ -57,7 +54,6 @@ class Blocks:
         return self.locate(spans)[0]
 
     def locate(self, spans: Spans) -> tuple[list[memoryview], Ranges]:
-        """Return the bytes, and the address range of each view."""
         offsets = self._offsets
         pieces: list[tuple[int, int]] = []
         for first, last in spans:
@@ -110,7 +106,6 @@ def remaining_overlaps(ranges: Ranges, done: int, low: int, high: int) -> bool:
 
 
 def scatter(targets: Sequence[memoryview], source: memoryview) -> None:
-    """Copy one piece of memory to several consecutive targets."""
     at = 0
     for target in targets:
         target[:] = source[at : at + len(target)]

@@ -29,7 +29,6 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     waiting_for: tuple[int, ...]
     """In a call: the ranks that the last sleep waited for. Between calls: the other ranks of pending messages."""
     abort: Abort | None = None
-    """Reason for the end of the group, if this rank has ended it."""
 
 
 RequestStatus: TypeAlias = Callable[[int], Status | None]
@@ -48,7 +47,6 @@ class Search:
             threading.Thread(target=self._work, name="paceline-ask", daemon=True).start()
 
     def answers(self) -> dict[int, Status | None]:
-        """Return the answers received so far; None for missing ones."""
         with self._lock:
             return dict(self._answers)
 
@@ -67,7 +65,6 @@ class Search:
 
 
 def first_abort(answers: Mapping[int, Status | None]) -> Abort | None:
-    """Return the reason from the first rank that has ended the group, if any."""
     for status in answers.values():
         if status is not None and status.abort is not None:
             return status.abort
@@ -75,7 +72,7 @@ def first_abort(answers: Mapping[int, Status | None]) -> Abort | None:
 
 
 def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Sequence[int]) -> dict[int, str]:
-    """Return the ranks that delay a message for rank ``own``, with reasons: the ends of the chain of waiting ranks."""
+    """Return the ranks that delay a message, with reasons: the ends of the chain of waiting ranks."""
     seen = {own}
     guilty: dict[int, str] = {}
     pending = list(waiting_for)
@@ -98,7 +95,6 @@ def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Seq
 
 
 def find_culprits(answers: Mapping[int, Status | None], sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
-    """Return the ranks that delay call ``sequence`` of the waiting rank, with reasons."""
     silent = {rank: "does not answer" for rank, status in answers.items() if status is None}
     late = {rank: status for rank, status in answers.items() if status is not None and status.sequence < sequence}
     absent = {rank: status for rank, status in late.items() if status.call is None and not status.waiting_for}

@@ -20,7 +20,6 @@ _PIECE_BYTES: Final = 1 << 18
 _MAX_PIECES: Final = 64
 
 Choose = Callable[[str, int], str]
-"""Returns the name of the algorithm for a collective and a number of bytes."""
 
 
 class NetworkEngine(Engine):
@@ -136,12 +135,10 @@ class NetworkEngine(Engine):
         reduction: Reduction | None = None,
         algorithm: str = "",
     ) -> None:
-        """Run an algorithm with these `blocks`, whose sizes may differ."""
         name = algorithm or self.algorithm(order, collective, num_bytes)
         self.execute(order, self._schedule(collective, name, root, 1), blocks, reduction)
 
     def execute(self, order: Order, schedule: Schedule, blocks: Blocks, reduction: Reduction | None) -> None:
-        """Run a schedule."""
         execute(self._executor, order, schedule, blocks, reduction)
 
     def _run_even(
@@ -181,7 +178,6 @@ class NetworkEngine(Engine):
 
 
 def num_pieces(collective: str, algorithm: str, num_bytes: int) -> int:
-    """Return the number of pieces of a vector, for algorithms that overlap sends and receives."""
     if not ALGORITHMS[collective][algorithm].pipelined:
         return 1
     return min(_MAX_PIECES, max(1, num_bytes // _PIECE_BYTES))

@@ -31,7 +31,6 @@ def execute(
 
 
 def combine_with(reduction: Reduction) -> Combine:
-    """Return a function that reduces bytes into bytes."""
     function = COMBINER(reduction.combiner)
     table = (ctypes.c_uint64 * 2)()
     place = ctypes.addressof(table)
@@ -45,7 +44,6 @@ def combine_with(reduction: Reduction) -> Combine:
 
 
 def scale(target: Area, reduction: Reduction) -> None:
-    """Multiply the result of a reduction by its scale."""
     if reduction.scale != 1.0:
         table = (ctypes.c_uint64 * 1)(target.address)
         count = target.num_bytes // reduction.item_bytes
@@ -53,5 +51,4 @@ def scale(target: Area, reduction: Reduction) -> None:
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of writable bytes."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0

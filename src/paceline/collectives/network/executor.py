@@ -52,7 +52,6 @@ class ScheduleExecutor:
         self._interruption: CollectiveError | None = None
 
     def status(self) -> Status:
-        """Return this rank's status. Thread-safe."""
         return self._status
 
     def run(
@@ -68,11 +67,9 @@ class ScheduleExecutor:
     ) -> None:
         """Run this rank's part of one call; all ranks must use an equal ``call`` and ``sequence``.
 
-        Schedules with a reduction need ``combine``. Other ranks may not be done at the return. After an error, this
-        rank notifies the other ranks and closes its links; further runs raise GroupClosedError.
-
-        Raises MismatchError for different calls; RankLostError, with the ranks, if ranks died, left or did not make the
-        call within ``timeout_s``; CollectiveError if another rank failed for another reason.
+        Other ranks may not be done at the return. After an error, this rank notifies the other ranks and closes its
+        links. Raises MismatchError, RankLostError (ranks died, left or did not make the call in time) or
+        CollectiveError.
         """
         if self._failure:
             raise GroupClosedError(f"group {self._group!r} refuses further work: a call failed: {self._failure}")
@@ -131,11 +128,7 @@ class ScheduleExecutor:
             self._loop.finish(planner.begin(actions), patience.wake)
 
     def _connect(self, schedule: Schedule, patience: Patience) -> None:
-        """Create all links of a schedule.
-
-        All ranks connect in the order of the pairs of ranks. The first unconnected pair is therefore the next pair on
-        both of its ranks, and no cycle of waiting ranks is possible.
-        """
+        """Connect in the order of the pairs of ranks, so that no cycle of waiting ranks is possible."""
         own = self._links.rank
         needed = {action.peer for actions in schedule.rounds for action in actions if not isinstance(action, Copy)}
         for rank in sorted(needed - self._peers.keys(), key=lambda rank: (min(rank, own), max(rank, own))):

@@ -22,10 +22,7 @@ _CHUNK_BYTES = 1 << 17
 
 
 def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
-    """Return the next message of a link without its body; None if the link ended or after the deadline.
-
-    Raises ProtocolError on invalid bytes.
-    """
+    """Return the next head of a link; None if the link ended or after the deadline. Raises ProtocolError."""
     scanner = peer.scan()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     poll = select.poll()
@@ -54,7 +51,6 @@ def find_abort(peer: PeerMessages, deadline: float) -> Abort | None:
 
 
 def unpack_abort(frame: Head) -> Abort:
-    """Decode the ABORT in a message. Raises ProtocolError."""
     try:
         return msgspec.msgpack.decode(frame.text, type=register_type(Abort))
     except UNREADABLE as error:

@@ -76,7 +76,6 @@ class Heads:
         assert self.head_bytes <= MAX_HEAD_BYTES
 
     def head(self, nbytes: int) -> bytes:
-        """Return the head of a message with a body of ``nbytes`` bytes."""
         head = self._heads.get(nbytes)
         if head is None:
             fields = (MAGIC, WIRE_VERSION, 1, self._text_bytes, self._sequence, self._signature, nbytes)
@@ -93,7 +92,7 @@ class Scanner:
         self._held = bytearray()
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Process the next bytes; add complete heads to :attr:`frames`. Raises ProtocolError on invalid bytes."""
+        """Add complete heads to :attr:`frames`. Raises ProtocolError."""
         used = min(self._skip, len(data))
         self._skip -= used
         held = self._held
@@ -110,7 +109,6 @@ class Scanner:
 
 
 def unpack_header(buffer: bytes | bytearray | memoryview) -> MessageHeader:
-    """Decode a header; raise ProtocolError for an invalid one."""
     header = MessageHeader._make(HEADER.unpack_from(buffer))
     if (
         header.magic != MAGIC
@@ -129,14 +127,12 @@ def unpack_header(buffer: bytes | bytearray | memoryview) -> MessageHeader:
 
 
 def pack_abort(abort: Abort) -> bytes:
-    """Return an ABORT message."""
     text = msgspec.msgpack.encode(abort)
     return HEADER.pack(MAGIC, WIRE_VERSION, MessageKind.ABORT, len(text), abort.sequence, 0, 0) + _pad(text)
 
 
 @functools.lru_cache(maxsize=1024)
 def identify(call: CollectiveCall) -> tuple[int, bytes]:
-    """Return the signature and the text of a call."""
     return call.signature, msgspec.msgpack.encode(call)
 
 

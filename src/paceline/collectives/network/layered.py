@@ -36,7 +36,6 @@ class Layered:
             self._schedule = Schedule(plain.num_blocks, renamed(plain.rounds, self._leaders))
 
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
-        """See :meth:`Engine.all_reduce`."""
         sums = reduction._replace(scale=1.0)
         try:
             # The barrier creates the links, so that a host can report a mismatch that it finds in shared memory.

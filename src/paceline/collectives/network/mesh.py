@@ -33,14 +33,11 @@ class Link:
         self.socket = connected
 
     def fileno(self) -> int:
-        """Return the descriptor, for ``select.poll``; -1 after the link is closed."""
+        """Return the descriptor; -1 after the link is closed."""
         return self.socket.fileno()
 
     def send_nowait(self, buffers: Sequence[memoryview]) -> int:
-        """Send as many bytes as the system accepts without waiting; return their number.
-
-        Raises RankLostError if the connection is broken.
-        """
+        """Return the number of sent bytes. Raises RankLostError if the connection is broken."""
         try:
             if len(buffers) == 1:
                 return self.socket.send(buffers[0])
@@ -51,10 +48,7 @@ class Link:
             raise self._broken(error) from None
 
     def receive_nowait(self, buffer: memoryview) -> int:
-        """Receive available bytes into ``buffer``; return their number, possibly 0.
-
-        Raises RankLostError if the connection is broken or closed.
-        """
+        """Return the number of received bytes. Raises RankLostError if the connection is broken or closed."""
         if not buffer.nbytes:
             return 0
         try:
@@ -68,7 +62,6 @@ class Link:
         return received
 
     def close(self) -> None:
-        """Close the link, and wake the thread that polls it."""
         shut(self.socket)
 
     def _broken(self, error: OSError | None) -> RankLostError | GroupClosedError:
@@ -78,7 +71,6 @@ class Link:
 
 
 def connection_closed(rank: int, error: OSError | None) -> RankLostError:
-    """Return the error for a connection that was closed or broke."""
     cause = "" if error is None or isinstance(error, ConnectionError) else f": {error.strerror or error}"
     return RankLostError(
         f"rank {rank} has closed its connection (its process ended or it left the group){cause}", (rank,)
@@ -91,7 +83,7 @@ class Mesh:
     def __init__(
         self, node: Node, group: str, rank: int, infos: Sequence[NodeInfo], purpose: Purpose = "collective"
     ) -> None:
-        """``group`` is a unique name, equal on all ranks of the group. ``infos`` are the nodes of the ranks."""
+        """``group`` is unique, and equal on all its ranks."""
         self.rank = rank
         self.size = len(infos)
         self.infos = infos
@@ -104,10 +96,9 @@ class Mesh:
         self._is_closed = False
 
     def link(self, rank: int, deadline: float) -> Link:
-        """Return the link to a rank; connect it before ``deadline`` (a time of ``time.monotonic``).
+        """Return the link to a rank, which must call this method too.
 
-        Both ranks must call this method. Raises RankLostError if the other rank is dead or does not connect in time,
-        AuthenticationError if it has another token.
+        Raises RankLostError if the other rank is dead or late, AuthenticationError if it has another token.
         """
         link = self._links.get(rank)
         if link is not None:
@@ -120,12 +111,10 @@ class Mesh:
             return self._links[rank]
 
     def connected(self) -> Sequence[Link]:
-        """Return the established links."""
         with self._lock:
             return list(self._links.values())
 
     def close(self) -> None:
-        """Close every link. Idempotent."""
         with self._lock:
             self._is_closed = True
             links = list(self._links.values())
@@ -174,5 +163,4 @@ class Mesh:
 
 
 def unreachable(rank: int, error: Exception) -> RankLostError:
-    """Return the error for an unreachable rank."""
     return RankLostError(f"rank {rank} cannot be reached, its process has probably ended: {error}", (rank,))

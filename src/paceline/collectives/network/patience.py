@@ -63,9 +63,7 @@ class Patience:
         sequence: int,
         interruption: Callable[[], Abort | None] = lambda: None,
     ) -> None:
-        """``set_waiting_for`` is called with the awaited ranks before each wait. ``interruption`` returns the reason to
-        end the call early, if any.
-        """
+        """``set_waiting_for`` receives the awaited ranks, ``interruption`` returns the reason to end the call early."""
         self.timeout_s = timeout_s
         self._call = call
         self._sequence = sequence
@@ -82,15 +80,11 @@ class Patience:
         self._search: Search | None = None
 
     def wake(self, round_: Round) -> float:
-        """See :meth:`RoundLoop.finish`."""
         peers = [*round_.sending, *(peer for peer in round_.receiving if peer.wants_bytes)]
         return min(self.wait_for(tuple(sorted({peer.rank for peer in peers}))), time.monotonic() + _MAX_SLEEP_S)
 
     def wait_for(self, ranks: tuple[int, ...]) -> float:
-        """Return the time (of ``time.monotonic``) until which the caller may wait for these ranks.
-
-        Raises TooLate after the call's time, and GroupEnded or Disagreement if a poll detects them.
-        """
+        """Return the time (``time.monotonic``) of the next check. Raises TooLate, GroupEnded or Disagreement."""
         self._set_waiting_for(ranks)
         abort = self._interruption()
         if abort is not None:
@@ -124,7 +118,6 @@ class Patience:
         return Search(self._request_status, [rank for rank in range(self._links.size) if rank != self._links.rank])
 
     def _compare(self, search: Search | None) -> None:
-        """Raise GroupEnded if a rank has ended the group, Disagreement if a rank made another call with this number."""
         answers = {} if search is None else search.answers()
         abort = first_abort(answers)
         if abort is not None:
@@ -137,7 +130,6 @@ class Patience:
             raise Disagreement(current)
 
     def culprits(self, sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
-        """Return the ranks to blame, with reasons."""
         if self._search is None:
             return dict.fromkeys(waiting_for, "did not send its data (ranks could not be polled)")
         return find_culprits(self._search.answers(), sequence, waiting_for)

@@ -20,10 +20,10 @@ from paceline.collectives.network.sending import Blocker, OutgoingMessage
 from paceline.errors import ProtocolError, RankLostError
 
 Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
-"""Combine received bytes into the target, in place: ``(target, incoming, incoming_first)``, bytes of whole items.
+"""Combine received bytes into the target, in place: ``(target, incoming, incoming_first)``.
 
-The lower rank's value is the first operand on both ranks. In recursive doubling both ranks compute the same result, and
-must get the same sign of min(-0, 0) and the same of two NaNs.
+The lower rank's value is the first operand on all ranks, so that ranks get the same sign of min(-0, 0) and the same
+NaN.
 """
 
 SMALL_BYTES: Final = 1 << 13
@@ -66,7 +66,6 @@ class PeerMessages:
         self.scanner: Scanner | None = None
 
     def push(self) -> bool:
-        """Send the bytes that the link accepts; return whether any were sent."""
         moved = False
         sends = self.sends
         was_partial = bool(sends) and sends[0].is_started
@@ -83,7 +82,6 @@ class PeerMessages:
         return moved
 
     def pull(self) -> bool:
-        """Receive available bytes of pending messages; return whether there was progress."""
         moved = False
         receives = self.receives
         try:
@@ -98,7 +96,6 @@ class PeerMessages:
 
     @property
     def wants_bytes(self) -> bool:
-        """Whether a pending receive lacks bytes."""
         return bool(self.receives) and self.receives[0].wants_bytes
 
     @property
@@ -117,7 +114,6 @@ class PeerMessages:
             raise UnexpectedMessage(self)
 
     def scan(self) -> Scanner:
-        """Return the scanner for the unread bytes of this link after an error."""
         if self.scanner is None:
             receive = self.receives[0] if self.receives else None
             if receive is not None and receive.has_head:
@@ -149,13 +145,11 @@ class Scratch:
         self._pieces: list[memoryview] = []
 
     def take(self, nbytes: int) -> memoryview:
-        """Return a piece of at least ``nbytes``."""
         if nbytes <= PIECE_BYTES and self._pieces:
             return self._pieces.pop()
         return np.empty(max(nbytes, PIECE_BYTES), np.uint8).data
 
     def give(self, piece: memoryview) -> None:
-        """Return a piece for reuse."""
         if len(piece) == PIECE_BYTES and len(self._pieces) < _REUSED_BYTES // PIECE_BYTES:
             self._pieces.append(piece)
 
@@ -222,11 +216,9 @@ class IncomingMessage:
 
     @property
     def wants_bytes(self) -> bool:
-        """Whether bytes of the message are missing."""
         return not self.has_head or self.got < self.nbytes
 
     def advance(self) -> bool:
-        """Receive available bytes and write permitted ones; return whether there was progress."""
         if not self.has_head:
             return self._receive_head()
         moved = self._write_backlog() if self._backlog else False
@@ -236,7 +228,6 @@ class IncomingMessage:
         return moved
 
     def holds(self, low: int, high: int) -> bool:
-        """See :class:`Blocker`."""
         return not self.is_done and remaining_overlaps(self._ranges, self._applied, low, high)
 
     def _receive_head(self) -> bool:

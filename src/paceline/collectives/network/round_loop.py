@@ -27,10 +27,7 @@ class RoundLoop:
         self._spinner = Spinner()
 
     def finish(self, round_: Round, wake: Callable[[Round], float]) -> None:
-        """Run a round until all its actions are done.
-
-        Before each sleep, ``wake`` returns the latest end of the sleep (a time of ``time.monotonic``), or raises.
-        """
+        """Run all actions. ``wake`` returns the latest end of a sleep (``time.monotonic``), or raises."""
         sending: Sequence[PeerMessages] = round_.sending
         receiving: Sequence[PeerMessages] = round_.receiving
         while True:

@@ -27,11 +27,9 @@ class Round:
 
     @property
     def is_done(self) -> bool:
-        """Whether all messages and copies are done."""
         return not (self.sending or self.receiving or self.copies)
 
     def prune(self) -> None:
-        """Remove completed messages and copies."""
         self.sending = [peer for peer in self.sending if peer.sends]
         self.receiving = [peer for peer in self.receiving if peer.receives]
         if self.copies:

@@ -31,7 +31,6 @@ class OutgoingMessage:
         self.is_done = False
 
     def advance(self, link: Link) -> bool:
-        """Send the bytes that the link accepts; return whether any were sent."""
         buffers = self._buffers
         count = link.send_nowait(buffers if len(buffers) <= _MAX_BUFFERS else buffers[:_MAX_BUFFERS])
         if not count:
@@ -49,16 +48,14 @@ class OutgoingMessage:
 
     @property
     def is_started(self) -> bool:
-        """Whether some bytes were sent."""
         return self._num_unsent < self._total
 
     @property
     def unsent(self) -> list[memoryview]:
-        """Unsent bytes of a partly sent message. They must be sent before the next message."""
+        """The rest of a partly sent message, which must be sent before the next message."""
         return [] if self.is_done or not self.is_started else self._buffers
 
     def holds(self, low: int, high: int) -> bool:
-        """See :class:`Blocker`."""
         sent = max(0, self._total - self._num_unsent - self._head_bytes)
         return not self.is_done and remaining_overlaps(self._ranges, sent, low, high)
 
@@ -74,7 +71,6 @@ class LateCopy:
         self.is_done = False
 
     def advance(self) -> bool:
-        """Write the target if its old contents are no longer needed."""
         if any(blocker.holds(low, high) for blocker in self.blockers for low, high in self._ranges):
             return False
         scatter(self._targets, self._saved)
@@ -82,5 +78,4 @@ class LateCopy:
         return True
 
     def holds(self, low: int, high: int) -> bool:
-        """See :class:`Blocker`."""
         return not self.is_done and remaining_overlaps(self._ranges, 0, low, high)

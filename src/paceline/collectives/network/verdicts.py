@@ -34,47 +34,41 @@ class CurrentCall(NamedTuple):
 
 
 def lost(current: CurrentCall, ranks: tuple[int, ...]) -> Abort:
-    """Return the ABORT for ranks that died or left."""
     text = f"{name_ranks(ranks)} died or left during {current}; {_REFUSES}"
     return Abort("lost", text, ranks, {}, current.sequence)
 
 
 def late(current: CurrentCall, culprits: Mapping[int, str], timeout_s: float) -> Abort:
-    """Return the ABORT for ranks that delayed a call beyond its timeout."""
     reasons = "; ".join(f"rank {rank} {reason}" for rank, reason in culprits.items())
     text = f"{current} did not finish within {timeout_s:.3g} s: {reasons}; {_REFUSES}"
     return Abort("lost", text, tuple(culprits), {}, current.sequence)
 
 
 def failed(current: CurrentCall, error: BaseException) -> Abort:
-    """Return the ABORT for an error of this rank."""
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     text = f"rank {current.rank} failed during {current}, with {reason}; {_REFUSES}"
     return Abort("error", text[:_MAX_TEXT], (current.rank,), {}, current.sequence)
 
 
 def of_error(current: CurrentCall, error: BaseException) -> Abort:
-    """Return the ABORT for an error of this rank. The text of a CollectiveError is forwarded unchanged."""
+    """Return the ABORT for an error; the text of a CollectiveError is unchanged."""
     if isinstance(error, CollectiveError):
         return msgspec.structs.replace(Abort.of(error), sequence=current.sequence)
     return failed(current, error)
 
 
 def garbled(current: CurrentCall, rank: int, error: Exception) -> Abort:
-    """Return the ABORT for a rank that sent invalid bytes."""
     text = f"rank {rank} sent invalid bytes during {current} ({error}); {_REFUSES}"
     return Abort("error", text, (rank,), {}, current.sequence)
 
 
 def disagreement(current: CurrentCall, calls: Mapping[int, CollectiveCall]) -> Abort:
-    """Return the ABORT for ranks that made different calls with the same number."""
     all_calls = {current.rank: current.call, **calls}
     text = str(describe_mismatch(all_calls, current.group, current.sequence))
     return Abort("mismatch", text, (), all_calls, current.sequence)
 
 
 def unexpected(current: CurrentCall, rank: int, frame: Head) -> Abort:
-    """Return the ABORT for a message of another call or length."""
     header = frame.header
     try:
         peer_call = msgspec.msgpack.decode(frame.text, type=register_type(CollectiveCall))

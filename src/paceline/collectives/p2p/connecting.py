@@ -58,7 +58,6 @@ class Streams(ConnectionReceiver):
         return bool(self.abort_message) or self._progress.is_closed
 
     def stream_to(self, to: int) -> Outgoing:
-        """Return the stream to a rank, which may not be connected yet."""
         outgoing = self.outgoing.get(to)
         if outgoing is None:
             outgoing = self.outgoing[to] = Outgoing(to, self._progress, self._ends)
@@ -71,16 +70,14 @@ class Streams(ConnectionReceiver):
         return outgoing
 
     def may_deliver(self, rank: int) -> bool:
-        """Return whether messages of this rank may still arrive."""
         return rank in self.incoming or self._num_expected.get(rank, 0) > 0
 
     def receiving(self) -> dict[int, Receiving]:
-        """Return the receives whose messages have partly arrived, by source."""
+        """Return the receives with partly received messages, by source."""
         found = {incoming.source: incoming.receive for incoming in self.incoming.values()}
         return {source: receive for source, receive in found.items() if receive is not None}
 
     def drop(self, incoming: Incoming) -> None:
-        """Close an incoming stream that has ended."""
         self.incoming.pop(incoming.source, None)
         self._progress.unwatch(incoming)
         incoming.connected.close()
@@ -130,7 +127,6 @@ class Streams(ConnectionReceiver):
             self._connectors.discard(threading.current_thread())
 
     def send_abort(self) -> None:
-        """Send the reason for the failure on all connections and close them. Its receivers do the same."""
         self._progress.close("given up")  # afterwards no other thread uses the connections
         message = memoryview(self.abort_message)
         closing = []
@@ -151,7 +147,6 @@ class Streams(ConnectionReceiver):
         send_and_close([ClosingConnection(connected, message)], time.monotonic() + (_LINGER_S if message else 0.0))
 
     def close(self) -> None:
-        """Close every connection, after the progress loop has stopped."""
         with self._progress.lock:
             for outgoing in self.outgoing.values():
                 outgoing.fail(RankLostError(f"group {self._group!r} is closed"))

@@ -24,7 +24,6 @@ class Posted:
     owner: object = None
 
     def matches(self, message: Message) -> bool:
-        """Return whether the message has the expected size and type."""
         return message.nbytes == self.buffer.nbytes and message.description == self.description
 
 
@@ -53,7 +52,7 @@ class Matching:
         self.num_posted = 0
 
     def post(self, posted: Posted) -> Message | None:
-        """Remove and return the buffered message for a receive. Without one, enqueue the receive and return None."""
+        """Return the buffered message for a receive, or enqueue the receive."""
         buffered = self.buffered.get(posted.tag, ())
         for message in buffered:
             if posted.source in (None, message.source):
@@ -69,7 +68,6 @@ class Matching:
         return None
 
     def match(self, message: Message) -> bool:
-        """Assign a new message to a posted receive; return whether a receive matched."""
         for posted in self._posted.get(message.tag, ()):
             if posted.source in (None, message.source):
                 self._remove_posted(posted)
@@ -78,21 +76,18 @@ class Matching:
         return False
 
     def has_room(self, message: Message) -> bool:
-        """Return whether to buffer a message without a receive.
+        """Return whether to buffer the message. Above the limit it waits in the network.
 
-        Above the limit the message waits in the network, unless a receive waits for another message of the same rank,
-        because that message may follow this one.
+        But if a receive waits for another message of the same rank, that message may follow this one.
         """
         buffered = self._buffered_bytes.get(message.source, 0)
         return buffered + message.nbytes <= self._max_buffered_bytes or bool(self.awaiting(message.source))
 
     def add_buffered(self, message: Message) -> None:
-        """Buffer a message for a later receive."""
         self.buffered.setdefault(message.tag, deque()).append(message)
         self._buffered_bytes[message.source] = self._buffered_bytes.get(message.source, 0) + message.nbytes
 
     def drop(self, message: Message) -> None:
-        """Remove a buffered message whose remainder will not arrive."""
         buffered = self.buffered.get(message.tag)
         if buffered is not None and message in buffered:
             buffered.remove(message)
@@ -101,11 +96,9 @@ class Matching:
             self._buffered_bytes[message.source] -= message.nbytes
 
     def posted(self) -> list[Posted]:
-        """Return all waiting receives."""
         return [posted for waiting in self._posted.values() for posted in waiting]
 
     def awaiting(self, source: int) -> list[Posted]:
-        """Return the receives that a message of this rank may satisfy."""
         return [posted for posted in self.posted() if posted.source in (None, source)]
 
     def _remove_posted(self, posted: Posted) -> None:

@@ -31,9 +31,7 @@ class Waiting(Protocol):
     def wait(self, pending: Pending, timeout_s: float) -> None:
         """Return when ``pending`` has finished or failed; fail it after ``timeout_s``."""
 
-    def wait_for(self, pending: Pending, timeout_s: float) -> bool:
-        """Wait for at most ``timeout_s``; return whether ``pending`` has finished or failed."""
-        ...
+    def wait_for(self, pending: Pending, timeout_s: float) -> bool: ...
 
 
 class Pending(Waitable):
@@ -51,13 +49,10 @@ class Pending(Waitable):
         return self.finished
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until the operation is done; return the sender's rank.
+        """Return the sender's rank when the operation is done. The message of a finished send may not have arrived yet.
 
-        A send is done when its buffer may be written; the message may not have arrived yet.
-
-        Raises RankLostError if the other rank is dead or after ``timeout_s``, MismatchError for different sizes or
-        ``description``, another rank's error, and GroupClosedError. All errors but GroupClosedError end the group: no
-        later messages are transferred and no buffers written.
+        Raises RankLostError (dead rank, timeout), MismatchError, another rank's error or GroupClosedError. All but the
+        last end the group: no later messages are transferred and no buffers written.
         """
         if not self.finished:
             self._owner.wait(self, timeout_s)
@@ -66,17 +61,16 @@ class Pending(Waitable):
         return self.source
 
     def wait_for(self, timeout_s: float) -> bool:
-        """Wait for at most ``timeout_s``; return whether the operation is done or has failed."""
         return self.finished or self._owner.wait_for(self, timeout_s)
 
     def finish(self, source: int) -> None:
-        """Mark as done. Call with the lock held."""
+        """Call with the lock held."""
         if not self.finished:
             self.source = source
             self.finished = True
 
     def fail(self, error: CollectiveError) -> None:
-        """Mark as failed. Call with the lock held."""
+        """Call with the lock held."""
         if not self.finished:
             self.error = error
             self.finished = True
@@ -95,7 +89,6 @@ class Sending(Pending):
         self.is_started = False
 
     def advance(self, sent: int) -> bool:
-        """Remove sent bytes; return whether all are sent."""
         self.is_started = self.is_started or sent > 0
         while self.parts and sent >= len(self.parts[0]):
             sent -= len(self.parts.pop(0))
@@ -104,7 +97,6 @@ class Sending(Pending):
         return not self.parts
 
     def timeout_error(self, timeout_s: float, rank: int, answers: Mapping[int, Status | None]) -> RankLostError:
-        """Return the timeout error of rank `rank`'s send, given the statuses of the other ranks."""
         num_sent = self.nbytes - min(total(self.parts), self.nbytes)
         culprits, reasons = _blame(rank, (self.to,), answers)
         return RankLostError(
@@ -124,8 +116,7 @@ class Receiving(Pending):
     def timeout_error(
         self, timeout_s: float, rank: int, answers: Mapping[int, Status | None], partial_source: int | None, size: int
     ) -> RankLostError:
-        """Return the timeout error of rank `rank`'s receive; `partial_source` has sent a part of a message, None: no
-        rank has."""
+        """Return the timeout error; `partial_source` is the rank that has sent a part of the message, if any."""
         source = self.posted.source if partial_source is None else partial_source
         culprits, reasons = _blame(rank, range(size) if source is None else (source,), answers)
         missing = "no message" if partial_source is None else "only a part of a message"
@@ -143,13 +134,11 @@ def _blame(rank: int, waits_for: Sequence[int], answers: Mapping[int, Status | N
 
 
 def pack(kind: int, tag: int, nbytes: int, description: str) -> bytes:
-    """Return the header of a message."""
     text = description.encode()
     return HEADER.pack(MAGIC, kind, len(text), tag, nbytes, text)
 
 
 def unpack(header: Any) -> tuple[int, int, int, str]:
-    """Return kind, tag, nbytes and ``description``. Raises ProtocolError."""
     magic, kind, length, tag, nbytes, text = HEADER.unpack(header)
     if magic != MAGIC or kind not in (MESSAGE, ABORT):
         raise ProtocolError(
@@ -162,19 +151,16 @@ def unpack(header: Any) -> tuple[int, int, int, str]:
 
 
 def pack_abort_message(abort: Abort) -> bytes:
-    """Return the last message of a connection after a failure."""
     text = msgspec.msgpack.encode(abort)
     return pack(ABORT, 0, len(text), "") + text
 
 
 def unpack_abort_message(text: Any) -> Abort:
-    """Decode the body of an ABORT. Raises ProtocolError."""
     abort: Abort = read_meta(text, Abort, "an ABORT")
     return abort
 
 
 def check(buffer: memoryview, tag: int, description: str, *, writable: bool = False) -> memoryview:
-    """Return the buffer as bytes, or raise UsageError."""
     if not buffer.c_contiguous:
         raise UsageError("got a buffer with gaps, expected a contiguous one; copy it first")
     if writable and buffer.readonly:
@@ -189,7 +175,6 @@ def check(buffer: memoryview, tag: int, description: str, *, writable: bool = Fa
 
 
 def mismatch(message: Message, posted: Posted, rank: int) -> MismatchError:
-    """Return the error for a receive with a message of another size or type."""
     return MismatchError(
         f"rank {message.source} sent {describe(message.nbytes, message.description)} with tag {message.tag}, but rank "
         f"{rank} receives {describe(posted.buffer.nbytes, posted.description)}; sizes and types must be equal"
@@ -197,10 +182,8 @@ def mismatch(message: Message, posted: Posted, rank: int) -> MismatchError:
 
 
 def describe(nbytes: int, description: str) -> str:
-    """Return size and type as text."""
     return f"{nbytes} bytes ({description})" if description else f"{nbytes} bytes"
 
 
 def total(parts: Sequence[memoryview]) -> int:
-    """Return the size of several buffers in bytes."""
     return sum(part.nbytes for part in parts)

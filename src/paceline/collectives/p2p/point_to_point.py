@@ -50,10 +50,10 @@ class PointToPoint(Ends):
         request_status: RequestStatus | None = None,
         on_failure: Callable[[CollectiveError, bool], None] | None = None,
     ) -> None:
-        """``group`` is a unique name, equal on all ranks of the group. ``infos`` are the nodes of the ranks.
+        """``group`` is unique, and equal on all its ranks.
 
-        ``on_failure`` is called once, with the first error and whether an operation of this rank raises it. The
-        callback runs in any thread with the lock held, so it must not wait.
+        ``on_failure`` is called once, in any thread and with the lock held, with the first error and whether an
+        operation of this rank raises it.
         """
         self.rank = rank
         self.size = len(infos)
@@ -72,7 +72,7 @@ class PointToPoint(Ends):
         """Start a send; do not write to the buffer before its end.
 
         ``description`` (at most 40 bytes) is the type of the data, such as ``float32[1000]``, and equal on the
-        receiver. Raises UsageError, RankLostError and GroupClosedError.
+        receiver.
         """
         self._check_rank(to)
         sending = Sending(self, check(buffer, tag, description), to, tag, description)
@@ -96,10 +96,7 @@ class PointToPoint(Ends):
         return sending
 
     def receive(self, buffer: memoryview, source: int | None, tag: int, description: str = "") -> Pending:
-        """Start to receive a message of the buffer's size, from ``source`` or, if None, from any rank.
-
-        Raises UsageError, GroupClosedError, and RankLostError if the rank is known to be dead.
-        """
+        """Start to receive a message of the buffer's size, from ``source`` or, if None, from any rank."""
         if source is not None:
             self._check_rank(source)
         receiving = Receiving(self, check(buffer, tag, description, writable=True), source, tag, description)
@@ -116,7 +113,6 @@ class PointToPoint(Ends):
         return receiving
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Return the other ranks that pending messages wait for."""
         with self._progress.lock:
             ranks: set[int] = set()
             for posted in self._matching.posted():
@@ -126,7 +122,6 @@ class PointToPoint(Ends):
         return tuple(sorted(ranks - {self.rank}))
 
     def fail(self, error: CollectiveError) -> None:
-        """End the group with an error, like a failed message."""
         with self._progress.lock:
             self._end(error)
 
@@ -144,7 +139,6 @@ class PointToPoint(Ends):
     # called by Pending
 
     def wait(self, pending: Pending, timeout_s: float) -> None:
-        """See :meth:`Pending.wait`."""
         start = time.monotonic()
         deadline = start + timeout_s
         poll_at = deadline - min(max(_MIN_POLL_S, 0.2 * timeout_s), _MAX_POLL_S)
@@ -176,7 +170,6 @@ class PointToPoint(Ends):
                 self._end(pending.timeout_error(timeout_s, self.rank, answers, partial_source, self.size))
 
     def wait_for(self, pending: Pending, timeout_s: float) -> bool:
-        """See :meth:`Pending.wait_for`."""
         return self._progress.wait(pending, time.monotonic() + timeout_s)
 
     # with the lock held
@@ -233,7 +226,6 @@ class PointToPoint(Ends):
             self._fail_if_lost(posted.owner)
 
     def _fail_if_lost(self, receiving: Receiving) -> None:
-        """Fail a receive without a message if every rank that could send it is lost."""
         source = receiving.posted.source
         if source is not None:
             error = self._lost.get(source)
@@ -245,7 +237,7 @@ class PointToPoint(Ends):
             self._end(error)
 
     def _check_peer(self, pending: Pending, deadline: float) -> bool:
-        """Check the awaited rank, also without a connection from it; return whether the operation has ended.
+        """Check the awaited rank; return whether the operation has ended.
 
         An ended process refuses connections. A rank that has ended the group reports so in its status.
         """

@@ -75,7 +75,6 @@ class ProgressLoop:
     # with the lock held
 
     def start(self) -> None:
-        """Start the background thread, if it has not been started."""
         if self._thread is None and not self.is_closed:
             self._thread = threading.Thread(target=self._run, name="paceline-progress", daemon=True)
             self._thread.start()
@@ -92,7 +91,6 @@ class ProgressLoop:
             self._apply()
 
     def unwatch(self, watched: Watched) -> None:
-        """Remove a socket, which may then be closed."""
         # Other threads may do this during the leader's select: epoll and kqueue support it, and the loop skips removed
         # sockets.
         self._wanted.pop(watched, None)
@@ -118,10 +116,7 @@ class ProgressLoop:
     # without the lock
 
     def wait(self, operation: Waitable, deadline: float) -> bool:
-        """Wait until ``operation`` finishes or the deadline passes; return whether it has finished.
-
-        The waiting thread runs the loop if no other thread does. Raises GroupClosedError.
-        """
+        """Return whether ``operation`` finishes before the deadline; run the loop if no other thread does."""
         with self.lock:
             self._num_waiting += 1
             if self._is_in_background:

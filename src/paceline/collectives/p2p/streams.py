@@ -27,14 +27,11 @@ _MAX_MOVED_BYTES = 1 << 22
 class Ends(Protocol):
     """Receiver of the events of both ends."""
 
-    def abort_received(self, abort: Abort) -> None:
-        """Handle another rank's report that the group has ended."""
+    def abort_received(self, abort: Abort) -> None: ...
 
-    def failed(self, error: CollectiveError) -> None:
-        """Handle a failed message, which ends the group."""
+    def failed(self, error: CollectiveError) -> None: ...
 
-    def incoming_lost(self, incoming: Incoming, error: OSError | PeerError | None) -> None:
-        """Handle the end of an incoming connection."""
+    def incoming_lost(self, incoming: Incoming, error: OSError | PeerError | None) -> None: ...
 
     def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None:
         """Handle the end of an outgoing connection, or its failure to connect (RankLostError)."""
@@ -60,12 +57,10 @@ class Incoming(Watched):
 
     @property
     def message(self) -> Message | None:
-        """The message that is arriving or waits for space."""
         return self._message
 
     @property
     def receive(self) -> Receiving | None:
-        """The receive of the arriving message, if any."""
         if self._message is None or self._message.receive is None:
             return None
         assert isinstance(self._message.receive.owner, Receiving)
@@ -104,7 +99,6 @@ class Incoming(Watched):
                     self._complete()
 
     def stop(self) -> None:
-        """Stop reading."""
         self.is_paused = True
         self._progress.watch(self, 0)
 
@@ -169,7 +163,6 @@ class Incoming(Watched):
 
 
 def deliver(message: Message, rank: int, ends: Ends) -> None:
-    """Finish the receive of a complete message; copy its bytes if they were buffered."""
     posted = message.receive
     assert posted is not None
     assert isinstance(posted.owner, Receiving)
@@ -192,7 +185,6 @@ def deliver_to_self(sending: Sending, rank: int, matching: Matching, ends: Ends)
 
 
 def fail_mismatched(message: Message, rank: int, ends: Ends) -> None:
-    """Fail a receive with a message of another size or type."""
     assert message.receive is not None
     assert isinstance(message.receive.owner, Receiving)
     error = mismatch(message, message.receive, rank)
@@ -214,14 +206,12 @@ class Outgoing(Watched):
         self._answer = bytearray()
 
     def attach(self, connected: socket.socket) -> None:
-        """Start sending."""
         self.connected = connected
         self.is_connected = True
         self._progress.watch(self, READ)
         self.flush()
 
     def add(self, sending: Sending) -> None:
-        """Send a message, immediately if the connection accepts it."""
         self.queue.append(sending)
         if self.is_connected and len(self.queue) == 1:
             self.flush()
@@ -234,7 +224,6 @@ class Outgoing(Watched):
             self.flush()
 
     def flush(self) -> None:
-        """Send the bytes that the connection accepts."""
         try:
             moved = 0
             while self.queue and moved < _MAX_MOVED_BYTES:
@@ -263,7 +252,6 @@ class Outgoing(Watched):
         return had_any
 
     def disconnect(self) -> None:
-        """Close the connection, if any."""
         if self.is_connected:
             self.is_connected = False
             self._progress.unwatch(self)
@@ -290,7 +278,6 @@ class Outgoing(Watched):
 
 
 def lost_connection(rank: int, error: OSError | PeerError | None) -> RankLostError:
-    """Return the error for a connection that ended."""
     if isinstance(error, RankLostError):
         return error
     if isinstance(error, PeerError):

@@ -27,7 +27,6 @@ class Tree:
     """A tree over ranks 0..p-1, built by :func:`tree_of`."""
 
     parents: tuple[int, ...]
-    """Parent of each rank; ``NO_RANK`` for the root."""
     children: tuple[tuple[int, ...], ...]
     """Children of each rank. The child with the largest subtree is first, because it needs most time."""
     up_steps: tuple[int, ...]
@@ -65,7 +64,6 @@ def tree_of(parents: Sequence[int]) -> Tree:
 
 
 def passed_up(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterator[Timed]:
-    """Yield the actions of ``rank`` that reduce the pieces to the root."""
     for number, spans in enumerate(pieces):
         for child in tree.children[rank]:
             yield tree.up_steps[child] + number, Receive(child, spans, reduce=True)
@@ -74,7 +72,6 @@ def passed_up(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterator[Timed]
 
 
 def passed_down(tree: Tree, rank: int, pieces: Sequence[Spans], start: int = 0) -> Iterator[Timed]:
-    """Yield the actions of ``rank`` that broadcast the pieces; the root sends the first at step ``start``."""
     for number, spans in enumerate(pieces):
         if tree.parents[rank] != NO_RANK:
             yield start + tree.down_steps[rank] + number, Receive(tree.parents[rank], spans)
@@ -89,11 +86,9 @@ def passed_up_and_down(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterat
 
 
 def in_rounds(timed: Iterable[Timed]) -> tuple[Round, ...]:
-    """Return the actions as rounds, one for each step with actions."""
     ordered = sorted(timed, key=lambda entry: entry[0])
     return tuple(tuple(action for _, action in group) for _, group in groupby(ordered, key=lambda entry: entry[0]))
 
 
 def cut(start: int, count: int) -> tuple[Spans, ...]:
-    """Return ``count`` pieces of one block each, starting at block ``start``."""
     return tuple(((block, block + 1),) for block in range(start, start + count))

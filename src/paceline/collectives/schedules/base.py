@@ -72,7 +72,6 @@ class Schedule:
 
 
 def count_blocks(spans: Spans) -> int:
-    """Return the number of blocks in the spans."""
     return sum(stop - start for start, stop in spans)
 
 
@@ -111,5 +110,4 @@ def renamed(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
 
 
 def largest_power_of_two(size: int) -> int:
-    """Return the largest power of two up to ``size``."""
     return 1 << (size.bit_length() - 1)

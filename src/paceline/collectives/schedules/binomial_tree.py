@@ -28,7 +28,6 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, 
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Broadcast in ``pieces`` blocks."""
     return Schedule(pieces, in_rounds(passed_down(_tree(size, root), rank, cut(0, pieces))))
 
 
@@ -38,12 +37,10 @@ def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
 
 
 def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
-    """Reduce each of the ``pieces`` to rank 0, then broadcast it."""
     return Schedule(pieces, in_rounds(passed_up_and_down(_tree(size, 0), rank, cut(0, pieces))))
 
 
 def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """Receive the blocks of the children's subtrees, then send the blocks of the rank's subtree to its parent."""
     tree = _tree(size, root)
     parent = tree.parents[rank]
     collect: Round = tuple(Receive(child, _subtree(child, size, root)) for child in tree.children[rank])
@@ -52,7 +49,6 @@ def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """Receive the blocks of the rank's subtree, and send each child the blocks of its subtree."""
     tree = _tree(size, root)
     parent = tree.parents[rank]
     take: Round = () if parent == NO_RANK else (Receive(parent, _subtree(rank, size, root)),)

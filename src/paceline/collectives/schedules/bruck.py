@@ -50,12 +50,10 @@ def _hops(size: int) -> Iterator[int]:
 
 
 def _departure(rank: int, size: int, distance: int, hop: int) -> int:
-    """Return the index of the block before this hop: in the input before its first one."""
     first = distance & (hop - 1) == 0
     return (rank + distance) % size if first else 2 * size + distance
 
 
 def _arrival(rank: int, size: int, distance: int, hop: int) -> int:
-    """Return the index of the block after this hop: in the output after its last one."""
     last = distance < 2 * hop
     return size + (rank - distance) % size if last else 2 * size + distance

@@ -28,7 +28,6 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, 
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Broadcast in ``pieces`` blocks."""
     return Schedule(pieces, in_rounds(passed_down(_star(size, root), rank, cut(0, pieces))))
 
 
@@ -38,12 +37,10 @@ def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
 
 
 def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
-    """Reduce each of the ``pieces`` to rank 0, then broadcast it."""
     return Schedule(pieces, in_rounds(passed_up_and_down(_star(size, 0), rank, cut(0, pieces))))
 
 
 def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """Receive all blocks at the root in one round."""
     if size == 1:
         return Schedule(size, ())
     if rank != root:
@@ -52,7 +49,6 @@ def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """Send all blocks from the root in one round."""
     if size == 1:
         return Schedule(size, ())
     if rank != root:
@@ -61,7 +57,6 @@ def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Gather to rank 0, which sends each rank the blocks of all other ranks."""
     if size == 1:
         return Schedule(size, ())
     distribute: Round
@@ -73,7 +68,6 @@ def all_gather(rank: int, size: int) -> Schedule:
 
 
 def reduce_scatter(rank: int, size: int) -> Schedule:
-    """Add all blocks at rank 0, which sends each rank its block."""
     vector = ((0, size),)
     return Schedule(size, in_rounds(passed_up(_star(size, 0), rank, (vector,))) + scatter(rank, size).rounds)
 

@@ -12,7 +12,6 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send
 
 
 def barrier(rank: int, size: int) -> Schedule:
-    """Send messages without blocks."""
     rounds: list[Round] = []
     hop = 1
     while hop < size:

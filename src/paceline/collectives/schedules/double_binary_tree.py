@@ -31,7 +31,6 @@ from paceline.collectives.schedules.base import Schedule
 
 
 def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
-    """All-reduce in ``2 * pieces`` blocks: the first half along one tree, the second along the other."""
     halves = zip(_trees(size), (cut(0, pieces), cut(pieces, pieces)), strict=True)
     timed = (passed_up_and_down(tree, rank, half) for tree, half in halves)
     return Schedule(2 * pieces, in_rounds(chain.from_iterable(timed)))
@@ -76,11 +75,7 @@ def _placed(parents: Sequence[int], ranks: Sequence[int], root: int) -> list[int
 
 
 def _parent_lists(size: int) -> tuple[list[int], list[int]]:
-    """Return the parent of each place in both trees: the second tree is the first, shifted by one place.
-
-    In the first tree the odd places are inner nodes (if they have children) and the even ones leaves; in the second
-    tree it is the reverse.
-    """
+    """Return the parents in both trees. Odd places are inner nodes of the first tree, even ones of the second."""
     first = [_in_order_parent(position + 1, size) - 1 for position in range(size)]
     shifted = [first[(position + 1) % size] for position in range(size)]
     second = [NO_RANK if parent == NO_RANK else (parent - 1) % size for parent in shifted]
@@ -88,10 +83,10 @@ def _parent_lists(size: int) -> tuple[list[int], list[int]]:
 
 
 def _in_order_parent(number: int, size: int) -> int:
-    """Return the parent of ``number`` in the binary tree with in-order walk 1, 2, ..., size; 0 for the root.
+    """Return the parent in the binary tree with in-order walk 1, 2, ..., size; 0 for the root.
 
-    The level of a number is the position of its lowest bit, so odd numbers are leaves. A parent above ``size`` is
-    replaced by its nearest ancestor within ``size``.
+    The level of a number is the position of its lowest bit. A parent above ``size`` is replaced by its nearest
+    ancestor.
     """
     if number == 1 << (size.bit_length() - 1):
         return 0

@@ -24,9 +24,7 @@ class LinkCost(NamedTuple):
     """Cost of a message between two ranks."""
 
     alpha_s: float
-    """Seconds for an empty message."""
     beta_s_per_byte: float
-    """Seconds for each additional byte."""
 
 
 def predict(
@@ -39,15 +37,8 @@ def predict(
 ) -> float:
     """Return the seconds until the last rank has finished, if all ranks start together.
 
-    Args:
-        schedules: one for each rank.
-        block_bytes: size of each block, or one size for all blocks.
-        link: cost from the first rank to the second, or one cost for all links.
-        gamma_s_per_byte: seconds to combine one byte with another.
-        hosts: host number of each rank; ranks of a host share its port. Without it, each rank has a port.
-
-    Raises:
-        ScheduleError: the ranks deadlock.
+    `schedules` has one for each rank, `block_bytes` one size for each block or for all blocks. Ranks with one number in
+    `hosts` share a port. Raises ScheduleError if the ranks deadlock.
     """
     return _Run(schedules, block_bytes, link, gamma_s_per_byte, hosts).until_all_finished()
 
@@ -129,7 +120,6 @@ class _Run:
         self._round_end_s[rank] = max(self._round_end_s[rank], start_s + busy_s)
 
         def reach(time_s: float) -> None:
-            """Handle the arrival of the first byte at the receiver's port."""
             end_s = max(time_s, self._receiving_until_s[peer_port]) + busy_s
             self._receiving_until_s[peer_port] = end_s
             self._at(end_s, lambda time_s: self._arrive((rank, send.peer), time_s))

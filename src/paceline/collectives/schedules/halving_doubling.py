@@ -18,7 +18,6 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send
 
 
 def all_reduce(rank: int, size: int) -> Schedule:
-    """All-reduce; the number of blocks is the largest power of two up to ``size``."""
     return folded(rank, size, _power_of_two)
 
 

@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 
 
 def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
-    """All-reduce; ``hosts[r]`` is the number of rank r's host. Raises UsageError for a wrong length of ``hosts``."""
+    """All-reduce; ``hosts[r]`` is the number of rank r's host."""
     if len(hosts) != size:
         raise UsageError(f"{len(hosts)} host numbers for {size} ranks: expected one for each rank.")
     neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
@@ -45,7 +45,6 @@ def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
 
 
 def _widened(rounds: tuple[Round, ...], vector: Spans) -> tuple[Round, ...]:
-    """Convert messages of one block to messages of the whole vector."""
     return tuple(tuple(_with_spans(action, vector) for action in actions) for actions in rounds)
 
 

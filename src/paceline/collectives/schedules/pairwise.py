@@ -27,13 +27,11 @@ def all_to_all(rank: int, size: int) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Send each rank's block to all other ranks."""
     rounds = ((Send(after, _one(rank)), Receive(before, _one(before))) for after, before in _peers(rank, size))
     return Schedule(size, tuple(rounds))
 
 
 def reduce_scatter(rank: int, size: int) -> Schedule:
-    """Add up each rank's own block from all ranks."""
     rounds = (
         (Send(after, _one(after)), Receive(before, _one(rank), reduce=True)) for after, before in _peers(rank, size)
     )

@@ -17,7 +17,6 @@ from paceline.errors import UsageError
 
 
 def all_reduce(rank: int, size: int) -> Schedule:
-    """All-reduce in one block."""
     return folded(rank, size, _power_of_two)
 
 

@@ -51,30 +51,21 @@ class Algorithm:
     pipelined: bool = False
     """Divides the vector into ``pieces`` that follow each other (the double binary tree into ``2 * pieces``)."""
     hierarchical: bool = False
-    """Needs the host of each rank."""
     powers_of_two_only: bool = False
-    """Supports powers of two only."""
     equal_blocks_only: bool = False
     """Needs blocks of equal size, because ranks forward blocks of other ranks with unknown sizes."""
 
     @property
     def rooted(self) -> bool:
-        """Whether the collective has a root."""
         return self.collective in ROOTED
 
     def supports(self, size: int) -> bool:
-        """Whether the algorithm supports groups of this size."""
         return size >= 1 and not (self.powers_of_two_only and size & (size - 1))
 
     def schedule(
         self, rank: int, size: int, *, root: int = 0, pieces: int = 1, hosts: Sequence[int] | None = None
     ) -> Schedule:
-        """Return the schedule of ``rank`` among ``size`` ranks. Unused options are ignored.
-
-        ``root`` is for rooted collectives, ``pieces`` for ``pipelined`` algorithms, ``hosts`` (the host number of each
-        rank) for ``hierarchical`` ones. Raises UsageError for a number out of range, an unsupported size, or missing
-        ``hosts``.
-        """
+        """Return the schedule of ``rank``; options that the algorithm does not use are ignored. Raises UsageError."""
         if not (0 <= rank < size and 0 <= root < size and pieces >= 1):
             raise UsageError(
                 f"{self.name} {self.collective}: rank {rank}, root {root} of {size} ranks, {pieces} pieces: "
@@ -94,7 +85,6 @@ class Algorithm:
     def schedules(
         self, size: int, *, root: int = 0, pieces: int = 1, hosts: Sequence[int] | None = None
     ) -> tuple[Schedule, ...]:
-        """Return the schedules of all ranks."""
         return tuple(self.schedule(rank, size, root=root, pieces=pieces, hosts=hosts) for rank in range(size))
 
 
@@ -133,4 +123,3 @@ ALGORITHMS: Final[dict[str, dict[str, Algorithm]]] = {
     collective: {algorithm.name: algorithm for algorithm in _ALGORITHMS if algorithm.collective == collective}
     for collective in COLLECTIVES
 }
-"""By collective and name."""

@@ -15,17 +15,14 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, 
 
 
 def reduce_scatter(rank: int, size: int) -> Schedule:
-    """Sum block r along the ring, from rank r + 1 to rank r."""
     return Schedule(size, _pass_on(rank, size, first=rank - 1, reduce=True))
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Send each block once around the ring."""
     return Schedule(size, _pass_on(rank, size, first=rank, reduce=False))
 
 
 def all_reduce(rank: int, size: int) -> Schedule:
-    """Run reduce-scatter, then all-gather, in ``size`` blocks."""
     return Schedule(size, reduce_scatter(rank, size).rounds + all_gather(rank, size).rounds)
 
 

@@ -190,7 +190,6 @@ class SharedMemory(Engine):
             self._in_use.release()
 
     def _block(self) -> int:
-        """Return the size of a block, so that a slot holds one block for every rank."""
         return steps.SLOT_BYTES // self.size // _LINE * _LINE
 
     def _peers(self) -> list[int]:
@@ -223,7 +222,6 @@ class SharedMemory(Engine):
                 self._resume(code, order, kernel, arguments)
 
     def _resume(self, code: int, order: Order, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> None:
-        """Call a kernel again until it is done. After an error, end the group."""
         start = time.monotonic()
         spins = self._plan[steps.SPINS]
         try:
@@ -258,7 +256,7 @@ def _small_bytes(size: int) -> int:
 
 
 def _part(num_bytes: int, size: int, most: int) -> int:
-    """Return the size of a rank's part of a chunk, at most `most` bytes. Small arrays have one chunk."""
+    """Return the size of a rank's part of a chunk. Small arrays have one chunk."""
     return min(most, -(-num_bytes // size // _LINE) * _LINE + _LINE)
 
 
@@ -267,8 +265,7 @@ def _table(*rows: tuple[int, ...]) -> Any:
 
 
 def _let_peers_read() -> None:
-    """Allow this user's processes to read this process's memory, because Yama's scope 1 restricts reads to parent
-    processes."""
+    """Allow this user's processes to read this process: Yama's scope 1 allows parent processes only."""
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     except OSError:

@@ -39,7 +39,6 @@ class SharedFaults:
         name: str,
         members: Sequence[int] | None,
     ) -> None:
-        """See :class:`SharedMemory` for `processes` and `members`."""
         self._segment, self._rank, self._size, self._name = segment, rank, len(processes), name
         self._processes = tuple(processes)
         self._members = tuple(range(len(processes))) if members is None else tuple(members)
@@ -47,14 +46,10 @@ class SharedFaults:
         self._watch = Watch(dict(enumerate(processes)))
 
     def close(self) -> None:
-        """Stop watching the processes."""
         self._watch.close()
 
     def unreadable(self, order: Order, rank: int) -> RankLostError:
-        """Return the error for a rank whose memory cannot be read.
-
-        A dying process loses its memory shortly before its end is visible, so wait for the end first.
-        """
+        """Return the error for unreadable memory. A dying process loses it shortly before its end is visible."""
         until = time.monotonic() + min(DYING_S, order.timeout_s)
         while rank not in self._watch.dead() and time.monotonic() < until:
             time.sleep(0.001)
@@ -105,12 +100,10 @@ class SharedFaults:
         return [rank for rank in range(self._size) if self.word(rank, steps.STEP) < step]
 
     def word(self, rank: int, offset: int) -> int:
-        """Return a word of a rank's control block in the segment."""
         control = self._segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
         return int(steps.read_word(np.uint64(control + offset)))
 
     def report(self, error: BaseException) -> None:
-        """Make the other ranks raise this error in their current or next call."""
         header = self._segment.address
         if not steps.claim(np.uint64(header + steps.CLAIMED)):
             return
@@ -125,7 +118,6 @@ class SharedFaults:
         steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
 
     def reported_error(self) -> CollectiveError:
-        """Return the error that another rank has reported."""
         return msgspec.msgpack.decode(self._read(steps.STORY), type=register_type(Abort)).error(self._name)
 
     def describe(self, order: Order) -> CollectiveError:

@@ -94,7 +94,6 @@ class Segment(Closing):
         self.path = ""
 
     def close(self) -> None:
-        """Unmap the segment. Idempotent."""
         self.hide()
         self.bytes = np.zeros(0, np.uint8)
         with contextlib.suppress(BufferError):  # remaining views keep the map until their end
@@ -102,7 +101,6 @@ class Segment(Closing):
 
 
 def _check(descriptor: int, path: str, num_bytes: int) -> None:
-    """Raise SegmentError unless :meth:`Segment.create` of this user made this file."""
     found = os.fstat(descriptor)
     is_own = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode)
     if hasattr(os, "memfd_create"):

@@ -39,7 +39,6 @@ class KeyCaching(KeyFilter):
 
 
 def digest_of(keys: Keys) -> Digest:
-    """Return the digest of a list of keys."""
     out = np.empty(2, np.uint64)
     digest(keys, out)
     return out.tobytes()
@@ -60,12 +59,11 @@ class KeyLists:
         return known in self._entries
 
     def use(self, known: Digest) -> Any:
-        """Return the value stored under a digest, and mark the digest as used. Raises KeyError."""
+        """Mark a digest as used; return its value. Raises KeyError."""
         self._entries.move_to_end(known)
         return self._entries[known][1]
 
     def add(self, new: Digest, num_keys: int, kept: Any = None) -> None:
-        """Store a list of `num_keys` keys."""
         if new in self._entries:
             self._entries.move_to_end(new)
             return
@@ -75,6 +73,5 @@ class KeyLists:
             self.num_bytes -= 8 * self._entries.popitem(last=False)[1][0]
 
     def clear(self) -> None:
-        """Remove all lists."""
         self._entries.clear()
         self.num_bytes = 0

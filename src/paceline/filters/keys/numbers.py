@@ -46,7 +46,6 @@ class SentNumbers:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all numbers."""
         self._state = np.array([0, self._limit], np.int64)
         self._keys, self._numbers = np.zeros(_LEAST_SLOTS, np.uint64), np.zeros(_LEAST_SLOTS, np.uint32)
 
@@ -72,16 +71,14 @@ class ReceivedNumbers:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the keys in bytes."""
         return self._keys.nbytes
 
     def clear(self) -> None:
-        """Remove all keys."""
         self._state = np.array([0, self._limit], np.int64)
         self._keys: Keys = np.zeros(0, np.uint64)
 
     def follows(self, data: Bytes) -> bool:
-        """Return whether the sender knew the same number of keys as this end."""
+        """Return whether both ends know the same number of keys."""
         return len(data) >= BASE_BYTES and int(data[:BASE_BYTES].view(np.uint32)[0]) == int(self._state[0])
 
     def decode(self, data: Bytes, out: Keys) -> bool:

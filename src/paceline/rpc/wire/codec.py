@@ -41,8 +41,7 @@ _unpacks: dict[int, Unpack] = {}
 class FindPack(Protocol):
     """Find the `pack` for a value of an unregistered type."""
 
-    def __call__(self, value: Any, /, *, pickle: bool) -> Pack:
-        """Return the `pack`. Raises CannotSendError."""
+    def __call__(self, value: Any, /, *, pickle: bool) -> Pack: ...
 
 
 @dataclass
@@ -63,18 +62,16 @@ _loaders: _Loaders
 
 
 def add_pack(types: Sequence[type], pack: Pack) -> None:
-    """Register `pack`, which returns a msgpack value, for exactly these types."""
     for kind in types:
         _packs[kind] = pack
 
 
 def add_pack_of_subclasses(base: type, pack: Pack) -> None:
-    """Register `pack` for subclasses of this type that have no kind of their own."""
     _packs_of_subclasses[base] = pack
 
 
 def add_kind(code: int, types: Sequence[type], pack: Pack, unpack: Unpack) -> None:
-    """Register `pack`, which returns an ``Ext`` with this code, and `unpack` for exactly these types."""
+    """`pack` returns an ``Ext`` with this code."""
     add_pack(types, pack)
     _unpacks[code] = unpack
 
@@ -115,7 +112,7 @@ class Encoding:
             raise UsageError(f"{description}{error.place} cannot be sent: {error.reason}") from None
 
     def encode_call(self, before: Sequence[Any], target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-        """Return the msgpack part of a call, which starts with the items of `before`."""
+        """Return the msgpack part of a call, after the items of `before`."""
         part = "target"
         try:
             packed: list[Any] = [*before, target if type(target) is str else [self.pack(target[0]), target[1]]]
@@ -135,7 +132,6 @@ class Encoding:
             raise UsageError(f"{part}{error.place} of the call cannot be sent: {error.reason}") from None
 
     def add_array(self, array: NDArray[Any]) -> None:
-        """Append the elements of a contiguous little-endian array to the body."""
         size = array.nbytes
         if size:
             self.parts.append(array.reshape(-1).view(np.uint8))
@@ -143,11 +139,9 @@ class Encoding:
                 self.parts.append(PADS[-size & 7])
 
     def nested(self, value: Any) -> bytes:
-        """Return a value as msgpack, for an extension."""
         return _msgpack(value)
 
     def pack(self, value: Any) -> Any:
-        """Return the value in a form that msgspec encodes."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -162,7 +156,6 @@ class Encoding:
         return packed
 
     def pack_all(self, values: Sequence[Any]) -> list[Any]:
-        """Return the packed items of a list or tuple."""
         packed: list[Any] = []
         try:
             for value in values:
@@ -173,7 +166,6 @@ class Encoding:
         return packed
 
     def pack_fields(self, names: Sequence[str], value: Any) -> dict[str, Any]:
-        """Return the packed attributes of a value."""
         packed: dict[str, Any] = {}
         for name in names:
             try:
@@ -222,7 +214,6 @@ class Decoding:
         return value
 
     def nested(self, data: memoryview) -> Any:
-        """Return the decoded msgpack of an extension."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ProtocolError(f"got a value that is nested deeper than {MAX_DEPTH} levels")
@@ -231,7 +222,6 @@ class Decoding:
         return value
 
     def take_array(self, name: Any, shape: Any) -> NDArray[Any]:
-        """Return the next array of the body as a view."""
         dtype = DTYPES.get(name) if isinstance(name, str) else None
         if dtype is None or not isinstance(shape, list) or len(shape) > 32:
             raise ProtocolError(f"got an array of dtype {printable(repr(name), 60)} with an invalid dtype or shape")
@@ -272,5 +262,5 @@ def as_sent(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def cannot_send(reason: str) -> Exception:
-    """Return the exception that `pack` raises for an unsupported value. Its place is added later."""
+    """Return the exception for `pack` to raise. Its place is added later."""
     return CannotSendError(reason)

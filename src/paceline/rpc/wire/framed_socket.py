@@ -61,7 +61,7 @@ class FramedSocket:
     """One connection. Several threads may send concurrently, while one thread receives."""
 
     def __init__(self, connected: socket.socket, name: str) -> None:
-        """`connected` is non-blocking; `name` names the other end in messages."""
+        """`connected` is non-blocking; `name` is the other end's."""
         self.name = name
         self._socket = connected
         self._buffer = bytearray(_BUFFER_BYTES)
@@ -105,7 +105,7 @@ class FramedSocket:
         context: int = 0,
         message: int = 0,
     ) -> None:
-        """Send a frame. Returns when the kernel has it or it is in shared memory.
+        """Return when the kernel has the frame or it is in shared memory.
 
         Raises UsageError (too long). After ConnectionLostError or DeadlineError the connection is unusable.
         """
@@ -128,7 +128,7 @@ class FramedSocket:
     def _through_memory(
         self, body: Sequence[Buffer], body_bytes: int, deadline: float
     ) -> tuple[int, Sequence[Buffer], int]:
-        """Return flags, the body to send and its size. Flags 0: the body itself. Flags n: slot n - 1 holds it."""
+        """Return flags, body and its size. Flags 0: the body itself. Flags n: it is in slot n - 1."""
         shared = self._shared
         if shared is None:
             self._may_offer = self._has_large = False
@@ -202,14 +202,12 @@ class FramedSocket:
             self._end += self._receive_available(self._view[self._end :], deadline)
 
     def close(self) -> None:
-        """Close the connection and wake its waiting threads. Idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
 
     def release(self) -> None:
-        """Close the descriptor, once no thread waits for it."""
         with self._sending:
             self._socket.close()
             if self._shared is not None:

@@ -42,7 +42,6 @@ _ISO_TYPES: Final = _TEXT_TYPES[:3]
 
 
 def find_pack(value: Any, *, pickle: bool) -> Pack:
-    """Return the `pack` for a value of an unregistered type."""
     kind = type(value)
     if isinstance(value, np.ma.MaskedArray):
         raise cannot_send("it is a masked array; send its data and its mask")
@@ -96,7 +95,7 @@ def _pack_dict(encoding: Encoding, value: dict[Any, Any]) -> Any:
 
 
 def _flat(encoding: Encoding, value: dict[Any, Any]) -> list[Any]:
-    """Return the packed keys and values alternately, in the order in which they are unpacked."""
+    """Return the packed keys and values alternately: the order of unpacking."""
     packed: list[Any] = []
     key: Any = None
     try:

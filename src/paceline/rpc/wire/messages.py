@@ -40,9 +40,7 @@ class RpcKind(IntEnum):
     WATCH = FIRST_APPLICATION_KIND + 5
     """No reply: the sender detects the callee's death by the closed connection."""
     RESULT = FIRST_APPLICATION_KIND + 6
-    """The result of a call."""
     FAILED = FIRST_APPLICATION_KIND + 7
-    """The exception of a call."""
 
 
 class CallFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -132,10 +130,7 @@ def _text(error: BaseException) -> str:
 def failure_of(
     meta: bytes | memoryview, worker: str, description: str, allowed: Allowed | None = None
 ) -> PacelineError:
-    """Return the exception in a FAILED frame, sent by `worker` about the call `description`.
-
-    Its class is built in, defined by Paceline, or `allowed` here.
-    """
+    """Return the exception in a FAILED frame of `worker`: built in, defined by Paceline or `allowed` here."""
     failure: CallFailure = decode_failure(meta)
     message = "\n".join(printable(line, _MAX_TEXT) for line in failure.message.split("\n"))
     if not failure.trace:

@@ -58,7 +58,6 @@ class _Forks:
     number = 0
 
     def count(self) -> None:
-        """Count a fork. The currently viewed slots are never freed, because both processes view them."""
         self.number += 1
 
 
@@ -99,7 +98,6 @@ class SharedBodies:
 
     @property
     def path(self) -> str:
-        """Return the path that the other end opens."""
         return self._segment.path
 
     def put(self, parts: Sequence[Buffer], size: int) -> int | None:
@@ -141,5 +139,4 @@ class SharedBodies:
         return view_of(body)
 
     def close(self) -> None:
-        """Unmap the memory. Idempotent."""
         self._segment.close()

@@ -49,7 +49,6 @@ class RowBlock:
         self.is_spilled = is_spilled
 
     def will_be_read(self) -> None:
-        """Announce that the complete block will be read in order."""
         if self.is_spilled:
             _libc.madvise(self.address, self.num_bytes, mmap.MADV_WILLNEED)
 
@@ -67,7 +66,6 @@ class RowMemory:
         self._has_warned = False
 
     def may_refuse(self) -> bool:
-        """Return whether the system may reject a block (see :func:`system_may_refuse`)."""
         return self.limit is not None or system_may_refuse()
 
     def zeros(self, num_bytes: int) -> RowBlock:
@@ -85,7 +83,6 @@ class RowMemory:
         return block
 
     def enlarged(self, block: RowBlock, num_bytes: int) -> RowBlock:
-        """Return a new block that begins with a copy of `block`."""
         larger = self.zeros(num_bytes)
         block.will_be_read()
         ctypes.memmove(larger.address, block.address, min(block.num_bytes, num_bytes))
@@ -115,7 +112,7 @@ def _block_in_memory(num_bytes: int) -> RowBlock:
 
 
 def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
-    """Return a block in a file without a name. The mapping keeps the file, so no descriptor is open."""
+    """The mapping keeps the file, so no descriptor is open."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             number = file.fileno()
@@ -135,7 +132,6 @@ def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
 
 
 def why_not_mapped(number: int) -> OSError:
-    """Return the error for a failed mapping of a file, given the system's error number."""
     why = os.strerror(number)
     if number == errno.ENOMEM and (most := most_mappings()) is not None:
         why = f"{why}, or this process has reached the limit of {most:,} mappings (vm.max_map_count)"

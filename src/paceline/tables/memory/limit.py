@@ -46,7 +46,7 @@ _OVERCOMMITS: Final = _overcommits()
 
 
 def system_may_refuse() -> bool:
-    """Return whether the system may reject blocks of memory that are smaller than the machine's memory.
+    """Return whether the system may reject blocks that are smaller than the machine's memory.
 
     By default Linux does so only if the process has a resource limit, which may be set from outside at any time.
     """
@@ -86,7 +86,6 @@ class MemoryLimit:
         return limit
 
     def check_folder(self) -> None:
-        """Raise UsageError unless the folder is writable."""
         try:
             tempfile.TemporaryFile(dir=self.spill_dir).close()
         except OSError as error:

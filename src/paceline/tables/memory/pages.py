@@ -33,7 +33,7 @@ def _map_pages(num_bytes: int, flags: int) -> mmap.mmap:
 
 
 class Pages:
-    """`num_bytes` of zeroed memory that starts on a page boundary; `address` is valid until the next `resize`.
+    """`num_bytes` of zeroed memory on a page boundary; `address` is valid until the next `resize`.
 
     The constructor and `resize` raise MemoryError; then `resize` changes nothing.
     """

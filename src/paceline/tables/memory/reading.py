@@ -38,7 +38,7 @@ class ReadAhead:
         self._waits_by_key = 0.0
 
     def read(self, directory: npt.NDArray[np.uint64], layout: npt.NDArray[np.int64], keys: Keys) -> None:
-        """Load the existing rows of `keys` into memory if this saves time. Call this method before every request."""
+        """Load the rows of `keys` into memory if this saves time. Call this before every request."""
         num_waits = _count_waits()
         self._waits_by_key = max(_MEMORY * self._waits_by_key, (num_waits - self._num_waits) / self._num_keys)
         self._num_waits, self._num_keys = num_waits, max(len(keys), 1)
