@@ -17,8 +17,8 @@ from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
 from paceline.storage.parts import PartBuffer, write_part
 from paceline.storage.snapshot_directory import Snapshot
 from paceline.tables.bucket_arrays import buckets_of_keys
+from paceline.tables.part import Selection
 from paceline.tables.rules import Adagrad
-from paceline.tables.sparse_part import Selection
 from simulator.product.state import SharedState
 from simulator.product.truth import CHANGED, Change, Floats, Keys, Mirror
 

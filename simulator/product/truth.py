@@ -25,9 +25,10 @@ from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps import Client
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.tables.initializers import Initializer, Uniform, Zeros
+from paceline.tables.part import Selection, TablePart
 from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, UpdateRule
 from paceline.tables.server_tables import ServerTable
-from paceline.tables.sparse_part import Selection, TablePart, make_part
+from paceline.tables.sparse_part import make_part
 from paceline.tables.spec import TableSpec
 from simulator.oracle import Oracle, Violation
 from simulator.settings import RunSettings

@@ -11,8 +11,7 @@ from tests.memory_transport import MemoryTransport
 
 from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.network.faults import unpack_abort
-from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Heads, MessageKind, Scanner
+from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Heads, MessageKind, Scanner, unpack_abort
 from paceline.collectives.network.verdicts import CurrentCall, received, unexpected
 from paceline.collectives.p2p.matching import Matching
 from paceline.collectives.p2p.pending import ABORT, MESSAGE, Receiving, pack

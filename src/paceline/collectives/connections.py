@@ -12,9 +12,9 @@ from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.founding import Founding, GroupLayout
 from paceline.collectives.network import verdicts as _verdicts
-from paceline.collectives.network.engine import Choose, NetworkEngine
-from paceline.collectives.network.executor import ScheduleExecutor, Status
-from paceline.collectives.network.layered import Layered
+from paceline.collectives.network.culprits import Status
+from paceline.collectives.network.engine import Choose, Layered, NetworkEngine
+from paceline.collectives.network.executor import ScheduleExecutor
 from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.p2p.point_to_point import PointToPoint
 from paceline.errors import CollectiveError, GroupClosedError, RankLostError

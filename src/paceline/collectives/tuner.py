@@ -18,9 +18,8 @@ import numpy as np
 
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.engine import Area, Engine, Order, Reduction
-from paceline.collectives.network.engine import NetworkEngine, num_pieces
-from paceline.collectives.network.executing import COMBINER
-from paceline.collectives.network.executor import Blocks
+from paceline.collectives.network.blocks import Blocks
+from paceline.collectives.network.engine import COMBINER, NetworkEngine, num_pieces
 from paceline.collectives.schedules import ALGORITHMS, LinkCost, Receive, Schedule, Send, predict
 from paceline.collectives.shared.engine import DIRECT_BYTES, SharedMemory
 from paceline.errors import UsageError

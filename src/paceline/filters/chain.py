@@ -125,10 +125,6 @@ class FilterChain:
             return None
         return KeyMemory(self.caching, self.numbering, sends=sends)
 
-    @property
-    def is_exact(self) -> bool:
-        return all(chosen.preserves == "exact" for chosen in self.filters)
-
     def describe(self) -> list[dict[str, Any]]:
         return [chosen.describe() for chosen in self.filters]
 

@@ -21,22 +21,20 @@ from paceline.rpc.callee_ends import CalleeEnds, run_local
 from paceline.rpc.caller_ends import GROUP, CallerEnds
 from paceline.rpc.calling import PendingReply
 from paceline.rpc.counting import ReferenceId
-from paceline.rpc.futures import Future, TimedFuture, Timeout, seconds_of
-from paceline.rpc.references import Holding, ObjectTable
+from paceline.rpc.futures import Future, TimedFuture, Timeout
+from paceline.rpc.references import ObjectTable
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import LocalWorker, Target, current_context
 from paceline.rpc.serving import SpareThreads, Standby
 from paceline.rpc.targets import Call, creation_of, description_of
 from paceline.rpc.wire.codec import Encoding
 from paceline.rpc.wire.messages import RpcKind
-from paceline.rpc.workers import Directory, WorkerInfo
+from paceline.rpc.workers import Directory
 from paceline.transport import read_meta
 
 _logger = logging.getLogger("paceline.rpc")
 _POLL_S = 0.002
 _MAX_SAME = 20
-UNSET_TIMEOUT = -1.0
-"""The timeout that selects the default in programs of torch.distributed.rpc."""
 
 
 class Agent(LocalWorker):
@@ -67,15 +65,6 @@ class Agent(LocalWorker):
         self.standby.start()
         threading.Thread(target=self._release_dropped, name="paceline-rpc-references", daemon=True).start()
         self.world.node.take(GROUP, "rpc", self.callee_ends)
-
-    @property
-    @override
-    def name(self) -> str:
-        return self.directory.workers[self.rank].name
-
-    @override
-    def worker_of(self, number: int) -> WorkerInfo:
-        return self.directory.workers[number]
 
     @override
     def call(
@@ -133,7 +122,7 @@ class Agent(LocalWorker):
     def fetch(self, rref: RRef[Any], timeout: Timeout | None = None) -> Future[Any]:
         timeout_s, reference = self.seconds_of(timeout), rref.reference
         if reference.owner == self.rank:
-            return self.local_value(reference)
+            return self.table.value(reference)
         encoding, context = self._encoding(reference.owner)
         meta = msgspec.msgpack.encode(list(reference))
         owner = reference.owner
@@ -142,22 +131,6 @@ class Agent(LocalWorker):
             is_blocking=True,
             creation=rref.creation,
         )
-
-    @override
-    def local_value(self, reference: ReferenceId) -> Future[Any]:
-        return self.table.value(reference)
-
-    @override
-    def own(self, value: Any) -> Holding:
-        reference = self.table.new_id(self.rank)
-        creation: Future[Any] = Future()
-        creation.set_result(value)
-        self.table.own(reference, self.rank, creation)
-        return self.table.hold(reference)
-
-    @override
-    def seconds_of(self, timeout: Timeout | None) -> float:
-        return seconds_of(self.timeout if timeout is None or timeout == UNSET_TIMEOUT else timeout)
 
     def _check(self, call: Call, timeout: Timeout | None) -> float:
         call.check()
@@ -190,7 +163,7 @@ class Agent(LocalWorker):
         if context:
             from paceline.rpc.autograd import contexts
 
-            message = contexts.send(context, to, encoding.tensors)
+            message = contexts.part(context).record_sent(to, encoding.tensors)
         reply = self.ends.end_to(to).start(
             kind,
             meta,
@@ -223,7 +196,7 @@ class Agent(LocalWorker):
             raise UsageError("got a call without a function name")
         value = target[0]
         if isinstance(value, RRef):
-            value = self.local_value(value.reference).wait(self.seconds_of(None))
+            value = self.table.value(value.reference).wait(self.seconds_of(None))
         method: Callable[..., Any] = self.allowed.check_method(value, target[1])
         return method
 

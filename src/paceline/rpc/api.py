@@ -208,7 +208,7 @@ def _called(
     owner = None if isinstance(call.target, str) else call.target[0]
     if isinstance(owner, RRef) and owner.reference.owner != number:
         raise UsageError(
-            f"a method was called on {agent.worker_of(number).name!r}, but its object lives on "
+            f"a method was called on {agent.directory.workers[number].name!r}, but its object lives on "
             f"{owner.owner_name()!r}; call it there with rref.rpc_async().method(...)"
         )
     return number, call
@@ -217,7 +217,7 @@ def _called(
 def get_worker_info(worker_name: Worker | None = None) -> WorkerInfo:
     """Return a worker by name or rank, or this worker. Raises UsageError for an unknown worker."""
     agent = current_agent()
-    return agent.worker_of(agent.rank if worker_name is None else agent.directory.id_of(worker_name))
+    return agent.directory.workers[agent.rank if worker_name is None else agent.directory.id_of(worker_name)]
 
 
 def get_rpc_timeout() -> float:

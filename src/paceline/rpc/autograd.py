@@ -122,12 +122,6 @@ class GradientContexts:
         with found.lock:
             return dict(found.gradients)
 
-    def send(self, number: int, to: int, tensors: Sequence[torch.Tensor]) -> int:
-        return self.part(number).record_sent(to, tensors)
-
-    def receive(self, number: int, sender: int, message: int, tensors: Sequence[torch.Tensor]) -> None:
-        self.part(number).record_received(sender, message, tensors)
-
     def pop(self, number: int) -> GradientContext | None:
         with self._lock:
             return self._contexts.pop(number, None)

@@ -103,7 +103,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         if self._is_closed or not 0 <= rank < len(self._agent.directory.workers):
             connected.close()
             return
-        framed = FramedSocket(connected, f"worker {self._agent.worker_of(rank).name!r}")
+        framed = FramedSocket(connected, f"worker {self._agent.directory.workers[rank].name!r}")
         try:
             framed.agree_on_seals(self._token, connecting=False, deadline=time.monotonic() + _HANDSHAKE_S)
         except PacelineError as error:
@@ -188,7 +188,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
             if header.epoch:
                 from paceline.rpc.autograd import contexts
 
-                contexts.receive(header.sequence, end.rank, header.epoch, decoding.tensors)
+                contexts.part(header.sequence).record_received(end.rank, header.epoch, decoding.tensors)
         except Exception as error:
             if result is not None:
                 result.set_exception(error)
@@ -263,7 +263,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
                 if encoding.tensors:
                     from paceline.rpc.autograd import contexts
 
-                    message = contexts.send(header.sequence, end.rank, encoding.tensors)
+                    message = contexts.part(header.sequence).record_sent(end.rank, encoding.tensors)
         except PacelineError as error:
             self._reply_failure(end, header, error, with_trace=False)
             return

@@ -51,7 +51,7 @@ class CallerEnds(ReplyReader):
             return end
 
     def _connect(self, to: int) -> CallerEnd:
-        peer = f"worker {self._agent.worker_of(to).name!r}"
+        peer = f"worker {self._agent.directory.workers[to].name!r}"
         deadline = time.monotonic() + min(self._agent.seconds_of(None), _CONNECT_S)
         try:
             connected = self._world.node.connect(self._world.infos[to], GROUP, self._agent.rank, "rpc", deadline)
@@ -87,14 +87,14 @@ class CallerEnds(ReplyReader):
         try:
             if header.kind == RpcKind.FAILED:
                 return None, reply.cause_of(
-                    failure_of(meta, agent.worker_of(end.rank).name, reply.description, agent.allowed)
+                    failure_of(meta, agent.directory.workers[end.rank].name, reply.description, agent.allowed)
                 )
             decoding = Decoding(body, agent.allowed, pickle=agent.pickle, agent=agent)
             result = decoding.decode(meta)
             if header.epoch:
                 from paceline.rpc.autograd import contexts
 
-                contexts.receive(header.sequence, end.rank, header.epoch, decoding.tensors)
+                contexts.part(header.sequence).record_received(end.rank, header.epoch, decoding.tensors)
         except PacelineError as error:
             return None, type(error)(f"the reply of {end.name} to {reply.description} cannot be read: {error}")
         except Exception as error:

@@ -14,7 +14,7 @@ from paceline.rpc.counting import ReferenceId
 from paceline.rpc.futures import Future, Timeout
 from paceline.rpc.references import Holding
 from paceline.rpc.running import LocalWorker, current_agent
-from paceline.rpc.wire.codec import REFERENCE, Decoding, Encoding, add_kind, cannot_send
+from paceline.rpc.wire.codec import REFERENCE, CannotSendError, Decoding, Encoding, add_kind
 from paceline.rpc.workers import WorkerInfo
 
 _Value = TypeVar("_Value")
@@ -56,7 +56,7 @@ class RRef(Generic[_Value]):
 
     def owner(self) -> WorkerInfo:
         """Return the worker that owns the object."""
-        return self._agent.worker_of(self.reference.owner)
+        return self._agent.directory.workers[self.reference.owner]
 
     def owner_name(self) -> str:
         """Return the owner's name."""
@@ -86,7 +86,7 @@ class RRef(Generic[_Value]):
                 f"local_value() was called on worker {self._agent.name!r}, but the object lives on "
                 f"{self.owner_name()!r}; call to_here() for a copy, or run a function on the owner"
             )
-        value: _Value = self._agent.local_value(self.reference).wait(self._agent.seconds_of(None))
+        value: _Value = self._agent.table.value(self.reference).wait(self._agent.seconds_of(None))
         return value
 
     def rpc_sync(self, timeout: Timeout | None = None) -> Methods:
@@ -174,7 +174,7 @@ def _make(
 
 def _pack_reference(encoding: Encoding, value: RRef[Any]) -> Any:
     if value.agent is not encoding.agent:
-        raise cannot_send("it is an RRef of an rpc session that was shut down; create it again")
+        raise CannotSendError("it is an RRef of an rpc session that was shut down; create it again")
     encoding.references.append(value)
     return Ext(REFERENCE, encoding.nested(list(value.reference)))
 

@@ -11,18 +11,21 @@ from typing import Any, Protocol
 
 from paceline.errors import UsageError
 from paceline.rpc.allowed import Allowed
-from paceline.rpc.counting import ReferenceId
-from paceline.rpc.futures import Future, Timeout
+from paceline.rpc.futures import Future, Timeout, seconds_of
 from paceline.rpc.references import Holding, ObjectTable
 from paceline.rpc.serving import SpareThreads, Standby
-from paceline.rpc.workers import Directory, WorkerInfo
+from paceline.rpc.workers import Directory
 
 Target = str | tuple[Any, str]
 """A function's qualified name, or an object and a method name. The object is an RRef, or a value that is sent."""
 
 
+UNSET_TIMEOUT = -1.0
+"""The timeout that selects the default in programs of torch.distributed.rpc."""
+
+
 class LocalWorker(Protocol):
-    """The part of :class:`~paceline.rpc.agent.Agent` that sends and serves requests."""
+    """Interface of :class:`~paceline.rpc.agent.Agent` for the modules that it imports."""
 
     rank: int
     pickle: bool
@@ -31,11 +34,11 @@ class LocalWorker(Protocol):
     table: ObjectTable
     threads: SpareThreads
     standby: Standby
+    timeout: Timeout
 
     @property
-    def name(self) -> str: ...
-
-    def worker_of(self, number: int) -> WorkerInfo: ...
+    def name(self) -> str:
+        return self.directory.workers[self.rank].name
 
     def call(
         self,
@@ -60,11 +63,15 @@ class LocalWorker(Protocol):
 
     def fetch(self, rref: Any, timeout: Timeout | None = None) -> Future[Any]: ...
 
-    def local_value(self, reference: ReferenceId) -> Future[Any]: ...
+    def own(self, value: Any) -> Holding:
+        reference = self.table.new_id(self.rank)
+        creation: Future[Any] = Future()
+        creation.set_result(value)
+        self.table.own(reference, self.rank, creation)
+        return self.table.hold(reference)
 
-    def own(self, value: Any) -> Holding: ...
-
-    def seconds_of(self, timeout: Timeout | None) -> float: ...
+    def seconds_of(self, timeout: Timeout | None) -> float:
+        return seconds_of(self.timeout if timeout is None or timeout == UNSET_TIMEOUT else timeout)
 
     def function_of(self, target: Any) -> Callable[..., Any]: ...
 

@@ -185,7 +185,7 @@ class DensePart(TablePart):
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """Return the part of a push in these buckets; for a range, return the same range with fewer buckets."""
         if selection.keys is not None:
-            return self._restrict_keys(selection, grads, buckets)
+            return super().restrict(selection, grads, buckets)
         if not self.buckets_of(selection) & ~buckets:
             return selection, grads
         start, stop = selection.start, selection.stop

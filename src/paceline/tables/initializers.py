@@ -24,9 +24,10 @@ class Initializer(ABC):
     code: ClassVar[int]
 
     @property
-    @abstractmethod
     def arguments(self) -> tuple[float, float]:
-        """The two numbers for the kernel."""
+        """The two numbers for the kernel: the fields, then zeros."""
+        first, second, *_ = (*(getattr(self, field.name) for field in dataclasses.fields(self)), 0.0, 0.0)  # type: ignore[arg-type]
+        return first, second
 
     @property
     @abstractmethod
@@ -38,11 +39,6 @@ class Zeros(Initializer):
     """Every element starts at 0."""
 
     code: ClassVar[int] = ZEROS
-
-    @property
-    @override
-    def arguments(self) -> tuple[float, float]:
-        return (0.0, 0.0)
 
     @property
     @override
@@ -59,11 +55,6 @@ class Constant(Initializer):
 
     def __post_init__(self) -> None:
         check_bounds(self, value=(-math.inf, math.inf))
-
-    @property
-    @override
-    def arguments(self) -> tuple[float, float]:
-        return (self.value, 0.0)
 
     @property
     @override
@@ -85,11 +76,6 @@ class Uniform(Initializer):
 
     @property
     @override
-    def arguments(self) -> tuple[float, float]:
-        return (self.low, self.high)
-
-    @property
-    @override
     def largest(self) -> float:
         return max(abs(self.low), abs(self.high))
 
@@ -106,11 +92,6 @@ class Normal(Initializer):
         check_bounds(self, mean=(-math.inf, math.inf), std=(0, math.inf))
         if not self.largest <= MAX_FLOAT32:
             raise UsageError(f"{self!r}: values may exceed the greatest float32, {MAX_FLOAT32:g}")
-
-    @property
-    @override
-    def arguments(self) -> tuple[float, float]:
-        return (self.mean, self.std)
 
     @property
     @override

@@ -173,22 +173,19 @@ class TablePart(ABC):
     @abstractmethod
     def buckets_of(self, selection: Selection) -> Buckets: ...
 
-    @abstractmethod
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """Return the part of a push (float32 [num_values]) in these buckets; the same objects if that is all of it.
 
         The gradients may be a view. The other buckets may already be dropped. With keys, rows may have any width.
         """
-
-    def _restrict_keys(self, selection: Selection, rows: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         keys = selection.key_array()
         order = positions_in(self.spec, keys, buckets)
         if len(order) == len(keys):
-            return selection, rows
-        width = len(rows) // len(keys)
+            return selection, grads
+        width = len(grads) // len(keys)
         taken, chosen = np.empty(len(order), np.uint64), np.empty(len(order) * width, np.float32)
         take_keys(keys, order, taken)
-        take_rows(rows, order, width, chosen)
+        take_rows(grads, order, width, chosen)
         return Selection(taken), chosen
 
     @abstractmethod

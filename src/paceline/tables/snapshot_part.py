@@ -16,10 +16,11 @@ import numpy.typing as npt
 from paceline.kernels.dedup import select
 from paceline.protocol.buckets import Buckets, buckets_in
 from paceline.tables.bucket_arrays import to_words
+from paceline.tables.part import Selection, TablePart
 from paceline.tables.passes import has_room_for_marks
 from paceline.tables.rules import SGD, UpdateRule
 from paceline.tables.server_tables import ServerTable
-from paceline.tables.sparse_part import Selection, SparsePart, TablePart
+from paceline.tables.sparse_part import SparsePart
 from paceline.tables.sparse_store import SparseStore
 from paceline.tables.types import Floats, Keys
 

@@ -10,36 +10,15 @@ from typing_extensions import override
 
 from paceline.protocol.buckets import Buckets, buckets_in
 from paceline.tables import passes
-from paceline.tables.bucket_arrays import (
-    bucket_bounds,
-    bucket_width,
-    buckets_of_keys,
-    clip_runs,
-    from_flags,
-    owned_runs,
-    to_flags,
-)
+from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags
 from paceline.tables.dense_part import DensePart
 from paceline.tables.memory.blocks import RowMemory
-from paceline.tables.part import Selection, TablePart, check_finite, sum_of
+from paceline.tables.part import Selection, TablePart, sum_of
 from paceline.tables.sparse_store import SparseStore
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys
 
 _TRIAL_ROWS = 1 << 14
-
-__all__ = [
-    "DensePart",
-    "Selection",
-    "SparsePart",
-    "TablePart",
-    "bucket_bounds",
-    "bucket_width",
-    "check_finite",
-    "clip_runs",
-    "make_part",
-    "owned_runs",
-]
 
 
 class SparsePart(TablePart):
@@ -98,8 +77,7 @@ class SparsePart(TablePart):
 
     @override
     def num_values(self, selection: Selection) -> int:
-        keys = selection.keys
-        return len(selection.key_array() if keys is None else keys) * self.dim
+        return len(selection.key_array()) * self.dim
 
     @override
     def keys_of(self, selection: Selection) -> Keys:
@@ -108,10 +86,6 @@ class SparsePart(TablePart):
     @override
     def buckets_of(self, selection: Selection) -> Buckets:
         return buckets_of_keys(selection.key_array())
-
-    @override
-    def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        return self._restrict_keys(selection, grads, buckets)
 
     @override
     def pull(self, selection: Selection, out: Floats) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.kernels.dedup import dedup, scratch_size
-from paceline.tables.sparse_part import Selection, TablePart
+from paceline.tables.part import Selection, TablePart
 from paceline.tables.types import Floats, Keys
 
 HISTOGRAM_SIZE = 129

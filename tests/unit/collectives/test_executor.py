@@ -10,7 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.network.executor import Blocks, Combine, ScheduleExecutor
+from paceline.collectives.network.blocks import Blocks
+from paceline.collectives.network.executor import ScheduleExecutor
+from paceline.collectives.network.receiving import Combine
 from paceline.collectives.schedules.base import Copy, Receive, Schedule, Send
 from paceline.collectives.schedules.pairwise import all_to_all
 from paceline.collectives.schedules.recursive_doubling import all_reduce as recursive_doubling

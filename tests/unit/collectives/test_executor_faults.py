@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.network.executor import Blocks, Combine, ScheduleExecutor, Status
+from paceline.collectives.network.blocks import Blocks
+from paceline.collectives.network.culprits import Status
+from paceline.collectives.network.executor import ScheduleExecutor
+from paceline.collectives.network.receiving import Combine
 from paceline.collectives.schedules.base import Receive, Schedule, Send
 from paceline.collectives.schedules.registry import ALGORITHMS
 from paceline.errors import CollectiveError, GroupClosedError, MismatchError, RankLostError

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.network.faults import unpack_abort
-from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Head, MessageKind, unpack_header
+from paceline.collectives.network.frames import (
+    HEADER,
+    MAGIC,
+    WIRE_VERSION,
+    Head,
+    MessageKind,
+    unpack_abort,
+    unpack_header,
+)
 from paceline.collectives.network.verdicts import CurrentCall, unexpected
 from paceline.collectives.p2p.pending import ABORT, pack
 from paceline.collectives.p2p.progress import READ

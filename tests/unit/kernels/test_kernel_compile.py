@@ -23,9 +23,10 @@ from paceline.ps.messages import TableSpec
 from paceline.tables import compile
 from paceline.tables.compile import KERNELS, compile_kernels, is_compiled
 from paceline.tables.initializers import Normal
+from paceline.tables.part import Selection
 from paceline.tables.rules import FTRL, Adam, kernels
 from paceline.tables.settings import to_fields
-from paceline.tables.sparse_part import Selection, make_part
+from paceline.tables.sparse_part import make_part
 from paceline.tables.sparse_store import SparseStore
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to compile")  # type: ignore[attr-defined]

@@ -16,7 +16,8 @@ from paceline.protocol import ALL
 from tests.reference.rule_cases import ARRAY_CASES, SPARSE_CASES
 from paceline.tables.rules import RULES
 from paceline.tables.settings import from_fields, to_fields
-from paceline.tables.sparse_part import Selection, make_part
+from paceline.tables.part import Selection
+from paceline.tables.sparse_part import make_part
 from paceline.tables.spec import TableSpec
 
 rule, start = paceline.SignSGD(lr=0.5), paceline.Constant(value=1)

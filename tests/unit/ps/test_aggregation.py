@@ -9,9 +9,10 @@ from paceline.protocol import ALL, Buckets, bucket_set
 from paceline.ps.messages import TableSpec
 from paceline.tables.aggregation import IterationBuffer, apply_sum
 from paceline.tables.initializers import Zeros
+from paceline.tables.part import Selection, TablePart
 from paceline.tables.rules import SGD, Adagrad, UpdateRule
 from paceline.tables.settings import to_fields
-from paceline.tables.sparse_part import Selection, TablePart, make_part
+from paceline.tables.sparse_part import make_part
 from paceline.tables.types import Floats
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT

@@ -14,10 +14,12 @@ from tests.reference.kernel_cases import random_keys
 from paceline.errors import UsageError
 from paceline.protocol import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps.messages import TableSpec
+from paceline.tables.bucket_arrays import bucket_bounds
 from paceline.tables.initializers import Constant
+from paceline.tables.part import Selection, TablePart
 from paceline.tables.rules import FTRL, RULES, Adagrad, UpdateRule
 from paceline.tables.settings import to_fields
-from paceline.tables.sparse_part import Selection, TablePart, bucket_bounds, make_part
+from paceline.tables.sparse_part import make_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

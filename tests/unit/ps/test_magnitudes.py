@@ -12,10 +12,11 @@ from tests.reference.rule_cases import RULE_CASES
 from paceline.protocol import ALL, NUM_BUCKETS
 from paceline.ps.messages import TableSpec
 from paceline.tables.initializers import Constant, Initializer, Normal, Zeros
+from paceline.tables.part import Selection, TablePart
 from paceline.tables.rules import FTRL, RULES, SGD, Adagrad, Adam, AdamW, Momentum, NAdam, RMSprop, Rprop, UpdateRule
 from paceline.tables.rules.growth import Bounds
 from paceline.tables.settings import to_fields
-from paceline.tables.sparse_part import Selection, TablePart, make_part
+from paceline.tables.sparse_part import make_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")  # without the JIT
 

@@ -8,9 +8,10 @@ import pytest
 from paceline.protocol.buckets import ALL, buckets_in
 from paceline.ps import SGD, Adagrad, Uniform, to_fields
 from paceline.ps.messages import TableSpec
+from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.snapshot_part import Moment, WatchedPart, watch
-from paceline.tables.sparse_part import Selection, make_part
+from paceline.tables.sparse_part import make_part
 from paceline.tables.types import Floats, Keys
 
 SIZE = 3_000

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.protocol import ALL, NUM_BUCKETS, bucket_set, place
 from paceline.ps.messages import TableSpec
+from paceline.tables.bucket_arrays import bucket_bounds, clip_runs, owned_runs
 from paceline.tables.initializers import Constant, Zeros
+from paceline.tables.part import Selection, TablePart
 from paceline.tables.rules import SGD, Adam, UpdateRule
 from paceline.tables.settings import to_fields
-from paceline.tables.sparse_part import Selection, TablePart, bucket_bounds, clip_runs, make_part, owned_runs
+from paceline.tables.sparse_part import make_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

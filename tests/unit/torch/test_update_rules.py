@@ -15,9 +15,10 @@ from paceline.errors import UsageError
 from paceline.protocol import ALL, NUM_BUCKETS
 from paceline.ps import SparseStore
 from paceline.ps.messages import TableSpec
+from paceline.tables.dense_part import DensePart
 from paceline.tables.initializers import Zeros
+from paceline.tables.part import Selection
 from paceline.tables.settings import to_fields
-from paceline.tables.sparse_part import DensePart, Selection
 from paceline.torch.update_rules import num_planes, rule_of, state_from_torch, state_to_torch
 
 Make = Callable[[Iterable[Tensor]], Optimizer]

@@ -10,16 +10,66 @@ from typing_extensions import override
 
 from paceline.collectives.arrays import view_bytes
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
-from paceline.collectives.network.executing import execute, scale
-from paceline.collectives.network.executor import Blocks, ScheduleExecutor
-from paceline.collectives.network.layered import Layered
+from paceline.collectives.network.blocks import Blocks
+from paceline.collectives.network.executor import ScheduleExecutor
 from paceline.collectives.network.mesh import Mesh
+from paceline.collectives.network.receiving import Combine
 from paceline.collectives.schedules import ALGORITHMS, Schedule
+from paceline.collectives.schedules.base import renamed
+from paceline.collectives.shared.engine import SharedMemory
 
 _PIECE_BYTES: Final = 1 << 18
 _MAX_PIECES: Final = 64
+COMBINER: Final = ctypes.CFUNCTYPE(
+    None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double
+)
+"""Type of the functions of `kernels.combine`."""
 
 Choose = Callable[[str, int], str]
+
+
+class Layered:
+    """All-reduce for hosts with several ranks each, in which only leaders use the network.
+
+    A host's first rank is its leader. The steps are a reduce to the leader in shared memory, an all-reduce among the
+    leaders, and a broadcast from the leader.
+    """
+
+    def __init__(
+        self, executor: ScheduleExecutor, shared: SharedMemory | None, hosts: Sequence[int], rank: int
+    ) -> None:
+        """`shared` is the engine for the ranks of this host; None if this rank is alone on it."""
+        self._executor, self._shared = executor, shared
+        self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
+        self._is_leader = rank in self._leaders
+        number = len(self._leaders)
+        self._barrier = ALGORITHMS["barrier"]["dissemination"].schedule(rank, len(hosts))
+        self._schedule: Schedule | None = None
+        if self._is_leader:
+            name = "halving-doubling" if number & (number - 1) == 0 else "ring"
+            plain = ALGORITHMS["all_reduce"][name].schedule(self._leaders.index(rank), number)
+            self._schedule = Schedule(plain.num_blocks, renamed(plain.rounds, self._leaders))
+
+    def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
+        sums = reduction._replace(scale=1.0)
+        try:
+            # The barrier creates the links, so that a host can report a mismatch that it finds in shared memory.
+            execute(self._executor, order, self._barrier, Blocks([]), None)
+            if self._shared is not None:
+                self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)
+            else:
+                copy(source, target)
+            if self._schedule is not None:
+                blocks = Blocks.even(view_bytes(*target), self._schedule.num_blocks, reduction.item_bytes)
+                execute(self._executor, order, self._schedule, blocks, sums)
+                scale(target, reduction)
+            if self._shared is not None:
+                self._shared.broadcast(order, target, 0)
+        except BaseException as error:  # both layers must report the error
+            if self._shared is not None:
+                self._shared.abort(error)
+            self._executor.abort(order.call, order.sequence, error)
+            raise
 
 
 class NetworkEngine(Engine):
@@ -181,3 +231,42 @@ def num_pieces(collective: str, algorithm: str, num_bytes: int) -> int:
     if not ALGORITHMS[collective][algorithm].pipelined:
         return 1
     return min(_MAX_PIECES, max(1, num_bytes // _PIECE_BYTES))
+
+
+def execute(
+    executor: ScheduleExecutor, order: Order, schedule: Schedule, blocks: Blocks, reduction: Reduction | None
+) -> None:
+    """Run this rank's part of a schedule, without the final scaling of a mean."""
+    executor.run(
+        schedule,
+        blocks,
+        call=order.call,
+        sequence=order.sequence,
+        combine=None if reduction is None else combine_with(reduction),
+        item_bytes=1 if reduction is None else reduction.item_bytes,
+        timeout_s=order.timeout_s,
+    )
+
+
+def combine_with(reduction: Reduction) -> Combine:
+    function = COMBINER(reduction.combiner)
+    table = (ctypes.c_uint64 * 2)()
+    place = ctypes.addressof(table)
+
+    def combine(target: memoryview, incoming: memoryview, incoming_first: bool) -> None:
+        own = address_of(target)
+        table[incoming_first], table[not incoming_first] = own, address_of(incoming)
+        function(own, place, 2, target.nbytes // reduction.item_bytes, reduction.op, 1.0)
+
+    return combine
+
+
+def scale(target: Area, reduction: Reduction) -> None:
+    if reduction.scale != 1.0:
+        table = (ctypes.c_uint64 * 1)(target.address)
+        count = target.num_bytes // reduction.item_bytes
+        COMBINER(reduction.combiner)(target.address, ctypes.addressof(table), 1, count, reduction.op, reduction.scale)
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0

@@ -1,10 +1,15 @@
 """Run one rank's part of a schedule on non-blocking links, and end the group after an error.
 
+The first failing rank sends an ABORT as the last message on all its links. A rank that receives an ABORT forwards it
+once on all its links, so the ABORT reaches all connected ranks.
+
 One thread runs calls, one at a time; any thread may call :meth:`ScheduleExecutor.status`.
 """
 
 from __future__ import annotations
 
+import math
+import select
 import time
 from typing import Final, NoReturn
 
@@ -14,22 +19,20 @@ from paceline.collectives.last_messages import ClosingConnection, send_and_close
 from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.blocks import Blocks
 from paceline.collectives.network.culprits import RequestStatus, Status
-from paceline.collectives.network.faults import find_abort, read_frame, unpack_abort
-from paceline.collectives.network.frames import Heads, MessageKind, pack_abort
+from paceline.collectives.network.frames import Head, Heads, MessageKind, pack_abort, unpack_abort
 from paceline.collectives.network.mesh import Mesh
-from paceline.collectives.network.patience import LINGER_S, Disagreement, GroupEnded, Patience, TooLate
+from paceline.collectives.network.patience import LINGER_S, CallEnded, Patience
 from paceline.collectives.network.receiving import Combine, LinkBroken, PeerMessages, Scratch, UnexpectedMessage
 from paceline.collectives.network.round_loop import RoundLoop
 from paceline.collectives.network.rounds import RoundPlanner
 from paceline.collectives.network.verdicts import CurrentCall
 from paceline.collectives.schedules.base import Copy, Schedule
-from paceline.errors import CollectiveError, GroupClosedError, ProtocolError, RankLostError
-
-__all__ = ["Blocks", "Combine", "RequestStatus", "ScheduleExecutor", "Status"]
+from paceline.errors import CollectiveError, GroupClosedError, PacelineError, ProtocolError, RankLostError
 
 _ABORT_S: Final = 0.2
 """Time limit for finding an ABORT in a broken link, and for sending one after the call's timeout."""
 _MAX_LINKED: Final = 1000
+_CHUNK_BYTES: Final = 1 << 17
 _CONNECT_S: Final = 2.5
 """Time to wait for a connection before checking the other links."""
 
@@ -76,18 +79,12 @@ class ScheduleExecutor:
         self._status = Status(sequence, call, ())
         current = CurrentCall(self._group, self._links.rank, call, sequence)
         patience = Patience(
-            timeout_s,
-            self._request_status,
-            self._links,
-            self._set_waiting_for,
-            call,
-            sequence,
-            self._interruption_abort,
+            timeout_s, self._request_status, self._links, self._set_waiting_for, current, self._interruption_abort
         )
         try:
             self._run(schedule, blocks, Heads(call, sequence), combine, item_bytes, patience)
-        except (UnexpectedMessage, LinkBroken, _LostError, TooLate, Disagreement, GroupEnded) as signal:
-            self._fail(current, signal, patience)
+        except (UnexpectedMessage, LinkBroken, CallEnded) as signal:
+            self._fail(signal, patience)
         except BaseException as error:
             self._end_group(_verdicts.failed(current, error), time.monotonic() + LINGER_S)
             raise
@@ -138,7 +135,7 @@ class ScheduleExecutor:
                     self._peers[rank] = PeerMessages(self._links.link(rank, until))
                 except RankLostError as error:
                     if time.monotonic() < until - 0.05:
-                        raise _LostError(error.ranks or (rank,)) from error
+                        raise CallEnded(_verdicts.lost(patience.current, error.ranks or (rank,))) from error
                     self._check_for_aborts()
 
     def _check_for_aborts(self) -> None:
@@ -148,20 +145,10 @@ class ScheduleExecutor:
             except LinkBroken:  # the rank may have finished its work; otherwise a later step fails
                 pass
 
-    def _fail(
-        self,
-        current: CurrentCall,
-        signal: UnexpectedMessage | LinkBroken | _LostError | TooLate | Disagreement | GroupEnded,
-        patience: Patience,
-    ) -> NoReturn:
-        if isinstance(signal, TooLate):
-            abort = _verdicts.late(current, patience.culprits(current.sequence, signal.ranks), patience.timeout_s)
-        elif isinstance(signal, GroupEnded):
-            abort = _verdicts.received(current, signal.abort)
-        elif isinstance(signal, Disagreement):
-            abort = _verdicts.disagreement(current, signal.calls)
-        elif isinstance(signal, _LostError):
-            abort = _verdicts.lost(current, signal.ranks)
+    def _fail(self, signal: UnexpectedMessage | LinkBroken | CallEnded, patience: Patience) -> NoReturn:
+        current = patience.current
+        if isinstance(signal, CallEnded):
+            abort = signal.abort
         elif isinstance(signal, LinkBroken):
             found = find_abort(signal.peer, time.monotonic() + _ABORT_S)
             abort = _verdicts.received(current, found) if found else _verdicts.lost(current, (signal.peer.rank,))
@@ -204,9 +191,30 @@ class ScheduleExecutor:
             self._status = Status(self._status.sequence, self._status.call, ranks)
 
 
-class _LostError(Exception):
-    """A rank ended before a link was established."""
+def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
+    """Return the next head of a link; None if the link ended or after the deadline. Raises ProtocolError."""
+    scanner = peer.scan()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    poll = select.poll()
+    poll.register(peer.link.fileno(), select.POLLIN)
+    while not scanner.frames:
+        try:
+            count = peer.link.receive_nowait(buffer)
+        except PacelineError:
+            return None
+        if count:
+            scanner.feed(buffer[:count])
+        elif not poll.poll(max(0, math.ceil((deadline - time.monotonic()) * 1e3))):
+            return None
+    return scanner.frames.popleft()
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        super().__init__(ranks)
-        self.ranks = ranks
+
+def find_abort(peer: PeerMessages, deadline: float) -> Abort | None:
+    """Return the ABORT in the unread bytes of a broken link, if any."""
+    try:
+        while (frame := read_frame(peer, deadline)) is not None:
+            if frame.header.kind == MessageKind.ABORT:
+                return unpack_abort(frame)
+    except ProtocolError:
+        pass
+    return None

@@ -24,6 +24,7 @@ import msgspec
 from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
 from paceline.errors import ProtocolError
+from paceline.transport.decoding import UNREADABLE, register_type
 
 HEADER: Final = struct.Struct("<HBBIQQQ")
 HEADER_BYTES: Final = HEADER.size
@@ -129,6 +130,13 @@ def unpack_header(buffer: bytes | bytearray | memoryview) -> MessageHeader:
 def pack_abort(abort: Abort) -> bytes:
     text = msgspec.msgpack.encode(abort)
     return HEADER.pack(MAGIC, WIRE_VERSION, MessageKind.ABORT, len(text), abort.sequence, 0, 0) + _pad(text)
+
+
+def unpack_abort(frame: Head) -> Abort:
+    try:
+        return msgspec.msgpack.decode(frame.text, type=register_type(Abort))
+    except UNREADABLE as error:
+        raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.collectives.aborts import Abort
-from paceline.collectives.calls import CollectiveCall
+from paceline.collectives.network import verdicts
 from paceline.collectives.network.culprits import RequestStatus, Search, find_culprits, first_abort
 from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.network.rounds import Round
+from paceline.collectives.network.verdicts import CurrentCall
 
 LINGER_S: Final = 1.0
 """Longest time for which a failed rank keeps its links open to notify the other ranks."""
@@ -22,27 +23,11 @@ _FIRST_CHECK_S: Final = 2.0
 _ANSWER_S: Final = 1.2
 
 
-class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """The call timed out while it waited for these ranks."""
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        super().__init__(ranks)
-        self.ranks = ranks
-
-
-class Disagreement(Exception):  # noqa: N818
-    """Other ranks made different calls with the same number; ``calls`` are these calls, by rank."""
-
-    def __init__(self, calls: dict[int, CollectiveCall]) -> None:
-        super().__init__(calls)
-        self.calls = calls
-
-
-class GroupEnded(Exception):  # noqa: N818
-    """Another rank, or another part of this rank, has reported the end of the group."""
+class CallEnded(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
+    """The call cannot finish, for the reason ``abort``."""
 
     def __init__(self, abort: Abort) -> None:
-        super().__init__(abort)
+        super().__init__(abort.message)
         self.abort = abort
 
 
@@ -59,14 +44,12 @@ class Patience:
         request_status: RequestStatus | None,
         links: Mesh,
         set_waiting_for: Callable[[tuple[int, ...]], None],
-        call: CollectiveCall,
-        sequence: int,
+        current: CurrentCall,
         interruption: Callable[[], Abort | None] = lambda: None,
     ) -> None:
         """``set_waiting_for`` receives the awaited ranks, ``interruption`` returns the reason to end the call early."""
-        self.timeout_s = timeout_s
-        self._call = call
-        self._sequence = sequence
+        self._timeout_s = timeout_s
+        self.current = current
         self._check_interval_s = _FIRST_CHECK_S
         self._next_check_at = time.monotonic() + _FIRST_CHECK_S
         self._first_search: Search | None = None
@@ -84,15 +67,15 @@ class Patience:
         return min(self.wait_for(tuple(sorted({peer.rank for peer in peers}))), time.monotonic() + _MAX_SLEEP_S)
 
     def wait_for(self, ranks: tuple[int, ...]) -> float:
-        """Return the time (``time.monotonic``) of the next check. Raises TooLate, GroupEnded or Disagreement."""
+        """Return the time (``time.monotonic``) of the next check. Raises CallEnded, also after the timeout."""
         self._set_waiting_for(ranks)
         abort = self._interruption()
         if abort is not None:
-            raise GroupEnded(abort)
+            raise CallEnded(verdicts.received(self.current, abort))
         time_s = time.monotonic()
         if time_s >= self._fails_at:
             self._compare(self._search)
-            raise TooLate(ranks)
+            raise CallEnded(verdicts.late(self.current, self._culprits(ranks), self._timeout_s))
         if self._request_status is None or self._search is not None:
             return self._fails_at
         if time_s < self._final_poll_at:
@@ -121,15 +104,16 @@ class Patience:
         answers = {} if search is None else search.answers()
         abort = first_abort(answers)
         if abort is not None:
-            raise GroupEnded(abort)
+            raise CallEnded(verdicts.received(self.current, abort))
         calls = {
-            rank: status.call for rank, status in answers.items() if status is not None and status.call is not None
+            rank: status.call
+            for rank, status in answers.items()
+            if status is not None and status.call is not None and status.sequence == self.current.sequence
         }
-        current = {rank: call for rank, call in calls.items() if answers[rank].sequence == self._sequence}  # type: ignore[union-attr]
-        if any(call != self._call for call in current.values()):
-            raise Disagreement(current)
+        if any(call != self.current.call for call in calls.values()):
+            raise CallEnded(verdicts.disagreement(self.current, calls))
 
-    def culprits(self, sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
+    def _culprits(self, waiting_for: Sequence[int]) -> dict[int, str]:
         if self._search is None:
             return dict.fromkeys(waiting_for, "did not send its data (ranks could not be polled)")
-        return find_culprits(self._search.answers(), sequence, waiting_for)
+        return find_culprits(self._search.answers(), self.current.sequence, waiting_for)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -36,29 +35,16 @@ Unpack = Callable[["Decoding", memoryview], Any]
 _packs: dict[type, Pack] = {}
 _packs_of_subclasses: dict[type, Pack] = {}
 _unpacks: dict[int, Unpack] = {}
-
-
-class FindPack(Protocol):
-    """Find the `pack` for a value of an unregistered type."""
-
-    def __call__(self, value: Any, /, *, pickle: bool) -> Pack: ...
-
-
-@dataclass
-class _Loaders:
-    """Imports of the modules that register kinds, set by the package."""
-
-    load_values: Callable[[], FindPack]
-    load_tensors: Callable[[], None]
+FindPack = Callable[[Any, bool], Pack]
+"""Returns the `pack` for a value of an unregistered type; the flag enables pickles. Raises CannotSendError."""
+_load_values: Callable[[], FindPack]
+_load_tensors: Callable[[], None]
 
 
 def set_loaders(load_values: Callable[[], FindPack], load_tensors: Callable[[], None]) -> None:
     """Set the functions that import `kinds` and `tensors`, which are called for the first unknown value."""
-    global _loaders
-    _loaders = _Loaders(load_values, load_tensors)
-
-
-_loaders: _Loaders
+    global _load_values, _load_tensors
+    _load_values, _load_tensors = load_values, load_tensors
 
 
 def add_pack(types: Sequence[type], pack: Pack) -> None:
@@ -176,17 +162,17 @@ class Encoding:
         return packed
 
     def _find(self, value: Any, kind: type) -> Pack:
-        find_pack = _loaders.load_values()
+        find_pack = _load_values()
         if kind in _packs:  # registered by the import
             return _packs[kind]
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
-            _loaders.load_tensors()
+            _load_tensors()
             if kind in _packs:
                 return _packs[kind]
             for base, pack in _packs_of_subclasses.items():
                 if issubclass(kind, base):
                     return pack
-        return find_pack(value, pickle=self.pickle)
+        return find_pack(value, self.pickle)
 
 
 class Decoding:
@@ -239,9 +225,9 @@ class Decoding:
     def _unpack(self, code: int, data: memoryview) -> Any:
         unpack = _unpacks.get(code)
         if unpack is None:
-            _loaders.load_values()
+            _load_values()
             if code in (TENSOR, OF_TORCH):
-                _loaders.load_tensors()
+                _load_tensors()
             unpack = _unpacks.get(code)
         if unpack is None:
             raise ProtocolError(f"got a value of kind {code}, which this version does not support")
@@ -259,8 +245,3 @@ def as_sent(array: NDArray[Any]) -> NDArray[Any]:
         raise CannotSendError(f"its elements are of dtype {array.dtype}; {', '.join(DTYPES)} are sent")
     dtype = array.dtype.newbyteorder("<")
     return array if array.flags.c_contiguous and array.dtype == dtype else np.ascontiguousarray(array, dtype)
-
-
-def cannot_send(reason: str) -> Exception:
-    """Return the exception for `pack` to raise. Its place is added later."""
-    return CannotSendError(reason)

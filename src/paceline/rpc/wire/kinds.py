@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import ProtocolError, UsageError, printable
 from paceline.rpc.allowed import qualified_name
-from paceline.rpc.wire.codec import CannotSendError, Decoding, Encoding, Pack, add_kind, add_pack, as_sent, cannot_send
+from paceline.rpc.wire.codec import CannotSendError, Decoding, Encoding, Pack, add_kind, add_pack, as_sent
 from paceline.transport import register_type
 
 TUPLE, SET, FROZENSET, DICT, BIG_INT, COMPLEX, ARRAY, NAMED, RECORD, TEXT, PICKLED, ORDERED = range(1, 13)
@@ -41,10 +41,10 @@ _ISO_TYPES: Final = _TEXT_TYPES[:3]
 """Written and read by Python: msgspec rejects time zones with an offset of fractional minutes."""
 
 
-def find_pack(value: Any, *, pickle: bool) -> Pack:
+def find_pack(value: Any, pickle: bool) -> Pack:
     kind = type(value)
     if isinstance(value, np.ma.MaskedArray):
-        raise cannot_send("it is a masked array; send its data and its mask")
+        raise CannotSendError("it is a masked array; send its data and its mask")
     if isinstance(value, np.ndarray):
         return _pack_array
     if isinstance(value, np.generic):
@@ -58,11 +58,11 @@ def find_pack(value: Any, *, pickle: bool) -> Pack:
     if pickle:
         return _pack_pickled
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        raise cannot_send(
+        raise CannotSendError(
             f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; create it there with remote() "
             "and send the RRef, or send its state_dict() and load it there"
         )
-    raise cannot_send(
+    raise CannotSendError(
         f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; numbers, text, bytes, None, "
         "lists, tuples, sets, dictionaries, arrays, tensors, RRefs, dataclasses, named tuples, msgspec "
         "structs and named functions can be sent; send an RRef to any other object (or the object itself, between "
@@ -122,7 +122,7 @@ def _pack_int(encoding: Encoding, value: int) -> Any:
         return value
     size = value.bit_length() // 8 + 1
     if size > _MAX_BIG_INT_BYTES:
-        raise cannot_send(f"it is a whole number of {size} bytes, at most {_MAX_BIG_INT_BYTES} are sent")
+        raise CannotSendError(f"it is a whole number of {size} bytes, at most {_MAX_BIG_INT_BYTES} are sent")
     return Ext(BIG_INT, value.to_bytes(size, "little", signed=True))
 
 
@@ -200,7 +200,7 @@ def _pack_pickled(encoding: Encoding, value: Any) -> Any:
     try:
         return Ext(PICKLED, _pickle.dumps(value, protocol=5))
     except Exception as error:
-        raise cannot_send(f"it cannot be pickled: {printable(str(error), 200)}") from None
+        raise CannotSendError(f"it cannot be pickled: {printable(str(error), 200)}") from None
 
 
 def _unpack_pickled(decoding: Decoding, data: memoryview) -> Any:

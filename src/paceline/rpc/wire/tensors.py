@@ -13,12 +13,12 @@ from paceline.rpc.wire.codec import (
     DTYPES,
     OF_TORCH,
     TENSOR,
+    CannotSendError,
     Decoding,
     Encoding,
     add_kind,
     add_pack,
     add_pack_of_subclasses,
-    cannot_send,
 )
 
 _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", *DTYPES) if hasattr(torch, name)}
@@ -34,12 +34,12 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def _pack_tensor(encoding: Encoding, value: torch.Tensor) -> Any:
     if not value.is_cpu or value.layout is not torch.strided:
         where = f"of layout {value.layout}" if value.is_cpu else f"on {value.device}"
-        raise cannot_send(f"it is a tensor {where}; send tensor.cpu(), or tensor.to_dense()")
+        raise CannotSendError(f"it is a tensor {where}; send tensor.cpu(), or tensor.to_dense()")
     name = _NAMES.get(value.dtype)
     if name is None:
-        raise cannot_send(f"it is a tensor of dtype {value.dtype}; {', '.join(_DTYPES)} are sent")
+        raise CannotSendError(f"it is a tensor of dtype {value.dtype}; {', '.join(_DTYPES)} are sent")
     if value.is_nested:
-        raise cannot_send("it is a nested tensor; send the list of its parts, tensor.unbind()")
+        raise CannotSendError("it is a nested tensor; send the list of its parts, tensor.unbind()")
     data = value.detach() if value.requires_grad else value
     if data.is_conj() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
@@ -47,7 +47,7 @@ def _pack_tensor(encoding: Encoding, value: torch.Tensor) -> Any:
     try:
         array = (data.view(torch.int16) if name == "bfloat16" else data).numpy()
     except RuntimeError as error:  # it has no memory (torch._efficientzerotensor)
-        raise cannot_send(f"it is a tensor whose elements cannot be read: {printable(str(error), 200)}") from None
+        raise CannotSendError(f"it is a tensor whose elements cannot be read: {printable(str(error), 200)}") from None
     encoding.add_array(array)
     is_recorded = encoding.records and value.requires_grad
     if is_recorded:

@@ -14,7 +14,7 @@ from paceline.collectives import Group
 from paceline.filters import Filter
 from paceline.ps import Initializer, SparseStore, UpdateRule, to_fields
 from paceline.ps.messages import TableSpec
-from paceline.tables.sparse_part import check_finite
+from paceline.tables.part import check_finite
 from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.distinct import sum_equal_keys
 
