@@ -65,8 +65,6 @@ MANY_PARAMETERS = {
     "rpc/api.py:init_rpc": 13,
     "torch/strategies/all_reduce.py:AllReduce.__init__": 11,
     "torch/strategies/server/parameter_server.py:ParameterServer.__init__": 11,
-    # To be shortened.
-    "data/dataset.py:Dataset.__init__": 11,
 }
 
 

@@ -94,7 +94,7 @@ class Batch:
 def pairs_of(
     indptr: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the `indptr` (int64 [rows + 1]) of the selected rows of a matrix, and the positions of their pairs."""
+    """Return the `indptr` (int64 [rows + 1]) of the selected rows, and the positions of their pairs."""
     starts = indptr[rows]
     sizes = indptr[rows + 1] - starts
     chosen = np.zeros(len(rows) + 1, np.int64)

@@ -114,10 +114,7 @@ class Columns:
         return f"{subject} is not a finite number" + (" of 0 or more" if name == self.weight else "")
 
     def check_in(self, path: str, names: Sequence[str], *, needs_label: bool = True) -> None:
-        """Raise UsageError unless a file with the columns `names` has each of these columns exactly once.
-
-        Without `needs_label` the label may be missing.
-        """
+        """Raise UsageError unless a file with columns `names` has each of these columns exactly once."""
         known, wanted = set(names), dict.fromkeys(self.names)
         for name in wanted:
             if name not in known and (name != self.label or needs_label):
@@ -392,7 +389,6 @@ class Converter:
         return scaled
 
     def _labels(self, column: Any) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return the label column in the form of :meth:`_numbers`."""
         classes = self._columns.classes
         if not classes:
             return self._numbers(column, LABEL_WORDS)
@@ -408,10 +404,7 @@ class Converter:
     def _numbers(
         self, column: Any, words: dict[str, float]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return a column as float64, a mask of valid or missing rows, and a mask of missing rows.
-
-        `words` maps words to their numbers.
-        """
+        """Return a column as float64, a mask of valid or missing rows, and a mask of missing rows."""
         types = self._arrow.types
         is_text = (types.is_string, types.is_large_string, types.is_dictionary)
         if any(test(column.type) for test in is_text):

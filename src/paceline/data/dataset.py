@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,18 @@ def open_dataset(
     source_format = kind.source_of(files[0])
     if scaling is not None and not FORMATS[source_format].is_keyed:
         raise UsageError(f"values of {format} are not scaled by key. Leave scaling out")
-    cache_path = None if cache_dir is None else Path(cache_dir)
     return Dataset(
-        files, format, columns, shard_bytes, strict, cache_path, labels, scaling, source_format, needs_labels, sizes
+        files=tuple(files),
+        format=format,
+        columns=columns,
+        shard_bytes=shard_bytes,
+        strict=strict,
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        labels=labels,
+        scaling=scaling,
+        source_format=source_format,
+        needs_labels=needs_labels,
+        sizes=sizes,
     )
 
 
@@ -81,25 +91,23 @@ def open_spec(spec: Mapping[str, Any]) -> Dataset:
     missing = [name for name in _SPEC_NAMES if name not in spec]
     if missing:
         raise UsageError(f"the spec lacks {', '.join(missing)}. Pass the result of Dataset.spec()")
-    content = dict(spec)
-    cache_dir = content["cache_dir"]
-    columns = Columns.from_fields(content) if content["label"] else None
-    for file in content["files"]:
+    for file in spec["files"]:
         stat_file(file)
     return Dataset(
-        content["files"],
-        content["format"],
-        columns,
-        content["shard_bytes"],
-        content["strict"],
-        Path(cache_dir) if cache_dir else None,
-        content["labels"],
-        read_key_scaling(content),
-        content.get("source_format"),
-        sizes=content.get("sizes"),
+        files=tuple(spec["files"]),
+        format=spec["format"],
+        columns=Columns.from_fields(spec) if spec["label"] else None,
+        shard_bytes=spec["shard_bytes"],
+        strict=spec["strict"],
+        cache_dir=Path(spec["cache_dir"]) if spec["cache_dir"] else None,
+        labels=spec["labels"],
+        scaling=read_key_scaling(spec),
+        source_format=spec.get("source_format") or spec["format"],
+        sizes=spec.get("sizes"),
     )
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Dataset(Closing):
     """Shards of several files, each read as a stream of :class:`Batch`; created by :func:`open_dataset`.
 
@@ -109,35 +117,25 @@ class Dataset(Closing):
     opened it with :func:`open_spec`. Not thread-safe.
     """
 
-    def __init__(
-        self,
-        files: list[str],
-        format: str,
-        columns: Columns | None,
-        shard_bytes: int,
-        strict: bool,
-        cache_dir: Path | None,
-        labels: str,
-        scaling: KeyScaling | None = None,
-        source_format: str | None = None,
-        needs_labels: bool = True,
-        sizes: Sequence[int] | None = None,
-    ) -> None:
-        self.files = tuple(files)
-        self.format = format
-        self.source_format = source_format or format
-        """The format that defines the features; for converted data this is the format of the sources."""
-        self.columns = columns
-        self.shard_bytes = shard_bytes
-        self.strict = strict
-        self.labels = labels
-        self.scaling = scaling
-        self.needs_labels = needs_labels
+    files: tuple[str, ...]
+    format: str
+    columns: Columns | None
+    shard_bytes: int
+    strict: bool
+    cache_dir: Path | None
+    labels: str
+    scaling: KeyScaling | None
+    source_format: str
+    """The format that defines the features; for converted data this is the format of the sources."""
+    needs_labels: bool = True
+    sizes: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
         self.cache_error: str | None = None
         """Why caching stopped, for example because the disk is full. Reading continues without a cache."""
-        self._cache_dir = None if cache_dir is None else cache_dir.absolute()
-        self._kind = FORMATS[format]
-        self.in_use = FilesInUse(self.files, self._kind, sizes)
+        self.cache_dir = None if self.cache_dir is None else self.cache_dir.absolute()
+        self._kind = FORMATS[self.format]
+        self.in_use = FilesInUse(self.files, self._kind, self.sizes)
         self._cache = self._open_cache()
         self._log = BadLineLog()
         self._idle = IdleFiles()
@@ -215,11 +213,11 @@ class Dataset(Closing):
             **columns,
             "shard_bytes": self.shard_bytes,
             "strict": self.strict,
-            "cache_dir": "" if self._cache_dir is None else str(self._cache_dir),
+            "cache_dir": "" if self.cache_dir is None else str(self.cache_dir),
             "labels": self.labels,
             "scaling": None if self.scaling is None else self.scaling.spec(),
             "source_format": self.source_format,
-            "sizes": self.in_use.sizes,
+            "sizes": None if self.sizes is None else list(self.sizes),
         }
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
@@ -242,7 +240,6 @@ class Dataset(Closing):
         yield from self._parsed_blocks(file, shard)
 
     def _parsed_blocks(self, file: int, shard: int) -> Iterator[Batch]:
-        """Yield the shard from its file and write it to the cache."""
         opened = self._take(file)
         writing = _Writing(self, file, opened.status, shard)
         is_complete = False
@@ -293,14 +290,14 @@ class Dataset(Closing):
         self._idle.give_back(file, opened)
 
     def _open_cache(self) -> ShardCache | None:
-        if self._cache_dir is None:
+        if self.cache_dir is None:
             return None
         irrelevant = ("files", "strict", "cache_dir", "labels", "scaling", "source_format", "sizes")
         identity = {name: value for name, value in self.spec().items() if name not in irrelevant}
         if self.scaling is not None:
             identity["scaling"] = self.scaling.digest()
         try:
-            return ShardCache(self._cache_dir, identity)
+            return ShardCache(self.cache_dir, identity)
         except OSError as error:
             self._stop_caching(error)
             return None
@@ -308,7 +305,7 @@ class Dataset(Closing):
     def _stop_caching(self, error: OSError) -> None:
         self._cache = None
         self.cache_error = (
-            f"parsed shards are not stored in {self._cache_dir}: {error.strerror or error}. Every pass parses the text "
+            f"parsed shards are not stored in {self.cache_dir}: {error.strerror or error}. Every pass parses the text "
             "again"
         )
 
@@ -317,7 +314,7 @@ class FilesInUse:
     """Checks that files do not change. `sizes` are expected sizes in bytes; None accepts any size."""
 
     def __init__(self, files: Sequence[str], format: Format, sizes: Sequence[int] | None) -> None:
-        self.sizes = None if sizes is None else list(sizes)
+        self._sizes = sizes
         self.num_shards: dict[int, int] = {}
         """The number of shards of each file for which it is known."""
         self._files = tuple(files)
@@ -325,14 +322,14 @@ class FilesInUse:
         self._statuses: dict[int, FileStatus] = {}
 
     def check(self, file: int) -> FileStatus:
-        """Return the status of a file. Raises DataError if the status has changed since the first call.
+        """Return a file's status. Raises DataError if it has changed since the first call.
 
-        If the file is a copy of a file on another host, it must have the same size.
+        A copy on another host must have the same size.
         """
         path = self._files[file]
         status = self._format.stat(path)
         first = self._statuses.setdefault(file, status)
-        size = first.num_bytes if self.sizes is None else self.sizes[file]
+        size = first.num_bytes if self._sizes is None else self._sizes[file]
         if status.num_bytes != size:
             raise DataError(
                 f"{path} has changed during its use, from {size:,} to {status.num_bytes:,} bytes. The rows read so far "

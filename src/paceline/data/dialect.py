@@ -84,7 +84,6 @@ def head_of(path: str) -> str:
 
 
 def read_dialect(path: str, wanted: Sequence[str] = (), header: str = "auto") -> Dialect:
-    """Detect the dialect of a csv file with :func:`guess_dialect`. Raises DataError for another format."""
     text = head_of(path)
     dialect = guess_dialect(text, wanted, header)
     if dialect is None:

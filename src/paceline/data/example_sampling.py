@@ -116,7 +116,6 @@ class _Beginnings:
             self.share_read = 0.0
 
     def _read(self, file: int, shard: int, most: int) -> Iterator[Batch]:
-        """Read a shard, or the beginning of a large row group of a parquet file."""
         num_groups = self._reader.num_shards(file) if FORMATS[self._reader.format].samples_beginnings else None
         runs = self._reader.read(file, shard, _CHUNK_ROWS)
         if num_groups is None:

@@ -44,10 +44,6 @@ class NameFinder:
                 self._add_values(name, seed, sorted(fresh))
 
     def read_pairs(self, features: Iterator[tuple[str, str | None, str]]) -> None:
-        """Add features until all wanted keys have names.
-
-        A feature has the text of its seed, its own text (None if the seed is already the key), and its name.
-        """
         seen: set[tuple[str, str | None]] = set()
         for outer, inner, name in features:
             if len(self.names) == len(self._wanted):
@@ -116,7 +112,7 @@ def write_feature_names(directory: Path, names: Mapping[int, str]) -> None:
 
 
 def read_feature_names(directory: Path) -> dict[int, str]:
-    """Read the names in a model's directory; return no names if the file is missing. Raises ModelError."""
+    """Return no names if the file is missing. Raises ModelError."""
     names: dict[int, str] = {}
     try:
         with open(directory / FEATURE_NAMES, encoding="utf-8") as lines:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,14 @@ _LEAST_SEEN = 8
 _MAX_KEYS = 1 << 16
 _SAME = 2.0**0.5
 _CENTRED_SHARE = 0.5
+_DTYPES: Final[dict[str, type[np.generic]]] = {
+    "keys": np.uint64,
+    "means": np.float64,
+    "scales": np.float64,
+    "fields": np.uint32,
+    "units": np.float64,
+    "filled": np.bool_,
+}
 
 _Entry: TypeAlias = tuple[float, float, float, bool, int]
 """A key's mean, scale, unit, whether it is filled, and field."""
@@ -105,9 +113,9 @@ class KeyScaling:
     def unscaled(
         self, keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return the weights for unscaled values, and the amount to add to the bias. The scaling must be linear.
+        """Return the weights for unscaled values, and the amount to add to the bias.
 
-        `keys` uint64 [n] and `weights` float32 [n, dim] belong to a linear model of scaled values.
+        `weights` float32 [n, dim] belong to a linear model of scaled values. The scaling must be linear.
         """
         assert self.is_linear
         at = self._find(keys)
@@ -173,16 +181,10 @@ class KeyScaling:
         return Batch(batch.labels, indptr, keys, values, batch.weights, fields)
 
     def spec(self) -> dict[str, Any]:
-        return {
-            "keys": self.keys.tolist(),
-            "means": self.means.tolist(),
-            "scales": self.scales.tolist(),
-            "other_scale": self.other_scale,
-            "fields": None if self.fields is None else self.fields.tolist(),
-            **({} if self.units is None else {"units": self.units.tolist()}),
-            **({} if self.filled is None else {"filled": self.filled.tolist()}),
-            **({} if not self.edges else {"edges": [[key, list(edges)] for key, edges in sorted(self.edges.items())]}),
-        }
+        arrays = ((name, getattr(self, name)) for name in _DTYPES)
+        spec = {name: array.tolist() for name, array in arrays if array is not None}
+        edges = {"edges": [[key, list(edges)] for key, edges in sorted(self.edges.items())]} if self.edges else {}
+        return {**spec, "other_scale": self.other_scale, **edges}
 
     def digest(self) -> str:
         parts: list[Any] = [self.keys, self.means, self.scales, np.float64(self.other_scale)]
@@ -193,13 +195,11 @@ class KeyScaling:
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> KeyScaling:
         try:
-            keys = np.array(spec["keys"], np.uint64)
-            means, scales = np.array(spec["means"], np.float64), np.array(spec["scales"], np.float64)
-            fields = None if spec.get("fields") is None else np.array(spec["fields"], np.uint32)
-            units = None if spec.get("units") is None else np.array(spec["units"], np.float64)
-            filled = None if spec.get("filled") is None else np.array(spec["filled"], np.bool_)
+            arrays: dict[str, Any] = {
+                name: np.array(spec[name], dtype) for name, dtype in _DTYPES.items() if spec.get(name) is not None
+            }
             edges = {int(key): tuple(map(float, found)) for key, found in spec.get("edges", ())}
-            return cls(keys, means, scales, float(spec["other_scale"]), fields, units, edges, filled)
+            return cls(**arrays, other_scale=float(spec["other_scale"]), edges=edges)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"the description of the scaling is invalid: {error!r}") from None
 

@@ -40,16 +40,11 @@ class ShardReader(Protocol):
     """Reads shards of one file. The reader keeps its position, so shards in ascending order need no search."""
 
     num_shards: int | None
-    """The number of shards; None if unknown."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """Yield the shard's rows in batches of the reader's own size, with the labels of the file.
+        """Yield the shard's rows in batches of the reader's own size; nothing after the last shard."""
 
-        Yields nothing after the last shard.
-        """
-
-    def close(self) -> None:
-        """Close the file."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,12 +76,10 @@ class TextTable:
 
 
 def places_of(names: Sequence[str]) -> dict[str, int]:
-    """Return the index of each column; for a repeated name, the first index."""
     return {name: at for at, name in reversed(list(enumerate(names)))}
 
 
 def json_text(value: Any) -> str:
-    """Return the text of a category, which determines its key."""
     if isinstance(value, bool):
         return str(value).lower()
     return number_text(repr(value)) if isinstance(value, float) else str(value)

@@ -192,10 +192,7 @@ class SparseArrays:
 
 
 def call_kernel(kernel: Any, num_counts: int, *arguments: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """Call the kernel of a parser; return its counts, and the places and codes of the first bad lines.
-
-    The second count is the number of bad lines.
-    """
+    """Return a kernel's counts (the second one: bad lines), and the places and codes of the first bad lines."""
     bad_at, bad_why, counts = (np.empty(size, np.int64) for size in (NUM_KEPT, NUM_KEPT, num_counts))
     kernel(*arguments, bad_at, bad_why, counts)
     num_bad = int(counts[1])
@@ -218,7 +215,6 @@ class TextReader:
         self._lines.close()
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """Yield the shard's rows, about 1 MiB of text per step."""
         start = shard * self._shard_bytes
         for block in self._lines.blocks(start, start + self._shard_bytes):
             yield from self.parse_block(block, report)
@@ -228,7 +224,6 @@ class TextReader:
                 raise DataError(f"{self._path} is empty after decompression")
 
     def parse_block(self, block: Block, report: Report) -> Iterator[Batch]:
-        """Yield the batches of a block, and report malformed lines."""
         text = np.frombuffer(block.buffer, np.uint8)
         position = block.start
         if block.base + position == 0 and block.buffer.startswith(BYTE_ORDER_MARK):

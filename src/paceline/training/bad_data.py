@@ -34,7 +34,6 @@ class BadData:
         return f"{skipped} skipped (--strict stops at the first):{listed}"
 
     def check(self, num_good: int | None, limit: float, format: str | None) -> None:
-        """Raise DataError if a larger fraction than `limit` is malformed."""
         may_lack_labels = format is not None and FORMATS[format].may_lack_labels
         if not num_good or self.count <= _FEW or (may_lack_labels and self.are_unlabelled):
             return

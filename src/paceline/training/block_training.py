@@ -62,10 +62,9 @@ class BlockTraining:
         self._warn = warn
 
     def run(self, reading: jobs.WorkerTask, dataset: Dataset, share: float) -> FinishedJob:
-        """Read the columns, solve for the weights and write them to the model.
+        """Read the columns, solve for the weights and write them to the model, also after an interruption.
 
-        `share` is this job's fraction of the whole work. The reports include one per pass. After an interruption the
-        model has the current weights.
+        `share` is this job's fraction of the whole work. The reports include one per pass.
         """
         attempt = 0
         while True:
@@ -123,7 +122,6 @@ class BlockTraining:
             self._on_news(describe_pass(_read_pass(fields)))
 
     def _empty_table(self, name: str) -> None:
-        """Reset a table of an earlier training on this cluster."""
         self._move_weights(name, is_wanted=False)
         for spec in self._client.tables():
             if spec.name == name:

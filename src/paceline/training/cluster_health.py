@@ -17,8 +17,8 @@ from paceline.ps import Client
 class ClusterHealth:
     """Detects losses and replacements of workers, servers and the scheduler.
 
-    `processes` is the training's own cluster, if it has one. The user gets a warning if workers are still busy with
-    the previous job after `patience_s`.
+    `processes` is the training's own cluster. After `patience_s` the user is warned of workers busy with the previous
+    job.
     """
 
     def __init__(

@@ -189,7 +189,6 @@ class _Display:
             self.warn(describe_label_words(sample.label_words, labels))
 
     def show_plan(self, client: Client, plan: TrainingPlan) -> Callable[[TrainingState], None]:
-        """Print the plan; return the function that shows the progress."""
         for text in find_warnings(self._sample, self._options.model.read_labels_as):
             self.warn(text)
         if not self._is_quiet and plan.chosen_on and self._options.passes.blocks is None:

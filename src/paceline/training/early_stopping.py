@@ -46,10 +46,8 @@ class PassLosses:
     is_best: bool = False
     """Whether the last pass is the best one, earlier runs of the training included."""
     passes: list[dict[str, float | None]] = field(default_factory=list)
-    """Each pass's number and metrics, as JSON values."""
 
     def add(self, number: int, found: Evaluation) -> bool:
-        """Add the metrics of a pass; return whether this pass is the best so far."""
         self.last_pass = number
         self.passes.append({"pass": number, **found.as_json()})
         has_best = self.best_pass > 0 and not math.isnan(self.best_loss)
@@ -71,7 +69,6 @@ class PassLosses:
         return f"pass {self.last_pass}: on the validation file {found.sentence()} ({place})"
 
     def summary(self, most: int) -> str:
-        """Return a sentence about the end of the training; `most` is the allowed number of passes."""
         if self.last_pass < most:
             reason = f"stopped after pass {self.last_pass} of at most {most}: no progress since pass {self.best_pass}"
         else:

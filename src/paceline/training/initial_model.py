@@ -64,7 +64,6 @@ class InitialModel:
 
 
 def _claim_cluster(client: Client, check: Callable[[], None]) -> None:
-    """Reserve the cluster; wait briefly for the end of another training. Raises PeerError if it does not end."""
     deadline = time.monotonic() + _PATIENCE_S
     while not client.link.call(messages.ClaimCluster(), bool):
         check()
@@ -74,10 +73,9 @@ def _claim_cluster(client: Client, check: Callable[[], None]) -> None:
 
 
 def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:
-    """Erase the rows of an earlier training on this cluster, and set this training's hyperparameters.
+    """Erase the rows of an earlier training, and set this training's hyperparameters.
 
-    `check` is called between requests, and may raise. Raises PeerError if another training uses the cluster, UsageError
-    if a table has another size or update rule.
+    Calls `check` between requests. Raises PeerError if another training uses the cluster, UsageError for other tables.
     """
     _claim_cluster(client, check)
     known = {spec.name: spec for spec in client.tables()}
@@ -138,7 +136,6 @@ def _has_same_columns(options: TrainOptions, known: Columns) -> bool:
 
 
 def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
-    """Return the stored model's settings. Raises UsageError if the options specify other settings."""
     kind = stored.described.get("kind")
     if kind != wanted.name:
         raise UsageError(f"the model in {stored.directory} has the kind {kind!r}. Continue it with --model {kind}")

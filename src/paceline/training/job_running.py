@@ -126,10 +126,9 @@ class JobRunner:
     ) -> FinishedJob:
         """Run a job on the shards of a data set, except the shards finished in `before`.
 
-        `span` is the job's part of the whole work, from 0 to 1. With `num_shards` the job distributes this number of
-        turns instead of shards. `on_report` receives each report. Errors from workers are DataError, LostRowsError,
-        NoRoomError, TableMismatchError and UsageError. Losses and interruptions during the job raise ModelLostError,
-        PeerError and KeyboardInterrupt.
+        `span` is the job's part of the whole work. With `num_shards` the job distributes this number of turns instead
+        of shards. Raises the workers' DataError, LostRowsError, NoRoomError, TableMismatchError or UsageError, and
+        ModelLostError, PeerError or KeyboardInterrupt for losses and interruptions.
         """
         self._health.begin_job()
         strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)
@@ -196,7 +195,6 @@ class JobRunner:
             time.sleep(pauses.next_s())
 
     def _request_state(self, number: int) -> JobState:
-        """Return the state of a job; check for signals and losses while the scheduler is being replaced."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:

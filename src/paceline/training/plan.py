@@ -29,7 +29,6 @@ class TrainingPlan:
     shards_at_once: int = 1
     """Number of shards a worker reads at once to mix their examples; more than 1 if labels come in runs."""
     order: str = "shuffle"
-    """Order of the examples, as in :class:`PassOptions`."""
     optimism: Optimism | None = None
     """A trial's calibration error on new examples; None: predictions are not corrected."""
     rates: tuple[float, float] | None = None
@@ -37,9 +36,7 @@ class TrainingPlan:
     recent: Batch | None = None
     """Sample for correcting the mean prediction: in the order of the data, or mixed if the data is sorted."""
     note: str | None = None
-    """A sentence about the trial for the user."""
     chosen_on: int = 0
-    """Number of examples in the sample."""
     num_examples: int = 0
     """Number of examples in the data, possibly an estimate; 0 without a sample."""
 

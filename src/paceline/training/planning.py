@@ -254,7 +254,6 @@ def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
 
 
 def _plan_of_snapshot(options: TrainOptions, resumption: Resumption, examples: ExampleSample | None) -> TrainingPlan:
-    """Return the plan of a snapshot's training with the given options applied."""
     training = resumption.training
     shards_at_once, scaling = int(training["shards_at_once"]), read_key_scaling(training["dataset"])
     optimism = training.get("optimism")

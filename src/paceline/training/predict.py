@@ -31,7 +31,6 @@ class PredictionResult:
     """None for data without labels."""
     examples: int
     seconds: float
-    """Time of the whole run, including the loading of the model."""
     loading_seconds: float
     bad_lines: BadData
     warnings: tuple[str, ...] = ()

@@ -27,7 +27,6 @@ class TrainingState:
     """The progress of a training."""
 
     task: str
-    """``train`` or ``evaluate``."""
     fraction: float | None
     """Finished fraction of the whole work, including evaluation; None while the amount of work is unknown."""
     epoch: int | None
@@ -49,7 +48,6 @@ class TrainResult:
 
     model: SparseModel
     settings: dict[str, Any]
-    """The chosen passes, minibatch and update rule."""
     examples: int
     seconds: float
     examples_per_s: float
@@ -62,11 +60,9 @@ class TrainResult:
     lost_workers: int
     bytes: int
     progressive: Sequence[ProgressiveLoss] = ()
-    """The losses before learning in the first pass."""
     validation: dict[str, Any] | None = None
     """The metrics on the validation file after each pass and the best pass; None without a validation file."""
     block_passes: Sequence[BlockPass] = ()
-    """A report for each pass over blocks of columns."""
 
     def as_json(self) -> dict[str, Any]:
         found = self.evaluation
@@ -132,7 +128,6 @@ class ObservedStaleness:
         self._before, self._dropped_before = self._counts()
 
     def summary(self) -> dict[str, Any]:
-        """Return the result of :func:`summarize_staleness`; zeros without pushes."""
         counts, num_dropped = self._counts()
         return summarize_staleness([(counts - self._before).tolist()], num_dropped - self._dropped_before)
 

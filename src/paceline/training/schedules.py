@@ -157,7 +157,6 @@ class RatePlan:
         return self.warmup == 0 and isinstance(self.schedule, ConstantRate)
 
     def share(self, passes: float, most: int) -> float:
-        """Return the factor on the rate after `passes` of at most `most` passes."""
         rising = min(passes / self.warmup, 1.0) if self.warmup else 1.0
         return max(rising * self.schedule.share(min(passes, most), most), LEAST)
 

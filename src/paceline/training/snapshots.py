@@ -137,7 +137,6 @@ class Resumption:
 
     @classmethod
     def find(cls, directory: str | Path, warn: Callable[[str], None]) -> Resumption:
-        """Read the newest complete snapshot of a directory. Raises ModelError if there is none."""
         return cls(read_newest(directory, warn))
 
     @property

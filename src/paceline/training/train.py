@@ -171,7 +171,6 @@ class Training:
             self._snapshots.begin(describe_training(dataset, plan, str(self._client.consistency)), examples)
 
     def _train(self, dataset: Dataset, share: float) -> FinishedJob:
-        """Run the passes; `share` is their fraction of the whole work."""
         blocks = self._options.passes.blocks
         if blocks is not None:
             training = BlockTraining(
@@ -201,7 +200,6 @@ class Training:
                 self._snapshots.end()
 
     def _train_by_passes(self, dataset: Dataset, before: JobAccount | None, share: float) -> FinishedJob:
-        """Run passes one by one; with a validation file, stop when the loss no longer improves."""
         most, seconds = self._plan.epochs, 0.0
         is_sequential = isinstance(self._client.consistency, Sequential)
         reports: list[tuple[dict[str, Any], bytes]] = []
@@ -315,10 +313,7 @@ class Training:
         return None if self._data is None or self._data.columns is None else self._data.columns.unweighted
 
     def _save_unfinished(self, reason: BaseException) -> None:
-        """Save the unfinished model, or the best pass's model if there is a validation file.
-
-        After Ctrl-C the given directory is used. After a failure, a finished model in it is never replaced.
-        """
+        """Save the unfinished model, or the best pass's model. After a failure, never replace a finished model."""
         plan, best = self._plan, self._best
         try:
             if self._processes is not None:

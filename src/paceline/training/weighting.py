@@ -27,9 +27,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of examples, which multiply the weights of their rows."""
 
     classes: dict[str, float] = {}
-    """Weights by label (as text); 1 for other labels."""
     keep_negatives: float = 1.0
-    """The fraction of examples with label 0 to use in training."""
 
     def __post_init__(self) -> None:
         if not 0 < self.keep_negatives <= 1:
@@ -91,7 +89,6 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         return dataclasses.replace(batch, weights=weights)
 
     def _drawn(self, batch: Batch, generator: np.random.Generator) -> tuple[Batch, npt.NDArray[np.int64]]:
-        """Return the kept examples with their weights, and their rows: int64 [n]."""
         batch = self.weighted(batch)
         if self.keep_negatives == 1:
             return batch, np.arange(batch.num_examples)

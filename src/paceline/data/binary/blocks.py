@@ -132,7 +132,6 @@ class BlockWriter(Closing):
         self._write(data[: entry.num_bytes].data)
 
     def write_section(self, data: bytes) -> Section:
-        """Write a section other than a block; return its entry for the footer."""
         section = Section(self.position, len(data), zlib.crc32(data))
         self._write(data)
         self._write(bytes(-len(data) % _ALIGNMENT))
@@ -208,7 +207,6 @@ class BlockFile(Closing):
         return _take(data, entry)
 
     def read_section(self, section: Section) -> bytes:
-        """Return the bytes of a section. Raises OSError, and ValueError for a damaged section."""
         data = os.pread(self._descriptor, section.num_bytes, section.offset)
         if zlib.crc32(data) != section.checksum:
             raise ValueError("a section's checksum is wrong")

@@ -55,7 +55,6 @@ class ShardCache:
             return None
 
     def writer(self, path: str, status: FileStatus, shard: int) -> CacheWriter:
-        """Return a writer for the shard; `status` is the file's status before it was opened. Raises OSError."""
         return CacheWriter(self.path_of(path, shard), self._describe(path, status, shard))
 
     def path_of(self, path: str, shard: int) -> Path:

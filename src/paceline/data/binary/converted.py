@@ -36,8 +36,6 @@ _MOST_LABELS = 1000
 _GUESSES = tuple[tuple[str, str, str, int, tuple[str, ...]], ...]
 _HASH = hash_bytes(b"paceline", name_seed("hash"))
 """A key that identifies the hash function of the keys in a file."""
-"""A key that identifies the hash function used for the keys in a file."""
-"""A key that identifies the hash function used for the keys in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +205,7 @@ class ConvertedFile:
 
 
 def describe_converted(path: str) -> ConvertedFile:
-    """Read a converted file's description, and close the file. Raises DataError."""
+    """Read a converted file's description. Raises DataError."""
     file = ConvertedFile(path)
     file.close()
     return file

@@ -78,10 +78,7 @@ class Format(ABC):
         return None
 
     def column_names(self, path: str, wanted: Sequence[str] = (), header: str = "auto") -> list[str]:
-        """Return the column names of a file with a table; no names for other formats.
-
-        `wanted` and `header` are as in :func:`paceline.data.dialect.guess_dialect`.
-        """
+        """Return the column names of a file with a table; `wanted` and `header` as in :func:`.guess_dialect`."""
         return []
 
     @abstractmethod
@@ -114,10 +111,9 @@ class Format(ABC):
         return ()
 
     def find_names(self, files: Sequence[str], columns: Columns | None, wanted: Keys) -> dict[int, str]:
-        """Return the names of the `wanted` keys that occur in the files.
+        """Return the names of the `wanted` keys; read the files until all are found.
 
-        A category is named ``column=value``, and a number is named after its column. Reads the files until all names
-        are found.
+        A category is named ``column=value``, and a number is named after its column.
         """
         finder = NameFinder(wanted)
         for name, scale in zip(columns.numeric, columns.scales, strict=False) if columns is not None else ():

@@ -98,10 +98,7 @@ def _read_rows(files: Sequence[str], columns: Columns, names: Sequence[str]) -> 
 
 
 def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> ParseRows:
-    """Return a parser for the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``.
-
-    If not `needs_label`, a missing label is NaN.
-    """
+    """Return a parser for the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``."""
     from paceline.kernels.text import csv as kernels
     from paceline.kernels.text.codes import LABEL_SLOT, OPTIONAL_LABEL_SLOT, SKIPPED_SLOT, TEXT_SLOT, WEIGHT_SLOT
     from paceline.kernels.text.values import powers_of_ten
@@ -159,7 +156,6 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
 
 
 def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "") -> str:
-    """Return the reason for the kernel's error code `why`; the malformed row begins with `line`."""
     from paceline.kernels.text.codes import BAD_QUOTE, BAD_WIDTH, DETAIL, NO_LABEL, NO_WEIGHT
 
     detail, kind = divmod(why, DETAIL)
@@ -203,7 +199,6 @@ class CsvReader:
         self._window.close()
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """Yield the shard's rows, about 1 MiB of text per step."""
         start = shard * self._shard_bytes
         stop = start + self._shard_bytes
         self._go_to(start)

@@ -216,7 +216,7 @@ class ArrayFileReader:
         """Do nothing, because no file is open."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """Yield the shard's rows, up to 4,096 per batch. A row with a number that is not finite is malformed."""
+        """Yield up to 4,096 rows per batch. A row with a number that is not finite is malformed."""
         end, stop = shard * self._shard_rows, min((shard + 1) * self._shard_rows, self._file.num_rows)
         while end < stop:
             start, end = end, self._file.end_of_piece(end, stop)

@@ -105,10 +105,7 @@ class ColumnBins:
         self._all_are_binned = all(map(len, edges))
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows with bins in place of numbers; this overwrites the batch's arrays.
-
-        The result has each pair's field, because the keys of bins do not identify columns.
-        """
+        """Return the rows with bins in place of numbers, and with fields; overwrites the batch's arrays."""
         from paceline.kernels.features.scaling import bin_columns
 
         assert batch.values is not None

@@ -30,7 +30,6 @@ KEPT_SCALES = ("auto", "standard", "log", "log-bins")
 """The methods whose scales converted data stores."""
 _QUANTILES = re.compile(r"quantile:([0-9]{1,9})")
 TRIED_BINS = (8, 16, 32, 64)
-"""The numbers of quantile bins to try."""
 _USUAL_BINS = TRIED_BINS[:3]
 _NONLINEAR = 10.0  # nats: bins seldom explain more if the effect is linear
 _HEAVY = 10.0  # deviations; the largest of 20,000 exponential variables is 9 above the mean
@@ -236,10 +235,7 @@ def _line_loss(numbers: Doubles, labels: Doubles) -> float:
 
 
 def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:
-    """Return mean, deviation, and the largest distance from the mean in deviations.
-
-    Sums are exact, so the result is the same on all machines.
-    """
+    """Return mean, deviation, and the largest distance from the mean in deviations, from exact sums."""
     if not numbers:
         return (0.0, 1.0), 0.0
     mean = math.fsum(number / len(numbers) for number in numbers)

@@ -78,7 +78,7 @@ def sample_sources(
     weight: str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> Sample:
-    """Return a sample of the sources. Raises DataError and UsageError for unsuitable sources and destinations."""
+    """Raises DataError and UsageError for unsuitable sources and destinations."""
     _check_place(sources, out)
     sample = sample_data(sources, format, columns, "none", weight, reading)
     if sample.format == CONVERTED:
@@ -98,8 +98,7 @@ def convert_data(
 ) -> Conversion:
     """Write the examples of the sources to `out`, completely or not at all.
 
-    `sample` is the result of :func:`sample_sources`. Every `report_s` seconds `on_progress` receives the number of
-    written examples. Raises DataError if the sources are malformed or `out` cannot be written.
+    Every `report_s` seconds `on_progress` receives the number of written examples. Raises DataError.
     """
     prepare_kernels()
     start = time.perf_counter()
@@ -179,7 +178,6 @@ def _check_place(sources: Sequence[str], out: Path) -> None:
 
 @contextlib.contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """Yield a temporary path. Rename and sync the file at the end, or remove it after an error."""
     try:
         with replacing(out) as aside:
             yield aside

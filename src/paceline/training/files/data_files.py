@@ -223,10 +223,9 @@ def total_size(files: Sequence[str | Path]) -> int:
 def open_training_data(
     options: TrainOptions, plan: TrainingPlan, num_workers: int, spare: Path | None, shard_bytes: int | None = None
 ) -> Dataset:
-    """Open the data; the number of workers determines the size of shards, unless `shard_bytes` is given.
+    """Open the data; the number of workers determines the size of shards. Mixed shards are many and small.
 
-    If there are several passes and enough disk space, parsed data is cached in `spare`. Mixed shards are many and
-    small.
+    If there are several passes and enough disk space, parsed data is cached in `spare`.
     """
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(stat_file(file).num_bytes for file in dataset.files)

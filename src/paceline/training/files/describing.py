@@ -85,7 +85,6 @@ def _name_labels(sample: Sample) -> dict[str, int]:
 
 
 def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float | str | None:
-    """Return the positive label; None for numeric labels and for more than two classes of words."""
     if not classes:
         return resolve_positive(positive, classes)
     return classes[1] if positive is None and len(classes) == 2 else positive

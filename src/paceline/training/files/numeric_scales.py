@@ -92,7 +92,6 @@ def _scaling_of(columns: Columns) -> ColumnScaling:
 
 
 def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
-    """Return the scales that suit numeric columns, by examples with their numbers less the centres of `columns`."""
     if not sample.batch.num_examples:
         return columns.scales
     centres = [scale.centre for scale in columns.scales]

@@ -109,7 +109,6 @@ class ModelTrial:
             pool.shutdown(cancel_futures=True)  # start no more trials after Ctrl-C
 
     def run(self, model: SparseModel, rule: UpdateRule) -> TriedModel:
-        """Train until the model stops improving."""
         learners = [_Learner(model, rule, self.batch, split, self._batch_size) for split in self.splits]
         of_constant = self._losses(model, learners).mean
         means: list[float] = []
@@ -213,7 +212,6 @@ class InProcessTables:
         return rows
 
     def learn(self, minibatch: Minibatch) -> float:
-        """Update the rows with a minibatch's gradients; return its summed loss before the update."""
         gradients, loss = minibatch.gradients(self.pull(minibatch))
         for store, keys, gradient in zip(self.stores, minibatch.gradient_keys, gradients, strict=True):
             store.push(keys, gradient)

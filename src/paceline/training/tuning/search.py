@@ -202,7 +202,6 @@ class FactorSearch:
         return [self._tried[pair] for pair in wanted]
 
     def _next_to(self, best: TriedModel, unpenalized: UpdateRule) -> list[tuple[Settings, UpdateRule]]:
-        """Return settings that differ from the best settings in one value."""
         found = self._settings_of(best.model)
         changes = [
             *({"factor_l2": found["factor_l2"] * factor} for factor in _OTHER_L2),

@@ -173,7 +173,6 @@ class SampleTrial:
             logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)
 
     def _optimism(self, weights: list[Floats]) -> Optimism:
-        """Return the models' calibration error on held-out examples, minus their error on training examples."""
         indptr, ids, values, labels, _ = self._arrays
         learned, margins = 0.0, []
         for of_one, (trained, held_out) in zip(weights, self._splits, strict=True):

@@ -49,16 +49,13 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     weighting: Weighting = Weighting()
     shards_at_once: int = 1
     is_shuffled: bool = False
-    """Whether the order of examples is random."""
     epochs: int = 1
-    """Passes over the data in the whole training."""
     reordered: tuple[int, ...] = ()
     """Passes with the opposite of `is_shuffled`, because an earlier run started them so."""
     filters: str = ""
     pull_filters: str | None = None
     solve: SolveTask | None = None
     rates: JobRates | None = None
-    """None: constant rates."""
 
     def shuffles(self, epoch: int) -> bool:
         return (self.is_shuffled and epoch < self.epochs - 1) != (epoch in self.reordered)
@@ -92,7 +89,6 @@ class WorkerLeases:
         self._ended: set[int] = set()
 
     def prefetch(self) -> None:
-        """Request the next shard without waiting for the reply."""
         if self._requested is None:
             self._requested = self._link.start(messages.TakeLease(job=self._job, wait=False), Lease)
 

@@ -75,7 +75,6 @@ class WorkerRates:
         self._num_examples = num_examples
 
     def set_within(self, lease: Lease, num_read: int | None = None) -> None:
-        """Set the rate for the worker's position; the arguments are those of :meth:`passes`."""
         self._rates.set_within(self.passes(lease, num_read))
 
     def passes(self, lease: Lease, num_read: int | None = None) -> float:

@@ -234,10 +234,7 @@ class Worker:
     # Delayed block proximal gradient.
 
     def _read_columns(self, part: _Part) -> None:
-        """Read this worker's part of the examples, and store it by column.
-
-        The worker reports its shards after the last one. If it dies, the other workers read all its shards again.
-        """
+        """Store this worker's examples by column. If it dies, the other workers read its shards again."""
         job, model, dataset, _, leases = part
         counters, collector = self._counters, ColumnCollector()
         held: list[Lease] = []
@@ -381,7 +378,6 @@ class _Pipeline:
             self._confirm()
 
     def end_shard(self, lease: Lease) -> None:
-        """Record that the current minibatch is the last of a shard."""
         self._shards.append(lease)
         if self._current is None:  # the shard was empty
             self.drain()
