@@ -1,14 +1,16 @@
-"""Compare source trees by the time of a push and a pull: clusters of all side by side, measured in turns.
+"""Compare source trees by the time of a push and of a pull, in clusters that run at the same time.
 
     python benchmarks/compare.py old=../paceline-before new=. [--keys 1 1000] [--dims 1 16] [--replicas 0 1]
                                  [--servers 2] [--work push pull] [--blocks 40] [--seconds 0.05] [--json]
 
-A tree is a checkout (or its `src`); two names for one tree show the noise. The clusters of all trees run at once, and
-one of them works at a time: a block of requests on each in turn, then the same in the other order. So what else the
-machine does slows all of them alike, and the ratios hold where times do not. Told are the median time of each tree, and
-for every tree but the first the median of its ratios to the first, block by block, once of the blocks' medians and once
-of their fastest tenths. Beside these stand counts per request: milliseconds on a core, and how often somebody slept,
-of the client and of all servers. Who waits may look for an answer instead of sleeping, which takes time on a core.
+A tree is a checkout (or its `src`). Pass one tree under two names to see the noise. The clusters of all trees run at
+the same time, but only one cluster works at a time: each cluster handles a block of requests, then all clusters do so
+in the opposite order. Other programs on the machine therefore slow all trees equally. So ratios are reliable even if
+times are not.
+
+The table has the median time of each tree, and its ratio to the first tree: the median over blocks, for the blocks'
+medians and for their fastest tenths. It also has the time on a core and the number of sleeps per request, for the
+client and for all servers. A waiting thread may poll for the reply instead of sleeping, which takes time on a core.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from pathlib import Path
 from typing import Any
 
 ROWS = 200_000
-MOST_KEPT = 100_000
-"""Keys that are drawn before: so that requests are for other ones each, where they are small."""
+MAX_DRAWN_KEYS = 100_000
+"""The number of keys that are drawn in advance, so that small requests have different keys."""
 WARM = 3
-"""Requests of each block that do not count."""
+"""The first requests of each block, which are not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What one block took, per request; times in microseconds."""
+    """The cost of one request, over a block of requests. Times are in microseconds."""
 
     median: float
     fastest_tenth: float
@@ -45,7 +47,7 @@ class Block:
 
 
 class Tree:
-    """A source tree at work: a process of its own, with a cluster and a client."""
+    """A child process that imports one source tree and runs a cluster and a client."""
 
     def __init__(self, name: str, path: Path, servers: int, replicas: int, dims: list[int]) -> None:
         self.name = name
@@ -60,7 +62,7 @@ class Tree:
         )
         used = Path(self._read())
         if source.resolve() not in used.parents:
-            sys.exit(f"compare.py: {name} is to be {source}, but Python has found paceline in {used}")
+            sys.exit(f"compare.py: {name}: expected paceline in {source}, but Python imported {used}")
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -70,14 +72,14 @@ class Tree:
         return json.loads(line)
 
     def measure(self, work: str, keys: int, dim: int, seconds: float) -> Block:
-        """Do one block."""
+        """Run one block of requests in the child process."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([work, keys, dim, seconds]) + "\n")
         self._process.stdin.flush()
         return Block(**self._read())
 
     def close(self) -> None:
-        """End the processes."""
+        """End the child process and its cluster."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -85,25 +87,25 @@ class Tree:
         self._process.stdout.close()
 
 
-def compare(trees: list[Tree], told: argparse.Namespace, replicas: int) -> list[dict[str, Any]]:
-    """Measure all, in turns; print a line for each kind of request."""
+def compare(trees: list[Tree], options: argparse.Namespace, replicas: int) -> list[dict[str, Any]]:
+    """Measure all trees in turns, and print a line for each kind of request."""
     results = []
-    for dim in told.dims:
-        for keys in told.keys:
-            for work in told.work:
+    for dim in options.dims:
+        for keys in options.keys:
+            for work in options.work:
                 blocks: dict[str, list[Block]] = {tree.name: [] for tree in trees}
-                for number in range(told.blocks):
+                for number in range(options.blocks):
                     for tree in trees if number % 2 else trees[::-1]:
-                        blocks[tree.name].append(tree.measure(work, keys, dim, told.seconds))
-                what = {"work": work, "keys": keys, "dim": dim, "replicas": replicas}
-                results.append(summarize(what, blocks))
-                if not told.json:
+                        blocks[tree.name].append(tree.measure(work, keys, dim, options.seconds))
+                case = {"work": work, "keys": keys, "dim": dim, "replicas": replicas}
+                results.append(summarize(case, blocks))
+                if not options.json:
                     print(line_of(results[-1]), flush=True)
     return results
 
 
-def summarize(what: dict[str, Any], blocks: dict[str, list[Block]]) -> dict[str, Any]:
-    """Return the medians of every tree, and its ratios to the first."""
+def summarize(case: dict[str, Any], blocks: dict[str, list[Block]]) -> dict[str, Any]:
+    """Return the medians of every tree, and its ratios to the first tree."""
     first = next(iter(blocks.values()))
     trees = {}
     for name, own in blocks.items():
@@ -113,20 +115,20 @@ def summarize(what: dict[str, Any], blocks: dict[str, list[Block]]) -> dict[str,
         medians["ratio"] = statistics.median(block.median / base.median for block, base in pairs)
         medians["fastest_ratio"] = statistics.median(block.fastest_tenth / base.fastest_tenth for block, base in pairs)
         trees[name] = {field: round(value, 3) for field, value in medians.items()}
-    return {**what, "trees": trees}
+    return {**case, "trees": trees}
 
 
 def line_of(result: dict[str, Any]) -> str:
     """Return a result as the lines of a table."""
-    what = f"{result['work']:5} {result['keys']:>7,} {result['dim']:>4} {result['replicas']:>8}"
+    heading = f"{result['work']:5} {result['keys']:>7,} {result['dim']:>4} {result['replicas']:>8}"
     lines = []
     for name, tree in result["trees"].items():
         lines.append(
-            f"{what}  {name:8} {tree['median']:>9,.1f} {tree['ratio']:>6.2f} {tree['fastest_ratio']:>8.2f} "
+            f"{heading}  {name:8} {tree['median']:>9,.1f} {tree['ratio']:>6.2f} {tree['fastest_ratio']:>8.2f} "
             f"{tree['client_cpu']:>11,.0f} {tree['client_sleeps']:>7.2f} {tree['servers_cpu']:>11,.0f} "
             f"{tree['servers_sleeps']:>7.2f}"
         )
-        what = " " * len(what)
+        heading = " " * len(heading)
     return "\n".join(lines)
 
 
@@ -136,7 +138,7 @@ HEADING = (
 )
 
 
-# A tree's own process.
+# Code of the child process.
 
 
 def serve(servers: int, replicas: int, dims: list[int]) -> None:
@@ -156,19 +158,22 @@ def serve(servers: int, replicas: int, dims: list[int]) -> None:
         tables = {dim: client.sparse_table(f"of{dim}", dim=dim, update=paceline.SGD(lr=0.01)) for dim in dims}
         for dim, table in tables.items():
             table.push(all_keys, np.ones((ROWS, dim), np.float32)).wait()
-        me, them = psutil.Process(), [psutil.Process(pid) for pid in cluster.pids("server")]
+        client_process, server_processes = psutil.Process(), [psutil.Process(pid) for pid in cluster.pids("server")]
         batches: dict[int, list[Any]] = {}
         for line in sys.stdin:
             work, count, dim, seconds = json.loads(line)
             if count not in batches:
-                num_batches = min(max(8, MOST_KEPT // count), 1_000)
+                num_batches = min(max(8, MAX_DRAWN_KEYS // count), 1_000)
                 batches[count] = [all_keys[random.choice(ROWS, count, replace=False)] for _ in range(num_batches)]
             request = requests(tables[dim], work, np.ones((count, dim), np.float32))
-            print(json.dumps(asdict(measure_block(request, batches[count], seconds, me, them))), flush=True)
+            print(
+                json.dumps(asdict(measure_block(request, batches[count], seconds, client_process, server_processes))),
+                flush=True,
+            )
 
 
 def requests(table: Any, work: str, grads: Any) -> Callable[[Any], Any]:
-    """Return what does one request and waits for it."""
+    """Return a function that makes one request and waits for its reply."""
     if work == "pull":
         return lambda keys: table.pull(keys)
     if work == "push":
@@ -177,12 +182,12 @@ def requests(table: Any, work: str, grads: Any) -> Callable[[Any], Any]:
 
 
 def measure_block(
-    request: Callable[[Any], Any], batches: list[Any], seconds: float, me: Any, servers: list[Any]
+    request: Callable[[Any], Any], batches: list[Any], seconds: float, client: Any, servers: list[Any]
 ) -> Block:
-    """Do requests for so long."""
+    """Make requests for `seconds`, and return their cost."""
     for number in range(WARM):
         request(batches[number % len(batches)])
-    before = usage([me]), usage(servers)
+    before = usage([client]), usage(servers)
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < WARM or time.perf_counter() < end:
@@ -190,9 +195,9 @@ def measure_block(
         start = time.perf_counter()
         request(keys)
         times.append(time.perf_counter() - start)
-    after = usage([me]), usage(servers)
-    counts = [(now - then) / len(times) for then_of, now_of in zip(before, after, strict=True)
-              for then, now in zip(then_of, now_of, strict=True)]  # fmt: skip
+    after = usage([client]), usage(servers)
+    counts = [(end_count - start_count) / len(times) for counts_before, counts_after in zip(before, after, strict=True)
+              for start_count, end_count in zip(counts_before, counts_after, strict=True)]  # fmt: skip
     times.sort()
     return Block(
         median=times[len(times) // 2] * 1e6,
@@ -205,7 +210,7 @@ def measure_block(
 
 
 def usage(processes: list[Any]) -> tuple[float, int]:
-    """Return the seconds on a core, and how often one of these slept."""
+    """Return the seconds on a core and the number of sleeps of some processes."""
     seconds, sleeps = 0.0, 0
     for process in processes:
         times = process.cpu_times()
@@ -215,7 +220,7 @@ def usage(processes: list[Any]) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Compare, or be one of the trees."""
+    """Compare the trees, or run the child process of one tree."""
     if sys.argv[1:2] == ["--child"]:
         servers, replicas, *dims = map(int, sys.argv[2:])
         serve(servers, replicas, dims)
@@ -225,30 +230,32 @@ def main() -> None:
     parser.add_argument("--keys", type=int, nargs="+", default=[1, 1_000, 10_000])
     parser.add_argument("--dims", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--replicas", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--servers", type=int, default=1, help="of each cluster, or one more than it has replicas")
+    parser.add_argument(
+        "--servers", type=int, default=1, help="servers of each cluster; at least one more than --replicas"
+    )
     parser.add_argument("--work", nargs="+", choices=("push", "pull", "push_pull"), default=["push", "pull"])
     parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=0.05, help="how long a block takes")
+    parser.add_argument("--seconds", type=float, default=0.05, help="duration of a block")
     parser.add_argument("--json", action="store_true")
-    told = parser.parse_args()
-    paths = dict(each.partition("=")[::2] for each in told.trees)
-    if not all(paths.values()) or len(paths) < len(told.trees):
-        parser.error("expected every tree as NAME=PATH, with a name of its own")
-    if not all(0 < keys <= ROWS for keys in told.keys) or told.blocks < 1:
+    options = parser.parse_args()
+    paths = dict(tree.partition("=")[::2] for tree in options.trees)
+    if not all(paths.values()) or len(paths) < len(options.trees):
+        parser.error("expected NAME=PATH for every tree, with different names")
+    if not all(0 < keys <= ROWS for keys in options.keys) or options.blocks < 1:
         parser.error(f"expected 1 to {ROWS} keys, and at least 1 block")
-    if not told.json:
+    if not options.json:
         print(HEADING)
     results = []
-    for replicas in told.replicas:
+    for replicas in options.replicas:
         trees: list[Tree] = []
         try:
-            servers = max(told.servers, 1 + replicas)
-            trees += [Tree(name, Path(path), servers, replicas, told.dims) for name, path in paths.items()]
-            results += compare(trees, told, replicas)
+            servers = max(options.servers, 1 + replicas)
+            trees += [Tree(name, Path(path), servers, replicas, options.dims) for name, path in paths.items()]
+            results += compare(trees, options, replicas)
         finally:
             for tree in trees:
                 tree.close()
-    if told.json:
+    if options.json:
         print(json.dumps(results))
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/ddp_step.py [--ranks 2] [--rounds 8] [--json]
 
-The model is a perceptron of about 25 million parameters; every rank has 16 rows and one thread. Prints the median step
-of each backend over all rounds, and Gloo's divided by Paceline's. Both must arrive at the same losses.
+The model is a perceptron of about 25 million parameters; every rank has 16 rows and one thread. It prints the
+median time of a step on each backend, and Gloo's time divided by Paceline's. The losses of both must be equal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS_PER_ROUND = 5
 
 
 class Trainee:
-    """A model and its optimizer on one backend; equal at the start on all of them."""
+    """A model and its optimizer on one backend. The initial parameters are the same on every backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         torch.manual_seed(1)
@@ -72,7 +72,7 @@ def run_rank(rank: int, num_ranks: int, num_rounds: int, folder: str) -> None:
             dist.barrier()
             for inputs, targets in batches:
                 trainee.step(inputs, targets)
-            if round_number == 0:  # buckets are made anew after the first steps, and caches are filled
+            if round_number == 0:  # DistributedDataParallel rebuilds its buckets after the first step
                 trainee.seconds.clear()
     if rank == 0:
         found = {backend: (trainee.seconds, trainee.losses) for backend, trainee in trainees.items()}
@@ -99,7 +99,7 @@ def measure(num_ranks: int, num_rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=8, help=f"of {STEPS_PER_ROUND} steps on each backend")
+    parser.add_argument("--rounds", type=int, default=8, help=f"rounds of {STEPS_PER_ROUND} steps on each backend")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.ranks < 1 or options.rounds < 1:

@@ -1,17 +1,20 @@
-"""What `paceline train` chooses by itself, beside tuned peers, on data that it was not made for.
+"""Compare the defaults of `paceline train` with tuned peers, on generated data.
 
     pip install 'paceline[sklearn,bench]'
     python benchmarks/defaults.py [names...] [--peers peers.json] [--json] [-- --workers 4 --consistency eventual]
     python benchmarks/defaults.py [names...] --model fm [--json] [-- ...]
 
-Each data set is generated with a known truth, 20,000 rows or more to test on, and trained by `paceline train` as it
-is, with what stands behind `--` as further options. The peer is the best **on the test rows** of scikit-learn's
-logistic regression (7 L2 penalties, and 7 L1 penalties on small data; numbers standardised, divided by the root of
-their mean square, or logarithms of columns) and of 3 settings of Vowpal Wabbit where that is installed: a bound that
-nobody reaches without knowing the test rows. What the peers reached is kept in the file `--peers`.
+A known model generates each data set, with 20,000 test rows or more. `paceline train` runs with its defaults and with
+the options after `--`. The peer is the best setting **on the test rows** of two programs:
 
-With `--model` (fm, ffm, deepfm, dcn) that model and logistic regression are trained, and how much better than this it
-is; there are no peers then. Sets of numbers without names are written with columns for models that need them.
+- scikit-learn's logistic regression, with 7 L2 penalties, and on small data 7 L1 penalties. Numbers are standardized,
+  divided by their root mean square, or replaced by logarithms.
+- Vowpal Wabbit with 3 settings, if it is installed.
+
+A program that does not know the test rows cannot choose this setting. The file `--peers` stores the peers' results.
+
+`--model` (fm, ffm, deepfm, dcn) trains this model and logistic regression, and prints the difference. There is no peer
+then. Numbers without names are written as columns for models that need columns.
 """
 
 from __future__ import annotations
@@ -45,14 +48,14 @@ vowpalwabbit.Workspace("-t --quiet -i vw.model -d test.vw -p scores.txt").finish
 LOGISTIC = "--loss_function logistic"
 VW_SETTINGS = ((LOGISTIC, 1), (LOGISTIC, 8), (f"{LOGISTIC} --ftrl", 4))
 PENALTIES = 10.0 ** np.arange(-4, 3)
-SMALL = 1_500_000  # pairs, up to which L1 penalties are tried as well
+SMALL = 1_500_000  # pairs of feature and value; with more, L1 penalties are not tried
 TEST_ROWS = 20_000
 ALLOWED = 0.003
 
 
 @dataclass
 class Table:
-    """Rows with labels: `x` numbers, dense or sparse, or `numbers` and `categories` by column."""
+    """Rows with labels. The features are a matrix `x`, or the columns `numbers` and `categories`."""
 
     labels: npt.NDArray[np.int64]
     x: Any = None
@@ -60,7 +63,7 @@ class Table:
     categories: dict[str, npt.NDArray[np.str_]] = field(default_factory=dict)
 
     def take(self, rows: Any) -> Table:
-        """Return some of the rows."""
+        """Return the selected rows."""
         return Table(
             self.labels[rows],
             None if self.x is None else self.x[rows],
@@ -80,7 +83,7 @@ class Table:
         return Table(self.labels, None, {f"x{at}": column for at, column in enumerate(self.x.T)})
 
     def write(self, stem: Path) -> Path:
-        """Write a CSV file where there are columns, else libsvm."""
+        """Write a CSV file if there are columns, else a libsvm file; return its path."""
         if self.x is not None:
             path = stem.with_suffix(".libsvm")
             dump_svmlight_file(self.x, self.labels, str(path), zero_based=False)
@@ -99,7 +102,7 @@ SETS: dict[str, tuple[int, int, Generator]] = {}
 
 
 def data_set(rows: int, test: int = TEST_ROWS) -> Callable[[Generator], Generator]:
-    """Enter a generator under its name, with the numbers of its rows to train and to test on."""
+    """Register a generator under its name, with its numbers of training and test rows."""
 
     def enter(generator: Generator) -> Generator:
         SETS[generator.__name__.replace("_", "-")] = (rows, test, generator)
@@ -109,7 +112,7 @@ def data_set(rows: int, test: int = TEST_ROWS) -> Callable[[Generator], Generato
 
 
 def draw(rng: np.random.Generator, margins: Reals, *, rate: float = 0.35, strength: float = 1.5) -> Any:
-    """Draw labels of which about `rate` are 1, by margins brought to a standard deviation of `strength`."""
+    """Draw labels from margins scaled to a standard deviation of `strength`; about `rate` of the labels are 1."""
     margins = (margins - margins.mean()) / margins.std() * strength
     low, high = -20.0, 20.0
     for _ in range(50):
@@ -170,7 +173,7 @@ def heavy_tails(rng: np.random.Generator, n: int) -> Table:
 
 
 def text(rng: np.random.Generator, n: int, words: int = 30_000, length: float = 60.0) -> Any:
-    """Return counts of words, the commoner ones by Zipf's law."""
+    """Return counts of words whose frequencies follow Zipf's law (CSR matrix)."""
     shares = 1.0 / np.arange(1, words + 1) ** 1.05
     sizes = rng.poisson(length, n) + 1
     drawn = rng.choice(words, sizes.sum(), p=shares / shares.sum())
@@ -258,9 +261,9 @@ def few_valued_counts(rng: np.random.Generator, n: int) -> Table:
 def codes_with_missing(rng: np.random.Generator, n: int) -> Table:
     columns, margins = categories(rng, n, (300, 40))
     codes = {name: np.unique(column, return_inverse=True)[1] + 100_000 for name, column in columns.items()}
-    is_there = rng.random(n) > 0.01
+    is_present = rng.random(n) > 0.01
     written = {
-        f"{name}_id": np.where(is_there, np.char.add(code.astype(str), ".0"), "") for name, code in codes.items()
+        f"{name}_id": np.where(is_present, np.char.add(code.astype(str), ".0"), "") for name, code in codes.items()
     }
     return Table(draw(rng, margins), None, {"score": rng.standard_normal(n)}, written)
 
@@ -276,7 +279,7 @@ def bent_ages(rng: np.random.Generator, n: int) -> Table:
 def drifting(rng: np.random.Generator, n: int) -> Table:
     x = (sp.random(n, 2_000, 0.01, "csr", random_state=rng) > 0).astype(np.float64)
     first, last = rng.standard_normal((2, 2_000))
-    share = np.clip(np.arange(n) / (n - TEST_ROWS), 0, 1)  # it comes to rest before the test rows
+    share = np.clip(np.arange(n) / (n - TEST_ROWS), 0, 1)  # the drift ends before the test rows
     return Table(draw(rng, (1 - share) * (x @ first) + share * (x @ last)), x)
 
 
@@ -291,18 +294,18 @@ def sorted_by_label(rng: np.random.Generator, n: int) -> Table:
 def copies(rng: np.random.Generator, n: int) -> Table:
     columns, margins = categories(rng, n, (10, 100, 1_000, 5_000))
     table = Table(draw(rng, margins), categories=columns)
-    train = rng.integers(0, (n - TEST_ROWS) // 5, n - TEST_ROWS)  # five of each
+    train = rng.integers(0, (n - TEST_ROWS) // 5, n - TEST_ROWS)  # about five copies of each row
     return table.take(np.concatenate([train, np.arange(n - TEST_ROWS, n)]))
 
 
 def pair_sums(rng: np.random.Generator, codes: list[npt.NDArray[np.int64]]) -> Reals:
-    """Return, of rows of codes by column, the sum over pairs of columns of the products of 3 factors of their codes."""
+    """Return each row's sum of inner products over all pairs of columns. Every code has 3 random factors."""
     factors = [rng.standard_normal((int(column.max()) + 1, 3))[column] for column in codes]
     return np.asarray((np.sum(factors, axis=0) ** 2 - np.sum(np.square(factors), axis=0)).sum(axis=1))
 
 
 def pairs(rng: np.random.Generator, n: int, sizes: tuple[int, ...], share: float) -> Table:
-    """Return categories whose pairs decide a share of the margins' variance; their values, one by one, the rest."""
+    """Return categories. Pairs of values explain a `share` of the margins' variance, single values the rest."""
     columns, margins = categories(rng, n, sizes)
     together = pair_sums(rng, [np.unique(column, return_inverse=True)[1] for column in columns.values()])
     margins = np.sqrt(1 - share) * margins / margins.std() + np.sqrt(share) * together / together.std()
@@ -341,7 +344,7 @@ def dense_pairs(rng: np.random.Generator, n: int) -> Table:
 def real(rng: np.random.Generator, data: Any) -> Table:
     order = rng.permutation(len(data.target))
     return Table(
-        data.target[order].astype(np.int64), None, {f"x{at}": each[order] for at, each in enumerate(data.data.T)}
+        data.target[order].astype(np.int64), None, {f"x{at}": column[order] for at, column in enumerate(data.data.T)}
     )
 
 
@@ -357,7 +360,7 @@ def digits_above_4(rng: np.random.Generator, n: int) -> Table:
 
 
 def split(name: str) -> tuple[Table, Table]:
-    """Generate a data set; return its training and test parts."""
+    """Generate a data set and return its training and test rows."""
     rows, test, generator = SETS[name]
     table = generator(np.random.default_rng(sum(name.encode())), rows + test)
     return table.take(np.arange(rows)), table.take(np.arange(rows, rows + test))
@@ -373,7 +376,7 @@ def designs(train: Table, test: Table) -> Iterator[tuple[Any, Any]]:
     if train.x is not None and sp.issparse(train.x):
         scale = np.sqrt(train.x.multiply(train.x).mean(axis=0).A1)
         yield train.x, test.x
-        yield tuple((each.x @ sp.diags(1 / np.where(scale > 0, scale, 1))).tocsr() for each in (train, test))
+        yield tuple((table.x @ sp.diags(1 / np.where(scale > 0, scale, 1))).tocsr() for table in (train, test))
         return
     one_hot = OneHotEncoder(handle_unknown="ignore")
     parts: tuple[list[Any], list[Any]] = [], []
@@ -381,13 +384,13 @@ def designs(train: Table, test: Table) -> Iterator[tuple[Any, Any]]:
         one_hot.fit(np.column_stack(list(train.categories.values())))
         for table, part in zip((train, test), parts, strict=True):
             part.append(one_hot.transform(np.column_stack(list(table.categories.values()))))
-    dense = [each.dense() for each in (train, test)]
+    dense = [table.dense() for table in (train, test)]
     for transform in (np.positive, signed_logs) if train.numbers else (np.positive,):
-        numbers = [transform(each) for each in dense]
+        numbers = [transform(matrix) for matrix in dense]
         mean, scale = numbers[0].mean(axis=0), numbers[0].std(axis=0)
-        numbers = [(each - mean) / np.where(scale > 0, scale, 1) for each in numbers]
+        numbers = [(matrix - mean) / np.where(scale > 0, scale, 1) for matrix in numbers]
         if train.categories:
-            yield tuple(sp.hstack([*part, each]).tocsr() for part, each in zip(parts, numbers, strict=True))
+            yield tuple(sp.hstack([*part, matrix]).tocsr() for part, matrix in zip(parts, numbers, strict=True))
         else:
             yield numbers[0], numbers[1]
 
@@ -409,7 +412,7 @@ def best_peer(train: Table, test: Table, folder: Path) -> tuple[str, float]:
 
 
 def vowpal_wabbit(train: Table, test: Table, folder: Path) -> Iterator[tuple[float, str]]:
-    """Yield what Vowpal Wabbit reaches, where it is installed."""
+    """Yield the AUC and name of each Vowpal Wabbit setting, if it is installed."""
     try:
         import vowpalwabbit  # noqa: F401
     except ImportError:
@@ -436,24 +439,24 @@ def vw_lines(table: Table) -> Iterator[str]:
         yield f"{1 if label else -1} | {' '.join(words)}\n"
 
 
-def train_as_it_is(train: Path, test: Path, options: list[str]) -> dict[str, Any]:
-    """Run the command; return its JSON output."""
+def train_with_defaults(train: Path, test: Path, options: list[str]) -> dict[str, Any]:
+    """Run `paceline train` and return its JSON output."""
     command = [sys.executable, "-m", "paceline", "train", str(train), "--eval", str(test), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
-def beside_lr(name: str, model: str, options: list[str]) -> dict[str, Any]:
-    """Train a model and logistic regression; return what the first is like, and by how much it is better."""
+def compare_with_lr(name: str, model: str, options: list[str]) -> dict[str, Any]:
+    """Train a model and logistic regression; return the model's scores and its gain over logistic regression."""
     with tempfile.TemporaryDirectory(prefix="paceline-defaults-") as folder:
-        tables = [each if model == "fm" else each.with_columns() for each in split(name)]
+        tables = [table if model == "fm" else table.with_columns() for table in split(name)]
         train, test = (table.write(Path(folder, stem)) for table, stem in zip(tables, ("train", "test"), strict=True))
         if model != "fm" and train.suffix != ".csv":
             return {"name": name, "rows": len(tables[0].labels), "left_out": f"{model} needs columns"}
-        linear, result = (train_as_it_is(train, test, ["--model", each, *options]) for each in ("lr", model))
+        linear, result = (train_with_defaults(train, test, ["--model", kind, *options]) for kind in ("lr", model))
     return {
         "name": name, "rows": len(tables[0].labels), "model": model, "auc": result["auc"],
         "auc_gain": result["auc"] - linear["auc"], "log_loss": result["log_loss"],
@@ -464,14 +467,16 @@ def beside_lr(name: str, model: str, options: list[str]) -> dict[str, Any]:
 def compare_models(names: list[str], model: str, options: list[str], *, as_json: bool) -> None:
     """Print the comparison of a model with logistic regression."""
     for name in names:
-        row = beside_lr(name, model, options)
+        row = compare_with_lr(name, model, options)
         if as_json:
             print(json.dumps(row), flush=True)
         elif "left_out" in row:
             print("{name:20} {rows:7,} rows  left out: {left_out}".format(**row), flush=True)
         else:
             found = row["settings"]
-            given = ", ".join(f"{each} {found[each]:.3g}" for each in found if each.startswith(("factor", "tower")))
+            given = ", ".join(
+                f"{setting} {found[setting]:.3g}" for setting in found if setting.startswith(("factor", "tower"))
+            )
             print(
                 "{name:20} {rows:7,} rows  {model}  AUC {auc:.4f} ({auc_gain:+.4f})  log loss {log_loss:.4f} "
                 "({log_loss_gain:+.4f})  {epochs} passes, ".format(**row, epochs=found["epochs"])
@@ -481,16 +486,16 @@ def compare_models(names: list[str], model: str, options: list[str], *, as_json:
 
 
 def main() -> None:
-    mine, options = sys.argv[1:], []
-    if "--" in mine:
-        options = mine[mine.index("--") + 1 :]
-        mine = mine[: mine.index("--")]
+    own_arguments, options = sys.argv[1:], []
+    if "--" in own_arguments:
+        options = own_arguments[own_arguments.index("--") + 1 :]
+        own_arguments = own_arguments[: own_arguments.index("--")]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(SETS)}; default: all")
-    parser.add_argument("--peers", type=Path, default=Path("peers.json"), help="where the peers' figures are kept")
+    parser.add_argument("names", nargs="*", help=f"data sets: {', '.join(SETS)}; default: all")
+    parser.add_argument("--peers", type=Path, default=Path("peers.json"), help="cache of the peers' results")
     parser.add_argument("--model", choices=("fm", "ffm", "deepfm", "dcn"), help="compare it with logistic regression")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(mine)
+    arguments = parser.parse_args(own_arguments)
     warnings.simplefilter("ignore")
     if arguments.model is not None:
         compare_models(arguments.names or list(SETS), arguments.model, options, as_json=arguments.json)
@@ -504,7 +509,7 @@ def main() -> None:
                 peers[name] = best_peer(train, test, Path(folder))
                 arguments.peers.write_text(json.dumps(peers, indent=1))
             paths = [table.write(Path(folder, stem)) for table, stem in ((train, "train"), (test, "test"))]
-            result = train_as_it_is(paths[0], paths[1], options)
+            result = train_with_defaults(paths[0], paths[1], options)
         peer, auc = peers[name]
         row = {
             "name": name, "rows": len(train.labels), "auc": result["auc"], "less_peer": result["auc"] - auc,

@@ -1,12 +1,15 @@
-"""Factorization machines beside others, on the same features of the same rows.
+"""Compare factorization machines of several programs on the same features of the same rows.
 
     pip install 'paceline[torch]' myfm xlearn 'setuptools<81'
     python benchmarks/factorization.py day1.tsv day2.tsv [--peers myfm,xlearn,torch] [--json]
 
-`paceline train --model lr` and `fm` run as they are. Peers get the features that Paceline makes of the rows, numbered,
-and those of them that are installed run, each with several settings; the best of them **on the test rows** is a bound
-that they do not reach without knowing these. They are: myFM (Bayesian, by Markov chain Monte Carlo, as libFM), xLearn
-(AdaGrad, rows brought to length 1) and a factorization machine in PyTorch with Adam.
+`paceline train --model lr` and `fm` run with their defaults. The peers get the features of Paceline, with consecutive
+numbers as keys. Each installed peer runs with several settings. A peer that does not know the test rows cannot choose
+the best of these settings. The peers are
+
+- myFM: a Bayesian model, by Markov chain Monte Carlo, as libFM;
+- xLearn: AdaGrad, with rows scaled to length 1;
+- a factorization machine in PyTorch, with Adam.
 """
 
 from __future__ import annotations
@@ -45,16 +48,16 @@ model.predict("model", "predicted")
 
 
 class Rows(NamedTuple):
-    """Examples: `x` a CSR matrix of their features, `labels` 0 and 1."""
+    """Examples: `x` is a CSR matrix of their features, and `labels` are 0 and 1."""
 
     x: Any
     labels: Reals
 
 
 def read_rows(paths: list[Path]) -> list[Rows]:
-    """Read files as Paceline does; number the features of all, those first that have the least keys."""
+    """Read files with Paceline's parser, and number the features of all files in the order of their keys."""
     found = [read_batch(path) for path in paths]
-    unique, ids = np.unique(np.concatenate([each.keys for each in found]), return_inverse=True)
+    unique, ids = np.unique(np.concatenate([batch.keys for batch in found]), return_inverse=True)
     rows, start = [], 0
     for batch in found:
         num_pairs = len(batch.keys)
@@ -77,7 +80,7 @@ def read_batch(path: Path) -> Batch:
 
 
 def without_rare(train: Rows, test: Rows, least: int) -> tuple[Rows, Rows]:
-    """Return the rows with those features alone that so many training rows have."""
+    """Return the rows without the features that fewer than `least` training rows have."""
     kept = np.flatnonzero(np.bincount(train.x.indices, minlength=train.x.shape[1]) >= least)
     return Rows(train.x[:, kept], train.labels), Rows(test.x[:, kept], test.labels)
 
@@ -95,7 +98,7 @@ def run_myfm(train: Rows, test: Rows, settings: Settings) -> Reals:
 
 
 def run_xlearn(train: Rows, test: Rows, settings: Settings) -> Reals:
-    """Return P(1) of the test rows by xLearn, which runs in a process of its own: it ends where it fails."""
+    """Return P(1) of the test rows by xLearn, in a child process, because xLearn exits if it fails."""
     with tempfile.TemporaryDirectory(prefix="paceline-xlearn-") as folder:
         for rows, name in ((train, "train.txt"), (test, "test.txt")):
             with Path(folder, name).open("w") as file:
@@ -105,13 +108,13 @@ def run_xlearn(train: Rows, test: Rows, settings: Settings) -> Reals:
                     words = " ".join(f"{key}:{value:.6g}" for key, value in zip(columns, values, strict=True))
                     file.write(f"{int(label)} {words}\n")
         command = [sys.executable, "-c", XLEARN, json.dumps(dict(settings))]
-        environment = {"USER": "user", **os.environ}  # without a name it ends
+        environment = {"USER": "user", **os.environ}  # xLearn exits without a user name
         subprocess.run(command, cwd=folder, check=True, capture_output=True, env=environment)
         return np.loadtxt(Path(folder, "predicted"))
 
 
 def run_torch(train: Rows, test: Rows, settings: Settings) -> Reals:
-    """Return P(1) of the test rows by a factorization machine with Adam; rows of a minibatch are penalized in it."""
+    """Return P(1) of the test rows by a factorization machine with Adam. The penalty covers the rows of a minibatch."""
     import torch
 
     train, test = without_rare(train, test, settings["min_count"])
@@ -181,25 +184,25 @@ PEERS: dict[str, tuple[Callable[[Rows, Rows, Settings], Reals], tuple[Settings, 
 """Each peer's function and settings: the best settings found on the Criteo sample."""
 
 
-def train_here(train: Path, test: Path, model: str) -> dict[str, Any]:
+def train_paceline(train: Path, test: Path, model: str) -> dict[str, Any]:
     """Return the JSON output of ``paceline train``."""
     command = [sys.executable, "-m", "paceline", "train", str(train), "--eval", str(test), "--model", model, "--json"]
     done = subprocess.run([*command, "--workers", "1"], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def run_all(train: Path, test: Path, peers: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield a line for each of ours and of theirs."""
+    """Yield the result of each model of Paceline and of each setting of the peers."""
     for model in ("lr", "fm"):
-        said = train_here(train, test, model)
+        report = train_paceline(train, test, model)
         yield {
             "name": f"paceline {model}",
-            "auc": said["auc"],
-            "log_loss": said["log_loss"],
-            "settings": said["settings"],
+            "auc": report["auc"],
+            "log_loss": report["log_loss"],
+            "settings": report["settings"],
         }
     prepare_kernels()
     rows = read_rows([train, test])
@@ -223,12 +226,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("train", type=Path)
     parser.add_argument("test", type=Path)
-    parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; default: all")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"names from {', '.join(PEERS)}; default: all")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     peers = arguments.peers.split(",") if arguments.peers else []
     if set(peers) - set(PEERS):
-        parser.error(f"--peers {arguments.peers}: expected some of {', '.join(PEERS)}")
+        parser.error(f"--peers {arguments.peers}: expected names from {', '.join(PEERS)}")
     for row in run_all(arguments.train, arguments.test, peers):
         if arguments.json:
             print(json.dumps(row), flush=True)

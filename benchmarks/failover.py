@@ -1,8 +1,8 @@
-"""How long a cluster does not answer when one of its servers is killed: from the kill to the first pull of its rows.
+"""Measure the time from the death of a server to the first pull of its rows from another server.
 
-``python benchmarks/failover.py``: three servers, one replica; a client that pulls 10,000 keys of all servers again and
-again; one server is killed (SIGKILL), and another takes its place before the next kill. Prints the median and the
-slowest of the kills.
+``python benchmarks/failover.py`` starts three servers with one replica, and a client that pulls 10,000 keys from all
+servers in a loop. It kills one server (SIGKILL), and waits until a new server has replaced it before the next kill. It
+prints the median and the longest time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEYS = 10_000
 
 
 class Puller(threading.Thread):
-    """Pulls the same keys for ever, and notes when each pull began and ended."""
+    """A thread that pulls the same keys in a loop, and records the start and end of each pull."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(daemon=True)
@@ -38,7 +38,6 @@ class Puller(threading.Thread):
         """The error that ended the pulls."""
 
     def run(self) -> None:
-        """Pull."""
         try:
             while not self.is_over:
                 began = time.monotonic()
@@ -48,7 +47,7 @@ class Puller(threading.Thread):
             self.error = error
 
     def wait_pull(self, after: float) -> float:
-        """Return when the first pull that began after this moment ended."""
+        """Return the end of the first pull that began after the time `after`."""
         while not self.pulls or self.pulls[-1][0] < after:
             self.check()
             time.sleep(0.001)
@@ -60,21 +59,21 @@ class Puller(threading.Thread):
             raise SystemExit(f"the reader failed: {self.error}") from self.error
 
 
-def wait_whole(client: Client, puller: Puller, servers: int, killed: int | None) -> messages.View:
+def wait_for_replicas(client: Client, puller: Puller, servers: int, killed: int | None) -> messages.View:
     """Return the first view without the killed process in which every bucket has its replica."""
     while True:
         puller.check()
         found: messages.View = client.link.get_view()
         members = found.of_role(Role.SERVER)
-        is_whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)
+        has_replicas = all(len(group.members) == 2 and group.filling is None for group in found.groups)
         pids = [member.process.pid for member in members if member.process is not None]
-        if is_whole and len(members) == servers and killed not in pids:
+        if has_replicas and len(members) == servers and killed not in pids:
             return found
         time.sleep(0.05)
 
 
 def main() -> None:
-    """Kill servers, and print how long it took."""
+    """Kill servers, and print the times until their rows were available again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     options = parser.parse_args()
@@ -88,7 +87,7 @@ def main() -> None:
         puller.start()
         pid: int | None = None
         for _ in range(options.kills):
-            members = wait_whole(watcher, puller, servers, pid).of_role(Role.SERVER)
+            members = wait_for_replicas(watcher, puller, servers, pid).of_role(Role.SERVER)
             time.sleep(0.2)
             pid = chance.choice([member.process.pid for member in members if member.process is not None])
             killed = time.monotonic()

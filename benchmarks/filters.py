@@ -1,17 +1,19 @@
-"""What filters save and cost: bytes, seconds and AUC of a training with each, and with several together.
+"""Measure bytes, seconds and AUC of a training with each filter, and with chains of filters.
 
     python benchmarks/filters.py [--data train.tsv[.gz]] [--rows 200000] [--epochs 4] [--workers 1] [--runs 1]
                                  [--filters CHAIN ...] [--consistency bounded:4] [--mbit 1000 100] [--json]
 
-Logistic regression by FTRL over a Criteo log (the first four fifths; the AUC is that of the last fifth), with 1 server,
-over loopback. Bytes are those of all workers' connections to servers, both ways, in the first pass and in the mean of
-the later ones: the difference of a training of one pass and one of all. Seconds are those of the training of all
-passes, the median of `runs`. On loopback bytes cost next to nothing: times show what filters cost, not what they gain.
+The training is logistic regression by FTRL on four fifths of a Criteo log, with 1 server, over loopback. The AUC is for
+the last fifth. Bytes are the traffic between all workers and servers in both directions: in the first pass, and the
+mean of the later passes. The later passes are the difference between a training of all passes and a training of one
+pass. Seconds are for the training of all passes, the median of `runs`. On loopback bytes cost almost nothing, so these
+seconds show the cost of a filter and not its gain.
 
-With `--mbit`, each training is done again between hosts (network namespaces, as in ``hosts.py``; needs root, iproute2
-and the kernel's tbf): scheduler and server on one, workers on the other, with links of so many Mbit/s.
+`--mbit` repeats each training between hosts: the scheduler and the server on one host, the workers on another, with
+links of this speed (Mbit/s). The hosts are network namespaces, as in ``hosts.py``. This needs root, iproute2 and the
+kernel's tbf.
 
-A chain may have another for the values that are pulled behind a slash: ``key-caching,quantize:1/quantize:4``.
+A chain may have a second chain for pulled values, after a slash: ``key-caching,quantize:1/quantize:4``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside this program
+from hosts import NETWORK, network  # type: ignore[import-not-found]  # a module of this folder
 
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.models.metrics import ClickEvaluation
@@ -69,17 +71,19 @@ CHAINS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, help="Criteo TSV; default: a generated log")
-    parser.add_argument("--rows", type=int, default=200_000, help="of the generated log")
+    parser.add_argument("--rows", type=int, default=200_000, help="rows of the generated log")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--filters", nargs="+", help="chains to try, besides none")
+    parser.add_argument("--filters", nargs="+", help="chains to measure in addition to none")
     parser.add_argument("--consistency", default="bounded:4")
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--mbit", type=int, nargs="+", default=[], help="links between hosts to try, besides loopback")
+    parser.add_argument("--mbit", type=int, nargs="+", default=[], help="also measure links of these speeds, in Mbit/s")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.epochs < 2:
-        parser.error("--epochs: at least 2, since later passes are told apart from the first")
+        parser.error(
+            f"--epochs {arguments.epochs}: expected 2 or more, because first and later passes are measured separately"
+        )
     with tempfile.TemporaryDirectory(prefix="paceline-filters-") as name:
         folder = Path(name)
         split(arguments.data or generate(folder, arguments.rows), folder)
@@ -90,7 +94,7 @@ def main() -> None:
 
 
 def measure(folder: Path, chain: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what a training with a chain of filters takes, and how good its model is."""
+    """Return bytes, seconds and AUC of a training with a chain of filters."""
 
     pushed, _, pulled = chain.partition("/")
 
@@ -130,7 +134,7 @@ def measure(folder: Path, chain: str, arguments: argparse.Namespace) -> dict[str
 
 
 def train_between_hosts(folder: Path, chain: str, mbit: int, arguments: argparse.Namespace) -> float:
-    """Return how many seconds the training takes with workers on another host than the server."""
+    """Return the seconds of a training with the server on one host and the workers on another."""
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(make_token())
@@ -146,23 +150,25 @@ def train_between_hosts(folder: Path, chain: str, mbit: int, arguments: argparse
             command(0, "server", "--host", f"{NETWORK}.1", *where),
             *(command(1, "worker", *where) for _ in range(arguments.workers)),
         ]
-        processes = [subprocess.Popen(each, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for each in commands]
+        processes = [
+            subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in commands
+        ]
         try:
             pushed, _, pulled = chain.partition("/")
             options = ["--epochs", arguments.epochs, "--format", "criteo", "--filters", pushed, "--json", "--quiet"]
             options += ["--pull-filters", pulled] if pulled else []
             trained = command(1, "train", folder / "train.tsv", *where, *options)
-            told = subprocess.run(trained, check=True, capture_output=True, text=True, timeout=600).stdout
+            report = subprocess.run(trained, check=True, capture_output=True, text=True, timeout=600).stdout
         finally:
-            processes[0].send_signal(signal.SIGINT)  # which ends the cluster
+            processes[0].send_signal(signal.SIGINT)  # ends the cluster
             for process in processes:
                 process.wait(60)
-    seconds: float = json.loads(told)["seconds"]
+    seconds: float = json.loads(report)["seconds"]
     return seconds
 
 
 def print_line(found: dict[str, Any], plain: dict[str, Any], as_json: bool, *, is_first: bool) -> None:
-    """Print a line, with the ratios to the first."""
+    """Print a line with the ratios to the result without filters."""
     if as_json:
         print(json.dumps(found), flush=True)
         return
@@ -188,7 +194,7 @@ def generate(folder: Path, rows: int) -> Path:
 
 
 def split(data: Path, folder: Path) -> None:
-    """Write the first rows for training, the others for evaluation."""
+    """Write the first rows for training and the remaining rows for evaluation."""
     with gzip.open(data) if data.suffix == ".gz" else data.open("rb") as file:
         lines = file.readlines()
     at = int(len(lines) * TRAIN_SHARE)

@@ -1,12 +1,13 @@
-"""Strategies on one CUDA device, each beside PyTorch alone: time of a step, peak memory of the device, last loss.
+"""Compare strategies on one CUDA device with PyTorch alone: time of a step, peak memory, last loss.
 
     make gpu [GPU_PYTHON=python3]
     python benchmarks/gpu.py [--json FILE] [--docs FILE] [--only TEXT] [--rounds 1]
 
-A perceptron of 25 million parameters and a model with an embedding of 16 million, both float32 with SGD. Every
-contender trains on the same batches in processes of its own, so that peak memory is its own. A step's time is the
-median of 30 steps after 5, each ended by a synchronization of the device; the median of the rounds is shown. With two
-ranks, each has half of the batch. ``--device cpu`` runs a small version of everything, to test this program.
+There are two models, both in float32 with SGD: a perceptron with 25 million parameters, and a model with an embedding
+of 16 million. Every contender trains on the same batches in its own processes, so that the peak memory is its own. With
+two ranks, each rank has half of the batch. The time of a step is the median of 30 steps after 5 steps of warm-up, with
+a synchronization of the device after each step. The table shows the median of the rounds. ``--device cpu`` runs a small
+version of everything, to test this program.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from paceline.launch import prepare_kernels
 PATIENCE_S = 100.0
 START, END = "<!-- figures of make gpu -->", "<!-- end of figures -->"
 STRATEGIES: list[Any] = []
-"""This process's, to be closed."""
+"""The strategies of this process, to close at the end."""
 Prepare = Callable[[nn.Module, torch.optim.Optimizer, torch.device], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of everything, on CUDA or in a test on the CPU."""
+    """The sizes of models and batches."""
 
     widths: tuple[int, ...] = (1024, 4096, 4096, 1024)
     rows: int = 4096
@@ -123,7 +124,7 @@ class Perceptron(nn.Sequential):
 
 
 class Embedded(nn.Module):
-    """Rows of keys and a perceptron; all rows start at 0.1, so that the two kinds of embedding agree."""
+    """An embedding and a perceptron. All rows start at 0.1, so both kinds of embedding have equal values."""
 
     def __init__(self, sizes: Sizes, *, is_on_servers: bool) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class Embedded(nn.Module):
 
 
 def batches(sizes: Sizes, contender: Contender, rank: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the rank's part of batches that are the same for all contenders."""
+    """Yield the rank's parts of the batches, which are the same for all contenders."""
     generator = torch.Generator(device).manual_seed(1)
     for _ in range(sizes.warm_up + sizes.steps):
         if contender.has_embedding:
@@ -184,8 +185,8 @@ def run_rank(rank: int, number: int, sizes: Sizes, device_name: str, folder: str
     Path(folder, f"found{rank}.json").write_text(json.dumps(found))
     if dist.is_initialized():
         dist.barrier()
-    for each in STRATEGIES:
-        each.close()
+    for prepared in STRATEGIES:
+        prepared.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -220,14 +221,14 @@ def run_contender(number: int, sizes: Sizes, device: str) -> dict[str, Any]:
 
 
 def time_copies(sizes: Sizes, device: str) -> float:
-    """Return the seconds in which the perceptron's gradients go to pinned host memory and its values come back."""
+    """Return the seconds to copy the perceptron's gradients to pinned host memory and its values back."""
     count = sum(parameter.numel() for parameter in Perceptron(sizes.widths).parameters())
-    there, here = torch.zeros(count, device=device), torch.zeros(count, pin_memory=device == "cuda")
+    device_values, host_values = torch.zeros(count, device=device), torch.zeros(count, pin_memory=device == "cuda")
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        here.copy_(there)
-        there.copy_(here)
+        host_values.copy_(device_values)
+        device_values.copy_(host_values)
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -250,16 +251,16 @@ def table(report: dict[str, Any]) -> str:
             continue
         peer = rows.get(row["peer"])
         has_peer = peer is not None and peer is not row and not peer["error"]
-        beside = f"{row['peer']} | {row['step_s'] / peer['step_s']:.2f}" if has_peer and peer is not None else " | "
+        comparison = f"{row['peer']} | {row['step_s'] / peer['step_s']:.2f}" if has_peer and peer is not None else " | "
         memory = row["peak_bytes"] / 2**20
-        lines.append(f"| {name} | {row['step_s'] * 1e3:.2f} | {beside} | {memory:,.0f} | {row['loss']:.5f} |")
+        lines.append(f"| {name} | {row['step_s'] * 1e3:.2f} | {comparison} | {memory:,.0f} | {row['loss']:.5f} |")
     return "\n".join(lines)
 
 
 def write_docs(path: Path, report: dict[str, Any]) -> None:
-    """Replace the figures between the two marks of a page."""
-    before, _, rest = path.read_text().partition(START)
-    _, _, after = rest.partition(END)
+    """Replace the figures between the two markers of a page."""
+    before, _, remainder = path.read_text().partition(START)
+    _, _, after = remainder.partition(END)
     path.write_text(f"{before}{START}\n{table(report)}\n{END}{after}")
 
 
@@ -273,7 +274,7 @@ def measure(names: list[str], sizes: Sizes, device: str, num_rounds: int) -> dic
             try:
                 found[contender.name].append(run_contender(number, sizes, device))
                 print(time.strftime("%X"), contender.name, found[contender.name][-1], file=sys.stderr, flush=True)
-            except Exception:  # the other contenders go on; the exit status reports the failure
+            except Exception:  # measure the other contenders; the exit status reports the failure
                 errors[contender.name] = traceback.format_exc()
                 print(f"{contender.name} failed:\n{errors[contender.name]}", file=sys.stderr, flush=True)
     contenders = []
@@ -297,7 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
+    parser.add_argument("--only", default="", help="measure only contenders whose name contains this text")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--docs", type=Path, help="page whose figures are replaced")
     options = parser.parse_args()
@@ -306,16 +307,16 @@ def main() -> None:
         return
     prepare_kernels()
     sizes = Sizes() if options.device == "cuda" else SMALL
-    names = [each.name for each in CONTENDERS if options.only in each.name]
+    names = [contender.name for contender in CONTENDERS if options.only in contender.name]
     if options.device == "cpu":
-        names = [each.name for each in CONTENDERS if each.name in names and not each.only_cuda]
+        names = [contender.name for contender in CONTENDERS if contender.name in names and not contender.only_cuda]
     report = measure(names, sizes, options.device, options.rounds)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.docs:
         write_docs(options.docs, report)
     print(table(report))
-    sys.exit(any(each["error"] for each in report["contenders"]))
+    sys.exit(any(row["error"] for row in report["contenders"]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""All-reduce between hosts, measured and predicted: network namespaces stand for hosts, with limited links.
+"""Measure all-reduce between hosts, and compare the times with the model's predictions.
 
     sudo python benchmarks/hosts.py [--mbit 200] [--bytes 8000000] [--hosts 2 4 8]
 
-Every host has a full-duplex link of its own to one switch (a bridge), limited in both directions by ``tc``. Each
-algorithm, and Gloo if torch is installed, does the same all-reduce on the same links, in turns. The prediction is that
-of the α-β-γ model, whose constants the group measured on the same links. The last column is the wire's limit for any
-all-reduce whose ranks send equally: 2 (p - 1) / p n / B. Needs root, iproute2 and the kernel's tbf.
+The hosts are network namespaces. Each host has a full-duplex link to one switch (a bridge), which ``tc`` limits in both
+directions. Each algorithm, and Gloo if torch is installed, runs the same all-reduce on the same links, in turns. The
+prediction is from the α-β-γ model, with constants that the group measured on these links. The last column is the ratio
+to the lowest possible time if all ranks send equally: 2 (p - 1) / p n / B. Needs root, iproute2 and the kernel's tbf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 ALGORITHMS = ("ring", "halving-doubling", "recursive-doubling", "double-binary-tree", "central")
 NETWORK = "10.203.7"
-MOST_HOSTS = 64
+MAX_HOSTS = 64
 ROUNDS = 5
 
 
@@ -35,7 +35,7 @@ def ip(*words: object) -> None:
 
 @contextlib.contextmanager
 def network(num_hosts: int, mbit: int) -> Iterator[list[str]]:
-    """Make hosts and their switch; yield the names of the namespaces."""
+    """Create hosts and their switch; yield the names of the namespaces."""
     tag = f"pl{os.getpid() % 10000}"
     names = [f"{tag}h{number}" for number in range(num_hosts)]
     limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms")
@@ -61,7 +61,7 @@ def network(num_hosts: int, mbit: int) -> Iterator[list[str]]:
 
 
 def run_rank(rank: int, size: int, num_bytes: int) -> None:
-    """Be one rank: measure everything, and on rank 0 print one JSON object."""
+    """Run one rank; rank 0 prints the results as one JSON object."""
     import numpy as np
 
     from paceline import collectives
@@ -107,7 +107,7 @@ def run_rank(rank: int, size: int, num_bytes: int) -> None:
 
 
 def measure(num_hosts: int, mbit: int, num_bytes: int) -> dict[str, Any]:
-    """Run one rank per host; return what rank 0 printed."""
+    """Run one rank per host; return the JSON object of rank 0."""
     with network(num_hosts, mbit) as names:
         tag = names[0][:-2]
         processes = []
@@ -142,8 +142,10 @@ def show(results: list[dict[str, Any]], mbit: int, num_bytes: int) -> None:
         limit = 2 * (size - 1) / size * num_bytes * 8 / (mbit * 1e6)
         for name, seconds in result["measured"].items():
             predicted = result["predicted"].get(name)
-            told = "" if predicted is None else f"{predicted * 1e3:>8.0f} ms{(predicted / seconds - 1) * 100:>+7.0f}%"
-            print(f"{size:>5}  {name:<20}{seconds * 1e3:>7.0f} ms{told:>19}{seconds / limit:>9.2f}x")
+            prediction = (
+                "" if predicted is None else f"{predicted * 1e3:>8.0f} ms{(predicted / seconds - 1) * 100:>+7.0f}%"
+            )
+            print(f"{size:>5}  {name:<20}{seconds * 1e3:>7.0f} ms{prediction:>19}{seconds / limit:>9.2f}x")
 
 
 def main() -> None:
@@ -154,22 +156,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    told = parser.parse_args()
-    if told.rank is not None:
-        run_rank(told.rank, told.size, told.bytes)
+    options = parser.parse_args()
+    if options.rank is not None:
+        run_rank(options.rank, options.size, options.bytes)
         return
-    if min(told.hosts) < 2 or told.mbit < 1 or told.bytes < 4:
+    if min(options.hosts) < 2 or options.mbit < 1 or options.bytes < 4:
         parser.error("expected at least 2 hosts, 1 Mbit/s and 4 bytes")
-    if max(told.hosts) > MOST_HOSTS:
-        parser.error(f"expected at most {MOST_HOSTS} hosts")
+    if max(options.hosts) > MAX_HOSTS:
+        parser.error(f"expected at most {MAX_HOSTS} hosts")
     if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "tc")):
         sys.exit("hosts.py: network namespaces need root, and ip and tc of iproute2")
-    results = [measure(number, told.mbit, told.bytes) for number in told.hosts]
-    if told.json:
+    results = [measure(number, options.mbit, options.bytes) for number in options.hosts]
+    if options.json:
         for result in results:
             print(json.dumps(result))
     else:
-        show(results, told.mbit, told.bytes)
+        show(results, options.mbit, options.bytes)
         print(results[-1]["explain"])
 
 

@@ -1,9 +1,10 @@
-"""Times of every kernel beside its NumPy reference, on the cases of the tests.
+"""Compare the time of every kernel with its NumPy reference, on the cases of the tests.
 
     python -m benchmarks.kernels [--json] [--only WORD] [--rounds N]
 
-Each line is one case: the median time of the kernel and of its twin, and the kernel's time per item (a key,
-an element, a stored pair). One thread; memory is warm; what a call changes is not put back between calls.
+Each line is one case. It shows the median time of the kernel and of its reference, and the kernel's time per item (a
+key, an element, a stored pair). Kernels use one thread and warm memory. A call may change its arguments, which are not
+restored before the next call.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Result:
 
 
 def median_s(call: Callable[[], object], rounds: int) -> float:
-    """Return the median time of a call, over at most `rounds` of them."""
+    """Return the median time of a call, over at most `rounds` calls."""
     times: list[float] = []
     call()
     while len(times) < rounds and (sum(times) < _BUDGET_S or len(times) < 3):
@@ -57,12 +58,12 @@ def make_result(
 def array_results(only: str, rounds: int) -> Iterator[Result]:
     for case in (*ARRAY_CASES, *rule_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES):
         if only in case.label:
-            ours, theirs = case.arguments(), case.arguments()
+            kernel_arguments, twin_arguments = case.arguments(), case.arguments()
             yield make_result(
                 case.label,
                 case.num_items,
-                lambda case=case, ours=ours: case.kernel(*ours),  # type: ignore[misc]
-                lambda case=case, theirs=theirs: case.twin(*theirs),  # type: ignore[misc]
+                lambda case=case, kernel_arguments=kernel_arguments: case.kernel(*kernel_arguments),  # type: ignore[misc]
+                lambda case=case, twin_arguments=twin_arguments: case.twin(*twin_arguments),  # type: ignore[misc]
                 rounds,
             )
 
@@ -84,7 +85,7 @@ def table_results(case: SparseCase, rounds: int) -> Iterator[Result]:
     yield Result(f"{case.label}: insert all", len(keys), insert_s, None, 1e9 * insert_s / len(keys))
     pull: Callable[[], object] | None = None
     push: Callable[[], object] | None = None
-    if case.num_rows <= 5000:  # the dictionary takes minutes to fill beyond
+    if case.num_rows <= 5000:  # with more rows, filling the dictionary takes minutes
         twin.push(keys, all_grads)
         pull, push = lambda: twin.gather(batch, out), lambda: twin.push(batch, grads)
     yield make_result(f"{case.label}: pull", len(batch), lambda: store.pull(batch, out), pull, rounds)
@@ -100,7 +101,7 @@ def format_time(seconds: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.add_argument("--only", default="", metavar="WORD", help="only cases whose name holds WORD")
+    parser.add_argument("--only", default="", metavar="WORD", help="only cases whose name contains WORD")
     parser.add_argument("--rounds", type=int, default=50, help="calls per kernel, at most (default 50)")
     arguments = parser.parse_args()
     if not is_compiled():

@@ -1,8 +1,8 @@
-"""What it costs a scheduler that many processes join its cluster at once, and that one of them goes.
+"""Measure the scheduler's cost when many processes join at the same time, and when one process leaves.
 
-``python benchmarks/membership.py``: a scheduler, 4 servers and 2,000 workers in one process (lines to the scheduler
-only: no tables, no data). Prints how long it took until all were welcomed, what the scheduler sent meanwhile, and the
-same for one worker that leaves.
+``python benchmarks/membership.py`` runs a scheduler, 4 servers and 2,000 workers in one process. The members only have
+connections to the scheduler: there are no tables and no data. The program prints the time until all members were
+admitted and the bytes from the scheduler, and both figures for one worker that leaves.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.ps.messages import CALL, NOTICE, RESULT
 from paceline.transport import Endpoint, Handler, Header, Hello, Peer, SocketTransport, frame_parts, make_token
 
 SERVERS = 4
-AT_ONCE = 64  # connections that are being opened
+MAX_OPENING = 64  # connections that are opened at the same time
 
 
 class Node(Handler):
-    """A member that does nothing but be one."""
+    """A member without tables: it registers, and acknowledges views."""
 
     def __init__(self, role: str, rank: int) -> None:
         self.role, self.rank = role, rank
@@ -39,7 +39,7 @@ class Node(Handler):
         return peer
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Count views, and answer those that are to be prepared."""
+        """Count views, and acknowledge views to prepare."""
         if header.kind == RESULT:
             self.welcomed.set()
         elif header.kind == NOTICE:
@@ -51,7 +51,7 @@ class Node(Handler):
 
 
 async def measure(num_workers: int) -> None:
-    """Let all join, then one leave, and print what it took."""
+    """Measure the join of all members and the leave of one, and print the results."""
     transport = SocketTransport(make_token())
     scheduler = Scheduler(
         messages.ClusterSettings(num_servers=SERVERS, heartbeat_timeout_s=600.0),
@@ -59,22 +59,22 @@ async def measure(num_workers: int) -> None:
     )
     listener = await transport.serve(scheduler, Hello(role="scheduler"))
     nodes = [Node("server", rank) for rank in range(SERVERS)] + [Node("worker", rank) for rank in range(num_workers)]
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(MAX_OPENING)
 
-    async def come(node: Node) -> Peer:
+    async def join(node: Node) -> Peer:
         async with gate:
             return await node.join(transport, listener.endpoint)
 
     began = time.perf_counter()
-    peers = await asyncio.gather(*(come(node) for node in nodes))
+    peers = await asyncio.gather(*(join(node) for node in nodes))
     await asyncio.gather(*(node.welcomed.wait() for node in nodes))
-    joined_s, joined_bytes = time.perf_counter() - began, sent(peers)
+    joined_s, joined_bytes = time.perf_counter() - began, bytes_received(peers)
     began = time.perf_counter()
     peers[-1].send(*frame_parts(NOTICE, meta=messages.encode(messages.Leave())))
     views = sum(node.views for node in nodes[:SERVERS])
     while sum(node.views for node in nodes[:SERVERS]) < views + 2 * SERVERS:  # prepared and committed
         await asyncio.sleep(0.001)
-    left_s, left_bytes = time.perf_counter() - began, sent(peers) - joined_bytes
+    left_s, left_bytes = time.perf_counter() - began, bytes_received(peers) - joined_bytes
     print(
         f"{len(nodes):,} processes joined in {joined_s:.1f} s, {joined_bytes / 1e6:,.1f} MB sent by the scheduler; "
         f"one left: {1e3 * left_s:.1f} ms, {left_bytes / 1e3:,.1f} kB"
@@ -85,13 +85,12 @@ async def measure(num_workers: int) -> None:
     await listener.close()
 
 
-def sent(peers: list[Peer]) -> int:
-    """Return the bytes that came from the scheduler."""
+def bytes_received(peers: list[Peer]) -> int:
+    """Return the number of bytes received from the scheduler."""
     return sum(peer.statistics().bytes_received for peer in peers)
 
 
 def main() -> None:
-    """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="*", default=[500, 2000])
     for workers in parser.parse_args().workers:

@@ -1,11 +1,11 @@
-"""What a sparse row takes in memory, and what growth costs the request that it falls into.
+"""Measure the memory of a sparse row, and the delay of a push in which buckets grow.
 
     python benchmarks/memory.py [--rows 10000000] [--keys 10000] [--json]
 
-Each table is filled in a fresh process, with the memory settings of a local cluster's servers, by pushes of new
-random keys, for which room is made first. Bytes per row are the growth of the process's resident memory, divided by
-the rows; beside them stands the bare size of key, values and state. Of the pushes, the longest is told, and the longest
-time that one push has spent in growing buckets. No network takes part.
+Each table is filled in a new process, with the memory settings of a local cluster's servers. Each push has new random
+keys, and reserves memory for them first. Bytes per row are the growth of the process's resident memory, divided by the
+number of rows. The next column is the plain size of key, value and state. The last columns show the longest push, and
+the longest time that a push spent on growing buckets. There is no network.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Result:
 
 
 class TimedStore(SparseStore):
-    """A store that knows how long it has spent in growing."""
+    """A store that measures the time of its growth."""
 
     growth_s = 0.0
 
@@ -60,7 +60,7 @@ class TimedStore(SparseStore):
 
 
 def measure(case: str, rows: int, keys_per_push: int) -> Result:
-    """Fill a table in this process."""
+    """Fill a table in this process and return the measurements."""
     dim, rule = CASES[case]
     compile_kernels()
     random = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def measure(case: str, rows: int, keys_per_push: int) -> Result:
 
 
 def measure_in_fresh_process(case: str, rows: int, keys_per_push: int) -> Result:
-    """Do as :func:`measure` in a process that has held nothing before."""
+    """Call :func:`measure` in a new process, whose memory is unused."""
     command = [sys.executable, __file__, "--rows", str(rows), "--keys", str(keys_per_push), "--case", case]
     done = subprocess.run(command, env={**MALLOC, **os.environ}, stdout=subprocess.PIPE, text=True, check=True)
     return Result(**json.loads(done.stdout))

@@ -1,15 +1,18 @@
-"""A step of ``--strategy pipeline`` beside the same schedule of torch.distributed.pipelining over Gloo.
+"""Compare a step of ``--strategy pipeline`` with the same schedule of torch.distributed.pipelining over Gloo.
 
     paceline run --strategy pipeline --stages 2 benchmarks/pipeline.py [transformer] [mlp] [small]
     paceline run --strategy pipeline --stages 2 benchmarks/pipeline.py --losses
     paceline run --strategy pipeline --stages 2 benchmarks/pipeline.py --predictions
 
-The first trains the same models (1f1b, 8 microbatches) in the same processes in turns, one thread each; rank 0 trains
-them alone too. Printed: median milliseconds of a step; the efficiency; its bound with equal stages, free transfers and
-cores that do not share memory, 1 - (p - 1)/(m + p - 1); and the bound of this machine, which is that bound where every
-process computes its stage's microbatches as fast as it does beside the others, without any message.
+The first command trains the same models (1f1b, 8 microbatches) in the same processes in turns, with one thread each.
+Rank 0 also trains the whole model alone. The command prints the median milliseconds of a step, and the efficiency. It
+also prints two bounds of the efficiency:
 
-``--losses`` compares 50 losses with those of one process, ``--predictions`` predicted with measured steps.
+- the bound for equal stages, free transfers and cores that do not share memory: 1 - (p - 1)/(m + p - 1);
+- the bound of this machine: the first bound, with the measured speed of the stages when all processes compute at the
+  same time, without messages.
+
+``--losses`` compares 50 losses with the losses of one process. ``--predictions`` compares predicted and measured steps.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ def perceptron_block(width: int) -> Callable[[], nn.Module]:
 WORKLOADS = {
     "transformer": Workload(transformer_block, 8, (32, 64, 320)),  # 10 million parameters
     "mlp": Workload(perceptron_block(1772), 8, (256, 1772)),  # 25 million
-    "small": Workload(perceptron_block(64), 8, (64, 64)),  # what is not computing
+    "small": Workload(perceptron_block(64), 8, (64, 64)),  # measures the overhead
 }
 
 
@@ -74,8 +77,8 @@ def timed(run: Callable[[], object], group: dist.ProcessGroup) -> float:
     return time.perf_counter() - began
 
 
-def median_of_each(runs: list[Callable[[], object]], group: dist.ProcessGroup) -> list[float]:
-    """Return the median seconds of each, measured in turns."""
+def median_seconds(runs: list[Callable[[], object]], group: dist.ProcessGroup) -> list[float]:
+    """Return the median seconds of each function, measured in turns."""
     times = [[timed(run, group) for run in runs] for _ in range(WARM_UP + STEPS)][WARM_UP:]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
@@ -100,13 +103,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def compare(name: str, gloo: dist.ProcessGroup) -> None:
     work, rank, size = WORKLOADS[name], dist.get_rank(), dist.get_world_size()
     x, y = work.data()
-    each = work.num_blocks // size
-    split = [str(number) for number in range(each, work.num_blocks, each)]
+    blocks_per_stage = work.num_blocks // size
+    split = [str(number) for number in range(blocks_per_stage, work.num_blocks, blocks_per_stage)]
     strategy = pt.Pipeline(schedule="1f1b", microbatches=MICROBATCHES, split=split)
     model = work.model()
-    ours = trainer(strategy.prepare(model, sgd(model)), x, y)
+    pipeline_step = trainer(strategy.prepare(model, sgd(model)), x, y)
 
-    own = work.model()[rank * each : (rank + 1) * each]
+    own = work.model()[rank * blocks_per_stage : (rank + 1) * blocks_per_stage]
     stage = PipelineStage(own, rank, size, torch.device("cpu"), group=gloo)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
     optimizer = sgd(own)
@@ -121,10 +124,10 @@ def compare(name: str, gloo: dist.ProcessGroup) -> None:
             schedule.step()
         optimizer.step()
 
-    whole = work.model()
-    alone = trainer((whole, sgd(whole)), x, y)
+    whole_model = work.model()
+    single_step = trainer((whole_model, sgd(whole_model)), x, y)
     parts = list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))
-    stage_alone = work.model()[rank * each : (rank + 1) * each]
+    stage_alone = work.model()[rank * blocks_per_stage : (rank + 1) * blocks_per_stage]
     other = sgd(stage_alone)
 
     def compute_stage() -> None:
@@ -136,16 +139,23 @@ def compare(name: str, gloo: dist.ProcessGroup) -> None:
     def only_rank_0(run: Callable[[], object]) -> Callable[[], object]:
         return run if rank == 0 else lambda: None
 
-    runs: list[Callable[[], object]] = [ours, over_gloo, only_rank_0(alone), only_rank_0(compute_stage), compute_stage]
-    mine, theirs, single, quiet, beside = median_of_each(runs, gloo)
+    runs: list[Callable[[], object]] = [
+        pipeline_step,
+        over_gloo,
+        only_rank_0(single_step),
+        only_rank_0(compute_stage),
+        compute_stage,
+    ]
+    pipeline_s, gloo_s, single, quiet, stage_s = median_seconds(runs, gloo)
     bound = 1 - bubble_bound(size, MICROBATCHES)
-    here = bound * single / size / beside
-    efficiency = single / mine / size
+    machine_bound = bound * single / size / stage_s
+    efficiency = single / pipeline_s / size
     strategy.print(
-        f"{name}, {size} stages: pipeline {mine * 1e3:.1f} ms, the same schedule over Gloo {theirs * 1e3:.1f} ms "
-        f"({theirs / mine:.2f}x), one process {single * 1e3:.1f} ms; efficiency {efficiency:.3f}, bound {bound:.3f} "
-        f"({efficiency / bound:.2f} of it), bound of this machine {here:.3f} ({efficiency / here:.2f} of it): "
-        f"{MICROBATCHES} microbatches of one stage take {quiet * 1e3:.1f} ms alone, {beside * 1e3:.1f} ms beside the "
+        f"{name}, {size} stages: pipeline {pipeline_s * 1e3:.1f} ms, the same schedule over Gloo {gloo_s * 1e3:.1f} ms "
+        f"({gloo_s / pipeline_s:.2f}x), one process {single * 1e3:.1f} ms; efficiency {efficiency:.3f}, bound "
+        f"{bound:.3f} ({efficiency / bound:.2f} of it), bound of this machine {machine_bound:.3f} "
+        f"({efficiency / machine_bound:.2f} of it): "
+        f"{MICROBATCHES} microbatches of one stage take {quiet * 1e3:.1f} ms alone, {stage_s * 1e3:.1f} ms beside the "
         f"others; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
     strategy.close()
@@ -155,11 +165,14 @@ def compare_losses(name: str) -> None:
     work = WORKLOADS[name]
     x, y = work.data(16)
     strategy = pt.Pipeline(schedule="1f1b", microbatches=MICROBATCHES)
-    model, whole = work.model(), work.model()
-    ours, alone = trainer(strategy.prepare(model, sgd(model)), x, y), trainer((whole, sgd(whole)), x, y)
-    found = [float(ours()) for _ in range(LOSSES)]
+    model, whole_model = work.model(), work.model()
+    pipeline_step, single_step = (
+        trainer(strategy.prepare(model, sgd(model)), x, y),
+        trainer((whole_model, sgd(whole_model)), x, y),
+    )
+    found = [float(pipeline_step()) for _ in range(LOSSES)]
     if strategy.rank == 0:
-        expected = [float(alone()) for _ in range(LOSSES)]
+        expected = [float(single_step()) for _ in range(LOSSES)]
         worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
         print(f"{name}: {LOSSES} losses, {found[0]:.6f} to {found[-1]:.6f}, within {worst:.1e} of one process's")
     strategy.close()
@@ -188,14 +201,14 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], default=["transformer", "mlp", "small"])
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--predictions", action="store_true")
-    told = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("paceline")
     gloo = dist.new_group(backend="gloo")
-    for name in told.workloads:
-        if told.losses:
+    for name in options.workloads:
+        if options.losses:
             compare_losses(name)
-        elif told.predictions:
+        elif options.predictions:
             compare_predictions(name, gloo)
         else:
             compare(name, gloo)

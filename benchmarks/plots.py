@@ -63,4 +63,4 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "all_reduce": all_reduce,
     "staleness_and_speed": staleness_and_speed,
 }
-"""By name in the pages' markers."""
+"""Functions by the plot's name in the markers of the pages."""

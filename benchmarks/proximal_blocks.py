@@ -1,12 +1,13 @@
-"""Delayed block proximal gradient beside scikit-learn's liblinear: the same L1 objective, on the same rows.
+"""Compare the delayed block proximal gradient solver with scikit-learn's liblinear: same L1 objective, same rows.
 
     pip install scikit-learn
     python benchmarks/proximal_blocks.py [--workers 2] [--servers 1] [--max-delay 0] [--rows 40000] [FILE ...]
 
-Files default to a9a, agaricus and Criteo of the test data (PACELINE_TEST_DATA); of each, the first `--rows` rows. Both
-minimize Σ log loss + λ Σ|w|. liblinear penalizes the intercept too, which its `intercept_scaling` makes cheap; after it
-the intercept is refitted, and the objective computed without a penalty on it, for both alike. Times: Paceline's from
-the first byte read to the last pass, on processes of this machine; liblinear's of `fit` alone, with data in memory.
+The default files are a9a, agaricus and Criteo in the test data (PACELINE_TEST_DATA). The first `--rows` rows of each
+file are used. Both solvers minimize Σ log loss + λ Σ|w|. liblinear also penalizes the intercept; a large
+`intercept_scaling` makes this penalty small. For both solvers, the intercept is then fitted again, and the objective is
+computed without a penalty on the intercept. Paceline's time is from the first byte read to the last pass, on processes
+of this machine. liblinear's time is for `fit` alone, with the data in memory.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ FILES = ("a9a/a9a", "agaricus/agaricus.txt.train", "criteo/train.tsv.gz")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("files", nargs="*", type=Path, default=[FOLDER / name for name in FILES])
-    parser.add_argument("--rows", type=int, default=40_000, help="of each file; 0: all")
+    parser.add_argument("--rows", type=int, default=40_000, help="rows of each file; 0: all")
     parser.add_argument("--l1", type=float, default=1.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=1)
-    usual = ProximalBlocks()
-    parser.add_argument("--max-delay", type=int, default=usual.max_delay)
-    parser.add_argument("--block-ratio", type=float, default=usual.block_ratio)
-    parser.add_argument("--tolerance", type=float, default=usual.tolerance)
+    defaults = ProximalBlocks()
+    parser.add_argument("--max-delay", type=int, default=defaults.max_delay)
+    parser.add_argument("--block-ratio", type=float, default=defaults.block_ratio)
+    parser.add_argument("--tolerance", type=float, default=defaults.tolerance)
     parser.add_argument("--liblinear-tolerance", type=float, default=1e-4, help="scikit-learn's default")
     arguments = parser.parse_args()
     blocks = ProximalBlocks(
@@ -55,11 +56,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-blocks-") as name:
         for source in arguments.files:
             file = first_rows(source, Path(name) / source.name.removesuffix(".gz"), arguments.rows)
-            ours, seconds, passes = solve(file, blocks, arguments.servers, arguments.workers)
-            theirs, fit_seconds = fit(file, arguments.l1, arguments.liblinear_tolerance)
+            objective_value, seconds, passes = solve(file, blocks, arguments.servers, arguments.workers)
+            peer_value, fit_seconds = fit(file, arguments.l1, arguments.liblinear_tolerance)
             print(
-                f"{source.name}: objective {ours:.6f} in {seconds:.1f} s ({passes} passes), liblinear {theirs:.6f} in "
-                f"{fit_seconds:.1f} s, relative difference {(ours - theirs) / theirs:+.1e}",
+                f"{source.name}: objective {objective_value:.6f} in {seconds:.1f} s ({passes} passes), "
+                f"liblinear {peer_value:.6f} in {fit_seconds:.1f} s, "
+                f"relative difference {(objective_value - peer_value) / peer_value:+.1e}",
                 flush=True,
             )
 
@@ -85,7 +87,7 @@ def fit(file: Path, l1: float, tolerance: float) -> tuple[float, float]:
     from sklearn.linear_model import LogisticRegression
 
     with open_dataset([file]) as dataset:
-        batch = Batch.concatenate([each.copy() for each in dataset.batches(8192)])
+        batch = Batch.concatenate([part.copy() for part in dataset.batches(8192)])
     keys, columns = np.unique(batch.keys, return_inverse=True)
     values = np.ones(len(columns)) if batch.values is None else batch.values.astype(np.float64)
     matrix = csr_matrix((values, columns, batch.indptr), shape=(batch.num_examples, len(keys)))
@@ -94,7 +96,7 @@ def fit(file: Path, l1: float, tolerance: float) -> tuple[float, float]:
     )
     start = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of scikit-learn: that `penalty` will have another name
+        warnings.simplefilter("ignore")  # scikit-learn warns that `penalty` is deprecated
         solver.fit(matrix, batch.labels)
     seconds = time.perf_counter() - start
     return objective(matrix @ solver.coef_[0], solver.coef_[0], batch.labels, l1), seconds

@@ -1,17 +1,18 @@
-"""Reading and training: rows per second from text, and from what `paceline convert` makes of it.
+"""Measure rows per second of reading and training, from text and from the output of `paceline convert`.
 
     python benchmarks/reading.py [--data train.tsv[.gz]] [--runs 5] [--epochs 10] [--json]
 
-`parse` and `read` are one process that reads the text, and the converted file, in minibatches of 256; `convert` is the
-conversion; `train` is logistic regression on 1 server and 1 worker, from the first byte read to the last update
-applied, over so many passes (`train, text`: of which the later ones are read from the cache). Medians; quote them with
-`uptime` beside them.
+There are five cases. `parse` reads the text in one process, in minibatches of 256, and `read` reads the converted file
+in the same way. `convert` is the conversion. `train` is logistic regression with 1 server and 1 worker and `--epochs`
+passes, from the first byte read to the last update applied. The later passes of `train, text` read the cache. Results
+are medians. They depend on other programs on the machine, so note its load (`uptime`).
 
     python benchmarks/reading.py --stream 100000000
 
-One pass of logistic regression over so many rows: a converted log of at most a million made-up rows, under as many
-names as it takes. *memory* is the most that the worker's own memory came to in the first and in the last tenth of the
-training, without the pages of the file that it maps: data is streamed if they are alike.
+This command trains logistic regression for one pass over this number of rows. The data are a converted log of at most a
+million generated rows, with as many links to the file as necessary. *memory* is the maximum of the worker's own memory
+in the first and in the last tenth of the training, without the pages of the mapped file. If both are about equal, the
+worker streams the data.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from paceline.training.files.converting import convert_data, sample_sources
 from paceline.training.options import TrainOptions
 
 _BATCH = 256
-_ROWS_OF_A_FILE = 1_000_000
+_MAX_ROWS_PER_FILE = 1_000_000
 _SAMPLE_S = 0.2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data", type=Path, help="any data file; default: a sample of Criteo, or a made-up log")
+    parser.add_argument("--data", type=Path, help="any data file; default: a sample of Criteo, or a generated log")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=10, help="passes of a training")
-    parser.add_argument("--stream", type=int, metavar="ROWS", help="train one pass over so many rows instead")
+    parser.add_argument("--epochs", type=int, default=10, help="passes of `train`")
+    parser.add_argument("--stream", type=int, metavar="ROWS", help="only train one pass over this number of rows")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     prepare_kernels()
@@ -72,16 +73,16 @@ def main() -> None:
             ("train, text", lambda: train(text, arguments.epochs)),
             ("train, converted", lambda: train(converted, arguments.epochs)),
         ]
-        rates: dict[str, list[float]] = {what: [] for what, _ in measured}
+        rates: dict[str, list[float]] = {label: [] for label, _ in measured}
         for _ in range(arguments.runs):
-            for what, measure in measured:
-                rates[what].append(measure())
-    for what, found in rates.items():
-        line = {"what": what, "rows_per_s": statistics.median(found), "min": min(found), "max": max(found)}
+            for label, measure in measured:
+                rates[label].append(measure())
+    for label, found in rates.items():
+        line = {"what": label, "rows_per_s": statistics.median(found), "min": min(found), "max": max(found)}
         if arguments.json:
             print(json.dumps(line))
         else:
-            print(f"{what:17} {line['rows_per_s']:12,.0f} rows/s ({line['min']:,.0f} to {line['max']:,.0f})")
+            print(f"{label:17} {line['rows_per_s']:12,.0f} rows/s ({line['min']:,.0f} to {line['max']:,.0f})")
 
 
 def find_text(data: Path | None, folder: Path) -> Path:
@@ -108,8 +109,8 @@ def read(path: Path) -> float:
 
 
 def convert(text: Path, out: Path) -> float:
-    look = sample_sources([str(text)], out, format=None)
-    done = convert_data([str(text)], out, look)
+    sample = sample_sources([str(text)], out, format=None)
+    done = convert_data([str(text)], out, sample)
     return done.num_examples / done.seconds
 
 
@@ -124,7 +125,7 @@ def train(path: Path, epochs: int) -> float:
 
 
 def stream(num_rows: int) -> dict[str, float]:
-    """Train one pass over so many rows; return rows, seconds, rate, and the worker's memory at both ends."""
+    """Train one pass; return rows, seconds, rate, and the worker's memory in the first and last tenth."""
     samples: list[float] = []
     ended = threading.Event()
 
@@ -137,7 +138,7 @@ def stream(num_rows: int) -> dict[str, float]:
                         samples.append((memory.rss - memory.shared) / 1e6)
 
     with tempfile.TemporaryDirectory(prefix="paceline-reading-") as name:
-        folder, rows = Path(name), min(num_rows, _ROWS_OF_A_FILE)
+        folder, rows = Path(name), min(num_rows, _MAX_ROWS_PER_FILE)
         write_click_log(folder / "text", ClickLogSpec(rows=rows))
         convert(folder / "text", folder / "0.paceline")
         paths = [folder / f"{number}.paceline" for number in range(-(-num_rows // rows))]
@@ -155,7 +156,9 @@ def stream(num_rows: int) -> dict[str, float]:
         finally:
             ended.set()
             watcher.join()
-    samples = samples[-max(1, round(result.seconds / _SAMPLE_S)) :]  # before them processes start
+    samples = samples[
+        -max(1, round(result.seconds / _SAMPLE_S)) :
+    ]  # earlier samples are from the start of the processes
     tenth = -(-len(samples) // 10)
     return {
         "rows": result.examples,

@@ -1,8 +1,9 @@
-"""What a replica costs, and what a server that joins costs those who work meanwhile.
+"""Measure the cost of a replica, and the delay of workers while a server joins.
 
-``python benchmarks/replication.py``: pushes (waited for) and pulls of rows of dim 16 with Adagrad on two servers, with
-one copy and with a replica, in turns of many, medians; then a third server joins a cluster of 10^6 rows while a worker
-pushes and pulls: its rate before and during the move, the longest request, and the share of the buckets that moved.
+``python benchmarks/replication.py`` has two parts. The first part compares one copy with a replica: median times of
+pushes (with their acknowledgement) and pulls, on two servers, for rows of dim 16 with Adagrad, in turns. In the second
+part a third server joins a cluster with 10^6 rows while a worker pushes and pulls. It prints the worker's rate before
+and during the move, the longest request, and the number of buckets that moved.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DIM = 16
 ROWS = 1_000_000
 TURNS = 3
 WARM = 5
-"""Requests of each turn that do not count."""
+"""The first requests of each turn, which are not measured."""
 
 
 def open_rows(client: Client) -> SparseTable:
@@ -36,7 +37,7 @@ def open_rows(client: Client) -> SparseTable:
 
 
 def fill(table: SparseTable) -> None:
-    """Make all rows."""
+    """Create all rows."""
     for start in range(0, ROWS, 100_000):
         keys = np.arange(start, start + 100_000, dtype=np.uint64)
         table.push(keys, np.ones((100_000, DIM), np.float32), assume_unique=True).wait()
@@ -59,11 +60,11 @@ def cost(rounds: int) -> None:
             keys = random.choice(ROWS, count, replace=False).astype(np.uint64)
             grads = np.ones((count, DIM), np.float32)
             times: dict[str, list[list[float]]] = {"push": [[], []], "pull": [[], []]}
-            some = max(rounds // max(1, count // 1_000), 15)
+            num_requests = max(rounds // max(1, count // 1_000), 15)
             for which in range(2 * TURNS):
                 table = tables[which % 2]
-                times["push"][which % 2] += [timed(push, table, keys, grads) for _ in range(some)][WARM:]
-                times["pull"][which % 2] += [timed(pull, table, keys) for _ in range(some)][WARM:]
+                times["push"][which % 2] += [timed(push, table, keys, grads) for _ in range(num_requests)][WARM:]
+                times["pull"][which % 2] += [timed(pull, table, keys) for _ in range(num_requests)][WARM:]
             for work, (alone, copied) in times.items():
                 a, b = statistics.median(alone) * 1e6, statistics.median(copied) * 1e6
                 grid.add_row(work, f"{count:,}", f"{a:,.1f}", f"{b:,.1f}", f"{b / a:.2f}")
@@ -71,24 +72,26 @@ def cost(rounds: int) -> None:
 
 
 def push(table: SparseTable, keys: npt.NDArray[np.uint64], grads: npt.NDArray[np.float32]) -> None:
-    """Push, and wait until the whole chain has it."""
+    """Push, and wait for the acknowledgement of the whole chain."""
     table.push(keys, grads, assume_unique=True).wait()
 
 
 def pull(table: SparseTable, keys: npt.NDArray[np.uint64]) -> None:
-    """Pull."""
     table.pull(keys, assume_unique=True)
 
 
 def timed(work: Callable[..., object], *arguments: object) -> float:
-    """Return the seconds that it takes."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     work(*arguments)
     return time.perf_counter() - start
 
 
 def work(client: Client, seconds: float, servers: int | None = None) -> tuple[float, float]:
-    """Push and pull so long, or until so many servers lead; return the rounds per second and the longest in seconds."""
+    """Push and pull for `seconds`, or until `servers` servers are primaries.
+
+    Returns the rounds per second and the longest round in seconds.
+    """
     table = open_rows(client)
     random, began, rounds, longest = np.random.default_rng(2), time.perf_counter(), 0, 0.0
     while time.perf_counter() - began < seconds:
@@ -98,13 +101,13 @@ def work(client: Client, seconds: float, servers: int | None = None) -> tuple[fl
         table.pull(keys, assume_unique=True)
         longest = max(longest, time.perf_counter() - start)
         rounds += 1
-        if servers is not None and is_settled(client, servers):
+        if servers is not None and is_balanced(client, servers):
             break
     return rounds / (time.perf_counter() - began), longest
 
 
-def is_settled(client: Client, servers: int) -> bool:
-    """Return whether so many servers lead buckets, and nothing moves."""
+def is_balanced(client: Client, servers: int) -> bool:
+    """Return whether `servers` servers are primaries and no bucket moves."""
     cluster = client.link.view
     assert cluster is not None
     leaders = {group.members[0] for group in cluster.groups}
@@ -112,7 +115,7 @@ def is_settled(client: Client, servers: int) -> bool:
 
 
 def join() -> None:
-    """Print what a join costs."""
+    """Print the cost of a join."""
     with paceline.local_cluster(servers=2) as cluster, cluster.connect(observer=True) as client:
         fill(open_rows(client))
         before: messages.View = client.link.get_view()
@@ -139,7 +142,7 @@ def join() -> None:
 
 
 def main() -> None:
-    """Run both."""
+    """Run both parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=400)
     cost(parser.parse_args().rounds)

@@ -1,10 +1,10 @@
-"""What a call costs: `paceline.rpc` beside `torch.distributed.rpc` (TensorPipe), in turns on one machine.
+"""Compare the time of a call of `paceline.rpc` with `torch.distributed.rpc` (TensorPipe), in turns on one machine.
 
     python benchmarks/rpc.py [--rounds 15] [--calls 200] [--json]
 
-Two processes of each library: one calls, the other answers. In every round both do the same calls, one library after
-the other. Given is the median of the rounds' medians, and the median of the rounds' ratios, which bears other programs
-on the machine. The tensors are float32, of the CPU. Needs torch.
+Each library has two processes: one calls, the other replies. In every round both libraries make the same calls, one
+library after the other. The table has the median of the rounds' medians, and the median of the rounds' ratios. Other
+programs on the machine hardly change the ratios. The tensors are float32 on the CPU. Needs torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def nothing() -> None:
 
 
 def take(tensor: Any) -> None:
-    """Take a tensor."""
+    """Accept a tensor."""
 
 
 def give_back(tensor: Any) -> Any:
@@ -46,7 +46,7 @@ def give_back(tensor: Any) -> Any:
 
 
 def run_worker(kind: str, rank: int, port: int) -> None:
-    """Be a process of one library; rank 0 does what standard input says, a line for each case."""
+    """Run one process of a library. Rank 0 runs the cases from standard input, one per line."""
     import torch
 
     torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def run_worker(kind: str, rank: int, port: int) -> None:
 
 
 def serve_cases(rpc: Any) -> None:
-    """Do the cases that standard input names; print the seconds of each call."""
+    """Run the cases from standard input, and print the median seconds of each."""
     import torch
 
     functions: dict[str, Callable[..., Any]] = {"nothing": nothing, "take": take, "give_back": give_back}
@@ -106,71 +106,71 @@ class Processes:
             )
             for rank in range(2)
         ]
-        self._ask = self._all[0]
+        self._caller = self._all[0]
 
     def wait_ready(self) -> None:
-        """Wait until they have met."""
-        assert self._ask.stdout is not None
-        if self._ask.stdout.readline() != "ready\n":
-            sys.exit("rpc.py: the processes could not be started")
+        """Wait until both processes are connected."""
+        assert self._caller.stdout is not None
+        if self._caller.stdout.readline() != "ready\n":
+            sys.exit("rpc.py: the processes did not start; see their output above")
 
     def measure(self, case: str, calls: int) -> float:
-        """Return the median seconds of a call, or of a group of calls at once."""
-        assert self._ask.stdin is not None
-        assert self._ask.stdout is not None
-        self._ask.stdin.write(json.dumps([case, calls]) + "\n")
-        self._ask.stdin.flush()
-        return float(self._ask.stdout.readline())
+        """Return the median seconds of a call, or of a group of concurrent calls."""
+        assert self._caller.stdin is not None
+        assert self._caller.stdout is not None
+        self._caller.stdin.write(json.dumps([case, calls]) + "\n")
+        self._caller.stdin.flush()
+        return float(self._caller.stdout.readline())
 
     def close(self) -> None:
-        """End them."""
-        for each in self._all:
-            assert each.stdin is not None
-            each.stdin.close()
-        for each in self._all:
+        """End both processes."""
+        for process in self._all:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._all:
             try:
-                each.wait(20)
+                process.wait(20)
             except subprocess.TimeoutExpired:
-                each.kill()
+                process.kill()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=200, help="in each round, of each case")
+    parser.add_argument("--calls", type=int, default=200, help="calls of each case in a round")
     parser.add_argument("--json", action="store_true", help="one JSON object per case")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    told = parser.parse_args()
-    if told.worker is not None:
-        run_worker(told.worker[0], int(told.worker[1]), int(told.worker[2]))
+    options = parser.parse_args()
+    if options.worker is not None:
+        run_worker(options.worker[0], int(options.worker[1]), int(options.worker[2]))
         return
-    if told.rounds < 1 or told.calls < 1:
+    if options.rounds < 1 or options.calls < 1:
         parser.error("expected at least 1 round and 1 call")
     processes = {kind: Processes(kind) for kind in KINDS}
     try:
-        for each in processes.values():
-            each.wait_ready()
-        if not told.json:
-            print(f"{'':<24}{'paceline µs':>12}{'torch µs':>12}{'ratio':>8}{'goal':>8}   {told.rounds} rounds")
+        for pair in processes.values():
+            pair.wait_ready()
+        if not options.json:
+            print(f"{'':<24}{'paceline µs':>12}{'torch µs':>12}{'ratio':>8}{'goal':>8}   {options.rounds} rounds")
         for case in CASES:
             rounds = []
-            for _ in range(told.rounds + 1):
-                rounds.append({kind: processes[kind].measure(case, told.calls) for kind in KINDS})
-            show(case, rounds[1:], is_json=told.json)
+            for _ in range(options.rounds + 1):
+                rounds.append({kind: processes[kind].measure(case, options.calls) for kind in KINDS})
+            show(case, rounds[1:], is_json=options.json)
     finally:
-        for each in processes.values():
-            each.close()
+        for pair in processes.values():
+            pair.close()
 
 
 def show(case: str, rounds: list[dict[str, float]], *, is_json: bool) -> None:
     """Print one case."""
-    ours, theirs = (statistics.median(each[kind] for each in rounds) * 1e6 for kind in KINDS)
-    ratio = statistics.median(each["paceline"] / each["torch"] for each in rounds)
+    paceline_us, torch_us = (statistics.median(times[kind] for times in rounds) * 1e6 for kind in KINDS)
+    ratio = statistics.median(times["paceline"] / times["torch"] for times in rounds)
     if is_json:
-        print(json.dumps({"case": case, "paceline_us": ours, "torch_us": theirs, "ratio": ratio}), flush=True)
+        print(json.dumps({"case": case, "paceline_us": paceline_us, "torch_us": torch_us, "ratio": ratio}), flush=True)
     else:
         goal = f"{GOALS[case]:>8}" if case in GOALS else ""
-        print(f"{case:<24}{ours:>12.1f}{theirs:>12.1f}{ratio:>8.3f}{goal}", flush=True)
+        print(f"{case:<24}{paceline_us:>12.1f}{torch_us:>12.1f}{ratio:>8.3f}{goal}", flush=True)
 
 
 if __name__ == "__main__":

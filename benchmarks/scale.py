@@ -1,15 +1,21 @@
-"""A server's table of 10^8 features: memory, rates and pauses as it grows, snapshot and recovery; beyond a limit too.
+"""Measure a server's table of 10^8 features: memory, rates, pauses, snapshot and recovery.
 
     python benchmarks/scale.py [--rows 100000000] [--memory-limit 1G --spill-dir DIR] [--directory DIR] [--json]
 
-One server process, one client that pushes 100,000 keys at a time (FTRL, dim 1), each push awaited. Ten times on the way
-to the last row a line is printed: the growth of the server's resident memory by row, without the pages of files that
-it maps (*file* has those), and as many times the 20 bytes of key, value and state; new and known keys a second (pushes
-of keys that have a row, drawn anew, and pulls of such), of 3 million keys each; the median and the longest push of new
-keys since the last line, in which buckets grow. Then a snapshot is taken, and loaded into a new cluster, checksums
-verified. With --memory-limit rows beyond it lie in files: their slowdown is what the columns of known keys show. It
-counts when memory is short: run it where the system gives no more than the limit and some 400 MB, as by ``systemd-run
---scope -p MemoryMax=1400M``.
+One server process and one client run. The client pushes 100,000 keys at a time (FTRL, dim 1) and waits for each push.
+The program prints ten lines, each after a tenth of the rows:
+
+- the growth of the server's resident memory per row, and its ratio to the 20 bytes of key, value and state. The pages
+  of mapped files are not part of it; *file* shows them.
+- new keys per second, and known keys per second: random keys that already have a row, 3 million pushed and 3 million
+  pulled.
+- the median and the longest push of new keys since the last line. Buckets grow in these pushes.
+
+Then the program takes a snapshot, and loads it into a new cluster with verified checksums.
+
+With --memory-limit the server stores further rows in files. The columns of known keys show how much slower this is. The
+result is meaningful only if memory is short. So run the program with about 400 MB more than the limit, for example with
+``systemd-run --scope -p MemoryMax=1400M``.
 """
 
 from __future__ import annotations
@@ -63,12 +69,12 @@ class Ending:
 
 
 def keys_of(numbers: np.ndarray) -> np.ndarray:
-    """Return the keys of features by number, all different."""
+    """Return different keys for different feature numbers."""
     return (numbers.astype(np.uint64) + np.uint64(1)) * _ODD
 
 
 def resident(server: psutil.Process) -> tuple[int, int]:
-    """Return the bytes of a process that are in memory: its own, and those of files that it maps."""
+    """Return a process's resident bytes: its own memory, and pages of mapped files."""
     found = server.memory_info()
     return found.rss - found.shared, found.shared
 
@@ -80,7 +86,7 @@ def push(table: SparseTable, keys: np.ndarray, grads: np.ndarray) -> float:
 
 
 def fill(table: SparseTable, server: psutil.Process, first: int, rows: int, before: tuple[int, int]) -> Line:
-    """Push the keys of the features from number `first` to `rows`, then known ones; return what that took."""
+    """Push new keys for features `first` to `rows`, then push and pull known keys; return the measurements."""
     random = np.random.default_rng(first)
     grads = random.standard_normal((KEYS, 1), np.float32)
     times = [push(table, keys_of(np.arange(at, min(at + KEYS, rows))), grads) for at in range(first, rows, KEYS)]
@@ -88,9 +94,9 @@ def fill(table: SparseTable, server: psutil.Process, first: int, rows: int, befo
     known, pulled, size = 0.0, 0.0, min(KEYS, rows)
     for _ in range(NUM_KNOWN):
         known += push(table, np.unique(keys_of(random.integers(0, rows, size))), grads)
-        some = np.unique(keys_of(random.integers(0, rows, size)))
+        known_keys = np.unique(keys_of(random.integers(0, rows, size)))
         start = time.perf_counter()
-        table.pull(some, assume_unique=True)
+        table.pull(known_keys, assume_unique=True)
         pulled += time.perf_counter() - start
     return Line(
         rows=rows,
@@ -106,13 +112,13 @@ def fill(table: SparseTable, server: psutil.Process, first: int, rows: int, befo
 
 
 def snapshot(client: Client, table: SparseTable, rows: int, directory: Path) -> tuple[float, float]:
-    """Take a snapshot while known keys are pushed; return the seconds, and those of the longest push meanwhile."""
+    """Take a snapshot during pushes of known keys; return its seconds and the seconds of the longest push."""
     random = np.random.default_rng(1)
     grads = np.full((KEYS, 1), 0.5, np.float32)
-    taker, times = SnapshotCoordinator(client, directory), [0.0]
+    coordinator, times = SnapshotCoordinator(client, directory), [0.0]
     start = time.perf_counter()
-    taker.begin()
-    while taker.poll() is None:
+    coordinator.begin()
+    while coordinator.poll() is None:
         times.append(push(table, np.unique(keys_of(random.integers(0, rows, min(2000, rows)))), grads))
         time.sleep(0.005)
     return time.perf_counter() - start, max(times)
@@ -166,9 +172,11 @@ def print_line(line: Line, *, as_json: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=int, default=100_000_000)
-    parser.add_argument("--memory-limit", help="rows beyond it lie in files, as 512M or 8G")
-    parser.add_argument("--spill-dir", type=Path, help="folder of those files")
-    parser.add_argument("--directory", type=Path, help="where the snapshot goes; a temporary folder in it is used")
+    parser.add_argument("--memory-limit", help="memory for rows, as 512M or 8G; further rows are stored in files")
+    parser.add_argument("--spill-dir", type=Path, help="folder of the files with further rows")
+    parser.add_argument(
+        "--directory", type=Path, help="existing folder; the snapshot is written to a temporary folder in it"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     arguments = parser.parse_args()
     limit = MemoryLimit.parse(arguments.memory_limit, arguments.spill_dir)

@@ -1,11 +1,12 @@
-"""What the tags of frames cost between hosts without TLS: network namespaces stand for hosts, with a limited link.
+"""Measure the cost of the tags of frames between hosts without TLS.
 
     sudo python benchmarks/sealing.py [--mbit 1000] [--bytes 100 1000000 24000000] [--rounds 40]
 
-A step is one frame to a server and one of the same size back, as a push of gradients and a pull of parameters are. The
-same bytes go by turns over a connection whose frames are sealed and over one whose ends were made to believe that
-nobody can be in between. The cost is that of the medians, and of the best times, which say more where other
-programs run. Needs root, iproute2 and the kernel's tbf.
+The hosts are network namespaces with a limited link. A step is one frame to a server and one frame of the same size
+back, like a push of gradients and a pull of parameters. Steps alternate between two connections. The frames of one
+connection are sealed. Both ends of the other connection are made to see equal bindings, so its frames are not sealed.
+The cost is the ratio of the medians, and the ratio of the best times, which is more reliable if other programs run.
+Needs root, iproute2 and the kernel's tbf.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import time
 
 import numpy as np
-from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside this program
+from hosts import NETWORK, network  # type: ignore[import-not-found]  # a module of this folder
 
 from paceline.testing import EchoHandler
 from paceline.testing.transports import ECHO
@@ -33,14 +34,14 @@ KINDS = ("sealed", "bare")
 TIMEOUT_S = 60.0
 
 
-def believe_that_nobody_is_in_between() -> None:
-    """Let both ends of every connection to come see the same one."""
+def use_equal_bindings() -> None:
+    """Make both ends of every later connection see equal bindings, so that frames are not sealed."""
     for module in (sealing, client):
         module.socket_binding = lambda connected, *, connecting: b"the same"  # type: ignore[attr-defined]
 
 
 def serve() -> None:
-    """Be the server of one connection after the other, until standard input ends; print the port."""
+    """Run the server until standard input ends; print its port."""
 
     async def run() -> None:
         address = f"{NETWORK}.1:0"
@@ -53,7 +54,7 @@ def serve() -> None:
 
 
 def step(channel: Channel, body: np.ndarray, into: np.ndarray) -> float:
-    """Do one exchange; return how long it took."""
+    """Send a frame and receive its echo; return the seconds."""
     start = time.perf_counter()
     channel.send(*frame_parts(ECHO, body=body))
     channel.receive(into, TIMEOUT_S)
@@ -61,11 +62,11 @@ def step(channel: Channel, body: np.ndarray, into: np.ndarray) -> float:
 
 
 def measure(ports: list[int], sizes: list[int], rounds: int) -> None:
-    """Be the client: print one JSON object per size."""
+    """Run the client, and print one JSON object per size."""
     channels = []
     for kind, port in zip(KINDS, ports, strict=True):
         if kind == "bare":
-            believe_that_nobody_is_in_between()
+            use_equal_bindings()
         channels.append(SocketTransport(TOKEN).connect(f"{NETWORK}.1:{port}", Hello(role="worker")))
     for size in sizes:
         body, into = np.ones(size, np.uint8), np.empty(size, np.uint8)
@@ -86,46 +87,48 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--ports", type=int, nargs=2, help=argparse.SUPPRESS)
-    told = parser.parse_args()
-    if told.serve is not None:
-        if told.serve == "bare":
-            believe_that_nobody_is_in_between()
+    options = parser.parse_args()
+    if options.serve is not None:
+        if options.serve == "bare":
+            use_equal_bindings()
         serve()
         return
-    if told.ports is not None:
-        measure(told.ports, told.bytes, told.rounds)
+    if options.ports is not None:
+        measure(options.ports, options.bytes, options.rounds)
         return
-    if told.mbit < 1 or told.rounds < 1 or min(told.bytes) < 1:
+    if options.mbit < 1 or options.rounds < 1 or min(options.bytes) < 1:
         parser.error("expected at least 1 Mbit/s, 1 round and 1 byte")
     if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "tc")):
         sys.exit("sealing.py: network namespaces need root, and ip and tc of iproute2")
-    with network(2, told.mbit) as (here, there):
+    with network(2, options.mbit) as (server_host, client_host):
         command = [sys.executable, __file__]
         servers = [
             subprocess.Popen(
-                ["ip", "netns", "exec", here, *command, "--serve", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                ["ip", "netns", "exec", server_host, *command, "--serve", kind],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
             for kind in KINDS
         ]
         try:
             ports = [str(int(server.stdout.readline())) for server in servers if server.stdout is not None]
-            sizes = [str(size) for size in told.bytes]
-            options = ["--ports", *ports, "--bytes", *sizes, "--rounds", str(told.rounds)]
-            command = ["ip", "netns", "exec", there, *command, *options]
+            sizes = [str(size) for size in options.bytes]
+            client_options = ["--ports", *ports, "--bytes", *sizes, "--rounds", str(options.rounds)]
+            command = ["ip", "netns", "exec", client_host, *command, *client_options]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         finally:
             for server in servers:
                 server.communicate()
-    if told.json:
+    if options.json:
         print(output, end="")
         return
-    print(f"a step between hosts at {told.mbit} Mbit/s, {told.rounds} rounds")
+    print(f"a step between hosts at {options.mbit} Mbit/s, {options.rounds} rounds")
     heads = f"{'sealed ms':>11}{'bare ms':>10}{'cost':>8}", f"{'best: sealed ms':>18}{'bare ms':>10}{'cost':>8}"
     print(f"{'bytes each way':>14}", *heads, sep="")
     for result in map(json.loads, output.splitlines()):
         line = f"{result['bytes']:>14,}"
-        for what, wide in (("_s", 11), ("_best_s", 18)):
-            sealed, bare = (result[kind + what] * 1e3 for kind in KINDS)
+        for suffix, wide in (("_s", 11), ("_best_s", 18)):
+            sealed, bare = (result[kind + suffix] * 1e3 for kind in KINDS)
             line += f"{sealed:>{wide}.2f}{bare:>10.2f}{sealed / bare - 1:>8.1%}"
         print(line)
 

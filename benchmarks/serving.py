@@ -1,7 +1,7 @@
-"""How long predictions over HTTP take: `paceline serve` with a click model, asked at a steady rate.
+"""Measure the latency of predictions over HTTP: `paceline serve` with a click model, at a steady rate of requests.
 
-Requests are sent when they are due, whether or not those before are answered, so that a server that stalls is charged
-for all that waits (no coordinated omission). Server and client are a process each.
+Requests are sent at fixed times, even if earlier requests have no reply yet. So if the server stalls, the latencies
+include the wait of all delayed requests (no coordinated omission). Server and client are separate processes.
 
 python benchmarks/serving.py --rate 1000 --rows 10 --seconds 30 [--json]
 """
@@ -33,7 +33,10 @@ _BODIES = 500
 
 
 class Connection(asyncio.Protocol):
-    """A connection that sends requests one after the other, and notes how long answers took since they were due."""
+    """A connection that sends requests one after the other.
+
+    A latency is the time from the scheduled time of a request to its reply.
+    """
 
     def __init__(self, latencies: list[float]) -> None:
         self._latencies = latencies
@@ -60,11 +63,11 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        head, found, rest = self._received.partition(b"\r\n\r\n")
+        head, found, body = self._received.partition(b"\r\n\r\n")
         if not found:
             return
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-        if len(rest) < length:
+        if len(body) < length:
             return
         assert head.startswith(b"HTTP/1.1 200"), self._received
         self._received = b""
@@ -73,8 +76,10 @@ class Connection(asyncio.Protocol):
             self.send(*self._waiting.popleft())
 
 
-async def ask(port: int, requests: list[bytes], rate: float, seconds: float, num_connections: int) -> list[float]:
-    """Send requests at a rate, spread over connections; return the seconds that each took."""
+async def send_requests(
+    port: int, requests: list[bytes], rate: float, seconds: float, num_connections: int
+) -> list[float]:
+    """Send requests at a rate over several connections; return the latencies in seconds."""
     latencies: list[float] = []
     loop = asyncio.get_running_loop()
     connections = [
@@ -87,9 +92,9 @@ async def ask(port: int, requests: list[bytes], rate: float, seconds: float, num
         due = start + number / rate
         while (wait := due - time.perf_counter()) > 0:
             await asyncio.sleep(wait if wait > 0.002 else 0)
-        first = number % num_connections  # in turn: the server closes connections that are idle for some seconds
+        first = number % num_connections  # in turn, because the server closes idle connections
         in_turn = [*connections[first:], *connections[:first]]
-        connection = next((each for each in in_turn if each.is_idle), in_turn[0])
+        connection = next((candidate for candidate in in_turn if candidate.is_idle), in_turn[0])
         connection.send(due, requests[number % len(requests)])
     while len(latencies) < total:
         await asyncio.sleep(0.01)
@@ -121,7 +126,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10, help="rows per request")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--reload", action="store_true", help="replace the model half way")
+    parser.add_argument("--reload", action="store_true", help="replace the model after half of the time")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -135,8 +140,8 @@ def main() -> None:
             try:
                 assert server.stderr is not None
                 port = int(server.stderr.readline().split(", until")[0].rpartition(":")[2])
-                asyncio.run(ask(port, requests, arguments.rate, 2.0, arguments.connections))  # to warm up
-                others, watched = OtherLoad(), psutil.Process(server.pid)
+                asyncio.run(send_requests(port, requests, arguments.rate, 2.0, arguments.connections))  # to warm up
+                other_load, watched = OtherLoad(), psutil.Process(server.pid)
                 before = sum(watched.cpu_times()[:2])
                 latencies = asyncio.run(_measure(port, requests, arguments, options))
                 cpu_ms = (sum(watched.cpu_times()[:2]) - before) / len(latencies) * 1e3
@@ -153,7 +158,7 @@ def main() -> None:
         "p999_ms": p999,
         "max_ms": max(latencies) * 1e3,
         "server_cpu_ms": cpu_ms,
-        "others_share": others.share(),
+        "others_share": other_load.share(),
     }
     if arguments.json:
         print(json.dumps(found))
@@ -161,18 +166,21 @@ def main() -> None:
         print(
             f"{len(latencies):,} requests of {arguments.rows} rows at {arguments.rate:g}/s, {features:,} features: "
             f"p50 {p50:.2f} ms, p99 {p99:.2f} ms, p99.9 {p999:.2f} ms, slowest {found['max_ms']:.1f} ms\n"
-            f"{cpu_ms:.2f} ms of a core for each in the server; other processes had {others.share():.0%} of all cores"
+            f"{cpu_ms:.2f} ms of a core for each in the server; other processes had "
+            f"{other_load.share():.0%} of all cores"
         )
 
 
 async def _measure(
     port: int, requests: list[bytes], arguments: argparse.Namespace, options: TrainOptions
 ) -> list[float]:
-    asking = asyncio.create_task(ask(port, requests, arguments.rate, arguments.seconds, arguments.connections))
+    sending = asyncio.create_task(
+        send_requests(port, requests, arguments.rate, arguments.seconds, arguments.connections)
+    )
     if arguments.reload:
         await asyncio.sleep(arguments.seconds / 2)
         await asyncio.to_thread(train_locally, options)
-    return await asking
+    return await sending
 
 
 if __name__ == "__main__":

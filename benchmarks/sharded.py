@@ -1,10 +1,11 @@
-"""A step of ``--strategy sharded`` beside PyTorch's ``fully_shard`` over Gloo, and beside ``all-reduce``.
+"""Compare a step of ``--strategy sharded`` with PyTorch's ``fully_shard`` over Gloo and with ``all-reduce``.
 
     paceline run --strategy sharded --nproc-per-node 2 benchmarks/sharded.py
 
-All train the same perceptron of 25 million parameters (6 layers, Adam, 16 rows per process) in the same processes, in
-turns, one thread each. Over Gloo, too, each layer is a unit, and the optimizer is PyTorch's on the shards. Printed:
-median milliseconds of a step, and what each process holds: parameters, gradients and the optimizer's state, in MB.
+All contenders train the same perceptron of 25 million parameters (6 layers, Adam, 16 rows per process) in the same
+processes, in turns, with one thread each. Over Gloo, each layer is also a unit, and PyTorch's optimizer updates the
+shards. The program prints the median milliseconds of a step, and the memory of parameters, gradients and optimizer
+state in a process, in MB.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def over_gloo() -> nn.Module:
     return model
 
 
-def held_mb(model: nn.Module, optimizer: Any) -> float:
-    """Return what this process holds of the parameters, their gradients and their state."""
+def megabytes(model: nn.Module, optimizer: Any) -> float:
+    """Return the size of this process's parameters, gradients and optimizer state, in MB."""
     own: list[Any] = list(model.parameters())
     tensors = [
         *own,
-        *(each.grad for each in own if each.grad is not None),
-        *(value for each in own for value in optimizer.state[each].values() if value.dim()),
+        *(parameter.grad for parameter in own if parameter.grad is not None),
+        *(value for parameter in own for value in optimizer.state[parameter].values() if value.dim()),
     ]
-    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
-    return float(sum(each.numel() * each.element_size() for each in local)) / 1e6
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in local)) / 1e6
 
 
 def main() -> None:
@@ -57,8 +58,8 @@ def main() -> None:
     strategy = pt.Sharded()
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(strategy.rank))
     sharded = make()
-    ours = strategy.prepare(sharded, torch.optim.Adam(sharded.parameters(), lr=1e-4))
-    trained: dict[str, tuple[nn.Module, Any]] = {"sharded": ours}
+    prepared = strategy.prepare(sharded, torch.optim.Adam(sharded.parameters(), lr=1e-4))
+    trained: dict[str, tuple[nn.Module, Any]] = {"sharded": prepared}
     for name, model in (("fully_shard over gloo", over_gloo()), ("all-reduce", DistributedDataParallel(make()))):
         trained[name] = (model, torch.optim.Adam(model.parameters(), lr=1e-4))
     times: dict[str, list[float]] = {name: [] for name in trained}
@@ -78,7 +79,7 @@ def main() -> None:
     for name, parts in trained.items():
         ratio = medians[name] / medians["fully_shard over gloo"]
         strategy.print(
-            f"{name}: {medians[name]:.1f} ms, {ratio:.2f} of fully_shard over gloo, {held_mb(*parts):.0f} MB"
+            f"{name}: {medians[name]:.1f} ms, {ratio:.2f} of fully_shard over gloo, {megabytes(*parts):.0f} MB"
         )
     strategy.close()
 

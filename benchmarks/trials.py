@@ -1,8 +1,9 @@
-"""Speed of the two loops that try settings on a sample: a kernel of logistic regression, and minibatches of any model.
+"""Compare the two loops that try settings on a sample: a kernel for logistic regression, and minibatches.
 
-``python benchmarks/trials.py [--runs 5]``: by turns both loops try eight update rules of a logistic regression, one
-thread per core, each for four passes over the same examples with the same held-out examples. A line per sample: the
-examples, their features, the median seconds of both, the ratio, and the held-out losses of the first rule.
+``python benchmarks/trials.py [--runs 5]``: both loops try eight update rules of a logistic regression in turns, with
+one thread per core. Each trial has four passes over the same examples and the same held-out examples. The program
+prints a line per sample: examples, features, the median seconds of both loops, their ratio, and the held-out losses of
+the first rule.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paceline.training.tuning.choices import suggested_alpha, suggested_batch_si
 from paceline.training.tuning.model_trial import ModelTrial
 from paceline.training.tuning.trial import HeldOutLosses, SampleTrial, held_out_splits
 
-_PASSES = 4  # fewer than either loop may leave out
+_PASSES = 4  # so few that neither loop stops a trial early
 _SAMPLES = (
     (1_000, 10, 200),
     (5_000, 20, 2_000),
@@ -32,7 +33,7 @@ _SAMPLES = (
     (200_000, 20, 100_000),
     (200_000, 20, 1_000_000),
 )
-"""Examples, features of an example, and different features."""
+"""Number of examples, features per example, and number of different features."""
 
 
 def _make_sample(num_examples: int, per_example: int, num_features: int) -> ExampleSample:

@@ -1,12 +1,12 @@
-"""Paceline beside Vowpal Wabbit: one pass of FTRL logistic regression over the same click log, from text.
+"""Compare Paceline with Vowpal Wabbit: one pass of FTRL logistic regression over the same click log, from text.
 
     pip install 'paceline[bench]'
     python benchmarks/vowpal_wabbit.py [--data train.tsv[.gz]] [--runs 5] [--json]
 
-Each reads its own text of the same rows (a Criteo TSV; for Vowpal Wabbit its own format, with the same transformation
-of integers, converted beforehand and not timed). The times are those of the training itself: Paceline's from the first
-byte read to the last update applied, with 1 server and 1 worker; Vowpal Wabbit's inside its process, from opening the
-file to the end of the pass, start-up and model writing aside. Runs alternate; medians are quoted.
+Both programs read text of the same rows. Paceline reads a Criteo TSV. Vowpal Wabbit reads its own format, converted in
+advance with the same transformation of integers. Paceline's time is from the first byte read to the last update
+applied, with 1 server and 1 worker. Vowpal Wabbit's time is from opening the file to the end of the pass, without
+starting its process and without writing the model. Runs alternate, and the results are medians.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-vw-") as name:
         folder = Path(name)
         rows = split(arguments.data or find_data(folder), folder)
-        ours: list[float] = []
-        theirs: list[float] = []
+        paceline_rates: list[float] = []
+        vw_rates: list[float] = []
         for _ in range(arguments.runs):
             result = train_locally(
                 TrainOptions(data=[folder / "train.tsv"], evaluation=[folder / "eval.tsv"], epochs=1, adapt="no"),
@@ -65,16 +65,16 @@ def main() -> None:
                 workers=1,
                 consistency=BoundedDelay(tau=4),
             )
-            ours.append(result.examples / result.seconds)
-            theirs.append(rows / run_vw(folder, arguments.bits))
+            paceline_rates.append(result.examples / result.seconds)
+            vw_rates.append(rows / run_vw(folder, arguments.bits))
         assert isinstance(result.evaluation, ClickEvaluation)
         labels, margins = np.loadtxt(folder / "predictions.txt", unpack=True)
         vw = evaluate((labels > 0).astype(np.float32), 1.0 / (1.0 + np.exp(-margins)))
     report = [
-        {"peer": "paceline", "rows_per_s": statistics.median(ours), "min": min(ours), "max": max(ours),
-         "auc": result.evaluation.auc, "log_loss": result.evaluation.log_loss},
-        {"peer": "vowpal_wabbit", "rows_per_s": statistics.median(theirs), "min": min(theirs), "max": max(theirs),
-         "auc": vw.auc, "log_loss": vw.log_loss},
+        {"peer": "paceline", "rows_per_s": statistics.median(paceline_rates), "min": min(paceline_rates),
+         "max": max(paceline_rates), "auc": result.evaluation.auc, "log_loss": result.evaluation.log_loss},
+        {"peer": "vowpal_wabbit", "rows_per_s": statistics.median(vw_rates), "min": min(vw_rates),
+         "max": max(vw_rates), "auc": vw.auc, "log_loss": vw.log_loss},
     ]  # fmt: skip
     for line in report:
         if arguments.json:
@@ -85,7 +85,7 @@ def main() -> None:
                 f"AUC {line['auc']:.4f}, log loss {line['log_loss']:.4f}, one pass over {rows:,} rows"
             )
     if not arguments.json:
-        print(f"ratio of medians {statistics.median(ours) / statistics.median(theirs):.2f}")
+        print(f"ratio of medians {statistics.median(paceline_rates) / statistics.median(vw_rates):.2f}")
 
 
 def find_data(folder: Path) -> Path:
@@ -100,7 +100,7 @@ def find_data(folder: Path) -> Path:
 
 
 def split(data: Path, folder: Path) -> int:
-    """Write the first 80% of the rows as train, the rest as eval, each in both formats; count the first."""
+    """Write 80% of the rows as train and the rest as eval, in both formats; return the number of training rows."""
     with gzip.open(data, "rt") if data.suffix == ".gz" else open(data) as text:
         lines = text.readlines()
     rows = int(len(lines) * TRAIN_SHARE)
@@ -126,7 +126,7 @@ def vw_lines(lines: list[str]) -> Iterator[str]:
 
 
 def run_vw(folder: Path, bits: int) -> float:
-    """Run one pass; return its seconds."""
+    """Run one pass of Vowpal Wabbit and return its seconds."""
     files = [str(folder / name) for name in ("train.vw", "eval.vw", "predictions.txt")]
     done = subprocess.run([sys.executable, "-c", VW, str(bits), *files], capture_output=True, text=True, check=True)
     return float(done.stdout.split()[0])

@@ -1,9 +1,10 @@
-"""The modules on the way from ``paceline train`` to the first trained example.
+"""Count the modules between ``paceline train`` and the first trained example.
 
-``python benchmarks/walk.py`` traces a training on 600 generated rows: the main thread of the command until it watches
-the job, and of the worker until its first push. Functions that run while a module is imported do not count. It prints
-three numbers: the modules of ``paceline`` that were entered; those of the packages that drive a training (cli, launch,
-training); and of these the modules that pass control on to another one. The third number is the length of the way.
+``python benchmarks/walk.py`` traces a training on 600 generated rows: the main thread of the command until it waits for
+the job, and the main thread of the worker until its first push. Functions that run during an import do not count. The
+program prints three numbers: the entered modules of ``paceline``; the entered modules of the packages cli, launch and
+training; and the modules of these packages that call another one of these modules. A reader has to follow the third
+number of modules.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import paceline
 _ROOT: Final = f"{Path(paceline.__file__).parent}{os.sep}"
 _ENDS: Final = {("training/job_running.py", "_watch"), ("ps/client/sparse_table.py", "push")}
 _DRIVING: Final = ("cli", "launch", "training")
-_OPTIMIZED: Final = 2  # the flag of functions: modules and class bodies lack it
+_OPTIMIZED: Final = 2  # code flag of functions; modules and class bodies do not have it
 
 
 def start_trace(folder: str) -> None:
-    """Trace this process and its forked children; at the end of the way, each writes its calls to the folder."""
+    """Trace this process and its forked children. Each writes its calls to `folder` at its last traced call."""
     calls: set[tuple[str, str]] = set()
     process = os.getpid()
 

@@ -1,15 +1,16 @@
-"""Wide and deep (Cheng et al., DLRS 2016) on click logs: hybrid beside sequential servers and torch.distributed.rpc.
+"""Compare strategies and torch.distributed.rpc on a wide and deep model (Cheng et al., DLRS 2016) of a click log.
 
     python benchmarks/wide_deep.py --data /path/to/criteo/train.tsv.gz [--runs 3] [--batch-size 256] [--json]
 
-The same model everywhere: 26 categories as keys, 13 integers as standardized logarithms; embeddings of dimension 16
-and 1, a perceptron of 64 and 32, Adagrad; 2 workers and 1 server, processes of one thread each. The first 80% of the
-rows are trained on in one pass, the rest are for the AUC. Data are parsed beforehand. The contenders take turns; the
-medians of their runs are quoted. Examples/s are counted from the eleventh step of every rank on, until all have ended.
+All contenders train the same model: 26 categories as keys, 13 integers as standardized logarithms, embeddings of
+dimension 16 and 1, a perceptron of 64 and 32, and Adagrad. There are 2 workers and 1 server, with one thread per
+process. One pass trains on the first 80% of the rows, and the remaining rows are for the AUC. The data are parsed in
+advance. The contenders run in turns, and the results are medians. Examples/s are counted from the eleventh step of
+every rank until all ranks have finished.
 
-The peer is the pattern of PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework": a
-server process holds the embeddings (rows numbered beforehand, sparse gradients), trainers call its forward, and
-distributed autograd and DistributedOptimizer update it; the dense part is in DistributedDataParallel on Gloo.
+The peer follows PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework". A server
+process has the embeddings, with rows numbered in advance and sparse gradients. Trainers call its forward. Distributed
+autograd and DistributedOptimizer update the embeddings. The dense part is in DistributedDataParallel on Gloo.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ WARM_UP_STEPS = 10
 
 
 def prepare_data(path: Path, folder: Path) -> int:
-    """Write labels, integers, keys and rows' numbers for the peer to `folder`; return how many rows are trained on."""
+    """Write the arrays of all contenders to `folder`; return the number of training rows."""
     labels, keys = [], []
     with open_dataset([path], format="criteo") as dataset:
         for shard in itertools.count():
@@ -103,7 +104,7 @@ class Batches(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 class Dense(nn.Module):
-    """All but the embeddings."""
+    """The model without the embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def train(
     task: Task, batches: Iterator[Any], step: Callable[[Tensor, Tensor, Tensor], None], barrier: Callable[[], None]
 ) -> float:
-    """Train one pass; return this rank's examples/s between the barriers, the first steps aside."""
+    """Train one pass; return this rank's examples/s between the barriers, without the first steps."""
     examples, start = 0, 0.0
     for number, (x, keys, labels) in enumerate(batches):
         if number == WARM_UP_STEPS:
@@ -179,7 +180,7 @@ def report(task: Task, rank: int, examples_per_s: float, area: float | None) -> 
     (task.folder / f"found{rank}.json").write_text(json.dumps({"examples_per_s": examples_per_s, "auc": area}))
 
 
-# Ours.
+# Paceline.
 
 
 def run_strategy(rank: int, name: str, task: Task, scheduler: str, token: str, num_workers: int) -> None:
@@ -214,7 +215,7 @@ def start_strategy(name: str, consistency: Consistency, task: Task) -> None:
 
 
 class RemoteRows(nn.Module):
-    """What the peer's server holds."""
+    """The embeddings on the peer's server."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ def run_rpc(rank: int, task: Task) -> None:
 
     from torch.distributed import rpc
 
-    warnings.filterwarnings("ignore", module="torch")  # torch's deprecation warnings about itself
+    warnings.filterwarnings("ignore", module="torch")  # deprecation warnings in torch's own code
     from torch.distributed.optim import DistributedOptimizer
 
     torch.set_num_threads(1)
@@ -284,7 +285,7 @@ def take_rows(rows: Any) -> None:
 
 
 def share(rpc: Any, rank: int, rows: Any) -> Any:
-    """Give the first trainer's reference to the server's module to the others."""
+    """Send the first trainer's reference to the server's module to the other trainers; return it."""
     if rank == 0:
         for other in range(1, NUM_WORKERS):
             rpc.rpc_sync(f"trainer{other}", take_rows, (rows,))
@@ -321,7 +322,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="click log in Criteo's format")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=256, help="rows per worker")
-    parser.add_argument("--only", help="contenders whose name contains this")
+    parser.add_argument("--only", help="run only contenders whose name contains this text")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     prepare_kernels()
@@ -337,7 +338,7 @@ def main() -> None:
                 rate = sum(rank["examples_per_s"] for rank in ranks)
                 found[name].append({"examples_per_s": rate, "auc": ranks[0]["auc"]})
     for name, runs in found.items():
-        rates, areas = ([run[what] for run in runs] for what in ("examples_per_s", "auc"))
+        rates, areas = ([run[figure] for run in runs] for figure in ("examples_per_s", "auc"))
         line = {"contender": name, "examples_per_s": statistics.median(rates), "min": min(rates), "max": max(rates),
                 "auc": statistics.median(areas), "batch_size": arguments.batch_size, "runs": len(runs)}  # fmt: skip
         if arguments.json:

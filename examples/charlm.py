@@ -1,9 +1,9 @@
-"""A character language model: an LSTM that reads text and guesses the next character, under every strategy.
+"""Train a character language model under any strategy: an LSTM reads text and predicts the next character.
 
     paceline run --strategy parameter-server --servers 1 --nproc-per-node 2 examples/charlm.py --data input.txt
 
-The file is any text in UTF-8, a megabyte or so ("tiny Shakespeare", for instance). Nine tenths are trained on, the rest
-is for the validation loss, in nats per character. The batch size is per rank.
+The file is any text in UTF-8 of about a megabyte, for example "tiny Shakespeare". Nine tenths of the text are for
+training, and the rest is for the validation loss, in nats per character. The batch size is per rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import paceline.torch as pt
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pieces of a text of `length` characters, and the same one character later."""
+    """Pieces of `length` characters, each with the piece that begins one character later."""
 
     def __init__(self, codes: torch.Tensor, length: int) -> None:
         self.codes = codes
@@ -39,7 +39,7 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class CharacterModel(nn.Module):
-    """Codes [batch, time] to scores [batch, time, characters]."""
+    """A model from codes [batch, time] to scores [batch, time, characters]."""
 
     def __init__(self, num_characters: int, width: int) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ def loss_of(model: nn.Module, codes: torch.Tensor, following: torch.Tensor) -> t
 
 
 def main() -> None:
-    """Train, validate after each epoch, say how it went."""
+    """Train, validate after each epoch, and print the results."""
     parser = argparse.ArgumentParser(description="Train a character language model.")
     parser.add_argument("--data", type=Path, required=True, help="a text file in UTF-8")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=32, help="pieces of text, per rank")
     parser.add_argument("--length", type=int, default=64, help="characters of a piece")
-    parser.add_argument("--width", type=int, default=128, help="of the LSTM")
+    parser.add_argument("--width", type=int, default=128, help="width of the LSTM")
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's learning rate at the start")
-    parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of the gradient")
+    parser.add_argument("--clip", type=float, default=1.0, help="the maximum norm of the gradient")
     parser.add_argument("--limit", type=int, help="read only this many characters")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
@@ -97,17 +97,17 @@ def main() -> None:
     for epoch in range(options.epochs):
         began = time.perf_counter()
         model.train()
-        for some, following in loader:
+        for codes_in, following in loader:
             optimizer.zero_grad()
-            loss_of(model, some, following).backward()
+            loss_of(model, codes_in, following).backward()
             strategy.clip_grad_norm_(options.clip)
             optimizer.step()
             scheduler.step()
-            examples += some.numel()
+            examples += codes_in.numel()
         seconds += time.perf_counter() - began
         model.eval()
         with torch.no_grad():
-            losses = [loss_of(model, some, following).item() for some, following in validation]
+            losses = [loss_of(model, codes_in, following).item() for codes_in, following in validation]
         loss = strategy.reduce(sum(losses) / len(losses))
         if not options.json:
             strategy.print(f"epoch {epoch + 1}: validation loss {loss:.3f} nats, {seconds:.1f} s of training")

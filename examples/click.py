@@ -1,11 +1,14 @@
-"""Wide and deep on a click log: embeddings without a vocabulary, the same file under every strategy.
+"""Train a wide and deep model on a click log under any strategy: embeddings without a vocabulary.
 
     paceline run --strategy hybrid --servers 1 --nproc-per-node 2 examples/click.py --data train.tsv.gz
 
-The file is a Criteo log: tab-separated, a label, 13 integers, 26 categories, a row a line, `.gz` or not (any format
-that `paceline train` reads will do if every row has as many features). The last fifth of it is for the evaluation.
-Every feature is a 64-bit key: the wide part learns a weight for each, the deep part a vector, which an MLP goes over
-(Cheng et al. 2016, "Wide & Deep Learning for Recommender Systems"). The batch size is per rank.
+The file is a Criteo log, compressed (`.gz`) or not: a row per line, with a label, 13 integers and 26 categories,
+separated by tabs. Any other format of `paceline train` works if all rows have the same number of features. The last
+fifth of the rows is for the evaluation.
+
+Every feature is a 64-bit key. The wide part learns a weight for each key. The deep part learns a vector for each key,
+and an MLP takes the vectors of a row as input (Cheng et al. 2016, "Wide & Deep Learning for Recommender Systems"). The
+batch size is per rank.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class Clicks(Dataset[Rows]):
-    """Rows of keys (int64 [n, features]) and labels (float32 [n]), taken a batch at a time."""
+    """Keys (int64 [n, features]) and labels (float32 [n]), read in whole batches."""
 
     def __init__(self, keys: torch.Tensor, labels: torch.Tensor) -> None:
         self.keys = keys
@@ -47,18 +50,18 @@ class Clicks(Dataset[Rows]):
         return self.keys[number], self.labels[number]
 
     def __getitems__(self, numbers: Sequence[int]) -> Rows:
-        """Return a whole batch: PyTorch's loader asks for it where there is such a method."""
+        """Return a whole batch. PyTorch's loader calls this method if it exists."""
         chosen = torch.as_tensor(numbers)
         return self.keys[chosen], self.labels[chosen]
 
 
-def as_it_is(batch: Any) -> Any:
-    """Collate nothing: a batch comes whole."""
+def no_collate(batch: Any) -> Any:
+    """Return the batch unchanged, because the data set returns whole batches."""
     return batch
 
 
 def read_clicks(path: Path, limit: int | None) -> Clicks:
-    """Read a click log whose rows have equally many features."""
+    """Read a click log whose rows all have the same number of features."""
     with open_dataset(path) as dataset:
         keys, labels, count = [], [], 0
         for batch in dataset.batches(65_536):
@@ -72,13 +75,13 @@ def read_clicks(path: Path, limit: int | None) -> Clicks:
             count += len(widths)
             if limit is not None and count >= limit:
                 break
-    # PyTorch's uint64 can do little: the same bits as int64 are the same keys.
+    # PyTorch supports few operations on uint64. As int64, keys have the same bits.
     bits = np.concatenate(keys)[:limit].view(np.int64)
     return Clicks(torch.from_numpy(bits), torch.from_numpy(np.concatenate(labels)[:limit]))
 
 
 class WideAndDeep(nn.Module):
-    """Keys [batch, features] to logits [batch]."""
+    """A model from keys [batch, features] to logits [batch]."""
 
     def __init__(self, num_features: int, dim: int) -> None:
         super().__init__()
@@ -97,12 +100,12 @@ class WideAndDeep(nn.Module):
 
 
 def main() -> None:
-    """Train, evaluate after each epoch, say how it went."""
+    """Train, evaluate after each epoch, and print the results."""
     parser = argparse.ArgumentParser(description="Train a wide and deep model on a click log.")
     parser.add_argument("--data", type=Path, required=True, help="a Criteo log")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=256, help="per rank")
-    parser.add_argument("--dim", type=int, default=16, help="of the deep embeddings")
+    parser.add_argument("--dim", type=int, default=16, help="dimension of the deep embeddings")
     parser.add_argument("--lr", type=float, default=0.02, help="Adagrad's learning rate")
     parser.add_argument("--limit", type=int, help="read only this many rows")
     parser.add_argument("--seed", type=int, default=0)
@@ -119,9 +122,9 @@ def main() -> None:
     held_out = Clicks(clicks.keys[split:], clicks.labels[split:])
     model = WideAndDeep(clicks.keys.shape[1], options.dim)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=options.lr)
-    # In the file's order, as clicks come.
+    # Not shuffled: later clicks may differ from earlier clicks.
     loader = DataLoader(
-        Clicks(clicks.keys[:split], clicks.labels[:split]), options.batch_size, collate_fn=as_it_is, drop_last=True
+        Clicks(clicks.keys[:split], clicks.labels[:split]), options.batch_size, collate_fn=no_collate, drop_last=True
     )
     model, optimizer, loader = strategy.prepare(model, optimizer, loader)
 

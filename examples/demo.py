@@ -1,10 +1,11 @@
-"""The demo: a click log under three kinds of consistency, then PyTorch under three strategies; a table of each.
+"""Train on a click log under three consistencies, and a PyTorch script under three strategies; print two tables.
 
     python examples/demo.py [--rows 1000000]
 
-It writes a Criteo-like log of a million rows and another of 100,000 to evaluate on, and trains a sparse logistic
-regression on 2 servers and 2 workers under each consistency. Since the true model is known, so is the best AUC that
-any model can reach. The second part runs `digits.py`, a PyTorch script, by `paceline run`: not a line of it changes.
+The first part writes a Criteo-like log of a million rows, and another log of 100,000 rows for the evaluation. It trains
+a sparse logistic regression with 2 servers and 2 workers under each consistency. A known model generates the labels, so
+the best possible AUC is known. The second part runs the PyTorch script `digits.py` with `paceline run`. The script is
+the same under all strategies.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Show both parts."""
+    """Run both parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the click log to train on")
     rows = parser.parse_args().rows
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def compare_consistencies(console: Console, rows: int) -> None:
-    """Write a click log, train on it three times, print the table."""
+    """Write a click log, train on it three times, and print the table."""
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
         log, held_out = Path(folder) / "train.tsv", Path(folder) / "eval.tsv"
         console.print(f"Writing a click log of {rows:,} rows with a known true model ...")
@@ -94,12 +95,12 @@ def compare_consistencies(console: Console, rows: int) -> None:
 
 
 def compare_strategies(console: Console) -> None:
-    """Train scikit-learn's digits under three strategies, print the table."""
+    """Train on scikit-learn's digits under three strategies, and print the table."""
     rows: list[dict[str, str]] = []
     for strategy, launch in STRATEGIES.items():
         processes = 2 if launch else 1
         console.print(f"Training a PyTorch model of digits under {' '.join([strategy, *launch])} ...")
-        # A core for each process; batches that are equally large together.
+        # One thread per process; the total batch size is the same under every strategy.
         arguments = ["run", "--strategy", strategy, "--threads", "1", *launch, str(DIGITS)]
         arguments += ["--batch-size", str(BATCH_SIZE // processes), "--json"]
         finished = subprocess.run([sys.executable, "-m", "paceline", *arguments], stdout=subprocess.PIPE, text=True)
@@ -123,7 +124,7 @@ def compare_strategies(console: Console) -> None:
 
 
 def make_table(rows: list[dict[str, str]]) -> Table:
-    """Return a table with names in the first column and numbers in the others."""
+    """Return a table with names in the first column and numbers in the other columns."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(rows[0]):
         table.add_column(name, justify="right" if number else "left", no_wrap=bool(number))

@@ -1,9 +1,10 @@
-"""Handwritten digits of 8x8 pixels, which ship inside scikit-learn: a small MLP, the same file under every strategy.
+"""Train a small MLP on scikit-learn's handwritten digits (8x8 pixels) under any strategy.
 
+    pip install 'paceline[demo]'
     paceline run --strategy parameter-server --servers 1 --nproc-per-node 2 examples/digits.py
 
-Three quarters of the 1,797 images are trained on, the rest is for the test accuracy. Needs no data, and
-`pip install 'paceline[demo]'`. The batch size is per rank: give two ranks half of what one gets to compare them.
+Three quarters of the 1,797 images are for training, and the rest is for the test accuracy. scikit-learn contains the
+images. The batch size is per rank. To compare one rank with two ranks, pass half of the batch size to two ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TEST_IMAGES = 449
 
 
 def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images (float32 [1797, 64], 0 to 1) and labels (int64 [1797]), in an order that is always the same."""
+    """Return images (float32 [1797, 64], 0 to 1) and labels (int64 [1797]), always in the same order."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -35,7 +36,7 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    """Train, evaluate after the last epoch, say how it went."""
+    """Train, evaluate after the last epoch, and print the results."""
     parser = argparse.ArgumentParser(description="Train a classifier of small handwritten digits.")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="per rank")
@@ -65,7 +66,7 @@ def main() -> None:
     strategy.barrier()
     seconds = strategy.reduce(time.perf_counter() - began, "max")
     with torch.no_grad():
-        evaluated = strategy.prepare_loader(DataLoader(test, len(test)))  # each rank its part
+        evaluated = strategy.prepare_loader(DataLoader(test, len(test)))  # each rank evaluates its part
         hits = sum(int((model(batch).argmax(1) == batch_labels).sum()) for batch, batch_labels in evaluated)
     result = {
         "accuracy": strategy.reduce(hits, "sum") / len(test),

@@ -1,10 +1,10 @@
-"""Tensor parallelism within pairs of processes, fully sharded data parallelism between them: a mesh of 2 by 2.
+"""Train on a mesh of 2 by 2 processes: tensor parallelism within pairs, sharded data parallelism between pairs.
 
     paceline run --nproc-per-node 4 examples/mesh.py
 
-A small network learns to reverse its input. Each block's first layer is cut by columns over the dimension "tensor" of
-the mesh and its second by rows, so that a block takes one all-reduce; all that is left of a parameter is sharded over
-the dimension "data". The processes of a pair read the same examples.
+A small network learns to reverse its input. The mesh has the dimensions "tensor" and "data". In each block, the first
+layer is cut by columns and the second layer by rows, over the dimension "tensor". So a block needs one all-reduce. Each
+part of a parameter is then sharded over the dimension "data". The processes of a pair read the same examples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import paceline.torch  # noqa: F401  (PyTorch knows the backend then, also from a source tree)
+import paceline.torch  # noqa: F401  (registers the backend)
 
 
 class Block(nn.Module):

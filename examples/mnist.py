@@ -1,9 +1,9 @@
-"""Handwritten digits: an MLP or a small CNN, the same file under every strategy.
+"""Train an MLP or a small CNN on MNIST, the handwritten digits, under any strategy.
 
     paceline run --strategy all-reduce --nproc-per-node 2 examples/mnist.py --data DIR --model cnn --epochs 2
 
-DIR holds the four files of MNIST, gzipped or not: train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz,
-t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz (http://yann.lecun.com/exdb/mnist, mirrored in many places).
+DIR has the four files of MNIST, compressed with gzip or not: train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz,
+t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz (http://yann.lecun.com/exdb/mnist, with many mirrors).
 The batch size is per rank. Plain `python examples/mnist.py …` trains on one device.
 """
 
@@ -28,22 +28,22 @@ def read_idx(folder: Path, name: str) -> torch.Tensor:
     """Return the uint8 tensor of an IDX file: two zeros, the type 8, the number of dimensions, big-endian sizes."""
     path = next((path for path in (folder / f"{name}.gz", folder / name) if path.exists()), None)
     if path is None:
-        sys.exit(f"mnist.py: there is no {name}.gz in {folder}; --data names the folder of the four MNIST files")
+        sys.exit(f"mnist.py: {folder} has no file {name}.gz. Pass the folder of the four MNIST files as --data")
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if data[:3] != b"\0\0\x08":
-        sys.exit(f"mnist.py: {path} is no IDX file of bytes")
+        sys.exit(f"mnist.py: {path} is not an IDX file of bytes")
     shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(data[3])]
     return torch.frombuffer(bytearray(data[4 + 4 * len(shape) :]), dtype=torch.uint8).view(shape)
 
 
 def read_split(folder: Path, name: str, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images (float32 [n, 1, 28, 28], about normal) and labels (int64 [n])."""
+    """Return images (float32 [n, 1, 28, 28], mean about 0, deviation about 1) and labels (int64 [n])."""
     images = read_idx(folder, f"{name}-images-idx3-ubyte")[:limit].float().unsqueeze(1)
     return (images / 255 - 0.1307) / 0.3081, read_idx(folder, f"{name}-labels-idx1-ubyte")[:limit].long()
 
 
 def make_model(kind: str) -> nn.Module:
-    """Return the model: 28x28 images to 10 scores."""
+    """Return a model from 28x28 images to 10 scores."""
     if kind == "mlp":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
     return nn.Sequential(

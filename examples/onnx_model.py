@@ -1,12 +1,12 @@
-"""Predictions of a deep model in other programs: its weights by NumPy, its network by an ONNX runtime.
+"""Predict with the exports of a deep model: weights with NumPy, the network with an ONNX runtime.
 
     paceline train day1.tsv --model deepfm --save model
     paceline model export model weights.npz
     paceline model export model network.onnx
     python examples/onnx_model.py weights.npz network.onnx --model model --data day2.tsv
 
-Of the model itself only `columns` are taken, to read the data; and its predictions, which must be the same. The network
-runs in onnxruntime where that is installed, else in the slow reference of the package onnx.
+The model itself is used for two purposes: its `columns` for reading the data, and its predictions for the comparison.
+The network runs in onnxruntime if it is installed, otherwise in the slow reference of the package onnx.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def rows_of(arrays: Arrays, table: str, keys: npt.NDArray[np.uint64]) -> Floats:
-    """Return a table's rows of these keys (float32 [keys, dim]); zeros where it has none."""
+    """Return a table's rows for `keys` (float32 [keys, dim]); missing rows are zeros."""
     known, values = arrays[f"{table}.keys"], arrays[f"{table}.values"]
     rows = np.zeros((len(keys), values.shape[1]), np.float32)
     at = np.searchsorted(known, keys)
@@ -41,7 +41,7 @@ def rows_of(arrays: Arrays, table: str, keys: npt.NDArray[np.uint64]) -> Floats:
 
 
 def network_inputs(name: str, least: int, arrays: Arrays, batch: Batch, layout: RowLayout) -> tuple[Floats, Floats]:
-    """Return what the network takes (float32 [n, columns, dim]), and the margins without it (float32 [n])."""
+    """Return the network's input (float32 [n, columns, dim]) and the margins without the network (float32 [n])."""
     n = batch.num_examples
     values = np.ones(len(batch.keys), np.float32) if batch.values is None else batch.values
     examples = np.repeat(np.arange(n), np.diff(batch.indptr))
@@ -55,7 +55,7 @@ def network_inputs(name: str, least: int, arrays: Arrays, batch: Batch, layout: 
 
 
 def network_of(file: str) -> tuple[str, Callable[[Floats], Floats]]:
-    """Return the name of what runs a network, and the function from `factors` to `margins`."""
+    """Return the name of the runtime, and a function from `factors` to `margins`."""
     if importlib.util.find_spec("onnxruntime") is not None:
         import onnxruntime  # type: ignore[import-not-found]
 
@@ -68,7 +68,7 @@ def network_of(file: str) -> tuple[str, Callable[[Floats], Floats]]:
 
 
 def main() -> None:
-    """Predict by arrays and network, and compare."""
+    """Predict with the exports, and compare with the model's predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights")
     parser.add_argument("network")
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     arguments = parser.parse_args()
 
-    metadata = {each.key: each.value for each in onnx.load(arguments.network).metadata_props}
+    metadata = {entry.key: entry.value for entry in onnx.load(arguments.network).metadata_props}
     name, least = metadata["paceline.model"], int(metadata["paceline.factor_min_count"])
     arrays: Arrays = np.load(arguments.weights)
     arrays = {key: arrays[key] for key in arrays}

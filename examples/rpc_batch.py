@@ -1,11 +1,12 @@
-"""Requests of many processes answered in batches: the server's function returns a future, and one step answers all.
+"""Reply to the requests of many processes with one step: the server's function returns a future.
 
     paceline run --strategy all-reduce --nproc-per-node 3 examples/rpc_batch.py
 
-Rank 0 holds a model that all others update with gradients of their own data. `update` returns at once, with a future:
-with `rpc.async_execution` no thread of the server waits. Once every trainer's gradient is there, the server averages
-them, steps, and answers all of them with the new parameters at once: synchronous training, as one process on the whole
-batch, which is checked at the end.
+Rank 0 has a model. The other ranks are trainers: they compute gradients on their own data and send them to rank 0. The
+function `update` returns a future immediately, and `rpc.async_execution` sends the reply when the future has a result.
+So no thread of the server waits. When all trainers have sent a gradient, the server averages the gradients, takes a
+step, and sends the new parameters to all trainers. At the end each trainer checks that the result equals the result of
+one process on the whole batch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SERVER = "server"
 
 
 class BatchServer:
-    """A model that takes a step when every trainer has sent its gradients."""
+    """A model that takes a step when all trainers have sent their gradients."""
 
     def __init__(self, trainers: int, lr: float) -> None:
         self.model = make_model()
@@ -48,8 +49,8 @@ class BatchServer:
             answer = self.answer
             if len(self.given) < self.trainers:
                 return answer
-            for parameter, *each in zip(self.model.parameters(), *self.given, strict=True):
-                parameter.grad = torch.stack(each).mean(0)
+            for parameter, *parameter_gradients in zip(self.model.parameters(), *self.given, strict=True):
+                parameter.grad = torch.stack(parameter_gradients).mean(0)
             self.optimizer.step()
             self.given, self.answer, self.steps = [], rpc.Future(), self.steps + 1
             result = self.parameters()
@@ -106,7 +107,7 @@ def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, float]:
 
 
 def distance_from_one_process(model: nn.Module, steps: int, lr: float) -> float:
-    """Return the greatest difference of the parameters from those of one process on the whole batches."""
+    """Return the greatest difference between the parameters and a training on whole batches in one process."""
     alone = make_model()
     optimizer = torch.optim.SGD(alone.parameters(), lr=lr, momentum=0.9)
     for step in range(steps):
@@ -120,19 +121,19 @@ def distance_from_one_process(model: nn.Module, steps: int, lr: float) -> float:
 
 def main() -> None:
     """Run the server or a trainer, depending on the rank."""
-    parser = argparse.ArgumentParser(description="Synchronous training whose server answers in batches.")
+    parser = argparse.ArgumentParser(description="Synchronous training with one reply to all trainers.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=0.05, help="SGD's learning rate")
     parser.add_argument("--json", action="store_true", help="each trainer prints one JSON object, and nothing else")
-    told = parser.parse_args()
+    options = parser.parse_args()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size < 2 or 48 % (size - 1):
         parser.error("a server and 1, 2, 3, 4, 6 or 8 trainers are needed: --nproc-per-node 2 to 9")
     torch.set_num_threads(1)
     rpc.init_rpc(SERVER if rank == 0 else f"trainer{rank}", allow=["__main__"])
     if rank > 0:
-        result = train(rank - 1, size - 1, told.steps, told.lr)
-        if told.json:
+        result = train(rank - 1, size - 1, options.steps, options.lr)
+        if options.json:
             print(json.dumps({"trainer": rank, **result}))
         else:
             print(

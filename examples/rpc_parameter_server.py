@@ -1,11 +1,13 @@
-"""A parameter server made of remote calls: half of the network lives on the server, and gradients go there too.
+"""Build a parameter server from remote calls: the server has half of the network and receives its gradients.
 
     paceline run --strategy all-reduce --nproc-per-node 3 examples/rpc_parameter_server.py
 
-Rank 0 is the server, the others are trainers, each on its own share of scikit-learn's handwritten digits. The server
-holds the first layer, which all trainers share, and each trainer its own copy of the last one. A trainer's forward pass
-calls the server, `rpc.autograd` takes the gradients back there, and a distributed optimizer steps each layer where it
-lives. Trainers do not wait for one another. (`--strategy parameter-server` does this for whole models, without a line.)
+Rank 0 is the server. The other ranks are trainers, and each trains on its own part of scikit-learn's digits. The
+server has the first layer, which all trainers share, and each trainer has its own copy of the last layer. A
+trainer's forward pass calls the server. `rpc.autograd` sends the gradients of the first layer back to the server. A
+distributed optimizer updates each layer in the process that has it. Trainers do not wait for each other.
+
+`--strategy parameter-server` does this for whole models without extra code.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ def read_share(rank: int, trainers: int) -> tuple[torch.Tensor, torch.Tensor]:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    mine = slice(rank, None, trainers)
-    return torch.from_numpy(images[mine]).float() / 16, torch.from_numpy(labels[mine]).long()
+    own_rows = slice(rank, None, trainers)
+    return torch.from_numpy(images[own_rows]).float() / 16, torch.from_numpy(labels[own_rows]).long()
 
 
 def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, Any]:
 def main() -> None:
     """Run the server or a trainer, depending on the rank."""
     parser = argparse.ArgumentParser(description="Train digits with a parameter server made of remote calls.")
-    parser.add_argument("--steps", type=int, default=150, help="of each trainer")
+    parser.add_argument("--steps", type=int, default=150, help="steps of each trainer")
     parser.add_argument("--lr", type=float, default=5e-3, help="Adam's learning rate")
     parser.add_argument("--json", action="store_true", help="each trainer prints one JSON object, and nothing else")
     options = parser.parse_args()
@@ -118,7 +120,7 @@ def main() -> None:
                 f"trainer {rank}: loss {result['first_loss']:.3f} to {result['last_loss']:.3f}, "
                 f"{result['accuracy']:.1%} right"
             )
-    rpc.shutdown()  # the server answers until all trainers are here
+    rpc.shutdown()  # the server replies to calls until all trainers call shutdown
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A network over two processes as a pipeline: both halves compute at once, on different microbatches.
+"""Train a network as a pipeline over two processes, which work on different microbatches at the same time.
 
     paceline run --strategy all-reduce --nproc-per-node 3 examples/rpc_pipeline.py
 
-Rank 0 drives; ranks 1 and 2 hold half of a network for handwritten digits each. The driver cuts a batch in microbatches
-and sends all of them on their way at once: the first half's answer stays where it is, an RRef to it goes to the second
-half, which fetches the activations from there directly. `rpc.autograd` takes the gradients back the same way, and what
-was trained equals one process to rounding, which is checked at the end.
+Rank 0 is the driver. Ranks 1 and 2 each have half of a network for handwritten digits. The driver cuts a batch into
+microbatches and sends them all to the first half without waiting. The output of the first half stays in its process.
+The second half gets an RRef to the output and fetches the values directly. `rpc.autograd` sends the gradients back in
+the same way. At the end the driver checks that the result equals the result of one process, up to rounding.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PipelineNetwork:
-    """The whole network, on the driver."""
+    """The network, as seen by the driver."""
 
     def __init__(self, workers: list[str], microbatches: int) -> None:
         self.stages = [rpc.remote(worker, Stage, (number,)) for number, worker in enumerate(workers)]
@@ -107,7 +107,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
 
 
 def distance_from_one_process(found: list[torch.Tensor], options: argparse.Namespace) -> float:
-    """Return the greatest difference of the parameters from those of one process."""
+    """Return the greatest difference between the parameters and a training in one process."""
     alone = nn.Sequential(*make_halves())
     optimizer = torch.optim.SGD(alone.parameters(), lr=options.lr)
     images, labels = read_digits()

@@ -1,10 +1,10 @@
-"""A language model of letters over two processes: the embedding and the decoder on one, the LSTM on the other.
+"""Train a language model over two processes: one has the embedding and the decoder, the other has the LSTM.
 
     paceline run --strategy all-reduce --nproc-per-node 2 examples/rpc_rnn.py
 
-A model that is too large for one process is cut in three: rank 1 holds the two large tables, embedding and decoder, and
-rank 0 the LSTM and the training loop. A step calls rank 1 twice, and the backward pass goes through both processes by
-itself. The text is made here: words of a small grammar, so that a few seconds show that it learns.
+A model that is too large for one process is cut into three parts. Rank 1 has the two large tables, the embedding and
+the decoder. Rank 0 has the LSTM and the training loop. A step calls rank 1 twice, and `rpc.autograd` runs the backward
+pass through both processes. The program generates the text from a few words, so the loss falls within seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = ("abc", "bad", "cab", "dead", "egg", "face", "had", "hedge")
 
 
 class Tables:
-    """The parts that have a row for every letter."""
+    """The parts of the model that have a row for every letter."""
 
     def __init__(self, width: int) -> None:
         torch.manual_seed(1)
@@ -44,7 +44,7 @@ class Tables:
 
     def parameters(self) -> list[rpc.RRef[Any]]:
         """Return references to the parameters, for the optimizer."""
-        return [rpc.RRef(each) for module in (self.embedding, self.decoder) for each in module.parameters()]
+        return [rpc.RRef(parameter) for module in (self.embedding, self.decoder) for parameter in module.parameters()]
 
 
 class LanguageModel(nn.Module):
@@ -56,7 +56,7 @@ class LanguageModel(nn.Module):
         self.lstm = nn.LSTM(width, width, batch_first=True)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
-        """Return scores (float32 [batch, time, letters]) for the letter that follows each one."""
+        """Return scores (float32 [batch, time, letters]) for the next letter at each position."""
         states, _ = self.lstm(self.tables.rpc_sync().embed(letters))
         scores: torch.Tensor = self.tables.rpc_sync().decode(states)
         return scores
@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
 
 
 def make_text(words: int) -> torch.Tensor:
-    """Return the numbers of the letters of a text, always the same one."""
+    """Return the numbers of the letters of a text, always the same text."""
     chosen = torch.randint(len(WORDS), (words,), generator=torch.Generator().manual_seed(0))
     text = " ".join(WORDS[int(number)] for number in chosen)
     return torch.tensor([LETTERS.index(letter) for letter in text])
@@ -82,10 +82,10 @@ def train(steps: int, width: int, lr: float) -> list[float]:
     losses = []
     for step in range(steps):
         starts = torch.randint(len(text) - time - 1, (16, 1), generator=torch.Generator().manual_seed(step))
-        some = text[starts + torch.arange(time + 1)]
+        letters = text[starts + torch.arange(time + 1)]
         with rpc.autograd.context() as context:
-            scores = model(some[:, :-1])
-            loss = functional.cross_entropy(scores.flatten(0, 1), some[:, 1:].flatten())
+            scores = model(letters[:, :-1])
+            loss = functional.cross_entropy(scores.flatten(0, 1), letters[:, 1:].flatten())
             rpc.autograd.backward(context, [loss])
             optimizer.step(context)
         losses.append(loss.item())
@@ -93,24 +93,24 @@ def train(steps: int, width: int, lr: float) -> list[float]:
 
 
 def main() -> None:
-    """Hold the tables, or train."""
+    """Serve the tables or train, depending on the rank."""
     parser = argparse.ArgumentParser(description="Train a small language model over two processes.")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-2, help="Adam's learning rate")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    told = parser.parse_args()
+    options = parser.parse_args()
     if os.environ.get("WORLD_SIZE") != "2":
         parser.error("two processes are needed: --nproc-per-node 2")
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     rpc.init_rpc(("trainer", "tables")[rank], allow=["__main__"])
     if rank == 0:
-        losses = train(told.steps, told.width, told.lr)
-        if told.json:
+        losses = train(options.steps, options.width, options.lr)
+        if options.json:
             print(json.dumps({"first_loss": losses[0], "last_loss": losses[-1]}))
         else:
-            print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} nats per letter, after {told.steps} steps")
+            print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} nats per letter, after {options.steps} steps")
     rpc.shutdown()
 
 
