@@ -127,7 +127,7 @@ class ProtocolCluster(Cluster):
     def is_complete(self) -> bool:
         version = self.oracle.view.version
         return super().is_complete() and all(
-            server.core.version == version and not server.core.replication.num_pending for server in self._nodes
+            server.core.version == version and not server.core.replication.pushes.num_pending for server in self._nodes
         )
 
     @override

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from tests.memory_transport import MemoryTransport
 
-from paceline.protocol import ChainGroup, Member, Role
+from paceline.protocol import Member, Role
 from paceline.protocol.buckets import to_bytes
+from paceline.protocol.chains import ChainGroup
 from paceline.protocol.jobs import DoneShards, JobMemory, JobRecord, JobSpec, Lease
 from paceline.ps import SGD, Scheduler, Zeros, messages
 from paceline.ps.messages import CALL, NOTICE, RESULT

@@ -14,7 +14,6 @@ from tests.reference import kernels as reference
 from paceline.protocol import (
     Accept,
     BoundedDelay,
-    ChainGroup,
     Consistency,
     DelayCompensate,
     Eventual,
@@ -24,6 +23,7 @@ from paceline.protocol import (
     StalePolicy,
 )
 from paceline.protocol.buckets import bucket_set, to_bytes
+from paceline.protocol.chains import ChainGroup
 from paceline.ps import SGD, Adagrad, Adam, Server, UpdateRule, Zeros, messages, snapshot_messages
 from paceline.ps.messages import (
     ACK,

@@ -10,16 +10,8 @@ import pytest
 from paceline.protocol.clocks import Gate
 from paceline.protocol.delivery import Delivery
 from paceline.protocol.iterations import Iterations
-from paceline.protocol.replication import (
-    Acknowledge,
-    Event,
-    Forget,
-    Forward,
-    Forwarded,
-    Instruction,
-    RefusePush,
-    Replication,
-)
+from paceline.protocol.replication import Acknowledge, Forget, Forward, Forwarded, Instruction, RefusePush, Replication
+from paceline.protocol.replication.events import Event
 
 
 def repeat_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.protocol import Eventual, SchedulerCore, ServerCore
+from paceline.protocol import Eventual, ServerCore
 from paceline.protocol.client import ClientCore
+from paceline.protocol.scheduler import SchedulerCore
 from paceline.protocol.scheduler.messages import SchedulerSettings
 
 SOURCE = Path(paceline.__file__).parent

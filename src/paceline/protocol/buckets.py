@@ -41,10 +41,6 @@ def buckets_in(mask: Buckets) -> Iterator[int]:
         mask ^= lowest
 
 
-def count(mask: Buckets) -> int:
-    return mask.bit_count()
-
-
 def to_bytes(mask: Buckets) -> bytes:
     """Encode a set of buckets below NUM_BUCKETS for the wire: 64 bytes, bucket 0 in the lowest bit of the first."""
     return mask.to_bytes(NUM_BYTES, "little")

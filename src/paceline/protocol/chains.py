@@ -239,19 +239,6 @@ class Planner:
     def groups(self) -> tuple[ChainGroup, ...]:
         return groups_of(self._chains)
 
-    @property
-    def is_stable(self) -> bool:
-        """Whether all buckets are placed as wanted, except lost ones, and no fill is running."""
-        if any(chain.filling is not None for chain in self._chains):
-            return False
-        pairs = zip(self._chains, self._wanted, strict=False)  # `_wanted` is empty while all servers leave
-        return self._version > 0 and all(chain in (wanted, _LOST) for chain, wanted in pairs)
-
-    @property
-    def lost(self) -> int:
-        """The buckets whose data is lost."""
-        return lost_buckets(self.groups)
-
     def member_of(self, server: int) -> int:
         """Return the buckets with this server as a member."""
         return sum(group.buckets for group in self.groups if server in group.members)

@@ -204,10 +204,6 @@ class Gate:
         return self._vector.num_missing
 
     @property
-    def num_held(self) -> int:
-        return sum(map(len, self._held.values()))
-
-    @property
     def clocks(self) -> Mapping[int, int]:
         """Every member's clock; a live read-only view."""
         return self._vector.clocks

@@ -105,13 +105,6 @@ class Delivery:
                 yield last, left
                 later |= seen
 
-    def last(self, incarnation: int, bucket: int) -> int | None:
-        """Return the number of this incarnation's last push to the bucket; None without a push."""
-        for seen, last in reversed(self._seen.get(incarnation, _NOTHING).items()):
-            if seen >> bucket & 1:
-                return last
-        return None
-
     def export(self, buckets: int) -> tuple[tuple[int, int, int], ...]:
         """Return the filter of some buckets, to send with their data: (incarnation, last sequence, its buckets).
 

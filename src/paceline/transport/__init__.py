@@ -2,7 +2,7 @@
 
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
-from paceline.transport.decoding import UNREADABLE, error_meta, error_of, raise_error, read_meta, reader, register_type
+from paceline.transport.decoding import UNREADABLE, error_meta, error_of, read_meta, reader, register_type
 from paceline.transport.frames import (
     FIRST_APPLICATION_KIND,
     HEADER,
@@ -58,7 +58,6 @@ __all__ = [
     "new_event_loop",
     "pack_header",
     "padded",
-    "raise_error",
     "read_meta",
     "read_token",
     "reader",

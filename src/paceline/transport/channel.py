@@ -12,7 +12,7 @@ from typing_extensions import override
 from paceline.errors import ConnectionLostError, DeadlineError, ProtocolError, UsageError, VersionError
 from paceline.transport.addresses import Address
 from paceline.transport.base import Channel, Frame, Statistics
-from paceline.transport.decoding import raise_error
+from paceline.transport.decoding import error_of
 from paceline.transport.frames import (
     HEADER,
     HEADER_BYTES,
@@ -185,7 +185,7 @@ class StreamChannel(Channel):
                 self.receive_into(allocate(self._body_left))  # data is trusted only after its tag is checked
             if header.kind == FrameKind.REFUSED:
                 self.close()
-            raise_error(meta)
+            raise error_of(meta)
         return header
 
     def next_header(self, timeout_s: float) -> Header:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -112,8 +112,3 @@ def _read(meta: bytes | memoryview) -> Failure | None:
         return _decoder.decode(meta)
     except UNREADABLE:
         return None
-
-
-def raise_error(meta: bytes | memoryview) -> NoReturn:
-    """Raise the error that :func:`error_of` reads from the meta."""
-    raise error_of(meta)

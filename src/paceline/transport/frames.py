@@ -137,11 +137,6 @@ def size_of(buffer: Buffer) -> int:
     return len(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer.nbytes
 
 
-def body_parts(body: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
-    """Return the parts of a body, which is given whole or in parts."""
-    return (body,) if isinstance(body, (bytes, bytearray, memoryview, np.ndarray)) else body
-
-
 def frame_parts(
     kind: int,
     *,
@@ -158,7 +153,7 @@ def frame_parts(
 
     ``body`` is one buffer or a sequence of buffers, which are sent one after another.
     """
-    parts = body_parts(body)
+    parts = (body,) if isinstance(body, (bytes, bytearray, memoryview, np.ndarray)) else body
     meta_bytes, body_bytes = size_of(meta), 0
     for part in parts:
         body_bytes += size_of(part)

@@ -33,7 +33,7 @@ def test_a_death_is_reported_with_the_reason(reports_ends: bool) -> None:
     notes: list[str] = []
     with Cluster(servers=1, workers=3, heartbeat_timeout_s=2.0) as cluster:
         scheduler = cluster.scheduler
-        scheduler.notes.note, scheduler.notes.reports_ends = notes.append, reports_ends
+        scheduler.on_note, scheduler.reports_ends = notes.append, reports_ends
         member(cluster, 0, is_well=True).close()  # it leaves in good order: nothing is said
         silent, ended = member(cluster, 1, is_well=False), member(cluster, 2, is_well=True)
         welcome = ended.state.welcome

@@ -11,7 +11,8 @@ import pytest
 from msgspec import structs
 
 from paceline.errors import UsageError
-from paceline.protocol import ALL, BoundedDelay, Consistency, Sequential
+from paceline.protocol import BoundedDelay, Consistency, Sequential
+from paceline.protocol.buckets import ALL
 from paceline.ps import SGD, Client
 from paceline.ps.messages import PUSH
 

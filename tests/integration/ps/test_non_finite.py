@@ -135,7 +135,7 @@ def test_a_sum_that_overflows_is_refused_and_its_workers_are_reported(replicas: 
         assert tables[0].num_non_finite() == 1
         assert in_threads(*[lambda table=table: step(table, 1.0) for table in tables]) == [[-4], [-4]]
         if replicas:
-            wait_until(lambda: all(not node.server.core.replication.num_pending for node in cluster.nodes))
+            wait_until(lambda: all(not node.server.core.replication.pushes.num_pending for node in cluster.nodes))
             assert_replicas_equal(cluster)
 
 

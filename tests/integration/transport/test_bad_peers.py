@@ -37,10 +37,10 @@ from paceline.transport import (
     SocketTransport,
     frame_parts,
     pack_header,
-    raise_error,
     unpack_header,
 )
 from paceline.transport.client import open_socket
+from paceline.transport.decoding import error_of
 
 TOKEN = "the-token-of-tests"
 WORKER = Hello(role="worker")
@@ -95,7 +95,7 @@ def refusal(answer: bytes) -> PeerError:
     header = unpack_header(answer, at)
     assert header.kind == FrameKind.REFUSED
     with pytest.raises(PeerError) as caught:
-        raise_error(answer[at + 40 : at + 40 + header.meta_bytes])
+        raise error_of(answer[at + 40 : at + 40 + header.meta_bytes])
     return caught.value
 
 

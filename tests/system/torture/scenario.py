@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from paceline.errors import PacelineError
-from paceline.protocol.buckets import count
 
 from .audit import differences, read_all, wrong_values
 from .cluster import TIMEOUT_S, Cluster, Node, Settings
@@ -178,7 +177,7 @@ class Run:
         having: Counter[int] = Counter()
         num_filling = 0
         for group in self.cluster.map().groups:
-            size = count(group.buckets)
+            size = group.buckets.bit_count()
             having[len(group.members)] += size
             num_filling += size if group.filling is not None else 0
         servers = ", ".join(f"{number}" for number in sorted(node.number for node in self.cluster.members().values()))

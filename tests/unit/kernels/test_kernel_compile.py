@@ -18,7 +18,7 @@ from tests.reference.kernel_cases import ARRAY_CASES
 from paceline.kernels import dedup, jit
 from paceline.kernels.sparse import largest
 from paceline.launch import prepare_kernels
-from paceline.protocol import ALL
+from paceline.protocol.buckets import ALL
 from paceline.ps.messages import TableSpec
 from paceline.tables import compile
 from paceline.tables.compile import KERNELS, compile_kernels, is_compiled

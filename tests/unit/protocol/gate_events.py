@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
-from paceline.protocol import Gate
-from paceline.protocol.clocks import Instruction
+from paceline.protocol.clocks import Gate, Instruction
 
 
 class Join(NamedTuple):

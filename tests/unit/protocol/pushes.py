@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.protocol.replication import Event, Instruction, Replication
+from paceline.protocol.replication import Instruction, Replication
+from paceline.protocol.replication.events import Event
 
 
 class Pushed(NamedTuple):

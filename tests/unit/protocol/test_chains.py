@@ -9,18 +9,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.random_examples import num_examples
 
 from paceline.errors import UsageError
-from paceline.protocol import (
-    ALL,
-    NUM_BUCKETS,
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import ALL, buckets_in
+from paceline.protocol.chains import (
+    BucketsLost,
     Chain,
+    Changed,
     Planner,
-    buckets,
-    buckets_in,
+    chain_group,
     chains_of,
     groups_of,
-    place,
+    lost_buckets,
 )
-from paceline.protocol.chains import BucketsLost, Changed, chain_group
+from paceline.protocol.placement import place
 
 
 def started(num_servers: int, num_buckets: int = 8, replicas: int = 0) -> tuple[Planner, dict[int, int]]:
@@ -40,9 +41,13 @@ def fill_all(planner: Planner, limit: int = 50) -> int:
             return num_filled
         for group in fills:
             assert group.filling is not None
-            num_filled += buckets.count(group.buckets)
+            num_filled += group.buckets.bit_count()
             planner.filled(group.filling, group.buckets)
     raise AssertionError(f"fills go on after {limit} rounds: {planner.groups}")
+
+
+def is_stable(planner: Planner) -> bool:
+    return planner.version > 0 and all(group.filling is None for group in planner.groups)
 
 
 def held(planner: Planner, server: int) -> int:
@@ -60,7 +65,7 @@ def test_the_start_follows_placement() -> None:
     planner, servers = started(3, replicas=1)
     assert planner.chains == placed(servers, 8, 1)
     assert planner.version == 1
-    assert planner.is_stable
+    assert is_stable(planner)
     assert planner.servers_changed(servers) == []
     assert planner.version == 1
 
@@ -71,8 +76,8 @@ def test_before_the_start_there_is_nothing_to_change() -> None:
     assert planner.chains == ()
     assert planner.groups == ()
     assert planner.servers_changed({100: 0}) == planner.filled(100, ALL) == []
-    assert held(planner, 100) == planner.member_of(100) == planner.lost == 0
-    assert not planner.is_stable
+    assert held(planner, 100) == planner.member_of(100) == lost_buckets(planner.groups) == 0
+    assert not is_stable(planner)
 
 
 def test_a_start_that_cannot_be() -> None:
@@ -100,14 +105,14 @@ def test_a_newcomer_is_filled_and_then_takes_over() -> None:
     assert planner.filled(102, half) == []  # said twice
     assert planner.filled(102, moving) == [Changed(4)]
     assert planner.chains == placed(servers, 8, 0)
-    assert planner.is_stable
+    assert is_stable(planner)
 
 
 def test_a_join_fills_its_share_only() -> None:
     planner, servers = started(2, NUM_BUCKETS)
     planner.servers_changed({**servers, 102: 2})
     assert fill_all(planner) <= 1.2 * NUM_BUCKETS / 3
-    assert planner.is_stable
+    assert is_stable(planner)
 
 
 def test_the_next_in_the_chain_is_primary_at_once_when_a_server_dies() -> None:
@@ -127,9 +132,9 @@ def test_a_bucket_without_a_member_is_lost_for_good() -> None:
     planner, servers = started(2)
     mine = held(planner, 101)
     assert planner.servers_changed({100: 0}) == [BucketsLost(mine), Changed(2)]
-    assert planner.lost == mine
+    assert lost_buckets(planner.groups) == mine
     assert {planner.chains[bucket] for bucket in buckets_in(mine)} == {Chain(())}
-    assert planner.is_stable
+    assert is_stable(planner)
     assert planner.servers_changed(servers) == []  # reported once; lost buckets cannot be filled
     assert held(planner, 101) == 0
     assert planner.filled(101, mine) == []
@@ -183,7 +188,7 @@ def test_nothing_moves_when_everybody_leaves() -> None:
     before = planner.chains
     assert planner.servers_changed(servers, leaving=servers) == []
     assert planner.chains == before
-    assert planner.is_stable
+    assert is_stable(planner)
     # But dead servers drop out, also dead filling ones.
     servers[102] = 2
     planner.servers_changed(servers)
@@ -218,7 +223,7 @@ def test_a_silent_server_stays_in_chains_of_silent_servers() -> None:
     assert mine
     assert planner.servers_changed(servers, silent=[100]) == [Changed(2)]
     assert planner.member_of(100) == mine
-    assert planner.lost == 0
+    assert lost_buckets(planner.groups) == 0
     for bucket in buckets_in(mine):  # who is to have it next waits for it
         assert planner.chains[bucket].members == (100,)
         assert planner.chains[bucket].filling in (101, 102)
@@ -238,7 +243,7 @@ def test_all_members_stay_where_all_are_silent() -> None:
     del servers[100]
     planner.servers_changed(servers, silent=[101])
     assert {chain.members for chain in planner.chains} == {(101,)}
-    assert planner.lost == 0
+    assert lost_buckets(planner.groups) == 0
     del servers[101]
     assert planner.servers_changed(servers)[0] == BucketsLost(0xFF)
 
@@ -304,8 +309,8 @@ def test_a_restarted_scheduler_goes_on() -> None:
     assert again.chains == placed(servers, 8, 1)
     # Deaths in between, also of all servers of a bucket.
     lonely, instructions = Planner.rebuild(again.groups, again.version, {100: 0}, 1)
-    assert instructions == [BucketsLost(lonely.lost), Changed(again.version + 1)]
-    assert lonely.lost == 0xFF & ~held(again, 100)
+    assert instructions == [BucketsLost(lost_buckets(lonely.groups)), Changed(again.version + 1)]
+    assert lost_buckets(lonely.groups) == 0xFF & ~held(again, 100)
     # A known loss is not reported again.
     _, instructions = Planner.rebuild(lonely.groups, lonely.version, {100: 0}, 1)
     assert instructions == [Changed(lonely.version + 1)]
@@ -442,7 +447,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.full |= {(fills[0].filling, b) for b in buckets_in(fills[0].buckets)}
             self.obey(self.planner.filled(fills[0].filling, fills[0].buckets), before)
         waiting = sum(1 << b for b, chain in enumerate(self.planner.chains) if self.is_waiting(chain.members))
-        assert self.planner.is_stable or waiting
+        assert is_stable(self.planner) or waiting
         staying = {server: self.servers[server] for server in self.servers.keys() - self.leaving - self.silent}
         if not staying:
             return
@@ -466,7 +471,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @invariant()
     def members_have_the_data(self) -> None:
         self.planner.validate()
-        assert self.planner.lost == self.lost
+        assert lost_buckets(self.planner.groups) == self.lost
         assert {(s, b) for b, chain in enumerate(self.planner.chains) for s in chain.members} == self.full
 
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from tests.random_examples import num_examples
 
 from paceline.errors import UsageError
-from paceline.protocol import Member, Membership, Role
-from paceline.protocol.membership import ProcessIdentity
+from paceline.protocol import Member, Role
+from paceline.protocol.membership import Membership, ProcessIdentity
 
 
 def nodes_of(membership: Membership) -> list[str]:

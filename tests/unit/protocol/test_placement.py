@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.random_examples import num_examples
 
 from paceline.errors import UsageError
-from paceline.protocol import NUM_BUCKETS, place
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.placement import place
 
 servers_of = st.lists(st.integers(0, 10**6), min_size=1, max_size=6, unique=True)
 PINNED = [2, 2, 1, 1, 2, 1, 1, 2, 2, 0, 2, 0, 2, 1, 0, 2]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.protocol import ChainGroup, Reachability, Silence
-from paceline.protocol.chains import chain_group
-from paceline.protocol.reachability import Unreachable
+from paceline.protocol import Silence
+from paceline.protocol.chains import ChainGroup, chain_group
+from paceline.protocol.reachability import Reachability, Unreachable
 
 PATIENCE_S = 5.0
 BEAT_S = 1.0

@@ -66,7 +66,7 @@ def test_a_push_is_acknowledged_when_all_successors_have_it() -> None:
     assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b11)) == [Acknowledge("copy"), Apply("copy", 0b11)]
     assert handle(first, Acknowledged(B, 7)) == []
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("push")]
-    assert first.num_pending == 0
+    assert first.pushes.num_pending == 0
 
 
 def test_without_a_chain_nothing_waits() -> None:
@@ -96,7 +96,7 @@ def test_a_push_repeated_after_a_view_change_replaces_its_pending_part() -> None
     assert handle(first, Pushed("rest", 9, 0, 0b10)) == [Forget("push"), Forward("rest", B, 4, 0b10)]
     assert handle(first, Acknowledged(B, 2)) == []
     assert handle(first, Acknowledged(B, 4)) == [Acknowledge("rest")]
-    assert first.num_pending == 1
+    assert first.pushes.num_pending == 1
 
 
 def test_messages_of_another_version_are_not_taken() -> None:
@@ -259,7 +259,7 @@ def test_pushes_are_handed_up_completely() -> None:
     tail = server(C, ((A, C), None, 0b1))
     for sequence in (0, 1):
         handle(tail, Forwarded(sequence, A, 9, sequence, 1, 0b1))
-    assert tail.num_pending == 0
+    assert tail.pushes.num_pending == 0
     middle = server(B, ((A, B, C), None, 0b1))
     for sequence in (0, 1):
         handle(middle, Forwarded(sequence, A, 9, sequence, 1, 0b1))
@@ -283,9 +283,9 @@ def test_with_every_map_each_push_is_left_once() -> None:
     handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
     for version in range(2, 5):
         handle(middle, change(version, ((C, A, B), None, 0b1)))
-        assert middle.num_pending == 1
+        assert middle.pushes.num_pending == 1
         handle(middle, Forwarded("again", A, 9, 0, version, 0b1))
-    assert middle.num_pending == 1
+    assert middle.pushes.num_pending == 1
 
 
 def test_a_fill_has_no_pushes_that_the_primary_may_lack() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.protocol import ALL, Buckets, bucket_set
+from paceline.protocol.buckets import ALL, Buckets, bucket_set
 from paceline.ps.messages import TableSpec
 from paceline.tables.aggregation import IterationBuffer, apply_sum
 from paceline.tables.initializers import Zeros

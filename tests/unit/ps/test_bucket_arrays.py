@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.reference import kernels as reference
 from tests.reference.kernel_cases import random_keys
 
-from paceline.protocol import ALL, Buckets, bucket_set, buckets_in
+from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags, to_words
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT

@@ -12,7 +12,7 @@ from tests.reference import kernels as reference
 from tests.reference.kernel_cases import random_keys
 
 from paceline.errors import UsageError
-from paceline.protocol import ALL, Buckets, bucket_set, buckets_in
+from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps.messages import TableSpec
 from paceline.tables.bucket_arrays import bucket_bounds
 from paceline.tables.initializers import Constant

@@ -14,8 +14,9 @@ import pytest
 from tests.memory_transport import MemoryTransport
 
 from paceline.errors import ConnectionLostError, DeadlineError, NonFiniteError, PacelineError, StaleEpochError
-from paceline.protocol import ChainGroup, Member, Role
+from paceline.protocol import Member, Role
 from paceline.protocol.buckets import ALL, bucket_set, to_bytes
+from paceline.protocol.chains import ChainGroup
 from paceline.protocol.client import ClientCore
 from paceline.ps import SGD, Client, Ticket, messages
 from paceline.ps.client.exchange import fill

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tests.reference.rule_cases import RULE_CASES
 
-from paceline.protocol import ALL, NUM_BUCKETS
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import ALL
 from paceline.ps.messages import TableSpec
 from paceline.tables.initializers import Constant, Initializer, Normal, Zeros
 from paceline.tables.part import Selection, TablePart

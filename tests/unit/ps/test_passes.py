@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.protocol import ALL
+from paceline.protocol.buckets import ALL
 from paceline.ps.messages import TableSpec
 from paceline.tables.bounds import MAX_PASS, MAX_PASSES
 from paceline.tables.initializers import Zeros

@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels.sparse import digest_records
-from paceline.protocol import ALL, Eventual, ServerCore, bucket_set
+from paceline.protocol import Eventual, ServerCore
+from paceline.protocol.buckets import ALL, bucket_set
 from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import Change, Forwarded, LinkUp, Replication
 from paceline.protocol.server.events import ViewChanged

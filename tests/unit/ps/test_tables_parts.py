@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.protocol import ALL, NUM_BUCKETS, bucket_set, place
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import ALL, bucket_set
+from paceline.protocol.placement import place
 from paceline.ps.messages import TableSpec
 from paceline.tables.bucket_arrays import bucket_bounds, clip_runs, owned_runs
 from paceline.tables.initializers import Constant, Zeros

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ProtocolError
-from paceline.protocol import NUM_BUCKETS, ChainGroup, Member, Role
-from paceline.protocol.chains import chain_group
+from paceline.protocol import NUM_BUCKETS, Member, Role
+from paceline.protocol.chains import ChainGroup, chain_group
 from paceline.protocol.membership import ProcessIdentity
 from paceline.protocol.scheduler import View, ViewChange
 from paceline.ps import messages

@@ -17,7 +17,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from paceline.errors import ModelError, UsageError
-from paceline.protocol.jobs import DoneShards, JobAccount, Shards, done_shards, shards, shards_in
+from paceline.protocol.jobs import DoneShards, JobAccount, shards, shards_in
+from paceline.protocol.jobs.records import done_shards
+from paceline.protocol.jobs.shards import Shards
 from paceline.storage.directory_lock import DirectoryLock
 from paceline.storage.format import (
     PartUse,
@@ -263,7 +265,8 @@ def test_done_shards_travel() -> None:
     assert pool.sizes == (20, 8, 3)
     assert again.progress() == pool.progress()
     assert done_shards(again.done()) == done
-    left = {(a.epoch, a.file, a.shard) for a in pool.report() if not a.done}
+    every = {(epoch, file, shard) for epoch in range(2) for file in range(3) for shard in range(pool.sizes[file] or 0)}
+    left = every - set(pool.done())
     leased = set()
     while isinstance(granted := again.want(1)[0], shards.Granted):
         leased.add((granted.epoch, granted.file, granted.shard))

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.protocol import ALL, NUM_BUCKETS
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import ALL
 from paceline.ps import SparseStore
 from paceline.ps.messages import TableSpec
 from paceline.tables.dense_part import DensePart

@@ -6,16 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import PeerError, ProtocolError, StaleEpochError, VersionError
-from paceline.transport import (
-    HEADER,
-    MAGIC,
-    FrameKind,
-    error_meta,
-    frame_parts,
-    pack_header,
-    raise_error,
-    unpack_header,
-)
+from paceline.transport import HEADER, MAGIC, FrameKind, error_meta, frame_parts, pack_header, unpack_header
+from paceline.transport.decoding import error_of
 from paceline.transport.frames import frame_bytes, join
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
@@ -79,12 +71,12 @@ def test_arrays_count_in_bytes() -> None:
 
 def test_errors_travel() -> None:
     with pytest.raises(StaleEpochError, match=r"^epoch 3$"):
-        raise_error(error_meta(StaleEpochError("epoch 3")))
+        raise error_of(error_meta(StaleEpochError("epoch 3")))
     with pytest.raises(PeerError, match="KeyError: 'x'") as caught:
-        raise_error(error_meta(KeyError("x")))
+        raise error_of(error_meta(KeyError("x")))
     assert type(caught.value) is PeerError
     with pytest.raises(ProtocolError, match="cannot be read"):
-        raise_error(b"\xc1")
+        raise error_of(b"\xc1")
 
 
 @pytest.mark.parametrize("name", ["annotations", "OSError", "__doc__", "NoSuchError"])
@@ -92,7 +84,7 @@ def test_only_our_own_errors_are_raised_by_name(name: str) -> None:
     import msgspec
 
     with pytest.raises(PeerError, match=name):
-        raise_error(msgspec.msgpack.encode({"error": name, "message": "text"}))
+        raise error_of(msgspec.msgpack.encode({"error": name, "message": "text"}))
 
 
 def test_the_transports_own_kinds() -> None:

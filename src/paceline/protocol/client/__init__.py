@@ -10,7 +10,7 @@ from paceline.protocol.client.core import (
     Resync,
     Transmit,
 )
-from paceline.protocol.client.session import REQUEST, Payload, Request, RequestKind, ServerSession
+from paceline.protocol.client.session import REQUEST, Request, RequestKind, ServerSession
 
 __all__ = [
     "RequestJoin",
@@ -19,7 +19,6 @@ __all__ = [
     "Disconnect",
     "Instruction",
     "RequestKind",
-    "Payload",
     "REQUEST",
     "Discard",
     "Request",

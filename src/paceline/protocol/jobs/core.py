@@ -38,7 +38,7 @@ class JobCore:
         return [*self._answer(received, membership, time_s), *self._answers()]
 
     def _answers(self) -> list[Answer]:
-        return [] if self.ledger is None else [*self.ledger.take_answers(), *self._give(self.ledger)]
+        return [] if self.ledger is None else [*self.ledger.leases.take_answers(), *self._give(self.ledger)]
 
     def _give(self, job: JobLedger) -> list[Answer]:
         """Give the job to idle workers, and again to workers that finished it if shards became free since.
@@ -48,7 +48,7 @@ class JobCore:
         """
         if not self._idle or any(at != job.number for at in self._busy.values()):
             return []
-        answers, has_free = [], job.has_free
+        answers, has_free = [], job.leases.has_free
         for peer, (received, after) in list(self._idle.items()):
             if after < job.number or has_free:
                 del self._idle[peer]
@@ -73,7 +73,7 @@ class JobCore:
                 job = self._unless_over(number)
                 if job is None:
                     return [Answer(call, Lease(lease=ALL_DONE))]
-                job.take_lease(call, _worker(received, membership).rank, wait=wait, time_s=time_s)
+                job.leases.take(call, _worker(received, membership).rank, wait=wait, time_s=time_s)
                 return []
             case messages.JobStatus(job=number):
                 job = self._current(number)
@@ -124,7 +124,7 @@ class JobCore:
         answers = [Answer(received.call, number)]
         if self.ledger is not None:
             self.ledger.close()
-            answers += self.ledger.take_answers()
+            answers += self.ledger.leases.take_answers()
         ranks = [member.rank for member in membership.of(Role.WORKER)]
         # Strided work is assigned by rank, so absent workers that are expected count too.
         self.ledger = JobLedger(number, request.spec, max(self._num_workers, max(ranks, default=-1) + 1), ranks)
@@ -136,7 +136,7 @@ class JobCore:
             return [Answer(received.call, Job(number=-1))]
         worker = _worker(received, membership)
         if self.ledger is not None and self.ledger.number <= after:
-            self.ledger.rests(worker.rank, time_s)
+            self.ledger.leases.rests(worker.rank, time_s)
         self._busy.pop(received.incarnation, None)
         self._idle[received.peer] = received, after
         return []

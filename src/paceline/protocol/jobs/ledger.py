@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.protocol.jobs import shards
 from paceline.protocol.jobs.leases import Leases
-from paceline.protocol.jobs.messages import Answer, LeaseDone
+from paceline.protocol.jobs.messages import LeaseDone
 from paceline.protocol.jobs.records import (
     Counters,
     JobAccount,
@@ -50,7 +50,7 @@ class JobLedger:
         self.failed: tuple[str, str] | None = None
         self._lost = 0
         self._num_workers = max(num_workers, 1)
-        self._leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
+        self.leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
         self.results = Results(number, spec.progress)
         self._facts = JobFacts(number)  # the facts that members have received
         self._news = JobFacts(number)
@@ -112,10 +112,10 @@ class JobLedger:
         done = [*shards_in(record.done), *shards_in(spec.done)]
         files = [facts.ended.get(file, size) for file, size in enumerate(spec.files)]
         last_lease = max((memory.last_lease for memory in at_work.values()), default=-1)
-        self._leases = self._begin([worker.member.rank for worker in workers], files, done, held, last_lease)
+        self.leases = self._begin([worker.member.rank for worker in workers], files, done, held, last_lease)
         # Without shards, workers that finished the job do not request one again.
-        has_started = bool(done or held or posters.seconds) or self._leases.pool.progress() == (0, 0)
-        self._leases.resume(at_work, time_s - posters.seconds if has_started else None)
+        has_started = bool(done or held or posters.seconds) or self.leases.pool.progress() == (0, 0)
+        self.leases.resume(at_work, time_s - posters.seconds if has_started else None)
         self._lost, self.failed = facts.lost, facts.failed
         self.results.restore(record, posters.taken)
         self._news.merge(record)
@@ -128,22 +128,14 @@ class JobLedger:
             self.close()
         return self
 
-    def take_answers(self) -> list[Answer]:
-        """Return the answers to requests for shards since the last call."""
-        return self._leases.take_answers()
-
-    def take_lease(self, call: object, rank: int, *, wait: bool, time_s: float) -> None:
-        """Answer a worker's request for a shard; with `wait`, as soon as a shard is free."""
-        self._leases.take(call, rank, wait=wait, time_s=time_s)
-
     def lease_done(self, worker: Member, request: LeaseDone) -> None:
-        key = self._leases.done(worker.rank, request.lease)
+        key = self.leases.done(worker.rank, request.lease)
         self.results.note_progress(worker.incarnation, request.progress)
         if key is not None and self.results.shard_done(worker.incarnation, key, request.progress):
             self._note_done([key], worker.incarnation, request.progress)
 
     def file_ended(self, file: int, num_shards: int) -> None:
-        self._leases.file_ended(file, num_shards)
+        self.leases.file_ended(file, num_shards)
         self._news.ended[file] = num_shards
         self._has_news = True
 
@@ -168,20 +160,11 @@ class JobLedger:
         if is_lost:
             self._lost += 1
             self._has_news = True
-        if self._leases.left(worker.rank, time_s) or is_lost:
+        if self.leases.left(worker.rank, time_s) or is_lost:
             self.results.forget_undone(worker.incarnation)
 
-    def rests(self, rank: int, time_s: float) -> None:
-        """Record that a worker has finished this job, because the worker requested the next job."""
-        self._leases.rests(rank, time_s)
-
-    @property
-    def has_free(self) -> bool:
-        """Whether a shard is free."""
-        return self._leases.has_free
-
     def close(self) -> None:
-        self._leases.close()
+        self.leases.close()
 
     def fail(self, error: str, message: str) -> None:
         """End the job with an error. The first error stays, also under the next scheduler."""
@@ -208,13 +191,13 @@ class JobLedger:
 
     def account(self) -> JobAccount:
         """Return the finished shards; the servers have acknowledged all their pushes."""
-        pool = self._leases.pool
+        pool = self.leases.pool
         return JobAccount(files=pool.sizes, done=done_shards(pool.done()), progress=self.results.progress_of_done())
 
     def state(self, num_workers: int, time_s: float) -> JobState:
         """Return the job's progress; `num_workers` workers are alive."""
-        done, total = self._leases.pool.progress()
-        started_s, ended_s = self._leases.started_s, self._leases.ended_s
+        done, total = self.leases.pool.progress()
+        started_s, ended_s = self.leases.started_s, self.leases.ended_s
         until_s = time_s if ended_s is None else ended_s
         return JobState(
             done=done,
@@ -229,4 +212,4 @@ class JobLedger:
         )
 
     def validate(self) -> None:
-        self._leases.validate()
+        self.leases.validate()

@@ -78,13 +78,6 @@ class ShardStates:
                 self.num_done -= states.count(DONE, num_shards)
                 del states[num_shards:]
 
-    def known(self) -> Iterator[Key]:
-        """Every shard, in order; for a file of unknown length, the shards leased so far."""
-        for epoch in range(self.epochs):
-            for file, size in enumerate(self.sizes):
-                num_shards = len(self._states.get((epoch, file), b"")) if size is None else size
-                yield from ((epoch, file, shard) for shard in range(num_shards))
-
     def all(self, state: int) -> Iterator[Key]:
         """The shards in a state other than free."""
         for (epoch, file), states in self._states.items():

@@ -42,18 +42,6 @@ class Exhausted:
 Instruction: TypeAlias = Granted | Exhausted
 
 
-@dataclass(frozen=True, slots=True)
-class ShardAccount:
-    """The account of one shard in one epoch."""
-
-    epoch: int
-    file: int
-    shard: int
-    done: bool
-    num_leases: int
-    """The number of the shard's leases; each after the first follows a lost worker."""
-
-
 @dataclass(slots=True)
 class _Cursor:
     """The next unleased shard of one position."""
@@ -99,7 +87,6 @@ class Shards:
         self._strided = assignment == "strided"
         self._stride = num_workers if self._strided else 1
         self._offsets = [sum(n or 0 for n in files[:i]) for i in range(len(files))]
-        self._leased_again: dict[Key, int] = {}
         self._cursors = [_Cursor(0, 0, self._first(0, p)) if files else _Cursor(0, 0, 0) for p in range(self._stride)]
         self._orphans: set[int] = set()  # positions of lost workers: any worker gets their shards
         self._returned: list[Key] = []  # a heap
@@ -198,15 +185,6 @@ class Shards:
         total = None if None in states.sizes else states.epochs * sum(n or 0 for n in states.sizes)
         return states.num_done, total
 
-    def report(self) -> tuple[ShardAccount, ...]:
-        """Return the account of every shard in order; in a file of unknown size, of the leased shards."""
-        accounts = []
-        for key in self._states.known():
-            state = self._states.of(key)
-            num_leases = 0 if state == FREE else 1 + self._leased_again.get(key, 0)
-            accounts.append(ShardAccount(*key, state == DONE, num_leases))
-        return tuple(accounts)
-
     def _answer(self, worker: int) -> Granted | Exhausted | None:
         key = self._next(worker)
         if key is None:
@@ -220,9 +198,7 @@ class Shards:
     def _next(self, worker: int) -> Key | None:
         # Rule 1: shards of revoked leases come before new ones.
         if self._returned:
-            key = heapq.heappop(self._returned)
-            self._leased_again[key] = self._leased_again.get(key, 0) + 1
-            return key
+            return heapq.heappop(self._returned)
         # Rule 2: then the earliest epoch with a shard for this worker; the worker's own shards come before the shards
         # of lost workers. Shards of live workers are never taken.
         own = worker if self._strided else 0

@@ -113,10 +113,6 @@ class Replication:
         return tuple((incarnation, last) for incarnation, last, _ in self.delivery.export(1 << bucket))
 
     @property
-    def num_pending(self) -> int:
-        return self.pushes.num_pending
-
-    @property
     def num_complete(self) -> int:
         """The number of complete iterations in the most advanced bucket that this server leads."""
         applied = self.delivery.export(self.place.primary)

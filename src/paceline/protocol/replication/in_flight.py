@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from paceline.protocol.buckets import Buckets, count, to_bytes
+from paceline.protocol.buckets import Buckets, to_bytes
 from paceline.protocol.chains import Filled
 from paceline.protocol.replication.events import (
     AGGREGATE,
@@ -83,7 +83,7 @@ class Fills:
         """Return the confirmed buckets if a report is due: all are confirmed, or many since the last one; else 0."""
         confirmed = self._confirmed[target]
         news = confirmed & ~self._reported.get(target, 0)
-        if not news or (confirmed != self._wanted[target] and count(news) < _REPORT_BUCKETS):
+        if not news or (confirmed != self._wanted[target] and news.bit_count() < _REPORT_BUCKETS):
             return 0
         self._reported[target] = confirmed
         return confirmed

@@ -9,34 +9,18 @@ if TYPE_CHECKING:
     from paceline.protocol.scheduler.cluster import HEARTBEATS_PER_TIMEOUT, PHASE, ClusterCore, Phase
     from paceline.protocol.scheduler.core import SchedulerCore
     from paceline.protocol.scheduler.members import MEMBER
-    from paceline.protocol.scheduler.recovery import Evidence, Recovery
-    from paceline.protocol.scheduler.views import (
-        KnownViews,
-        Proposal,
-        View,
-        ViewChange,
-        gaining,
-        may_commit,
-        may_take_over,
-    )
+    from paceline.protocol.scheduler.views import View, ViewChange
 
 __all__ = [
     "ClusterCore",
-    "Evidence",
     "HEARTBEATS_PER_TIMEOUT",
-    "KnownViews",
     "MEMBER",
     "PHASE",
     "Phase",
-    "Proposal",
-    "Recovery",
     "SchedulerCore",
     "View",
     "ViewChange",
     "events",
-    "gaining",
-    "may_commit",
-    "may_take_over",
     "messages",
 ]
 
@@ -48,7 +32,6 @@ __getattr__ = import_on_demand(
         ".cluster": ("HEARTBEATS_PER_TIMEOUT", "PHASE", "ClusterCore", "Phase"),
         ".core": ("SchedulerCore",),
         ".members": ("MEMBER",),
-        ".recovery": ("Evidence", "Recovery"),
-        ".views": ("KnownViews", "Proposal", "View", "ViewChange", "gaining", "may_commit", "may_take_over"),
+        ".views": ("View", "ViewChange"),
     },
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, KeysView
 
-from paceline.protocol.buckets import count
 from paceline.protocol.chains import VERSION_GAP, ChainGroup, Planner, lost_buckets
 from paceline.protocol.membership import Member, Membership, Role
 from paceline.protocol.reachability import Reachability
@@ -229,7 +228,7 @@ class NextView:
         """Return notes about waits for these servers, once for each silent server."""
         notes = []
         for server in self.suspects.report_waits(waited_for):
-            member, num_buckets = membership.find(server), count(self.planner.member_of(server))
+            member, num_buckets = membership.find(server), self.planner.member_of(server).bit_count()
             if member is None:  # a foreign member with its rank has rejoined
                 continue
             notes.append(

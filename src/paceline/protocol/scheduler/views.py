@@ -32,7 +32,6 @@ from msgspec.structs import replace
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.protocol.bounds import Natural, Number, Term, Version
-from paceline.protocol.buckets import count
 from paceline.protocol.chains import ChainGroup, lost_buckets
 from paceline.protocol.membership import Address, Member, Role
 
@@ -41,7 +40,7 @@ def _check_groups(groups: Iterable[ChainGroup]) -> None:
     union = num_named = 0
     for group in groups:
         union |= group.buckets
-        num_named += count(group.buckets)
+        num_named += group.buckets.bit_count()
     if union != (1 << num_named) - 1:
         raise UsageError(f"a view's chains name {num_named} buckets, and not each from 0 to {num_named - 1} once")
 
@@ -90,12 +89,12 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
     @property
     def num_buckets(self) -> int:
         """The number of buckets that have chains, including lost buckets."""
-        return sum(count(group.buckets) for group in self.groups)
+        return sum(group.buckets.bit_count() for group in self.groups)
 
     @property
     def num_lost(self) -> int:
         """The number of buckets that were lost with all their servers."""
-        return count(lost_buckets(self.groups))
+        return lost_buckets(self.groups).bit_count()
 
     @property
     def is_ready(self) -> bool:

@@ -24,7 +24,6 @@ class EarlyRequests:
 
     def __init__(self) -> None:
         self._requests: dict[Timing, list[tuple[int, object]]] = {timing: [] for timing in POSTPONED}
-        self.is_empty = True
 
     def __iter__(self) -> Iterator[object]:
         for requests in self._requests.values():
@@ -36,21 +35,15 @@ class EarlyRequests:
 
     def postpone(self, timing: Timing, sender: int, token: object) -> None:
         self._requests[timing].append((sender, token))
-        self.is_empty = False
 
     def take(self, timing: Timing) -> list[object]:
         requests, self._requests[timing] = self._requests[timing], []
-        self._note_empty()
         return [token for _, token in requests]
 
     def drop(self, is_meant: Callable[[object], bool]) -> None:
         for timing, requests in self._requests.items():
             if requests:
                 self._requests[timing] = [request for request in requests if not is_meant(request[1])]
-        self._note_empty()
-
-    def _note_empty(self) -> None:
-        self.is_empty = not any(self._requests.values())
 
 
 class BlockedReads:
@@ -115,12 +108,7 @@ class BlockedReads:
 class Progress:
     """The gate, chains and iterations of one server; their instructions are appended to `out`, in order."""
 
-    def __init__(
-        self,
-        consistency: Consistency,
-        expected_workers: int,
-        out: list[Instruction],
-    ) -> None:
+    def __init__(self, consistency: Consistency, expected_workers: int, out: list[Instruction]) -> None:
         self._consistency = consistency
         self._out = out
         self.workers = Workers(consistency, expected_workers)

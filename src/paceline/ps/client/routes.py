@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError
 from paceline.protocol import NUM_BUCKETS, Member, Role
-from paceline.protocol.buckets import Buckets, count
+from paceline.protocol.buckets import Buckets
 from paceline.protocol.chains import ChainGroup, leads_of
 from paceline.ps.messages import View
 from paceline.tables.bucket_arrays import to_flags
@@ -61,7 +61,7 @@ class Routes:
         many = len(ranks) > 1
         names = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if many else "".join(ranks) or "(of unknown rank)"
         return (
-            f"server{'s' if many else ''} {names} died: {count(self.lost)} of "
+            f"server{'s' if many else ''} {names} died: {self.lost.bit_count()} of "
             f"{NUM_BUCKETS} buckets of the tables were lost, because they had no replica"
         )
 

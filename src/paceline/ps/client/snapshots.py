@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
 from paceline.protocol import Sequential
-from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in, count, from_bytes, to_bytes
+from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in, from_bytes, to_bytes
 from paceline.protocol.jobs import JobAccount
 from paceline.ps.client.client import Client
 from paceline.ps.client.connection import ServerConnection
@@ -203,7 +203,7 @@ class SnapshotCoordinator:
     def _take_again(self, attempt: _Attempt, missing: Buckets) -> None:
         """Request the buckets that have moved from their new primaries, once a newer view is known."""
         if time.monotonic() - attempt.started_s > _PATIENCE_S or attempt.round >= _MAX_ROUNDS:
-            raise self._failed(f"{count(missing)} buckets kept moving to other servers")
+            raise self._failed(f"{missing.bit_count()} buckets kept moving to other servers")
         if self._client.servers.routes.version == attempt.version:
             return  # the view in which they moved has not arrived
         if attempt.iteration is None:

@@ -16,7 +16,6 @@ import msgspec
 
 from paceline.errors import PacelineError, PeerError, ProtocolError, TableMismatchError, UsageError
 from paceline.protocol import Member, Role
-from paceline.protocol.buckets import Buckets, count
 from paceline.protocol.chains import VERSION_GAP
 from paceline.protocol.scheduler import SchedulerCore, events
 from paceline.protocol.scheduler.events import PROCESS_ENDED
@@ -29,23 +28,6 @@ from paceline.tables.bounds import MAX_TABLES
 from paceline.tables.rules import RULES
 from paceline.tables.settings import from_fields
 from paceline.transport import Handler, Header, Peer, frame_parts
-
-
-class Notes:
-    """Reports to the operator; the arguments are those of :class:`~paceline.ps.scheduler.Scheduler`."""
-
-    def __init__(self, on_note: Callable[[str], None], on_loss: Callable[[str], None], *, reports_ends: bool) -> None:
-        self.note = on_note
-        self.reports_ends = reports_ends
-        self._on_loss = on_loss
-
-    def declared_dead(self, member: Member, reason: str) -> None:
-        """Report a dead member, unless its launcher reports the end of its process."""
-        if reason != PROCESS_ENDED or self.reports_ends:
-            self.note(f"{member.role.value} {member.rank} ({member.node}) is declared dead: {reason}")
-
-    def lost(self, buckets: Buckets) -> None:
-        self._on_loss(f"{count(buckets)} buckets of the tables are lost: no live server has them")
 
 
 class Tables:
@@ -131,7 +113,8 @@ class Scheduler(Handler):
             replaces=replaces,
             accepts_minority=accepts_minority,
         )
-        self.notes = Notes(on_note, on_loss, reports_ends=reports_ends)
+        self.on_note, self._on_loss = on_note, on_loss
+        self.reports_ends = reports_ends
         self._fail = fail
         self._tables = Tables()
         self._processes = ProcessWatch(
@@ -213,14 +196,14 @@ class Scheduler(Handler):
             case events.Removed(member, reason):
                 self._processes.forget(member.incarnation)
                 if reason is not None and not self.ended.is_set():
-                    self.notes.declared_dead(member, reason)
+                    self._report_dead(member, reason)
             case events.TakenOver(returned, dead):
                 rejoins = [rejoin for _, rejoin in returned]
                 # Servers know the tables best.
                 for rejoin in sorted(rejoins, key=lambda rejoin: rejoin.member.role is not Role.SERVER):
                     self._tables.restore(rejoin.tables)
                 for member in dead:
-                    self.notes.declared_dead(member, "it has not come to this scheduler, which took over")
+                    self._report_dead(member, "it has not come to this scheduler, which took over")
             case events.FlushSoon():
                 last_s = -math.inf if self._flush is None else self._flush.when()
                 self._flush = loop.call_at(max(loop.time(), last_s + _FLUSH_S), lambda: self._feed(events.Flush()))
@@ -228,9 +211,9 @@ class Scheduler(Handler):
                 loop.call_soon(lambda: self._feed(events.NewsDue()))
             case events.BucketsLost(buckets):
                 if not self.ended.is_set():  # at the end servers leave with their buckets
-                    self.notes.lost(buckets)
+                    self._on_loss(f"{buckets.bit_count()} buckets of the tables are lost: no live server has them")
             case events.NotifyOperator(text):
-                self.notes.note(text)
+                self.on_note(text)
             case events.ClusterEnded():
                 self.ended.set()
             case events.Superseded(term):
@@ -238,6 +221,10 @@ class Scheduler(Handler):
                     f"another scheduler has taken over this cluster (in term {term}): this one ends"
                 )
                 self.ended.set()
+
+    def _report_dead(self, member: Member, reason: str) -> None:
+        if reason != PROCESS_ENDED or self.reports_ends:
+            self.on_note(f"{member.role.value} {member.rank} ({member.node}) is declared dead: {reason}")
 
     def _send(self, send: events.SendMessage) -> None:
         peer: Any = send.peer

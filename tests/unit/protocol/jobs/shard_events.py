@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from paceline.protocol.jobs import Shards
-from paceline.protocol.jobs.shards import Instruction
+from paceline.protocol.jobs.shards import Instruction, Shards
 
 
 class ShardWanted(NamedTuple):

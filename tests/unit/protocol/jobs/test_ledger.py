@@ -10,8 +10,6 @@ from paceline.protocol import Member, Role
 from paceline.protocol.jobs import (
     ALL_DONE,
     DoneShards,
-    JobFacts,
-    JobLedger,
     JobMemory,
     JobRecord,
     JobSpec,
@@ -20,6 +18,8 @@ from paceline.protocol.jobs import (
     messages,
     shards_in,
 )
+from paceline.protocol.jobs.ledger import JobLedger
+from paceline.protocol.jobs.records import JobFacts
 
 
 def spec(files: tuple[int | None, ...], *, assignment: str = "first-come", **fields: Any) -> JobSpec:
@@ -35,12 +35,12 @@ class Worker:
 
     def take(self, ledger: JobLedger) -> Lease | None:
         """Request a shard; return the immediate answer."""
-        ledger.take_lease(self, self.member.rank, wait=True, time_s=1.0)
+        ledger.leases.take(self, self.member.rank, wait=True, time_s=1.0)
         return self.answer(ledger)
 
     def answer(self, ledger: JobLedger) -> Lease | None:
         """Return the answer to this worker."""
-        for each in ledger.take_answers():
+        for each in ledger.leases.take_answers():
             assert isinstance(each.call, Worker)
             assert each.call._answer is None
             each.call._answer = each.content
@@ -279,6 +279,6 @@ def test_a_job_without_shards_ends_under_another_scheduler_too(assignment: str, 
     ledger.validate()
     assert not ledger.state(2, 2.0).finished
     for worker in workers:
-        ledger.rests(worker.member.rank, 3.0)
+        ledger.leases.rests(worker.member.rank, 3.0)
     state = ledger.state(2, 5.0)
     assert (state.done, state.total, state.finished) == (0, 0, True)

@@ -6,7 +6,6 @@ from paceline.protocol.jobs import (
     NONE_FREE,
     DoneShards,
     Job,
-    JobFacts,
     JobMemory,
     JobRecord,
     JobSpec,
@@ -17,6 +16,7 @@ from paceline.protocol.jobs import (
     messages,
     shards_in,
 )
+from paceline.protocol.jobs.records import JobFacts
 
 
 def give_job(ledger: MemberLedger, number: int) -> None:

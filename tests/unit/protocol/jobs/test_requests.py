@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import PeerError
-from paceline.protocol import Member, Membership, Role
+from paceline.protocol import Member, Role
 from paceline.protocol.jobs import (
     ALL_DONE,
     NONE_FREE,
@@ -23,6 +23,7 @@ from paceline.protocol.jobs import (
     messages,
     shards_in,
 )
+from paceline.protocol.membership import Membership
 
 
 class Cluster:

@@ -6,8 +6,7 @@ import pytest
 from tests.unit.protocol.jobs.shard_events import Done, Event, ShardCountFound, ShardWanted, Wait, WorkerLost, handle
 
 from paceline.errors import DataError, ProtocolError, UsageError
-from paceline.protocol.jobs import ShardAccount, Shards
-from paceline.protocol.jobs.shards import Exhausted, Granted, Instruction
+from paceline.protocol.jobs.shards import Exhausted, Granted, Instruction, Shards
 
 
 def feed(shards: Shards, *events: Event) -> list[Instruction | Wait]:
@@ -68,7 +67,7 @@ def test_a_lost_workers_lease_wakes_a_waiting_worker() -> None:
     assert feed(shards, Done(0, 0)) == []  # the dead worker's report comes late: the shard counts where it is now
     assert feed(shards, WorkerLost(2)) == []
     assert feed(shards, Done(1, 1)) == []
-    assert shards.report() == (ShardAccount(0, 0, 0, True, 2),)
+    assert list(shards.done()) == [(0, 0, 0)]
 
 
 def test_done_for_the_lease_of_another_is_the_peers_fault() -> None:
@@ -91,8 +90,7 @@ def test_the_end_of_a_stream() -> None:
     assert drain(shards, 1) == [(1, 0, 0), (1, 0, 1), (1, 1, 0)]
     assert feed(shards, ShardCountFound(0, 2)) == []
     assert feed(shards, Done(0, 4)) == [Exhausted(1)]
-    assert all(account.done and account.num_leases == 1 for account in shards.report())
-    assert len(shards.report()) == 6
+    assert shards.progress() == (6, 6)
 
 
 def test_the_end_of_a_file_drops_returned_shards_past_it() -> None:
@@ -157,7 +155,7 @@ def test_strided_through_a_stream_of_unknown_length() -> None:
 def test_no_work_at_all(shards: Shards) -> None:
     assert feed(shards, ShardWanted(0)) == [Exhausted(0)]
     assert shards.progress() == (0, 0)
-    assert shards.report() == ()
+    assert list(shards.done()) == []
 
 
 def test_illegal_arguments() -> None:

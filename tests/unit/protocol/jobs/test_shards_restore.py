@@ -7,8 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.random_examples import num_examples
 from tests.unit.protocol.jobs.shard_events import Done, ShardCountFound, ShardWanted, WorkerLost, handle
 
-from paceline.protocol.jobs import Shards
-from paceline.protocol.jobs.shards import Assignment, Exhausted, Granted
+from paceline.protocol.jobs.shards import Assignment, Exhausted, Granted, Shards
 
 NUM_WORKERS = 3
 Key = tuple[int, int, int]

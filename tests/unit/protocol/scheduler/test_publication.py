@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from paceline.protocol import ChainGroup, Member, Role
-from paceline.protocol.chains import VERSION_GAP
+from paceline.protocol import Member, Role
+from paceline.protocol.chains import VERSION_GAP, ChainGroup
 from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.publication import Committed, Proposed, Publication, Step, term_after
 

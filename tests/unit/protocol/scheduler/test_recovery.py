@@ -10,8 +10,8 @@ import pytest
 
 from paceline.protocol import Member, Role
 from paceline.protocol.jobs import JobMemory, JobRecord, JobSpec
-from paceline.protocol.scheduler import Evidence, Recovery, View, events, messages
-from paceline.protocol.scheduler.recovery import Abandoned, Succession
+from paceline.protocol.scheduler import View, events, messages
+from paceline.protocol.scheduler.recovery import Abandoned, Evidence, Recovery, Succession
 
 from .toys import group
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import ProtocolError
-from paceline.protocol import ChainGroup, Member, Role
-from paceline.protocol.chains import chain_group
+from paceline.protocol import Member, Role
+from paceline.protocol.chains import ChainGroup, chain_group
 from paceline.protocol.jobs import JobSpec, Lease
 from paceline.protocol.jobs.messages import JobNews, PostJob, TakeLease
 from paceline.protocol.scheduler import SchedulerCore, View, events

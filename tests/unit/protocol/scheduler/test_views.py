@@ -7,9 +7,10 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from paceline.protocol import ChainGroup, Member, Role
-from paceline.protocol.scheduler import KnownViews, Proposal, View, gaining, may_commit, may_take_over
-from paceline.protocol.scheduler.views import commit_quorum
+from paceline.protocol import Member, Role
+from paceline.protocol.chains import ChainGroup
+from paceline.protocol.scheduler import View
+from paceline.protocol.scheduler.views import KnownViews, Proposal, commit_quorum, gaining, may_commit, may_take_over
 
 from .toys import group
 

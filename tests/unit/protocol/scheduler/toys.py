@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from paceline.protocol import ChainGroup, Member, Role
+from paceline.protocol import Member, Role
 from paceline.protocol.buckets import to_bytes
-from paceline.protocol.chains import chain_group
+from paceline.protocol.chains import ChainGroup, chain_group
 from paceline.protocol.jobs import JobMemory, JobRecord
-from paceline.protocol.scheduler import ClusterCore, KnownViews, Phase, View, events, messages
+from paceline.protocol.scheduler import ClusterCore, Phase, View, events, messages
 from paceline.protocol.scheduler.events import MemberMessage, MessageReceived
+from paceline.protocol.scheduler.views import KnownViews
 
 TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0

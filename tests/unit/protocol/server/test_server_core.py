@@ -128,7 +128,7 @@ def test_everything_is_early_before_the_server_is_a_member() -> None:
     assert core.handle(view(1, (ME,))) == []
     core.early.postpone(Timing.EARLY, FIRST, "frame")
     assert ResumeRequest("frame") in core.joined(ME)
-    assert core.early.is_empty
+    assert not core.early_requests
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_a_cut_connection_is_answered_no_more() -> None:
     driver.feed(Read("cut read", FIRST, 1), Read("read", SECOND, 1))
     driver.core.early.postpone(Timing.EARLY, FIRST, "cut frame")
     driver.core.disconnected(lambda token: str(token).startswith("cut"))
-    assert driver.core.early.is_empty
+    assert not driver.core.early_requests
     assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == [Serve("read")]
 
 

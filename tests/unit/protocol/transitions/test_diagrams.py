@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.protocol import StateTable, Transition
-from paceline.protocol.transitions import OUTSIDE
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 DOCS = Path(__file__).parents[4] / "docs"
 PAGE = (DOCS / "explanation/protocol.md").read_text(encoding="utf-8")

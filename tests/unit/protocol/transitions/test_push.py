@@ -14,7 +14,6 @@ from paceline.protocol.replication import (
     Acknowledged,
     Change,
     Confirmed,
-    Event,
     Forget,
     Forward,
     Forwarded,
@@ -24,6 +23,7 @@ from paceline.protocol.replication import (
     StateReceived,
     Withhold,
 )
+from paceline.protocol.replication.events import Event
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Watch
@@ -81,7 +81,7 @@ class Run:
                 self.states[token] = after
         self.forwards = {each: number for each, number in self.forwards.items() if each[0] in self.states}
         assert all(isinstance(each, Forget) for each in told.values()), "told of a push that is not here"
-        assert self.replication.num_pending == len([s for s in self.states.values() if s in ("pending", "left")])
+        assert self.replication.pushes.num_pending == len([s for s in self.states.values() if s in ("pending", "left")])
 
     def after(self, before: str, event: Event | Pushed, told: object) -> str:
         for kind, end in ENDS.items():

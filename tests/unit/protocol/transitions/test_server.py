@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from paceline.protocol import Planner
-from paceline.protocol.chains import SERVER, BucketsLost, Instruction
+from paceline.protocol.chains import SERVER, BucketsLost, Instruction, Planner
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch

@@ -6,8 +6,8 @@ from random import Random
 
 from tests.unit.protocol.jobs.shard_events import Done, Event, ShardCountFound, ShardWanted, WorkerLost, handle
 
-from paceline.protocol.jobs import SHARD, Shards
-from paceline.protocol.jobs.shards import Granted
+from paceline.protocol.jobs import SHARD
+from paceline.protocol.jobs.shards import Granted, Shards
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
@@ -25,16 +25,15 @@ class Run:
         self.random, self.watch = random, watch
         self.strided = random.choice([True, False])
         self.granted: list[Granted] = []
+        self.leased: set[Key] = set()  # of this pool
         self.shards = Shards([3, None], 2, "strided" if self.strided else "first-come", 2)
         for after in self.sights().values():
             self.watch.saw((OUTSIDE,), "Shards", after)
 
     def sights(self) -> dict[Key, Sight]:
         sizes = self.shards.sizes
-        found: dict[Key, Sight] = dict.fromkeys(KEYS, ("free",))
-        for account in self.shards.report():
-            state = "done" if account.done else "returned" if account.num_leases else "free"
-            found[account.epoch, account.file, account.shard] = (state,)
+        found: dict[Key, Sight] = {key: ("returned" if key in self.leased else "free",) for key in KEYS}
+        found.update(dict.fromkeys(self.shards.done(), ("done",)))
         for each in self.granted:
             key = self.shards.shard_of(each.lease)
             if key is not None:
@@ -50,6 +49,7 @@ class Run:
         granted = [each for each in handle(self.shards, event) if isinstance(each, Granted)]
         self.granted += granted
         told = {(each.epoch, each.file, each.shard): each for each in granted}
+        self.leased.update(told)
         for key, after in self.sights().items():
             former = before[key]
             if key in told:
@@ -74,17 +74,19 @@ class Run:
 
     def restart(self) -> None:
         """A new pool receives the finished shards, and some leases."""
-        accounts, sizes = self.shards.report(), self.shards.sizes
+        done, sizes = list(self.shards.done()), self.shards.sizes
         self.granted = [each for each in self.granted if self.random.random() < 0.8]
         self.shards = Shards.restore(
             sizes,
             2,
             "strided" if self.strided else "first-come",
             2,
-            done=[(each.epoch, each.file, each.shard) for each in accounts if each.done],
+            done=done,
             held=[each for each in self.granted if self.shards.shard_of(each.lease) is not None],
             last_lease=max((each.lease for each in self.granted), default=-1),
         )
+        held = (self.shards.shard_of(each.lease) for each in self.granted)
+        self.leased = {key for key in held if key is not None}
         for after in self.sights().values():
             if after != (OUTSIDE,):
                 self.watch.saw((OUTSIDE,), "restore", after)

@@ -6,8 +6,8 @@ from random import Random
 
 from tests.unit.protocol.gate_events import Depart, Event, Finish, Join, Joined, Resume, Tick, handle
 
-from paceline.protocol import BoundedDelay, Consistency, Gate, Sequential
-from paceline.protocol.clocks import WORKER
+from paceline.protocol import BoundedDelay, Consistency, Sequential
+from paceline.protocol.clocks import WORKER, Gate
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
