@@ -53,18 +53,32 @@ def _alone() -> Iterator[Strategy]:
 
 
 def _train(
-    strategy: Strategy, make: Callable[[Any], torch.optim.Optimizer], rows: int, num_rows: int, seed: int = 0
+    strategy: Strategy,
+    make: Callable[[Any], torch.optim.Optimizer],
+    rows: int,
+    num_rows: int,
+    seed: int = 0,
+    *,
+    start: str | None = None,
+    save_in_second_epoch: str | None = None,
 ) -> Tensor:
-    """Train two epochs of shuffled data; return all parameters."""
+    """Train two epochs of shuffled data; return all parameters.
+
+    The training continues the checkpoint `start`, or stops after three batches of the second epoch and saves one.
+    """
     model = _model(seed)
     optimizer = make(model.parameters())
     loader = DataLoader(_data(num_rows), batch_size=rows, shuffle=True)
     model, optimizer, batches = strategy.prepare(model, optimizer, loader)
-    for _ in range(2):
-        for inputs, targets in batches:
+    first_epoch = 0 if start is None else strategy.load(start)["epoch"]
+    for epoch in range(first_epoch, 2):
+        for number, (inputs, targets) in enumerate(batches):
             optimizer.zero_grad()
             torch.autograd.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
+            if save_in_second_epoch is not None and (epoch, number) == (1, 2):
+                strategy.save(save_in_second_epoch, epoch=epoch)
+                return _flat(strategy)
     return _flat(strategy)
 
 
@@ -99,6 +113,21 @@ def check_20_steps_agree_with_one_device(rank: int, size: int) -> None:
         with _alone() as strategy:
             expected = _train(strategy, make, _ROWS * size, num_rows)
         torch.testing.assert_close(trained, expected, rtol=0, atol=1e-5)
+
+
+def check_an_epoch_continues_under_another_strategy(rank: int, size: int) -> None:
+    num_rows, make = _ROWS * size * 5, _OPTIMIZERS[1]
+    with _alone() as strategy:
+        expected = _train(strategy, make, _ROWS * size, num_rows)
+    with tempfile.TemporaryDirectory() as folder:
+        with AllReduce(seed=5) as strategy:
+            checkpoint = strategy._ranks.exchange(folder + "/checkpoint")[0]
+            _train(strategy, make, _ROWS, num_rows, save_in_second_epoch=checkpoint)
+        with _alone() as strategy:
+            trained = _train(strategy, make, _ROWS * size, num_rows, start=checkpoint)
+        with AllReduce() as strategy:
+            strategy.barrier()  # before rank 0 removes its folder
+    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-5)
 
 
 def check_gloo(rank: int, size: int) -> None:

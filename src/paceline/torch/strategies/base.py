@@ -60,6 +60,8 @@ class Strategy(Closing, ABC):
         self.optimizers: list[Optimizer] = []
         """The prepared optimizers, as passed."""
         self.schedulers: list[Any] = []
+        self.loaders: list[Loader] = []
+        """The prepared loaders, whose positions checkpoints contain."""
         self.deferred: DeferredValues | None = None
         """Sets the values of modules from the meta device, for the last prepared models; None if there are none."""
         self.embedder: Embedder | None = None
@@ -139,7 +141,8 @@ class Strategy(Closing, ABC):
                 ready[id(part)] = part
         for part in parts:
             if id(part) not in ready:
-                ready[id(part)] = self.prepare_loader(part, prefetch=True)
+                ready[id(part)] = loader = self.prepare_loader(part, prefetch=True)
+                self.loaders.append(loader)
         found = [ready[id(part)] for part in parts]
         return found[0] if len(found) == 1 else tuple(found)
 
@@ -250,8 +253,8 @@ class Strategy(Closing, ABC):
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
         """Write a checkpoint, for any strategy and world size; every rank calls it, rank 0 writes, all wait.
 
-        It contains the model, the states of optimizers and schedulers, the embeddings' tables, and `extra` (JSON values
-        such as the epoch). It replaces an old checkpoint atomically.
+        It contains the model, the states of optimizers and schedulers, the positions of the prepared loaders, the
+        embeddings' tables, and `extra` (JSON values such as the epoch). It replaces an old checkpoint atomically.
         """
         from paceline.torch.strategies.checkpoints import save
 

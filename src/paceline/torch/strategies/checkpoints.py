@@ -31,6 +31,7 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
     module, optimizers = _prepared(strategy, "save"), strategy.optimizers
     values = strategy.gather_values()
     states = [strategy.gather_optimizer_state(number) for number in range(len(optimizers))]
+    positions = strategy._ranks.exchange([loader.state_dict() for loader in strategy.loaders])
     _wait_for_rows(strategy)
 
     def write() -> None:
@@ -47,6 +48,11 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
             description[_key("optimizer", number)] = to_json(kept, "optimizer")
         for number, scheduler in enumerate(strategy.schedulers):
             description[_key("scheduler", number)] = to_json(scheduler.state_dict(), "scheduler")
+        # With `join`, a rank that ran out of data has received fewer batches than the others.
+        furthest = [
+            max(places, key=lambda place: (place["epoch"], place["items"])) for places in zip(*positions, strict=True)
+        ]
+        description["loaders"] = to_json(furthest, "loaders")
         save_model(directory, ((table.spec, table.items()) for table in tables), description, tensors)
 
     _together(strategy, write if strategy.is_main else lambda: None)
@@ -66,6 +72,8 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
         scheduler_state = description.get(_key("scheduler", number))
         if scheduler_state is not None:
             scheduler.load_state_dict(like(scheduler.state_dict(), scheduler_state))
+    for loader, position in zip(strategy.loaders, description.get("loaders", ()), strict=False):
+        loader.load_state_dict(position)
     if strategy.embedder is not None:
         strategy.embedder.forget()
         _together(strategy, lambda: _load_tables(strategy, saved))

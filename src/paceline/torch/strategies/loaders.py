@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
-from paceline.errors import UsageError
+from paceline.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
+
+
+@dataclass
+class _Position:
+    """Position in an epoch: the items that all ranks received, and the generator's state at its beginning."""
+
+    epoch: int
+    items: int
+    generator: str | None
 
 
 class Loader:
@@ -34,6 +45,11 @@ class Loader:
     or drops the remainder with ``drop_last``. Other loaders yield every sample exactly once, so the ranks' numbers may
     differ by one. Tensors in tuples, lists and dictionaries are moved too; on the CPU a batch is returned unchanged.
 
+    A training loader knows its position (:meth:`state_dict`), which checkpoints contain. After
+    :meth:`Strategy.load <paceline.torch.strategies.base.Strategy.load>` the next iteration yields the rest of the
+    epoch: each sample that the training loop had not received, exactly once, on any number of ranks. `len` is the
+    number of batches of a whole epoch.
+
     Raises UsageError, on every rank, for a rank without a batch.
     """
 
@@ -45,7 +61,12 @@ class Loader:
         self._rank, self._size = strategy.data_place if shard else (0, 1)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._epoch = 0
-        self.inner: DataLoader[Any] = loader if self._is_stream else self._with_sampler(loader)
+        self._skip = 0
+        """Items to leave out of the next epoch, because the training loop received them before the checkpoint."""
+        self._reading: _Position | None = None
+        """Position in the epoch that has begun and not ended."""
+        self._given = loader
+        self.inner: DataLoader[Any] = loader if self._is_stream else self._with_sampler()
         if trains:
             sizes = strategy._ranks.exchange([self._num_batches(), self._num_samples()])
             for rank, (num_batches, num_samples) in enumerate(sizes):
@@ -54,14 +75,18 @@ class Loader:
         elif not self._is_stream and len_or_none(loader) == 0:
             raise UsageError(self._describe_empty(strategy.rank, self._num_samples()))
 
-    def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        world, pads = self._strategy.data_place, self._trains
+    def _with_sampler(self, skip: int = 0) -> DataLoader[Any]:
+        """Return the given loader with this rank's part of the data, without the first `skip` items of all ranks."""
+        loader, pads = self._given, self._trains
 
         def share(sampler: Any) -> Any:
-            if self._size == 1 or is_sharded(sampler, *world):
-                return seeded(sampler, self._strategy.seed)
-            sampler_of_all = seeded(sampler, self._strategy.seed)
-            return ShardedSampler(sampler_of_all, *world, drop_last=loader.drop_last, pads=pads)
+            place, left_out = (self._rank, self._size), skip
+            if self._size > 1 and is_sharded(sampler, *place):
+                place, left_out = (0, 1), skip // self._size
+            sampler = seeded(sampler, self._strategy.seed)
+            if place == (0, 1) and not left_out:
+                return sampler
+            return ShardedSampler(sampler, *place, drop_last=loader.drop_last, pads=pads, skip=left_out)
 
         sampler: Any = loader.sampler
         batch_sampler: Any = loader.batch_sampler
@@ -95,8 +120,63 @@ class Loader:
         return self.inner.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, from 0, for example after loading a checkpoint; then count from it."""
+        """Set the number of the next epoch, from 0; then count from it.
+
+        The number that a checkpoint has set keeps the position in the epoch; another number starts at its beginning.
+        """
+        if epoch != self._epoch:
+            self._skip = 0
         self._epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the training loop: the epoch, and the number of its items that all ranks received.
+
+        The batch of the current iteration counts as received. Items are samples, or batches if the loader has no batch
+        size.
+        """
+        position = self._reading or _Position(self._epoch, self._skip, self._generator_state())
+        return {
+            "epoch": position.epoch,
+            "items": position.items,
+            "unit": "batch" if self.batch_size is None else "sample",
+            "length": self._num_items(),
+            "generator": position.generator,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position of :meth:`state_dict`; if the data has another length, start the epoch again.
+
+        Raises ModelError if the position is not between two batches of this loader.
+        """
+        self._epoch, self._skip, self._reading = state["epoch"], 0, None
+        unit = "batch" if self.batch_size is None else "sample"
+        if (unit, self._num_items()) != (state["unit"], state["length"]):
+            return
+        per_batch = (self.batch_size or 1) if self._is_stream else 1
+        if self._is_stream and state["items"] % per_batch:
+            raise ModelError(
+                f"the checkpoint was saved after {state['items']:,} samples of a stream, which are no whole number of "
+                f"batches with batch_size={per_batch}: use the batch_size of the saved training"
+            )
+        self._skip = state["items"]
+        generator = self._generator()
+        if generator is not None and state["generator"] is not None:
+            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state["generator"])), dtype=torch.uint8))
+
+    def _generator(self) -> torch.Generator | None:
+        """Return the generator that the user gave to the sampler; one of :func:`seeded` is set by the epoch."""
+        sampler = getattr(self._given.batch_sampler, "sampler", None) or self._given.sampler
+        return getattr(sampler, "generator", None)
+
+    def _generator_state(self) -> str | None:
+        generator = self._generator()
+        return None if generator is None else base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+
+    def _num_items(self) -> int | None:
+        """Return the number of items in an epoch of all ranks; None for a stream, or if it is unknown."""
+        if self._is_stream:
+            return None
+        return len_or_none(self._given.batch_sampler if self.batch_size is None else self._given.sampler)
 
     def __len__(self) -> int:
         """Return this rank's number of batches in an epoch. Raises TypeError if the data has no length."""
@@ -108,20 +188,25 @@ class Loader:
         return math.ceil((length - (0 if self._trains else self._rank)) / self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        inner = self.inner
+        epoch, skip = self._epoch, self._skip
+        self._epoch, self._skip = epoch + 1, 0
+        inner = self.inner if self._is_stream or not skip else self._with_sampler(skip)
+        if self._trains:
+            self._reading = _Position(epoch, skip, self._generator_state())
         if self._is_stream:
             set_epoch(inner.dataset, epoch)
         elif inner.batch_sampler is not None:
             set_epoch(inner.batch_sampler, epoch)
         else:
             set_epoch(inner.sampler, epoch)
-        return self._iterate_training() if self._trains else self._batches()
+        batches = self._batches(inner, skip)
+        if not self._trains:
+            return batches
+        return self._iterate_training(batches, None if self._is_stream else len_or_none(inner))
 
-    def _iterate_training(self) -> Iterator[Any]:
-        strategy = self._strategy
-        length = self._num_batches()
-        batches = self._batches()
+    def _iterate_training(self, batches: Iterator[Any], length: int | None) -> Iterator[Any]:
+        strategy, position = self._strategy, self._reading
+        assert position is not None
         if strategy.world_size > 1 and not strategy.takes_uneven:
             lengths = strategy._ranks.exchange(length)
             if None in lengths:
@@ -129,16 +214,23 @@ class Loader:
             elif len(set(lengths)) > 1:
                 counts = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(lengths))
                 raise UsageError(f"the ranks have unequal numbers of batches in an epoch ({counts}){self._advice()}")
-        if length is None:
+        if length is None and not position.items:
             batches = self._at_least_one(batches)
         if strategy.embedder is not None:
             batches = self._prefetching(batches)
+        num_items = (self.batch_size or 1) * self._size
         with strategy.epoch(length):
-            yield from batches
+            for batch in batches:
+                position.items += num_items
+                yield batch
             strategy._ran_out()
+        if self._reading is position:
+            self._reading = None
 
-    def _batches(self) -> Iterator[Any]:
-        batches: Iterator[Any] = iter(self.inner)
+    def _batches(self, inner: DataLoader[Any], skip: int) -> Iterator[Any]:
+        batches: Iterator[Any] = iter(inner)
+        if self._is_stream and skip:
+            batches = itertools.islice(batches, skip // (self.batch_size or 1), None)
         if self._is_stream and self._size > 1:
             batches = sharded_stream(batches, self._rank, self._size, drop_last=self.inner.drop_last, pads=self._trains)
         device = self._strategy.device
@@ -236,23 +328,28 @@ def moved(batch: Any, device: torch.device) -> Any:
 class ShardedSampler(Sampler[Any]):
     """Every `size`-th item of another sampler, starting at number `rank`: indices, or batches of indices.
 
-    An incomplete last group of `size` items is dropped (`drop_last`), filled up with the first items, or
-    (``pads=False``) shared without repetition.
+    The first `skip` items of the other sampler are left out. An incomplete last group of `size` items is dropped
+    (`drop_last`), filled up with the first items, or (``pads=False``) shared without repetition.
     """
 
-    def __init__(self, sampler: Any, rank: int, size: int, *, drop_last: bool, pads: bool = True) -> None:
+    def __init__(
+        self, sampler: Any, rank: int, size: int, *, drop_last: bool, pads: bool = True, skip: int = 0
+    ) -> None:
         self.sampler = sampler
         self._rank = rank
         self._size = size
         self._drop_last = drop_last
         self._pads = pads
+        self._skip = skip
 
     def __iter__(self) -> Iterator[Any]:
         first: list[Any] = []
         group: list[Any] = []
-        for item in self.sampler:
+        for number, item in enumerate(self.sampler):
             if len(first) < self._size:
                 first.append(item)
+            if number < self._skip:
+                continue
             group.append(item)
             if len(group) == self._size:
                 yield group[self._rank]
@@ -264,7 +361,7 @@ class ShardedSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         """Return the number of items in the share. Raises TypeError if the sampler has no length."""
-        num_groups, remainder = divmod(len(self.sampler), self._size)
+        num_groups, remainder = divmod(max(len(self.sampler) - self._skip, 0), self._size)
         has_last = not self._drop_last and (remainder > 0 if self._pads else remainder > self._rank)
         return num_groups + has_last
 
