@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler  # noqa: E402
 
 from paceline.errors import ModelError  # noqa: E402
-from paceline.torch.strategies import strategy as make_strategy  # noqa: E402
+from paceline.torch import strategy as make_strategy  # noqa: E402
 from paceline.torch.strategies.base import Strategy  # noqa: E402
 from paceline.torch.strategies.loaders import Loader  # noqa: E402
 
