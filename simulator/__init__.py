@@ -1,4 +1,4 @@
-"""Whole clusters in virtual time, from one seed: faults are drawn, and every promise of Paceline is checked.
+"""Simulate whole clusters in virtual time. One seed selects all faults, and every guarantee of Paceline is checked.
 
 Nodes of *protocol runs* are the protocol's cores with thin adapters, nodes of *product runs* the product's own
 processes. ``python -m simulator`` runs many.

@@ -1,4 +1,4 @@
-"""One simulated cluster from one seed: its processes in virtual time, its faults, its checks.
+"""Simulate one cluster from one seed: processes in virtual time, faults and checks.
 
 :class:`Cluster` is the same for protocol runs and product runs. They differ by their nodes: the protocol's cores with
 thin adapters (:mod:`simulator.protocol`), or the product's own processes (:mod:`simulator.product`).
@@ -56,7 +56,7 @@ class FaultSchedule(ABC):
     @property
     @abstractmethod
     def is_under_way(self) -> bool:
-        """Whether a fault has not ended, or not begun."""
+        """Whether a fault is in progress or has not begun yet."""
 
     @abstractmethod
     def plan(self) -> None:
@@ -68,7 +68,7 @@ class FaultSchedule(ABC):
 
 
 class Cluster(ABC):
-    """The processes of one seed; :meth:`run` lets them live."""
+    """The processes of one seed; :meth:`run` runs them."""
 
     latencies_s: ClassVar[Sequence[float]] = (0.0003, 0.001, 0.003)
     bandwidths: ClassVar[Sequence[float]] = (2e6, 2e7, 1e9)
@@ -98,15 +98,15 @@ class Cluster(ABC):
 
     @abstractmethod
     def start_scheduler(self, *, replaces: bool = False, accepts_minority: bool = False) -> None:
-        """Start a scheduler, which may take over from one before."""
+        """Start a scheduler. It may take over from an earlier scheduler."""
 
     @abstractmethod
     def start_server(self, *, is_extra: bool = False) -> None:
-        """Start a server: one of the first, or one more."""
+        """Start one of the initial servers, or a further server."""
 
     @abstractmethod
     def start_worker(self) -> None:
-        """Start a worker, if there is work for one more."""
+        """Start a worker if there is work for another worker."""
 
     @abstractmethod
     def core_of(self, scheduler: VirtualProcess) -> ClusterCore | None:
@@ -118,7 +118,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def leave(self, process: VirtualProcess) -> bool:
-        """Let a server or worker leave in good order; return False if it cannot."""
+        """Request a server or worker to leave normally; return False if it cannot."""
 
     # The work.
 
@@ -128,17 +128,17 @@ class Cluster(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check everything while the cluster lives. Raises Violation."""
+        """Check all guarantees while the cluster runs. Raises Violation."""
 
     @abstractmethod
     def check_end(self) -> None:
         """Compare all tables at the end of a phase. Raises Violation."""
 
     def installed(self) -> AbstractContextManager[None]:
-        """Return a context in which the nodes live in this world."""
+        """Return a context in which the nodes use this world."""
         return _NOTHING
 
-    # The state of the cluster, as an observer of everything sees it.
+    # The state of the cluster, as seen by the simulation.
 
     @property
     def core(self) -> ClusterCore | None:
@@ -191,11 +191,11 @@ class Cluster(ABC):
         return f"{kind}{self._number}"
 
     def follow(self, process: VirtualProcess) -> None:
-        """Break the connections of a process when it dies, and let the scheduler know."""
+        """When the process dies, break its connections and report its end to the scheduler."""
         process.at_death.append(partial(self.ended, process))
 
     def kill(self, process: VirtualProcess, *, is_silent: bool = False) -> None:
-        """End a process; `is_silent`: with its host, so that its connections do not end."""
+        """End a process. With `is_silent` its host ends too, so its connections stay open."""
         process.is_silent = is_silent
         process.kill()
 
@@ -214,12 +214,12 @@ class Cluster(ABC):
 
     @abstractmethod
     def report_end(self, scheduler: VirtualProcess, process: VirtualProcess) -> None:
-        """Let the scheduler's kernel report that a process has ended."""
+        """Report the end of a process to the scheduler, as the kernel does."""
 
     # A run.
 
     def run(self) -> Outcome:
-        """Let the cluster live; return the outcome."""
+        """Run the cluster and return the outcome."""
         violation: str | None = None
         with self.installed():
             try:
@@ -244,7 +244,7 @@ class Cluster(ABC):
         )  # fmt: skip
 
     def found(self) -> str | None:
-        """Return a violation that was found without an exception."""
+        """Return a violation that no exception reported."""
         return None
 
     def _live(self) -> None:
@@ -272,7 +272,7 @@ class Cluster(ABC):
             self.start_worker()
 
     def wait(self, aim: str, is_reached: Callable[[], bool]) -> None:
-        """Wait, and check everything repeatedly. Raises Violation when it takes too long."""
+        """Wait, and check all guarantees repeatedly. Raises Violation after a timeout."""
         began_s = self.world.time_s
         while not is_reached():
             self._operate()
@@ -282,7 +282,7 @@ class Cluster(ABC):
             self.world.sleep(_WATCH_S)
 
     def _operate(self) -> None:
-        """Start the scheduler again if it waits for dead servers, as an operator does."""
+        """Restart the scheduler if it waits for dead servers, as an operator would."""
         core = None if self.scheduler is None else self.core_of(self.scheduler)
         if self.scheduler is not None and core is not None and core.needed and not self.scheduler.is_paused:
             live = {process.name for process in self.servers.values() if not process.is_dead}

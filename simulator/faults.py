@@ -1,6 +1,6 @@
-"""The faults of a cluster: drawn from the seed, counted when they begin, and ended at the end of each phase.
+"""Faults of a cluster. The seed selects them. They are counted when they begin, and end with each phase.
 
-A chain can bear `replicas` servers that are dead or may be taken for dead. Faults respect that unless `allow_loss`.
+A chain tolerates `replicas` servers that are dead or may be declared dead. Faults respect this unless `allow_loss`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Faults(FaultSchedule):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a fault has not ended, or not begun."""
+        """Whether a fault is in progress or has not begun yet."""
         return bool(self._ends or self._num_planned)
 
     @override
@@ -83,7 +83,7 @@ class Faults(FaultSchedule):
             self.network.fired[kind] += 1
             self._world.note(f"FAULT {kind}")
             self.last_s = self._world.time_s
-            if kind in _MAY_ADD_UP:  # several together may last longer than one
+            if kind in _MAY_ADD_UP:  # several faults together may last longer than one fault
                 self._disturb(self.cluster.live_servers)
 
     def end_after(self, seconds: float, end: Callable[[], object]) -> None:
@@ -101,7 +101,7 @@ class Faults(FaultSchedule):
     # The processes.
 
     def one(self, processes: Sequence[VirtualProcess]) -> VirtualProcess | None:
-        """Return one of some processes, if there is any."""
+        """Return a random process of those given, or None if there are none."""
         return self._world.random.choice(processes) if processes else None
 
     def _all(self) -> list[VirtualProcess]:
@@ -113,7 +113,7 @@ class Faults(FaultSchedule):
         return self._world.random.random() * share * self.cluster.settings.heartbeat_timeout_s
 
     def may_fail(self, servers: Collection[VirtualProcess], seconds: float) -> bool:
-        """Return whether all `servers` may fail for some time; if so, mark them as doubtful."""
+        """Return whether all `servers` may fail for some time, and mark them as doubtful if so."""
         if servers and not self._allow_loss and not self.can_spare(servers):
             return False
         self._doubt(servers, seconds)
@@ -122,7 +122,7 @@ class Faults(FaultSchedule):
     def can_spare(self, servers: Collection[VirtualProcess]) -> bool:
         """Return whether each chain has a healthy member without `servers`, and enough replicas.
 
-        A server that is being filled counts as a member, because it may become one before it is missed.
+        A server that is being filled counts as a member, because it may become a member before its failure is detected.
         """
         cluster, replicas = self.cluster, self.cluster.settings.replicas
         if not cluster.groups or (servers and not replicas) or cluster.scheduler is None or cluster.scheduler.is_paused:
@@ -139,7 +139,7 @@ class Faults(FaultSchedule):
         return True
 
     def is_doubtful(self, server: VirtualProcess) -> bool:
-        """Return whether a server may be taken for dead, or is about to leave."""
+        """Return whether a server may be declared dead, or is about to leave."""
         core = self.cluster.core
         return (
             self._doubtful_until_s.get(server.name, 0.0) > self._world.time_s
@@ -160,12 +160,12 @@ class Faults(FaultSchedule):
             process.is_disturbed = True
 
     def _beyond(self, island: Collection[VirtualProcess]) -> list[VirtualProcess]:
-        """Return the processes that an island separates from the scheduler."""
+        """Return the processes that a partition separates from the scheduler."""
         is_inside = self.cluster.scheduler in island
         return [process for process in self._all() if (process in island) != is_inside]
 
     def _delay(self, process: VirtualProcess) -> None:
-        """Mark a short fault of a process; together with others, a worker may be declared dead."""
+        """Mark a short fault of a process. Several such faults of a worker together may get it declared dead."""
         self._disturb([process])
         if process is self.cluster.scheduler:
             self._disturb(self.cluster.live_workers)
@@ -177,7 +177,7 @@ class Faults(FaultSchedule):
         return self._world.random.choice(ends) if ends else None
 
     def _reset_both(self, end: End, within_s: float) -> None:
-        """Reset both ends, each at its own time: some of the data in flight still arrive."""
+        """Reset both ends at different times, so some of the data in flight still arrives."""
         for side in (end, end.other):
             self._world.after(self._world.random.random() * within_s, side.reset)
 
@@ -195,7 +195,7 @@ class Faults(FaultSchedule):
         return end is not None
 
     def _drop_answers(self) -> bool:
-        """Reset each connection of the servers at their next transmission: requests are repeated."""
+        """Reset every connection of the servers at their next transmission, so that clients repeat requests."""
         servers = self.cluster.live_servers
         self.network.breaking.update(self.network.ends_of(servers))
         return bool(servers)
@@ -246,7 +246,7 @@ class Faults(FaultSchedule):
         return True
 
     def _partition(self) -> bool:
-        """Separate some processes from all others; some connections break during that time."""
+        """Separate some processes from all other processes for a time, and break some connections in this time."""
         processes, random = self._all(), self._world.random
         if not self.cluster.groups:
             return False
@@ -278,7 +278,9 @@ class Faults(FaultSchedule):
     def _cable(self) -> bool:
         """Cut the path between two servers until one is dead."""
         servers = [process for process in self.cluster.live_servers if not self.network.is_any_cut(process.host)]
-        if len(servers) < 2 or self._allow_loss:  # with lost buckets, the last holder of a bucket never goes
+        if (
+            len(servers) < 2 or self._allow_loss
+        ):  # a server with the last copy of a bucket cannot leave while buckets are lost
             return False
         one, other = self._world.random.sample(servers, 2)
         if not (self.can_spare([one]) and self.can_spare([other])):
@@ -290,7 +292,7 @@ class Faults(FaultSchedule):
         return True
 
     def _replace(self, one: VirtualProcess, other: VirtualProcess) -> None:
-        """Start another server when `one` or `other` is dead."""
+        """Start another server as soon as `one` or `other` is dead."""
         if one.is_dead or other.is_dead:
             self._restart(partial(self.cluster.start_server, is_extra=True))
         else:
@@ -304,7 +306,7 @@ class Faults(FaultSchedule):
         return True
 
     def _hiccup(self) -> bool:
-        """Pause any process for so short a time that it is not taken for dead."""
+        """Pause a process too briefly for it to be declared dead."""
         process = self.one(self._all())
         if process is None or process.is_paused:
             return False
@@ -386,7 +388,7 @@ class Faults(FaultSchedule):
             self.cluster.start_scheduler(replaces=replaces)
 
     def _second_scheduler(self) -> bool:
-        """Start a scheduler at the address of one that lives, and keeps some of its connections for a while."""
+        """Start a second scheduler at the address of a running scheduler, which keeps some connections for a while."""
         cluster, former, random = self.cluster, self.cluster.scheduler, self._world.random
         core = cluster.core
         if former is None or former.is_paused or core is None or self.network.cuts or self.network.former:
@@ -395,7 +397,9 @@ class Faults(FaultSchedule):
             self.can_spare([]) and core.committed.voters <= cluster.servers_by_incarnation().keys()
         ):
             return False
-        self._doubt(cluster.live_servers, _SECOND_S)  # each scheduler may continue without the other's servers
+        self._doubt(
+            cluster.live_servers, _SECOND_S
+        )  # each scheduler may continue without the servers of the other scheduler
         self.network.former["scheduler"] = former
         cluster.start_scheduler(replaces=random.random() < 0.5)
         for end in self.network.ends_of([former]):

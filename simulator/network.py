@@ -1,7 +1,8 @@
-"""Connections between virtual hosts: the good and bad effects of TCP, on streams of bytes or of whole messages.
+"""Connections between virtual hosts with the behaviour of TCP, for streams of bytes or of whole messages.
 
-Everything arrives in order, after a delay. A path that is cut loses nothing: its traffic arrives when it is mended. A
-connection may be reset at both ends or at one: the other end of a half-open one notices when it sends, or by keepalive.
+Everything arrives in order, after a delay. A cut path loses no data: its traffic arrives after the repair. A connection
+may be reset at both ends or at one end. The other end of such a half-open connection detects this when it sends, or by
+keepalive.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Refused(Exception):  # noqa: N818 - an answer
 
 
 class End:
-    """One end of a connection. Subclasses send; `changed` is called at arrivals, at an end and at a reset."""
+    """One end of a connection. Subclasses send. `changed` is called when data arrives and when the connection ends."""
 
     def __init__(self, network: VirtualNetwork, process: VirtualProcess, path: tuple[str, str]) -> None:
         self.network = network
@@ -51,7 +52,7 @@ class End:
         return not (self.is_closed or self.is_reset or self.has_ended)
 
     def close(self) -> None:
-        """Close in good order: everything sent before arrives."""
+        """Close normally: all data sent before arrives."""
         self._close(self.other.end)
 
     def abort(self) -> None:
@@ -59,7 +60,7 @@ class End:
         self._close(self.other.reset)
 
     def crash(self) -> None:
-        """Close as the process dies: some of the last transmissions are lost."""
+        """Close because the process dies: some of the last transmissions are lost."""
         if not self.is_closed:
             random = self.network.world.random
             for _ in range(random.randint(0, len(self._in_flight))):
@@ -119,10 +120,10 @@ class End:
             self.network.forget(self)
             self.changed()
 
-    # The way to the other end.
+    # Transmissions to the other end.
 
     def transmit(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call something at the other end, after all earlier transmissions."""
+        """Call a function at the other end, after all earlier transmissions."""
         if self.process.is_dead and self.process.is_silent:
             return
         self._in_flight.append((call, arguments))
@@ -144,7 +145,7 @@ class End:
             call(*arguments)
 
     def mended(self) -> None:
-        """Deliver everything that waited for the path."""
+        """Deliver all traffic that waited for the path."""
         stalled, self._num_stalled = self._num_stalled, 0
         world = self.network.world
         self._last_s = max(self._last_s, world.time_s + world.random.random() * RETRANSMIT_S)
@@ -194,7 +195,7 @@ class VirtualNetwork:
     # Paths.
 
     def is_cut(self, path: tuple[str, str]) -> bool:
-        """Return whether nothing passes between two hosts."""
+        """Return whether the path between two hosts is cut."""
         return bool(self.cuts) and frozenset(path) in self.cuts
 
     def is_any_cut(self, host: str) -> bool:
@@ -202,7 +203,7 @@ class VirtualNetwork:
         return any(host in path for path in self.cuts)
 
     def cut_path(self, one: str, other: str) -> None:
-        """Let nothing pass between two hosts."""
+        """Cut the path between two hosts."""
         self.cuts[frozenset((one, other))] += 1
 
     def mend_path(self, one: str, other: str) -> None:

@@ -1,4 +1,4 @@
-"""The guarantees that hold in every cluster at every moment, and their check.
+"""Check the guarantees of a cluster after every event.
 
 The :class:`Oracle` sees all processes. It has every push, the acknowledgements, the members and the chains of every
 view. The processes report their actions, and it raises :class:`Violation`.
@@ -28,7 +28,7 @@ class Violation(AssertionError):  # noqa: N818 - the word of the command line
 
 
 class Pushing(Protocol):
-    """A worker as the oracle sees it."""
+    """The oracle's record of a worker."""
 
     is_dead: bool
 
@@ -38,7 +38,7 @@ class Pushing(Protocol):
 
     @property
     def is_counted(self) -> bool:
-        """Whether servers wait for it."""
+        """Whether servers wait for this worker."""
 
     @property
     def incarnation(self) -> int:
@@ -89,7 +89,7 @@ class Oracle:
         self._views: dict[int, tuple[ChainGroup, ...]] = {}
 
     def record_loss(self, buckets: int) -> None:
-        """Record lost buckets. Raises DataLost, or Violation if enough servers lived."""
+        """Record lost buckets. Raises DataLost, or Violation if enough servers were alive."""
         self.lost |= buckets
         if self._allow_loss:
             raise DataLost
@@ -168,7 +168,7 @@ class Oracle:
     def check_equal(self, bucket: int, first: Data, data: Data, where: str) -> None:
         """Check that a replica equals its primary, except for unacknowledged pushes of dead workers.
 
-        Under sequential consistency only sums go down a chain, so the two are always equal.
+        Under sequential consistency only sums are forwarded along a chain, so replica and primary are always equal.
         """
         for worker in first.marks.keys() | data.marks.keys():
             last = len(self._by_bucket[bucket][worker]) - 1
@@ -223,7 +223,7 @@ class Oracle:
         self._before, self._reported = set(shards_in(done)), Counter()
 
     def reported(self, key: Key) -> None:
-        """Record that the poster has the report of a shard."""
+        """Record that the driver of the job has the report of a shard."""
         self._reported[key] += 1
 
     def finished(self, state: JobState, expected: Mapping[Key, float], with_reports: Collection[Key]) -> None:

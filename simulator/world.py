@@ -1,9 +1,9 @@
 """Virtual time, processes and threads. A seed decides the order of all events.
 
-Processes of protocol runs have no threads: they are called. Product code blocks: in locks, on channels, in the selector
-of an event loop. Here every such wait ends in :meth:`VirtualWorld.block`, which passes the baton to the thread whose
-turn is next; time jumps to that turn. The threads are real, so that product code runs unchanged, but only one runs at
-a time.
+Processes of protocol runs have no threads; the world calls them. Product code waits: for locks, on channels, in the
+selector of an event loop. Every such wait calls :meth:`VirtualWorld.block`. It passes the *baton*, the right to run, to
+the thread whose turn is next, and time jumps to this turn. The threads are real, so that product code runs unchanged,
+but only one thread runs at a time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class VirtualProcess:
             call(*arguments)
 
     def start(self, main: Callable[[], None]) -> Thread:
-        """Start its main thread; when that ends, so does the process."""
+        """Start the main thread. The process ends with this thread."""
 
         def run() -> None:
             try:
@@ -208,7 +208,7 @@ class VirtualWorld:
         self.at(self.time_s + delay_s, call, *arguments)
 
     def resume_at(self, time_s: float, thread: Thread, generation: int | None) -> None:
-        """Give a thread its turn at a time, if it still waits as it does now; None: however it waits."""
+        """Give a thread its turn at a time if it is still in the same wait; with None, in any wait."""
         heapq.heappush(self._turns, (time_s, self.random.random(), self.next_number(), None, (thread, generation)))
 
     def resume_soon(self, thread: Thread) -> None:

@@ -190,7 +190,7 @@ class Event:
 
 
 class ProductThread:
-    """As ``threading.Thread``, of the process that makes it."""
+    """As ``threading.Thread``, in the process that creates it."""
 
     def __init__(
         self,

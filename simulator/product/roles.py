@@ -1,4 +1,4 @@
-"""The product's roles from outside: their tables and their log."""
+"""Access to the tables and the log of the product's roles."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _FAILED: Final = 0.4
 
 
 class Disk:
-    """The disk that all hosts share: real files, in a directory of the simulation's own."""
+    """The disk that all hosts share: real files, in a directory of the simulation."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self.is_failing = False
@@ -114,7 +114,7 @@ def compare_snapshot(directory: Path, chains: Sequence[tuple[Buckets, Sequence[t
 
 
 def try_snapshot(network: VirtualNetwork, disk: Disk) -> None:
-    """Take a snapshot during faults: it must be complete, or fail."""
+    """Take a snapshot during faults. It must be complete or fail."""
     try:
         take_snapshot(network, disk)
     except PacelineError as error:

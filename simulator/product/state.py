@@ -11,7 +11,7 @@ from simulator.world import VirtualProcess
 
 
 class Participant:
-    """A worker, as other workers see it; `slot` selects its own keys."""
+    """A worker's state that other workers read; `slot` selects the worker's own keys."""
 
     def __init__(self, process: VirtualProcess, slot: int) -> None:
         self.process = process

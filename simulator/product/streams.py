@@ -1,4 +1,4 @@
-"""Streams of bytes: cut into pieces anywhere, and held back while the receiver does not read."""
+"""Streams of bytes. They are cut into pieces at any byte, and stop while the receiver does not read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StreamEnd(End):
         self._num_sent = 0  # and not read by the other end
 
     def write(self, data: memoryview) -> int:
-        """Send as much as fits into the window; return how much."""
+        """Send the data that fits into the window; return its size."""
         taken, random = min(len(data), max(self._window - self._num_sent, 0)), self.network.world.random
         if taken and not self.is_closed and not self.must_break():
             self._num_sent += taken
@@ -39,7 +39,7 @@ class StreamEnd(End):
         return taken
 
     def read(self, view: memoryview) -> int:
-        """Move arrived bytes into a buffer; return how many."""
+        """Move arrived bytes into a buffer; return their number."""
         taken = 0
         while self._arrived and taken < len(view):
             data = self._arrived.popleft()
@@ -84,6 +84,6 @@ class StreamEnd(End):
     def reset(self) -> None:
         if self.is_open:
             self._arrived.clear()
-            if self.other._num_sent:  # it is sent again, or the full window probed: the answer is a reset
+            if self.other._num_sent:  # TCP sends the data again, or probes the full window, and receives a reset
                 self.network.world.after(RETRANSMIT_S, self.other.reset)
         super().reset()

@@ -1,7 +1,7 @@
 """Replacements of system modules in the product while a simulation runs.
 
-Modules of the product import `time`, `threading`, `secrets` and the like by name. While a simulation runs these names
-stand for its own clock, threads and random numbers in all product modules.
+Modules of the product import `time`, `threading`, `secrets` and similar modules by name. During a simulation these
+names refer to the virtual clock, threads and random numbers in all product modules.
 """
 
 from __future__ import annotations

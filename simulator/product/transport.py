@@ -1,7 +1,7 @@
 """The transport of the simulation: the product's frames and handshake on the virtual network.
 
-As in :mod:`tests.memory_transport`, the connections are the product's; this module replaces the asyncio transport
-and the socket, with all effects of real ones.
+As in :mod:`tests.memory_transport`, the connections are the product's. This module replaces the asyncio transport and
+the socket, with the effects of a real network.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _VirtualListener(Listener):
         self._service = service
         self._network = network
         self._loop = asyncio.get_running_loop()
-        self._accepted: dict[AcceptedConnection, None] = {}  # in order, for the sake of replays
+        self._accepted: dict[AcceptedConnection, None] = {}  # in a fixed order, so that runs can be repeated
 
     @property
     @override
@@ -187,7 +187,7 @@ class Pipe(asyncio.Transport):
                 self._loop.call_soon_threadsafe(self._process_input)
 
     def _process_input(self) -> None:
-        """Read, write and close as the state of the end permits."""
+        """Read, write and close, as far as the state of the connection permits."""
         self._is_planned = False
         end = self._end
         if self._is_lost:

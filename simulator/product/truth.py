@@ -1,10 +1,10 @@
 """The expected contents of a cluster's tables: every acknowledged push and change exactly once, on every replica.
 
 Buckets are compared bit for bit. The model applies the same pushes and changes, in program order, to one part that
-never moves and is never replicated. The order between workers does not matter: each worker has keys of its own, or the
-gradients are small whole numbers that SGD adds up exactly. A push that was not acknowledged, since its worker died or a
-server refused it, may have been applied or not, bucket by bucket: then one of the possible states must be there, and
-from then on it is the one.
+never moves and is never replicated. The order between workers does not matter: either each worker has its own keys, or
+the gradients are small whole numbers that SGD adds exactly. A push without an acknowledgement is *uncertain*, because
+its worker died or a server rejected it. Each bucket may or may not contain it. A bucket must then be equal to one of
+the possible states, and keep this state.
 """
 
 from __future__ import annotations
