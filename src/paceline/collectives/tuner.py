@@ -81,19 +81,15 @@ class Tuner:
 
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
         """Return engine and algorithm. A measurement begins with a barrier for `order`, to detect mismatches."""
-        shared = self._shared()
-        forced = self._forced_schedule(operation)
-        if shared is not None and self.forced in (None, SHARED, DIRECT):
-            if not self._may_be_direct(shared, operation, num_bytes):
-                return shared, SHARED
-            if self.forced in (SHARED, DIRECT):
-                return shared, self.forced
-            return shared, self._fastest_local(shared, num_bytes, order)
+        name, _ = self._known_choice(operation, num_bytes)
+        shared = self._preferred()
+        if shared is not None:
+            return shared, name or self._fastest_local(shared, num_bytes, order)
         network = self._connections.network(self._choose_schedule)
-        if forced is None and self.model is None and len(self._names(operation)) > 1:
+        if name is None:
             network.barrier(order)
             self.model = self.measure()
-        return network, forced or self._choose_schedule(operation, num_bytes)
+        return network, name or self._choose_schedule(operation, num_bytes)
 
     def record(self, operation: str, algorithm: str, num_bytes: int, seconds: float) -> None:
         key = (operation, algorithm, num_bytes.bit_length())
@@ -127,7 +123,10 @@ class Tuner:
         if operation not in ALGORITHMS:
             raise UsageError(f"got operation {operation!r}, expected one of {', '.join(ALGORITHMS)}")
         candidates = self.candidates(operation, num_bytes)
-        chosen, reason = self._explain_choice(operation, num_bytes)
+        chosen, reason = self._known_choice(operation, num_bytes)
+        if self._connections.layout.size == 1:
+            chosen, reason = "nothing", "the group has one rank"
+        chosen = chosen or ("none yet" if self._preferred() is None else SHARED)
         lines = [f"{operation} of {num_bytes:,} bytes on {self._connections.layout.size} ranks: {chosen} ({reason})"]
         lines.append(f"  {'algorithm':<20}{'predicted':>12}{'measured':>12}")
         for name, predicted, measured in candidates:
@@ -148,25 +147,24 @@ class Tuner:
         gamma = self.model.gamma_s_per_byte
         return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.layout.hosts)
 
-    def _explain_choice(self, operation: str, num_bytes: int) -> tuple[str, str]:
-        if self._connections.layout.size == 1:
-            return "nothing", "the group has one rank"
-        shared = self._shared()
-        forced = self._forced_schedule(operation)
-        if forced is not None:
-            return forced, "set by PACELINE_ALGORITHM or the caller"
-        if shared is not None and self.forced in (None, SHARED, DIRECT):
+    def _known_choice(self, operation: str, num_bytes: int) -> tuple[str | None, str]:
+        """Return the algorithm, or None if it needs a measurement, and the reason."""
+        shared = self._preferred()
+        if shared is not None:
             if not self._may_be_direct(shared, operation, num_bytes):
                 return SHARED, "all ranks are on one host"
-            if self.forced is not None and self.forced in (SHARED, DIRECT):
+            if self.forced is not None:
                 return self.forced, "set by PACELINE_ALGORITHM or the caller"
             timed_size = self._timed_size(num_bytes)
             times = self._local.get(timed_size)
             if times is None:
-                return SHARED, "all ranks are on one host; not yet timed against direct"
+                return None, "all ranks are on one host; not yet timed against direct"
             return _faster(times, timed_size), "the fastest on this host, as timed"
+        forced = self._forced_schedule(operation)
+        if forced is not None:
+            return forced, "set by PACELINE_ALGORITHM or the caller"
         if self.model is None and len(self._names(operation)) > 1:
-            return "none yet", "the first call measures the links, then chooses"
+            return None, "the first call measures the links, then chooses"
         return self._choose_schedule(operation, num_bytes), "the shortest predicted time"
 
     def _forced_schedule(self, operation: str) -> str | None:
@@ -175,6 +173,9 @@ class Tuner:
 
     def _shared(self) -> SharedMemory | None:
         return self._connections.shared if self._connections.layout.is_on_one_host else None
+
+    def _preferred(self) -> SharedMemory | None:
+        return self._shared() if self.forced in (None, SHARED, DIRECT) else None
 
     @staticmethod
     def _may_be_direct(shared: SharedMemory, operation: str, num_bytes: int) -> bool:
@@ -190,10 +191,8 @@ class Tuner:
 
     def _fastest_local(self, shared: SharedMemory, num_bytes: int, order: Order) -> str:
         timed_size = self._timed_size(num_bytes)
-        times = self._local.get(timed_size)
-        if times is None:
-            shared.barrier(order)
-            times = self._local[timed_size] = self._time_locally(shared, timed_size)
+        shared.barrier(order)
+        times = self._local[timed_size] = self._time_locally(shared, timed_size)
         return _faster(times, timed_size)
 
     def _time_locally(self, shared: SharedMemory, num_bytes: int) -> dict[str, float]:

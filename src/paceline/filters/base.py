@@ -99,6 +99,18 @@ class RowFilter(Filter, is_abstract=True):
         return 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class ShareFilter(RowFilter, is_abstract=True):
+    """Sends a `share` of the rows, above 0 and at most 1. Raises UsageError."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.share, (int, float)) and not isinstance(self.share, bool)
+        if not is_number or not 0 < self.share <= 1:
+            raise UsageError(f"{type(self).__name__}(share={self.share!r}): expected a number above 0 and at most 1")
+
+
 class KeyFilter(Filter, is_abstract=True):
     """Encodes keys in fewer bytes. Chains know these filters by name, because they define the message format."""
 
@@ -238,10 +250,3 @@ def class_path(text: str) -> tuple[str, str] | None:
 def _find_class(module: str, name: str) -> type[Filter] | None:
     found = (kind for kind in FILTERS.values() if (kind.__module__, kind.__qualname__) == (module, name))
     return next(found, None)
-
-
-def check_share(chosen: Filter, share: float) -> None:
-    """Raise UsageError unless a share of rows is above 0 and at most 1."""
-    is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-    if not is_number or not 0 < share <= 1:
-        raise UsageError(f"{type(chosen).__name__}(share={share!r}): expected a number above 0 and at most 1")

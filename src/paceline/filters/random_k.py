@@ -9,24 +9,19 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from paceline.filters.base import Preserves, RowFilter, check_share
+from paceline.filters.base import Preserves, ShareFilter
 from paceline.filters.chance import chances
 from paceline.tables.types import Floats, Keys
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomK(RowFilter):
+class RandomK(ShareFilter):
     """Sends each row of a push with probability `share`; the worker keeps and adds up unsent rows."""
-
-    share: float
 
     name: ClassVar[str] = "random-k"
     preserves: ClassVar[Preserves] = "nothing"
     ns_per_value: ClassVar[float] = 60.0
     keeps_residual: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_share(self, self.share)
 
     @override
     def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:

@@ -10,23 +10,18 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from paceline.filters.base import Preserves, RowFilter, check_share
+from paceline.filters.base import Preserves, ShareFilter
 from paceline.tables.types import Floats, Keys
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(RowFilter):
+class TopK(ShareFilter):
     """Sends the `share` of each push's rows with the largest norms; the worker keeps and adds up unsent rows."""
-
-    share: float
 
     name: ClassVar[str] = "top-k"
     preserves: ClassVar[Preserves] = "nothing"
     ns_per_value: ClassVar[float] = 70.0
     keeps_residual: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_share(self, self.share)
 
     @override
     def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:

@@ -21,6 +21,7 @@ from paceline.transport.client import shut
 
 _MAX_BUFFERS = 64
 """POSIX guarantees 16 in one call, Linux and macOS accept 1024."""
+_PURPOSE: Purpose = "collective"
 _CHECK_S = 1.0
 """Interval at which a rank that waits for a connection checks that the other rank is alive."""
 
@@ -80,16 +81,13 @@ def connection_closed(rank: int, error: OSError | None) -> RankLostError:
 class Mesh:
     """The links of one rank, created at first use. The lower rank of a pair connects, the higher one accepts."""
 
-    def __init__(
-        self, node: Node, group: str, rank: int, infos: Sequence[NodeInfo], purpose: Purpose = "collective"
-    ) -> None:
+    def __init__(self, node: Node, group: str, rank: int, infos: Sequence[NodeInfo]) -> None:
         """``group`` is unique, and equal on all its ranks."""
         self.rank = rank
         self.size = len(infos)
         self.infos = infos
         self.group = group
         self._node = node
-        self._purpose: Purpose = purpose
         self._lock = threading.Lock()
         self._making = [threading.Lock() for _ in infos]
         self._links: dict[int, Link] = {}
@@ -135,7 +133,7 @@ class Mesh:
         start = time.monotonic()
         try:
             if self.rank < rank:
-                return self._node.connect(self.infos[rank], self.group, self.rank, self._purpose, deadline)
+                return self._node.connect(self.infos[rank], self.group, self.rank, _PURPOSE, deadline)
             return self._accept(rank, deadline)
         except DeadlineError as error:
             raise RankLostError(
@@ -152,7 +150,7 @@ class Mesh:
         while True:
             check_at = min(deadline, time.monotonic() + _CHECK_S)
             try:
-                return self._node.accept(self.group, rank, self._purpose, check_at)
+                return self._node.accept(self.group, rank, _PURPOSE, check_at)
             except DeadlineError:
                 if time.monotonic() >= deadline:
                     raise

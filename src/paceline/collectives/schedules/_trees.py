@@ -10,12 +10,12 @@ Two children never send the same piece to their parent at the same step, because
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Final, TypeAlias
 
-from paceline.collectives.schedules.base import Action, Receive, Round, Send, Spans
+from paceline.collectives.schedules.base import Action, Receive, Round, Schedule, Send, Spans
 
 NO_RANK: Final = -1
 
@@ -85,10 +85,17 @@ def passed_up_and_down(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterat
     yield from passed_down(tree, rank, pieces, start=tree.height)
 
 
-def in_rounds(timed: Iterable[Timed]) -> tuple[Round, ...]:
+def pipelined(
+    passed: Callable[[Tree, int, Sequence[Spans]], Iterator[Timed]], trees: Sequence[Tree], rank: int, pieces: int
+) -> Schedule:
+    """Return the schedule that passes ``pieces`` blocks along each tree."""
+    timed = (
+        passed(tree, rank, [((block, block + 1),) for block in range(number * pieces, (number + 1) * pieces)])
+        for number, tree in enumerate(trees)
+    )
+    return Schedule(len(trees) * pieces, _in_rounds(chain.from_iterable(timed)))
+
+
+def _in_rounds(timed: Iterable[Timed]) -> tuple[Round, ...]:
     ordered = sorted(timed, key=lambda entry: entry[0])
     return tuple(tuple(action for _, action in group) for _, group in groupby(ordered, key=lambda entry: entry[0]))
-
-
-def cut(start: int, count: int) -> tuple[Spans, ...]:
-    return tuple(((block, block + 1),) for block in range(start, start + count))

@@ -109,5 +109,13 @@ def renamed(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
     )
 
 
+def widened(rounds: Iterable[Round], spans: Spans) -> tuple[Round, ...]:
+    """Return the rounds with ``spans`` in every message."""
+    return tuple(
+        tuple(action if isinstance(action, Copy) else action._replace(spans=spans) for action in actions)
+        for actions in rounds
+    )
+
+
 def largest_power_of_two(size: int) -> int:
     return 1 << (size.bit_length() - 1)

@@ -14,30 +14,22 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from paceline.collectives.schedules._trees import (
-    NO_RANK,
-    Tree,
-    cut,
-    in_rounds,
-    passed_down,
-    passed_up,
-    passed_up_and_down,
-    tree_of,
-)
-from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, merged
+from paceline.collectives.schedules import _trees
+from paceline.collectives.schedules._trees import NO_RANK, Tree, pipelined, tree_of
+from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, merged, widened
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    return Schedule(pieces, in_rounds(passed_down(_star(size, root), rank, cut(0, pieces))))
+    return pipelined(_trees.passed_down, [_star(size, root)], rank, pieces)
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
     """Reduce in ``pieces`` blocks; the root adds in the order of ranks."""
-    return Schedule(pieces, in_rounds(passed_up(_star(size, root), rank, cut(0, pieces))))
+    return pipelined(_trees.passed_up, [_star(size, root)], rank, pieces)
 
 
 def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
-    return Schedule(pieces, in_rounds(passed_up_and_down(_star(size, 0), rank, cut(0, pieces))))
+    return pipelined(_trees.passed_up_and_down, [_star(size, 0)], rank, pieces)
 
 
 def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
@@ -68,8 +60,7 @@ def all_gather(rank: int, size: int) -> Schedule:
 
 
 def reduce_scatter(rank: int, size: int) -> Schedule:
-    vector = ((0, size),)
-    return Schedule(size, in_rounds(passed_up(_star(size, 0), rank, (vector,))) + scatter(rank, size).rounds)
+    return Schedule(size, widened(reduce(rank, size).rounds, ((0, size),)) + scatter(rank, size).rounds)
 
 
 @lru_cache(maxsize=64)

@@ -15,43 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 
-from paceline.collectives.schedules._trees import (
-    NO_RANK,
-    Tree,
-    cut,
-    in_rounds,
-    passed_down,
-    passed_up,
-    passed_up_and_down,
-    tree_of,
-)
+from paceline.collectives.schedules import _trees
+from paceline.collectives.schedules._trees import NO_RANK, Tree, pipelined, tree_of
 from paceline.collectives.schedules.base import Schedule
 
 
 def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
-    halves = zip(_trees(size), (cut(0, pieces), cut(pieces, pieces)), strict=True)
-    timed = (passed_up_and_down(tree, rank, half) for tree, half in halves)
-    return Schedule(2 * pieces, in_rounds(chain.from_iterable(timed)))
+    return pipelined(_trees.passed_up_and_down, _two_trees(size), rank, pieces)
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
     """Broadcast in ``2 * pieces`` blocks; the root is above both trees."""
-    halves = zip(_trees_below(size, root), (cut(0, pieces), cut(pieces, pieces)), strict=True)
-    timed = (passed_down(tree, rank, half) for tree, half in halves)
-    return Schedule(2 * pieces, in_rounds(chain.from_iterable(timed)))
+    return pipelined(_trees.passed_down, _trees_below(size, root), rank, pieces)
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
     """Reduce in ``2 * pieces`` blocks; the root is above both trees."""
-    halves = zip(_trees_below(size, root), (cut(0, pieces), cut(pieces, pieces)), strict=True)
-    timed = (passed_up(tree, rank, half) for tree, half in halves)
-    return Schedule(2 * pieces, in_rounds(chain.from_iterable(timed)))
+    return pipelined(_trees.passed_up, _trees_below(size, root), rank, pieces)
 
 
 @lru_cache(maxsize=64)
-def _trees(size: int) -> tuple[Tree, Tree]:
+def _two_trees(size: int) -> tuple[Tree, Tree]:
     first, second = _parent_lists(size)
     return tree_of(first), tree_of(second)
 
@@ -60,7 +45,7 @@ def _trees(size: int) -> tuple[Tree, Tree]:
 def _trees_below(size: int, root: int) -> tuple[Tree, Tree]:
     """Return two trees over all ranks except the root, which is the parent of both their roots."""
     if size == 1:
-        return _trees(1)
+        return _two_trees(1)
     ranks = [(root + 1 + position) % size for position in range(size - 1)]
     first, second = (_placed(parents, ranks, root) for parents in _parent_lists(size - 1))
     return tree_of(first), tree_of(second)

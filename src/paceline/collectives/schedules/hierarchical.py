@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.collectives.schedules import binomial_tree, halving_doubling, ring
-from paceline.collectives.schedules.base import Action, Copy, Round, Schedule, Spans, renamed
+from paceline.collectives.schedules.base import Schedule, renamed, widened
 from paceline.errors import UsageError
 
 
@@ -37,17 +37,8 @@ def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
     return Schedule(
         middle.num_blocks,
         (
-            *renamed(_widened(up, vector), neighbours),
+            *renamed(widened(up, vector), neighbours),
             *(renamed(middle.rounds, leaders) if position == 0 else ()),
-            *renamed(_widened(down, vector), neighbours),
+            *renamed(widened(down, vector), neighbours),
         ),
     )
-
-
-def _widened(rounds: tuple[Round, ...], vector: Spans) -> tuple[Round, ...]:
-    return tuple(tuple(_with_spans(action, vector) for action in actions) for actions in rounds)
-
-
-def _with_spans(action: Action, spans: Spans) -> Action:
-    assert not isinstance(action, Copy)
-    return action._replace(spans=spans)
