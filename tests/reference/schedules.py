@@ -17,12 +17,17 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
-from paceline.collectives.schedules import Action, Copy, Receive, Schedule, ScheduleError, Send, Spans, count_blocks
+from paceline.collectives.schedules import Action, Copy, Receive, Schedule, ScheduleError, Send, Spans
 from paceline.collectives.schedules.registry import COLLECTIVES
 from paceline.errors import UsageError
 
 _Place: TypeAlias = tuple[int, int]
 """A rank and the number of one of its rounds."""
+
+
+def count_blocks(spans: Spans) -> int:
+    """Return the number of blocks in the spans."""
+    return sum(stop - start for start, stop in spans)
 
 
 def check(collective: str, schedules: Sequence[Schedule], *, root: int = 0) -> None:

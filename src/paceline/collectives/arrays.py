@@ -130,7 +130,6 @@ def _as_ndarray(array: Any) -> Any:
 
 
 def _is_disjoint(array: Any) -> bool:
-    """Return whether no items overlap, by comparing all offsets."""
     offsets = np.zeros(array.shape, np.int64)
     for axis, (stride, length) in enumerate(zip(array.strides, array.shape, strict=True)):
         shape = [1] * array.ndim

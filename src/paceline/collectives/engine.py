@@ -28,7 +28,6 @@ class Reduction(NamedTuple):
     """Address of a function of `kernels.combine`."""
     op: int
     scale: float
-    """Factor for the result: 1/n for a mean."""
     item_bytes: int
 
 
@@ -52,8 +51,7 @@ class Engine(ABC):
     """Abstract: run the calls of one group."""
 
     @abstractmethod
-    def barrier(self, order: Order) -> None:
-        """Return when every rank has called this method."""
+    def barrier(self, order: Order) -> None: ...
 
     @abstractmethod
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
@@ -88,5 +86,4 @@ class Engine(ABC):
         """Copy source d of rank s to target s of rank d. `equal`: all areas on all ranks have one size."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release all resources. The other ranks detect it. Idempotent."""
+    def close(self) -> None: ...

@@ -71,7 +71,6 @@ class Founding:
             raise
 
     def _attach(self, segment: Segment | None, failure: str, deadline: float) -> SharedMemory | None:
-        """Return the engine if every rank of this host has opened the segment."""
         local = self._layout.local_ranks
         own = _Attached(failure, tuple(usable_cores()))
         values = self._exchange(local, msgspec.msgpack.encode(own), deadline, "share memory")

@@ -99,7 +99,6 @@ class Tuner:
         recent.append(seconds)
 
     def candidates(self, operation: str, num_bytes: int) -> list[Candidate]:
-        """Return the algorithms for an operation with their known times, without communication."""
         found: list[Candidate] = []
         shared = self._shared()
         if shared is not None:

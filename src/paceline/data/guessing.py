@@ -230,7 +230,6 @@ def _are_sentences(cells: Sequence[str]) -> bool:
 
 
 def _integer(cell: str) -> int:
-    """Return the integer in a cell, which may end in ``.0`` in columns with missing numbers."""
     return int(cell.removesuffix(".0"))
 
 

@@ -138,7 +138,6 @@ class LineReader:
             yield Block(buffer, begin, end, base, base + cut == window.num_bytes)
 
     def _go_to(self, start: int) -> None:
-        """Move the window to the first line that begins at `start` or later."""
         window = self._window
         if self._low <= start <= window.position:
             return

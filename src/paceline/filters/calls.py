@@ -29,7 +29,6 @@ def num_bytes_of(chosen: ValueFilter | None, count: int) -> int:
 
 
 def write_values(chosen: ValueFilter | None, values: Floats, seed: int | None, out: Bytes) -> None:
-    """Write values to `out`, which has :func:`num_bytes_of` bytes."""
     if chosen is None:
         out.view(np.float32)[:] = values
         return
@@ -69,7 +68,6 @@ def unpacked_by(chosen: ByteFilter, data: Bytes, num_bytes: int) -> Bytes:
 
 
 def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
-    """Return the rows to send, bool [n]."""
     try:
         chosen = chosen_by.choose(_shown(chosen_by, keys), _shown(chosen_by, rows), clock, seed)
     except Exception as error:

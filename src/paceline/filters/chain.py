@@ -120,7 +120,6 @@ class FilterChain:
         return bool(self.filters)
 
     def memory(self, *, sends: bool) -> KeyMemory | None:
-        """Create the memory at one end of a connection; None if no filter needs memory."""
         if self.caching is None and self.numbering is None:
             return None
         return KeyMemory(self.caching, self.numbering, sends=sends)
@@ -222,7 +221,6 @@ class FilterChain:
     # replies to pulls
 
     def encode_values(self, values: Floats, seed: int) -> Bytes:
-        """Return the body for values without keys."""
         body = np.empty(HEAD_BYTES + num_bytes_of(self.values, len(values)), np.uint8)
         write_values(self.values, values, seed, body[HEAD_BYTES:])
         return self._packed(body, 0, len(values), 0, 0)

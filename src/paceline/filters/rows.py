@@ -110,7 +110,6 @@ class RowErrors:
         self._rows = HeldRows(dim)
 
     def read(self, keys: Keys, num_values: int, *, is_range: bool) -> Floats:
-        """Return the errors to add to a push of `keys` (float32 [num_values])."""
         return self._rows.read(keys).reshape(-1)
 
     def keep(self, keys: Keys, before: Floats, after: Floats, *, is_range: bool) -> None:

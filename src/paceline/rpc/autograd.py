@@ -68,7 +68,6 @@ class GradientContext:
     def gather(
         self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> dict[tuple[int, int], list[torch.Tensor | None]]:
-        """Add the gradients of local leaves; return those of received tensors, by worker and message."""
         remote: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         with self.lock:
             for leaf, gradient in zip(leaves, gradients, strict=True):

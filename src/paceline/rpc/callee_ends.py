@@ -291,7 +291,6 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
 
 
 def _has_trace(error: BaseException) -> bool:
-    """Return whether the user's code raised the exception, so that its traceback helps."""
     return not isinstance(error, PacelineError) or isinstance(error, RemoteError)
 
 

@@ -34,7 +34,6 @@ class CallerEnds(ReplyReader):
         self._is_closed = False
 
     def end_to(self, to: int) -> CallerEnd:
-        """Return the connection to a worker. Raises ConnectionLostError if it cannot be reached."""
         end = self._ends.get(to)
         if end is not None and end.failure is None:
             return end

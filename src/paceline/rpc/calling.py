@@ -36,7 +36,6 @@ class PendingReply(Future[Any]):
         return cause or error
 
     def wait_until(self, deadline: float | None) -> bool:
-        """Wait until the result arrives, `deadline`, or the call's own deadline, which sets a DeadlineError."""
         self._end.wait(self, self.deadline if deadline is None else min(deadline, self.deadline))
         return self._is_done
 
@@ -81,7 +80,6 @@ class CallerEnd:
 
     @property
     def is_unattended(self) -> bool:
-        """Return whether calls are pending without a dedicated reader."""
         return bool(self._pending) and not self.has_own_reader
 
     def start(
@@ -146,7 +144,6 @@ class CallerEnd:
                     return
 
     def _block(self, reply: PendingReply, deadline: float) -> None:
-        """Wait until another thread delivers the result or stops reading."""
         waiter = reply.add_waiter()
         if waiter is None:
             return

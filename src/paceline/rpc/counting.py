@@ -42,7 +42,6 @@ class OwnedObjects:
         self._counts[reference] = {holder: 1}
 
     def share(self, reference: ReferenceId, holder: int) -> bool:
-        """Increment a holder's count; return whether the object still exists."""
         counts = self._counts.get(reference)
         if counts is None:
             return False
@@ -62,7 +61,6 @@ class OwnedObjects:
         return self._free_if_unheld(reference)
 
     def remove_holder(self, holder: int) -> list[ReferenceId]:
-        """Remove a dead holder; return the objects without holders."""
         held = [reference for reference, counts in self._counts.items() if counts.pop(holder, 0)]
         return [reference for reference in held if self._free_if_unheld(reference)]
 

@@ -65,7 +65,6 @@ class RpcSettings(NamedTuple):
 
 
 def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_threads: int | None) -> RpcSettings:
-    """Return the settings. Raises UsageError for invalid values and for values given twice."""
     if options is not None:
         options_address = address_of(options)
         for name, value, is_in_options in (

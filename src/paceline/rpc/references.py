@@ -73,7 +73,6 @@ class ObjectTable:
             return holding
 
     def receive(self, parts: Any) -> Holding:
-        """Return the holding of a received reference. Raises ProtocolError or UsageError (object freed)."""
         if not (isinstance(parts, list) and len(parts) == 3 and all(type(part) is int for part in parts)):
             raise ProtocolError("got a reference that cannot be read")
         reference = ReferenceId(*parts)
@@ -82,14 +81,12 @@ class ObjectTable:
         return self.hold(reference)
 
     def share(self, references: Sequence[ReferenceId], holder: int) -> None:
-        """Count a worker as a holder of local objects. Raises UsageError for a freed object."""
         with self._lock:
             for reference in references:
                 if not self._owned.share(reference, holder):
                     raise freed_error()
 
     def value(self, reference: ReferenceId) -> Future[Any]:
-        """Return the future of a local object. Raises UsageError for a freed object."""
         with self._lock:
             value = self._values.get(reference)
         if value is None:

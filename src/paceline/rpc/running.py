@@ -94,7 +94,6 @@ _left: list[float] = []
 
 
 def current_agent() -> LocalWorker:
-    """Return this process's agent. Raises UsageError if rpc is not running."""
     if not _agents:
         raise UsageError("rpc is not running in this process; call paceline.rpc.init_rpc(name) first")
     return _agents[-1]

@@ -44,7 +44,6 @@ def call_of(func: Callable[..., Any] | str, args: Sequence[Any] | None, kwargs: 
 
 
 def target_of(func: Callable[..., Any] | str) -> Target:
-    """Return the target for a function. Raises UsageError if other processes cannot find it."""
     if isinstance(func, RemoteMethod):
         return func.rref, func.name
     if isinstance(func, str):

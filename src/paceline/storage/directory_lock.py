@@ -28,7 +28,6 @@ class DirectoryLock:
 
     @classmethod
     def take(cls, folder: Path) -> DirectoryLock:
-        """Lock an existing directory. Raises UsageError if it is locked, and OSError."""
         path = folder / LOCK
         while True:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)

@@ -27,7 +27,6 @@ MAX_MANIFEST_BYTES = 1 << 28
 
 
 def read_manifest_text(path: Path) -> bytes:
-    """Return a manifest's text. Raises OSError, or ModelError if it is not a regular file."""
     number = _open(path)
     with open(number, "rb") as file:
         size = os.fstat(number).st_size

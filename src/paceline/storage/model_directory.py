@@ -60,7 +60,6 @@ class SavedModel:
     manifest: ModelManifest
 
     def table(self, name: str) -> StoredTable:
-        """Raises ModelError for an unknown table."""
         for table in self.manifest.tables:
             if table.spec.name == name:
                 return table

@@ -67,7 +67,6 @@ class PartBuffer:
         return self.num_bytes >= PART_BYTES
 
     def add(self, keys: Keys, records: Floats, bucket: int | None = None) -> None:
-        """Copy keys (uint64 [n]) and records (float32 [n, words]), optionally of one bucket."""
         start, stop = self._num_rows, self._num_rows + len(keys)
         if stop > len(self._keys):
             before = self.keys, self.records
@@ -138,7 +137,6 @@ def read_part(directory: Path, part: StoredPart, owner: str) -> tuple[Keys, Floa
 
 
 def _layout(rows: int, words: int) -> dict[str, Any]:
-    """Return the header of a safetensors file of keys and records."""
     at = 8 * rows
     return {
         "keys": {"dtype": "U64", "shape": [rows], "data_offsets": [0, at]},

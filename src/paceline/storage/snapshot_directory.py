@@ -39,7 +39,6 @@ def folder_name(number: int) -> str:
 
 
 def numbers_in(directory: Path) -> list[int]:
-    """Return the sorted numbers of all folders, complete or not."""
     try:
         names = os.listdir(directory)
     except OSError:  # a later read or write reports the error
@@ -48,7 +47,6 @@ def numbers_in(directory: Path) -> list[int]:
 
 
 def read_snapshot(directory: Path, number: int) -> SnapshotManifest:
-    """Read a snapshot's manifest. Raises ModelError if it is missing or unreadable."""
     folder = directory / folder_name(number)
     manifest = read_manifest(folder, SnapshotManifest)
     if manifest.number != number:

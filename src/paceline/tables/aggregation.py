@@ -85,13 +85,11 @@ class IterationBuffer:
                 pushes[:] = [push for push in cut if len(push[1][1])]
 
     def forget(self, worker: int, from_iteration: int) -> None:
-        """Drop the pushes of a worker that left, for its incomplete iterations."""
         for iteration, pushes in self._pushes.items():
             if iteration >= from_iteration:
                 pushes.pop(worker, None)
 
     def complete(self, iteration: int, workers: Collection[int]) -> IterationPushes:
-        """Remove and return an iteration's pushes by `workers`, in rank order."""
         pushes = self._pushes.pop(iteration, {})
         found = IterationPushes({}, {}, 1.0 / len(workers) if self._mean and workers else 1.0)
         for worker in sorted(pushes.keys() & workers, key=lambda worker: (pushes[worker][0], worker)):

@@ -72,7 +72,6 @@ def to_flags(buckets: Buckets) -> npt.NDArray[np.bool_]:
 
 
 def from_flags(flags: npt.NDArray[np.bool_]) -> Buckets:
-    """Return the set for an array created by :func:`to_flags`."""
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.errors import UsageError
@@ -43,16 +42,11 @@ class DensePart(TablePart):
         planes = self.record_words
         self._memory = LazyFloats(planes * spec.size, used=planes * self._num_elements(buckets))
         self._record = self._memory.array
-        self._parameters = np.zeros(NUM_PARAMETERS, np.float64)
-        self._parameters[: len(self.rule.hyper)] = self.rule.hyper
-        self._parameters[INITIAL_A], self._parameters[INITIAL_B] = self.initializer.arguments
+        self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
+        self.parameters[: len(self.rule.hyper)] = self.rule.hyper
+        self.parameters[INITIAL_A], self.parameters[INITIAL_B] = self.initializer.arguments
         self.hold(buckets)
         self.set_primary(buckets)
-
-    @property
-    @override
-    def parameters(self) -> npt.NDArray[np.float64]:
-        return self._parameters
 
     @override
     def rows_in(self, buckets: Buckets) -> int:
@@ -73,7 +67,7 @@ class DensePart(TablePart):
         code, seed = self.initializer.code, np.uint64(self.spec.seed & (2**64 - 1))
         for start, stop in self._add(buckets):
             kernels.dense_start(
-                self.rule.code, self._record, self._size, start, stop, start, code, seed, self._parameters
+                self.rule.code, self._record, self._size, start, stop, start, code, seed, self.parameters
             )
 
     def _add(self, buckets: Buckets) -> list[tuple[int, int]]:
@@ -183,7 +177,6 @@ class DensePart(TablePart):
 
     @override
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """Return the part of a push in these buckets; for a range, return the same range with fewer buckets."""
         if selection.keys is not None:
             return super().restrict(selection, grads, buckets)
         if not self.buckets_of(selection) & ~buckets:
@@ -223,12 +216,12 @@ class DensePart(TablePart):
         if selection.keys is not None:
             places = self._places(selection)
             self._check_count("gradients", grads, len(places))
-            kernels.dense_push_at(code, self._record, size, places, grads, self._parameters)
+            kernels.dense_push_at(code, self._record, size, places, grads, self.parameters)
             return
         runs, at = self._runs(selection), 0
         self._check_count("gradients", grads, sum(stop - start for start, stop in runs))
         for start, stop in runs:
-            kernels.dense_push(code, self._record, size, start, stop, grads, at, self._parameters)
+            kernels.dense_push(code, self._record, size, start, stop, grads, at, self.parameters)
             at += stop - start
 
     @override
@@ -247,7 +240,7 @@ class DensePart(TablePart):
                 length = min(_BLOCK, end - first)
                 block = total[:length]
                 _sum_scaled([part[at : at + length] for part in grads], factor, block)
-                kernels.dense_push(code, self._record, size, first, first + length, block, 0, self._parameters)
+                kernels.dense_push(code, self._record, size, first, first + length, block, 0, self.parameters)
                 at += length
 
     @override
@@ -256,7 +249,7 @@ class DensePart(TablePart):
         if selection.keys is not None:
             places, which = np.unique(self._places(selection), return_inverse=True)
             record = np.ascontiguousarray(self._planes()[:, places])
-            kernels.dense_push_at(code, record.reshape(-1), len(places), which, grads, self._parameters)
+            kernels.dense_push_at(code, record.reshape(-1), len(places), which, grads, self.parameters)
             yield places.view(np.uint64), record.T
             return
         at = 0
@@ -264,7 +257,7 @@ class DensePart(TablePart):
             for first in range(start, end, _BLOCK):
                 stop = min(first + _BLOCK, end)
                 record, length = self._planes()[:, first:stop].copy(), stop - first
-                kernels.dense_push(code, record.reshape(-1), length, 0, length, grads, at, self._parameters)
+                kernels.dense_push(code, record.reshape(-1), length, 0, length, grads, at, self.parameters)
                 yield np.arange(first, stop, dtype=np.uint64), record.T
                 at += length
 

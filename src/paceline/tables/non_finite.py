@@ -58,7 +58,6 @@ class NonFinite:
             part.magnitudes.widen(records)
 
     def check_records(self, table: ServerTable, keys: Keys, records: Floats, source: str) -> None:
-        """Raise NonFiniteError unless the records to write (float32 [n, words]) are finite."""
         if not largest(records.reshape(-1)) < math.inf:
             self._found(table, f"{source} holds {_describe(keys, records)}", "Check their source")
 

@@ -52,7 +52,6 @@ class Selection:
 
 
 def check_finite(grads: Floats, sender: str, table: str) -> None:
-    """Raise NonFiniteError unless gradients (flat) are finite."""
     if not largest(grads) < math.inf:
         raise not_finite(grads, sender, table)
 
@@ -66,7 +65,6 @@ def not_finite(grads: Floats, sender: str, table: str) -> NonFiniteError:
 
 
 def sum_of(grads: Sequence[Floats], factor: float) -> Floats:
-    """Return the sum of gradients (float32 [n] each) times a factor."""
     total = grads[0]
     for more in grads[1:]:
         total = total + more
@@ -83,6 +81,8 @@ class TablePart(ABC):
         self.initializer: Initializer = from_fields(INITIALIZERS, spec.initializer)
         self.magnitudes = Magnitudes(self.rule, self.initializer, self.dim)
         """Bounds of the records. Callers report the gradients of pushes; this class reports all other writes."""
+        self.parameters: npt.NDArray[np.float64]
+        """The kernels' parameters: those of the rule and of the initializer."""
         self._held: Buckets = 0
         self._primary: Buckets = 0
 
@@ -99,10 +99,6 @@ class TablePart(ABC):
     def record_words(self) -> int:
         """The number of float32 in the value and the state of a key."""
         return self.dim * (1 + self.rule.num_states) + self.rule.has_count
-
-    @property
-    @abstractmethod
-    def parameters(self) -> npt.NDArray[np.float64]: ...
 
     @property
     def num_rows(self) -> int:
@@ -126,8 +122,7 @@ class TablePart(ABC):
         """Drop these buckets and free all pages that they fill."""
 
     @abstractmethod
-    def check_bucket(self, bucket: int, keys: Keys) -> None:
-        """Raise UsageError if a key is not in this bucket."""
+    def check_bucket(self, bucket: int, keys: Keys) -> None: ...
 
     @abstractmethod
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
@@ -167,8 +162,7 @@ class TablePart(ABC):
         """Return the number of float32 values in a selection. Raises UsageError if this server lacks part of it."""
 
     @abstractmethod
-    def keys_of(self, selection: Selection) -> Keys:
-        """Return a selection's keys on this server, in order."""
+    def keys_of(self, selection: Selection) -> Keys: ...
 
     @abstractmethod
     def buckets_of(self, selection: Selection) -> Buckets: ...

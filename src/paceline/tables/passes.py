@@ -38,7 +38,6 @@ def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
 
 
 def note_push(store: SparseStore, keys: Keys) -> None:
-    """Record that the rows of `keys` (uint64 [n]) were pushed in this pass, if passes are recorded."""
     if store.layout[index.MARK] != 0:
         index.mark(store.directory, store.layout, keys)
 

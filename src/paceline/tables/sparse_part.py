@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.protocol.buckets import Buckets, buckets_in
@@ -29,13 +28,9 @@ class SparsePart(TablePart):
         self.store = SparseStore(
             dim=spec.dim, rule=self.rule, initializer=self.initializer, seed=spec.seed, memory=memory
         )
+        self.parameters = self.store.parameters
         self.hold(buckets)
         self.set_primary(buckets)
-
-    @property
-    @override
-    def parameters(self) -> npt.NDArray[np.float64]:
-        return self.store.parameters
 
     @override
     def rows_in(self, buckets: Buckets) -> int:
@@ -143,6 +138,7 @@ class SparsePart(TablePart):
         """
         if not passes.has_room_for_marks(self.store):
             self.store = _copy_with_marks(self)
+            self.parameters = self.store.parameters
         if not self.pass_number:
             self.rows_of = rows_of
         passes.begin_pass(self.store, number, rows_of)

@@ -163,7 +163,6 @@ def _is_weight(keys: Keys, records: Floats) -> Any:
 
 
 def _model_records(weights: Floats, num_words: int, update: Any) -> Floats:
-    """Return records with these weights and the initial state of `update`: float32 [n, num_words]."""
     records = np.zeros((len(weights), num_words), np.float32)
     records[:, 0] = weights
     if update.initialize_reference is not None:

@@ -114,7 +114,6 @@ class BestPass:
         self._kept_in, self.kept_pass = self._folder, losses.best_pass
 
     def find(self, folder: Path) -> None:
-        """Adopt the best pass that an earlier run of this training saved in a folder, if any."""
         try:
             kept = read_model(folder).manifest.model
             if kept.get("origin") != self._origin:

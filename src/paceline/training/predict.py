@@ -72,7 +72,6 @@ def run_prediction(
     strict: bool,
     echo: bool,
 ) -> PredictionResult:
-    """Predict every line of the data; write predictions to `output`, and to standard output if `echo`."""
     prepare_kernels()
     start = time.perf_counter()
     predictor = Predictor(model)

@@ -96,7 +96,6 @@ def json_number(value: float) -> float | None:
 
 
 def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 0) -> dict[str, Any]:
-    """Return mean, maximum and histogram of the staleness seen by servers, and the number of dropped pushes."""
     total = np.sum(np.array(histograms, np.int64), axis=0)
     count = int(total.sum())
     seen = np.flatnonzero(total)

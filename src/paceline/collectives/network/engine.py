@@ -23,7 +23,6 @@ _MAX_PIECES: Final = 64
 COMBINER: Final = ctypes.CFUNCTYPE(
     None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double
 )
-"""Type of the functions of `kernels.combine`."""
 
 Choose = Callable[[str, int], str]
 
@@ -236,7 +235,6 @@ def num_pieces(collective: str, algorithm: str, num_bytes: int) -> int:
 def execute(
     executor: ScheduleExecutor, order: Order, schedule: Schedule, blocks: Blocks, reduction: Reduction | None
 ) -> None:
-    """Run this rank's part of a schedule, without the final scaling of a mean."""
     executor.run(
         schedule,
         blocks,

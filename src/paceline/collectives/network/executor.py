@@ -41,7 +41,6 @@ class ScheduleExecutor:
     """Run the calls of one rank of a group, until the first error ends the group."""
 
     def __init__(self, links: Mesh, *, group: str, request_status: RequestStatus | None = None) -> None:
-        """``request_status`` is used in long calls, to find the ranks that cause the delay."""
         self._links = links
         self._group = group
         self._request_status = request_status
@@ -210,7 +209,6 @@ def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
 
 
 def find_abort(peer: PeerMessages, deadline: float) -> Abort | None:
-    """Return the ABORT in the unread bytes of a broken link, if any."""
     try:
         while (frame := read_frame(peer, deadline)) is not None:
             if frame.header.kind == MessageKind.ABORT:

@@ -32,7 +32,6 @@ MAGIC: Final = 0x4350
 WIRE_VERSION: Final = 1
 MAX_TEXT_BYTES: Final = 1 << 20
 MAX_HEAD_BYTES: Final = 1 << 12
-"""Largest size of header and call together."""
 _ALIGNMENT: Final = 16
 
 
@@ -93,7 +92,6 @@ class Scanner:
         self._held = bytearray()
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Add complete heads to :attr:`frames`. Raises ProtocolError."""
         used = min(self._skip, len(data))
         self._skip -= used
         held = self._held

@@ -34,7 +34,6 @@ class Link:
         self.socket = connected
 
     def fileno(self) -> int:
-        """Return the descriptor; -1 after the link is closed."""
         return self.socket.fileno()
 
     def send_nowait(self, buffers: Sequence[memoryview]) -> int:
@@ -82,7 +81,6 @@ class Mesh:
     """The links of one rank, created at first use. The lower rank of a pair connects, the higher one accepts."""
 
     def __init__(self, node: Node, group: str, rank: int, infos: Sequence[NodeInfo]) -> None:
-        """``group`` is unique, and equal on all its ranks."""
         self.rank = rank
         self.size = len(infos)
         self.infos = infos

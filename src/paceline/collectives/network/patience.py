@@ -84,7 +84,6 @@ class Patience:
         return self._fails_at
 
     def _check_ranks(self, time_s: float) -> float:
-        """Poll the other ranks, or compare their answers, if it is time; return the time of the next call."""
         if time_s >= self._next_check_at:
             if self._first_search is None:
                 self._first_search = self._poll_ranks()

@@ -100,7 +100,6 @@ class PeerMessages:
 
     @property
     def has_next_head(self) -> bool:
-        """Whether the header of a message without a receive has arrived."""
         return self.got >= HEADER_BYTES and not self.receives
 
     def peek(self) -> None:

@@ -14,8 +14,7 @@ _MAX_BUFFERS: Final = 512  # per sendmsg; IOV_MAX is 1024
 class Blocker(Protocol):
     """A pending use of memory that must end before the memory is written."""
 
-    def holds(self, low: int, high: int) -> bool:
-        """Return whether the addresses low:high must not change yet."""
+    def holds(self, low: int, high: int) -> bool: ...
 
 
 class OutgoingMessage:

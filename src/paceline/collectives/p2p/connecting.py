@@ -73,7 +73,6 @@ class Streams(ConnectionReceiver):
         return rank in self.incoming or self._num_expected.get(rank, 0) > 0
 
     def receiving(self) -> dict[int, Receiving]:
-        """Return the receives with partly received messages, by source."""
         found = {incoming.source: incoming.receive for incoming in self.incoming.values()}
         return {source: receive for source, receive in found.items() if receive is not None}
 

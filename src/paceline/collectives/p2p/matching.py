@@ -52,7 +52,6 @@ class Matching:
         self.num_posted = 0
 
     def post(self, posted: Posted) -> Message | None:
-        """Return the buffered message for a receive, or enqueue the receive."""
         buffered = self.buffered.get(posted.tag, ())
         for message in buffered:
             if posted.source in (None, message.source):

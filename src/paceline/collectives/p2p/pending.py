@@ -28,8 +28,7 @@ _DESCRIPTION_BYTES: Final = 40
 class Waiting(Protocol):
     """Owner of pending operations."""
 
-    def wait(self, pending: Pending, timeout_s: float) -> None:
-        """Return when ``pending`` has finished or failed; fail it after ``timeout_s``."""
+    def wait(self, pending: Pending, timeout_s: float) -> None: ...
 
     def wait_for(self, pending: Pending, timeout_s: float) -> bool: ...
 

@@ -33,8 +33,7 @@ class Ends(Protocol):
 
     def incoming_lost(self, incoming: Incoming, error: OSError | PeerError | None) -> None: ...
 
-    def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None:
-        """Handle the end of an outgoing connection, or its failure to connect (RankLostError)."""
+    def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None: ...
 
 
 class Incoming(Watched):
@@ -103,7 +102,6 @@ class Incoming(Watched):
         self._progress.watch(self, 0)
 
     def _received(self) -> bool:
-        """Process a complete header or body; return whether a message is complete."""
         if self._abort_message is not None:
             self.stop()
             self._ends.abort_received(unpack_abort_message(self._abort_message))
@@ -175,7 +173,6 @@ def deliver(message: Message, rank: int, ends: Ends) -> None:
 
 
 def deliver_to_self(sending: Sending, rank: int, matching: Matching, ends: Ends) -> None:
-    """Deliver a rank's message to itself: finish its receive, or buffer a copy."""
     message = Message(rank, sending.tag, sending.description, sending.nbytes, sending.parts[1], is_complete=True)
     if matching.match(message):
         deliver(message, rank, ends)
@@ -258,7 +255,6 @@ class Outgoing(Watched):
             shut(self.connected)
 
     def _read(self) -> None:
-        """Read bytes from the receiver, which may only send an ABORT."""
         try:
             while got := self.connected.recv(1 << 16):
                 self._answer += got

@@ -17,7 +17,6 @@ from paceline.collectives.schedules.base import (
     ScheduleError,
     Send,
     Spans,
-    count_blocks,
 )
 from paceline.collectives.schedules.evaluator import LinkCost, predict
 from paceline.collectives.schedules.registry import ALGORITHMS, Algorithm
@@ -34,6 +33,5 @@ __all__ = [
     "ScheduleError",
     "Send",
     "Spans",
-    "count_blocks",
     "predict",
 ]

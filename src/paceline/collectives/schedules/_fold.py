@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.collectives.schedules.base import Receive, Schedule, Send, largest_power_of_two, renamed
+from paceline.collectives.schedules.base import Receive, Schedule, Send, renamed
 
 
 def folded(rank: int, size: int, core_all_reduce: Callable[[int, int], Schedule]) -> Schedule:
     """Return the schedule of ``rank``; ``core_all_reduce(position, core_size)`` handles powers of two."""
-    core_size = largest_power_of_two(size)
+    core_size = 1 << (size.bit_length() - 1)
     extra = size - core_size
     paired = rank < 2 * extra
     position = rank // 2 if paired else rank - extra

@@ -30,11 +30,9 @@ class Tree:
     children: tuple[tuple[int, ...], ...]
     """Children of each rank. The child with the largest subtree is first, because it needs most time."""
     up_steps: tuple[int, ...]
-    """Step at which each rank sends piece 0 to its parent."""
     down_steps: tuple[int, ...]
     """Step at which each rank receives piece 0 from its parent, if the root sends it at step 0."""
     height: int
-    """Step at which piece 0 is complete at the root."""
 
 
 def tree_of(parents: Sequence[int]) -> Tree:
@@ -88,7 +86,6 @@ def passed_up_and_down(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterat
 def pipelined(
     passed: Callable[[Tree, int, Sequence[Spans]], Iterator[Timed]], trees: Sequence[Tree], rank: int, pieces: int
 ) -> Schedule:
-    """Return the schedule that passes ``pieces`` blocks along each tree."""
     timed = (
         passed(tree, rank, [((block, block + 1),) for block in range(number * pieces, (number + 1) * pieces)])
         for number, tree in enumerate(trees)

@@ -71,10 +71,6 @@ class Schedule:
     rounds: tuple[Round, ...]
 
 
-def count_blocks(spans: Spans) -> int:
-    return sum(stop - start for start, stop in spans)
-
-
 def wrapped(start: int, count: int, size: int) -> Spans:
     """Return ``count`` blocks from ``start`` modulo ``size``: one span, or two at the wrap.
 
@@ -110,12 +106,7 @@ def renamed(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
 
 
 def widened(rounds: Iterable[Round], spans: Spans) -> tuple[Round, ...]:
-    """Return the rounds with ``spans`` in every message."""
     return tuple(
         tuple(action if isinstance(action, Copy) else action._replace(spans=spans) for action in actions)
         for actions in rounds
     )
-
-
-def largest_power_of_two(size: int) -> int:
-    return 1 << (size.bit_length() - 1)

@@ -121,7 +121,6 @@ class SharedFaults:
         return msgspec.msgpack.decode(self._read(steps.STORY), type=register_type(Abort)).error(self._name)
 
     def describe(self, order: Order) -> CollectiveError:
-        """Publish this rank's call; return the error that lists the calls of all ranks."""
         offset = steps.HEADER_BYTES + self._rank * steps.CONTROL_BYTES
         text = msgspec.msgpack.encode(order.call)
         assert len(text) <= steps.CONTROL_BYTES - steps.DESCRIPTION - 8

@@ -86,7 +86,6 @@ class Segment(Closing):
             raise
 
     def hide(self) -> None:
-        """Prevent further opens. Call after all ranks have opened the segment."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

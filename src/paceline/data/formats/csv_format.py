@@ -245,7 +245,6 @@ class CsvReader:
         return np.frombuffer(window.buffer, np.uint8), end, last
 
     def _check_open_quote(self) -> None:
-        """Raise DataError if the last row has several lines and an unclosed quote."""
         window = self._window
         num_lines = window.buffer.count(b"\n", window.begin, window.end - 1)
         if num_lines:
@@ -278,7 +277,6 @@ class CsvReader:
         self._low = 0
 
     def _go_to(self, start: int) -> None:
-        """Move the window to the first row that begins at `start` or later."""
         known = bisect_right(self._row_starts, start)
         if start < self._low or (known and self._row_starts[known - 1] > self._window.position):
             if known:

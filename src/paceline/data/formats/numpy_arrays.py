@@ -118,7 +118,6 @@ class ArrayFile:
         return start + max(within, 1)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Return examples `start` to `stop`. Missing labels are NaN; numbers beyond float32 are infinite."""
         with _quietly():
             return self._rows(start, stop)
 

@@ -113,7 +113,6 @@ def _zstd_frames(descriptor: int, size: int) -> Iterator[tuple[int, int | None]]
 
 
 def _end_of_blocks(descriptor: int, at: int, size: int) -> int:
-    """Return the end of a frame's blocks, which begin at `at`."""
     is_last = False
     while not is_last and at < size:
         header = int.from_bytes(os.pread(descriptor, 3, at), "little")

@@ -78,7 +78,6 @@ class ReceivedNumbers:
         self._keys: Keys = np.zeros(0, np.uint64)
 
     def follows(self, data: Bytes) -> bool:
-        """Return whether both ends know the same number of keys."""
         return len(data) >= BASE_BYTES and int(data[:BASE_BYTES].view(np.uint32)[0]) == int(self._state[0])
 
     def decode(self, data: Bytes, out: Keys) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -57,7 +57,6 @@ def add_pack_of_subclasses(base: type, pack: Pack) -> None:
 
 
 def add_kind(code: int, types: Sequence[type], pack: Pack, unpack: Unpack) -> None:
-    """`pack` returns an ``Ext`` with this code."""
     add_pack(types, pack)
     _unpacks[code] = unpack
 
@@ -98,7 +97,6 @@ class Encoding:
             raise UsageError(f"{description}{error.place} cannot be sent: {error.reason}") from None
 
     def encode_call(self, before: Sequence[Any], target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-        """Return the msgpack part of a call, after the items of `before`."""
         part = "target"
         try:
             packed: list[Any] = [*before, target if type(target) is str else [self.pack(target[0]), target[1]]]
@@ -141,7 +139,7 @@ class Encoding:
         self._depth -= 1
         return packed
 
-    def pack_all(self, values: Sequence[Any]) -> list[Any]:
+    def pack_all(self, values: Iterable[Any]) -> list[Any]:
         packed: list[Any] = []
         try:
             for value in values:
@@ -188,7 +186,6 @@ class Decoding:
         self._depth = 0
 
     def decode(self, meta: bytes | memoryview) -> Any:
-        """Return the value. Raises ProtocolError, or UsageError for a name that is not allowed."""
         try:
             value = msgspec.msgpack.decode(meta, ext_hook=self._unpack)
         except PacelineError:

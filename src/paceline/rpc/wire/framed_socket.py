@@ -61,7 +61,6 @@ class FramedSocket:
     """One connection. Several threads may send concurrently, while one thread receives."""
 
     def __init__(self, connected: socket.socket, name: str) -> None:
-        """`connected` is non-blocking; `name` is the other end's."""
         self.name = name
         self._socket = connected
         self._buffer = bytearray(_BUFFER_BYTES)

@@ -83,14 +83,10 @@ def _fields_of(kind: Any) -> Sequence[str]:
     return [field.name for field in fields(kind) if field.init]
 
 
-def _pack_list(encoding: Encoding, value: list[Any]) -> Any:
-    return encoding.pack_all(value)
-
-
 def _pack_dict(encoding: Encoding, value: dict[Any, Any]) -> Any:
-    if not all(type(key) is str for key in value):
-        return Ext(DICT, encoding.nested(_flat(encoding, value)))
     flat = _flat(encoding, value)
+    if not all(type(key) is str for key in value):
+        return Ext(DICT, encoding.nested(flat))
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
@@ -111,10 +107,6 @@ def _flat(encoding: Encoding, value: dict[Any, Any]) -> list[Any]:
 def _unpack_dict(decoding: Decoding, data: memoryview) -> Any:
     flat = decoding.nested(data)
     return dict(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _unpack_ordered(decoding: Decoding, data: memoryview) -> Any:
-    return collections.OrderedDict(_unpack_dict(decoding, data))
 
 
 def _pack_int(encoding: Encoding, value: int) -> Any:
@@ -222,31 +214,25 @@ def _unpack_complex(decoding: Decoding, data: memoryview) -> complex:
     return complex(real, imaginary)
 
 
-add_pack((list,), _pack_list)  # msgpack's own type, without a code
-add_kind(
-    TUPLE,
-    (tuple,),
-    lambda encoding, value: Ext(TUPLE, encoding.nested(encoding.pack_all(value))),
-    lambda decoding, data: tuple(decoding.nested(data)),
-)
-add_kind(
-    SET,
-    (set,),
-    lambda encoding, value: Ext(SET, encoding.nested(encoding.pack_all(list(value)))),
-    lambda decoding, data: set(decoding.nested(data)),
-)
-add_kind(
-    FROZENSET,
-    (frozenset,),
-    lambda encoding, value: Ext(FROZENSET, encoding.nested(encoding.pack_all(list(value)))),
-    lambda decoding, data: frozenset(decoding.nested(data)),
-)
+def _add_collection(code: int, kind: type[Any]) -> None:
+    add_kind(
+        code,
+        (kind,),
+        lambda encoding, value: Ext(code, encoding.nested(encoding.pack_all(value))),
+        lambda decoding, data: kind(decoding.nested(data)),
+    )
+
+
+add_pack((list,), Encoding.pack_all)  # msgpack's own type, without a code
+_add_collection(TUPLE, tuple)
+_add_collection(SET, set)
+_add_collection(FROZENSET, frozenset)
 add_kind(DICT, (dict,), _pack_dict, _unpack_dict)
 add_kind(
     ORDERED,
     (collections.OrderedDict,),
     lambda encoding, value: Ext(ORDERED, encoding.nested(_flat(encoding, value))),
-    _unpack_ordered,
+    lambda decoding, data: collections.OrderedDict(_unpack_dict(decoding, data)),
 )
 add_kind(BIG_INT, (int,), _pack_int, _unpack_int)
 add_kind(

@@ -28,7 +28,6 @@ def parse_size(text: str) -> int | None:
 
 
 def most_mappings() -> int | None:
-    """Return the system's limit of mappings per process; None if it is unknown."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -55,7 +55,6 @@ class ReadAhead:
         list(self._pool.map(touch, (keys[at : at + size] for at in range(0, len(keys), size))))
 
     def close(self) -> None:
-        """Stop the threads, because they would keep the process alive."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None

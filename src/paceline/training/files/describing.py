@@ -173,7 +173,6 @@ def _describe_nonlinear(sample: Sample, dataset: Dataset, numeric_scale: str) ->
 
 
 def _describe_row(sample: Sample, dataset: Dataset, batch: Batch) -> list[dict[str, Any]]:
-    """Return the first row's features: column (or known name, for formats without columns), key and value."""
     row = batch.slice(0, 1)
     values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
     if sample.columns is None or sample.columns.is_open:
@@ -289,7 +288,6 @@ def _new_table(*headings: str) -> Table:
 
 
 def _example(text: str, kind: str) -> str:
-    """Return a column's value as text: six significant digits for a number, quotes for an empty text."""
     if kind == "numeric" and is_number(text) and not text.strip().lstrip("+-").isdigit():
         return f"{float(text):.6g}"
     return _plain(text) or "''"

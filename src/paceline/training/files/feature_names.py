@@ -23,7 +23,6 @@ _ROWS = 4096
 
 
 def keep_feature_names(directory: str | Path, dataset: Dataset) -> None:
-    """Read the data again and save the names of features with a weight next to the model."""
     stored = read_stored_model(directory)
     table = stored.tables[0]
     pieces = [keys[records[:, : table.spec.dim].any(axis=1)] for keys, records in stored.records(table)]

@@ -100,7 +100,6 @@ class WorkerLeases:
         return None if lease.lease == NONE_FREE else lease
 
     def wait_next(self) -> Lease:
-        """Wait for the next lease; another worker's shard may become free."""
         lease: Lease = self._link.call(messages.TakeLease(job=self._job, wait=True), Lease, timeout_s=FOREVER_S)
         return lease
 

@@ -36,7 +36,6 @@ class TableRates:
         self._set(self._plan.share(passes, self._most))
 
     def set_before(self, number: int) -> None:
-        """Set one rate for the complete pass `number`, counted from 1."""
         self._set(self._plan.share_of_pass(number, self._most))
 
     def reset(self) -> None:
