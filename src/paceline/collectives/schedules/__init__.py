@@ -8,16 +8,7 @@ algorithms. Pure: imports only the standard library and ``paceline.errors``, wit
 66.0
 """
 
-from paceline.collectives.schedules.base import (
-    Action,
-    Copy,
-    Receive,
-    Round,
-    Schedule,
-    ScheduleError,
-    Send,
-    Spans,
-)
+from paceline.collectives.schedules.base import Action, Copy, Receive, Round, Schedule, ScheduleError, Send, Spans
 from paceline.collectives.schedules.evaluator import LinkCost, predict
 from paceline.collectives.schedules.registry import ALGORITHMS, Algorithm
 
