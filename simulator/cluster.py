@@ -15,7 +15,7 @@ from functools import partial
 from typing import ClassVar, Final
 
 from paceline.protocol.chains import ChainGroup
-from paceline.protocol.scheduler import ClusterCore, Phase
+from paceline.protocol.scheduler.cluster import ClusterCore, Phase
 from simulator.network import VirtualNetwork
 from simulator.oracle import DataLost, Oracle, Violation
 from simulator.settings import RunSettings

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.jobs import DoneShards, JobState, Key, shards_in
-from paceline.protocol.scheduler import View
+from paceline.protocol.scheduler.views import View
 from simulator.settings import RunSettings
 
 Value: TypeAlias = tuple[int, int, int]

@@ -13,7 +13,7 @@ from typing_extensions import override
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.launch.roles import run_scheduler, run_server
 from paceline.protocol.buckets import Buckets
-from paceline.protocol.scheduler import ClusterCore
+from paceline.protocol.scheduler.cluster import ClusterCore
 from paceline.ps.messages import ClusterSettings
 from simulator.cluster import Cluster
 from simulator.oracle import Violation

@@ -23,8 +23,8 @@ from paceline.protocol.client import (
     Transmit,
 )
 from paceline.protocol.membership import Role
-from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.messages import Expelled
+from paceline.protocol.scheduler.views import View
 from paceline.protocol.server import events
 from simulator.oracle import Value
 from simulator.protocol.connections import MessageEnd

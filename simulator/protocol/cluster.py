@@ -10,7 +10,7 @@ from typing import Final
 from typing_extensions import override
 
 from paceline.protocol.buckets import buckets_in
-from paceline.protocol.scheduler import ClusterCore
+from paceline.protocol.scheduler.cluster import ClusterCore
 from simulator.cluster import Cluster
 from simulator.faults import WEIGHTS, Faults
 from simulator.oracle import Oracle, Violation

@@ -7,8 +7,8 @@ from typing import Any, Final
 from typing_extensions import override
 
 from paceline.protocol.replication import StateReceived
-from paceline.protocol.scheduler import View, ViewChange
 from paceline.protocol.scheduler.messages import PrepareView, Welcome
+from paceline.protocol.scheduler.views import View, ViewChange
 from simulator.network import End, Refused, VirtualNetwork
 from simulator.world import VirtualProcess
 

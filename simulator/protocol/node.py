@@ -8,10 +8,12 @@ from typing import Any, Final
 from typing_extensions import override
 
 from paceline.protocol.membership import Role
-from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, View, messages
+from paceline.protocol.scheduler import messages
+from paceline.protocol.scheduler.cluster import HEARTBEATS_PER_TIMEOUT
 from paceline.protocol.scheduler.events import MemberMessage, SendMessage
 from paceline.protocol.scheduler.member_state import MemberState
 from paceline.protocol.scheduler.sessions import MessageNumbers
+from paceline.protocol.scheduler.views import View
 from simulator.network import VirtualNetwork
 from simulator.oracle import Oracle
 from simulator.protocol.connections import MessageEnd, MessageProcess

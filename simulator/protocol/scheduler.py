@@ -7,7 +7,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from paceline.protocol.scheduler import Phase, SchedulerCore, events
+from paceline.protocol.scheduler import events
+from paceline.protocol.scheduler.cluster import Phase
+from paceline.protocol.scheduler.core import SchedulerCore
 from paceline.protocol.scheduler.messages import Expelled, Rejoin, SchedulerSettings
 from simulator.protocol.connections import MessageEnd, MessageProcess
 from simulator.protocol.messages import EndWork

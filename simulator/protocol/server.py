@@ -12,8 +12,8 @@ from paceline.protocol.buckets import buckets_in
 from paceline.protocol.membership import Role
 from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
-from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.messages import Drain, Expelled
+from paceline.protocol.scheduler.views import View
 from paceline.protocol.server import Route, ServerCore, Timing, events
 from paceline.protocol.server.progress import POSTPONED
 from simulator.oracle import Data, Violation

@@ -13,8 +13,8 @@ from paceline.protocol.client import Request, ServerSession
 from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobAccount, JobSpec, JobState, Key, Lease, TakenReport
 from paceline.protocol.jobs import messages as jobs
 from paceline.protocol.membership import Role
-from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.messages import Leave
+from paceline.protocol.scheduler.views import View
 from simulator.oracle import Value
 from simulator.protocol.client import SimulatedClient
 from simulator.protocol.job_requests import Performer, Program

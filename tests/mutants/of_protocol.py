@@ -329,8 +329,8 @@ OF_PROTOCOL: Final = (
         "lease-granted-twice",
         "the shard of a lost worker is assigned again and again",
         "protocol/jobs/shards.py",
-        "key = heapq.heappop(self._returned)",
-        "key = self._returned[0]",
+        "return heapq.heappop(self._returned)",
+        "return self._returned[0]",
         unit=_SHARDS,
     ),
     Defect(

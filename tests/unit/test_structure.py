@@ -17,7 +17,7 @@ import pytest
 import paceline
 from paceline.protocol import Eventual, ServerCore
 from paceline.protocol.client import ClientCore
-from paceline.protocol.scheduler import SchedulerCore
+from paceline.protocol.scheduler.core import SchedulerCore
 from paceline.protocol.scheduler.messages import SchedulerSettings
 
 SOURCE = Path(paceline.__file__).parent

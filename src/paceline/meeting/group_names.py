@@ -95,7 +95,6 @@ class EndedError(RankLostError):
 
 
 def absent(ranks: tuple[int, ...], group: str) -> RankLostError:
-    """Return the error for ranks (world ranks) that did not take part in creating a group."""
     return RankLostError(
         f"{name_ranks(ranks)} did not create group {group!r} in time; every rank of a group must create it. All ranks "
         "may try again",

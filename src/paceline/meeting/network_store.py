@@ -95,7 +95,6 @@ class ServedStore(Handler):
             raise ProtocolError(f"got a request of the unknown kind {header.kind} for the store")
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Remove the client's waiting requests."""
         for collecting in {request for waiting in self._collecting.values() for request in waiting}:
             if collecting.peer is peer:
                 self._forget(collecting)

@@ -217,7 +217,6 @@ def await_all(
 
 
 def written_twice(key: str) -> UsageError:
-    """Return the error for a second value under a key."""
     return UsageError(
         f"{key!r} is already set to another value; two ranks have the same number, or two programs the same rendezvous"
     )

@@ -119,7 +119,6 @@ class World:
         self._groups.add(group)
 
     def leave(self, group: JoinedGroup) -> None:
-        """Remove a closed group."""
         self._groups.discard(group)
 
     def close(self) -> None:

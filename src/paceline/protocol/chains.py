@@ -173,7 +173,6 @@ def has_followers(groups: Iterable[ChainGroup]) -> bool:
 
 
 def lost_buckets(groups: Iterable[ChainGroup]) -> int:
-    """Return the buckets without any member."""
     return sum(group.buckets for group in groups if not group.members)
 
 

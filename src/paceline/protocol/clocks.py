@@ -42,7 +42,6 @@ class VectorClock:
 
     @property
     def num_missing(self) -> int:
-        """The number of expected workers that have not joined yet."""
         return self._num_missing
 
     @property
@@ -205,7 +204,6 @@ class Gate:
 
     @property
     def clocks(self) -> Mapping[int, int]:
-        """Every member's clock; a live read-only view."""
         return self._vector.clocks
 
     def is_open(self, clock: int) -> bool:
@@ -242,7 +240,6 @@ class Gate:
         return self._advance()
 
     def depart(self, worker: int) -> list[Instruction]:
-        """Remove a worker that left or died."""
         # Rule 2: a worker that leaves stops counting immediately, and its requests are dropped.
         self._vector.leave(worker)
         self._forget_requests(worker)

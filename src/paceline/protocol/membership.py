@@ -130,7 +130,6 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """Whether all expected servers have joined."""
         return len(self._by_rank[Role.SERVER]) >= self.expected_servers
 
     @property
@@ -139,7 +138,6 @@ class Membership:
         return tuple(member for role in Role for member in self.of(role))
 
     def of(self, role: Role) -> tuple[Member, ...]:
-        """Return the members of a role, by rank."""
         by_rank = self._by_rank[role]
         return tuple([by_rank[rank] for rank in sorted(by_rank)])
 
@@ -218,7 +216,6 @@ class Membership:
         return True
 
     def overdue(self, time_s: float) -> tuple[Member, ...]:
-        """Return the members without a heartbeat within the timeout, by incarnation."""
         due_s = time_s - self.heartbeat_timeout_s
         return tuple([self._members[member] for member, last_s in sorted(self._heartbeat_s.items()) if last_s < due_s])
 

@@ -34,7 +34,6 @@ class Silence:
         self._silent: dict[int, int] = {}  # target → consecutive polls without a message since the previous poll
 
     def received(self, target: int) -> None:
-        """Record a message on the link to a server."""
         self._silent.pop(target, None)
 
     def poll(self, targets: Iterable[int]) -> tuple[int, ...]:

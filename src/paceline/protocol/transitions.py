@@ -42,21 +42,3 @@ class StateTable:
         """Return the next state, for an event with one row in this state."""
         (row,) = [row for row in self.transitions if (row.source, row.event) == (source, event)]
         return row.target
-
-    def mermaid(self) -> str:
-        """Return the diagram as text for Mermaid: ``events / instruction`` at each arrow."""
-        arrows: dict[tuple[str, str, str], list[str]] = {}
-        for row in self.transitions:
-            event = f"{row.event} ({row.when})" if row.when else row.event
-            arrows.setdefault((row.source, row.target, row.instruction), []).append(event)
-        lines = ["stateDiagram-v2"]
-        for (source, target, instruction), events in arrows.items():
-            effect = f" / {instruction}" if instruction else ""
-            lines.append(f"    {source} --> {target}: {', '.join(events)}{effect}")
-        return "\n".join(lines)
-
-    def validate(self) -> None:
-        rows = {(row.source, row.event, row.target, row.instruction) for row in self.transitions}
-        assert len(rows) == len(self.transitions), "a duplicate row"
-        named = {state for row in self.transitions for state in (row.source, row.target)}
-        assert named - {OUTSIDE} == set(self.states), "a state without a row, or a row of no state"

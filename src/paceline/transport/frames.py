@@ -104,7 +104,6 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
 
 
 def not_a_header(header: Header, first: bytes) -> ProtocolError | VersionError:
-    """Return the error for a header with a wrong magic or version; ``first`` are the first bytes."""
     if header.magic != MAGIC:
         return ProtocolError(
             f"got bytes that are not a Paceline frame: they begin with {first!r}, but a frame begins with "
@@ -164,5 +163,4 @@ def frame_parts(
 
 
 def join(parts: Sequence[Any]) -> bytes:
-    """Return the buffers joined into one copy."""
     return b"".join(parts)

@@ -91,7 +91,6 @@ class OpenedConnection(Connection):
         self.deliver = self._handshake_received
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the handshake, or notify the handler."""
         self._deliver_early()
         if self._peer is None and not self._authenticated.done():
             self._fail(self._lost_in_handshake(exc))

@@ -64,7 +64,6 @@ class BufferPool:
             self.free_buffers.append(buffer)
 
     def take(self, size: int) -> memoryview:
-        """Return a buffer of at least ``size`` bytes."""
         for index, buffer in enumerate(self._free):
             if len(buffer) >= size:
                 return self._free.pop(index)

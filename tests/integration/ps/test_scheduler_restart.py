@@ -15,7 +15,7 @@ import pytest
 from paceline.errors import AddressError, ConnectionLostError, PeerError
 from paceline.protocol import BoundedDelay, Eventual, Member, Role
 from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobSpec, JobState, Key, Lease, TakenReport
-from paceline.protocol.scheduler import Phase
+from paceline.protocol.scheduler.cluster import Phase
 from paceline.ps import SGD, Scheduler, SchedulerLink, make_node_name, messages
 from paceline.ps.scheduler.link import LinkHooks
 from paceline.testing import serve_in_thread
@@ -545,7 +545,7 @@ def test_other_settings_are_reported_and_no_process_ends(cluster: Restartable) -
     wait_until(lambda: bool(notes))
     assert notes == [
         "members of a cluster with consistency=eventual want to be taken over, and this scheduler was started with "
-        "consistency=bounded:3: start it with the settings of the one before"
+        "consistency=bounded:3. Start it with the former scheduler's settings"
     ]
     cluster.kill_scheduler()
     cluster.replace()

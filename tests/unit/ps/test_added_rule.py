@@ -12,7 +12,7 @@ CODE = """
 import sign_sgd
 import numpy as np
 import paceline
-from paceline.protocol import ALL
+from paceline.protocol.buckets import ALL
 from tests.reference.rule_cases import ARRAY_CASES, SPARSE_CASES
 from paceline.tables.rules import RULES
 from paceline.tables.settings import from_fields, to_fields

@@ -14,7 +14,7 @@ from paceline.errors import ProtocolError
 from paceline.protocol import NUM_BUCKETS, Member, Role
 from paceline.protocol.chains import ChainGroup, chain_group
 from paceline.protocol.membership import ProcessIdentity
-from paceline.protocol.scheduler import View, ViewChange
+from paceline.protocol.scheduler.views import View, ViewChange
 from paceline.ps import messages
 from paceline.transport import Address, Endpoint
 

@@ -275,7 +275,6 @@ class ClientCore:
                     yield Discard(push)
 
     def check_takes_part(self) -> None:
-        """Raise UsageError unless this client takes part in iterations."""
         if not self.takes_part:
             problem = "this worker has retired: call join() first" if self.is_worker else "an observer cannot tick"
             raise UsageError(f"{problem}; it does not take part in the iterations")
@@ -294,7 +293,6 @@ class ClientCore:
 
     @property
     def is_joining(self) -> bool:
-        """Whether calls to join are in flight."""
         return self._joined is not None
 
     def joined(self, server: int, round_: int, clock: int) -> list[Instruction]:

@@ -27,11 +27,9 @@ class DueAnswers:
         self._orphans: dict[int, int] = {}
 
     def sent_again(self, number: int) -> None:
-        """Record that a request in flight is sent again on the connection."""
         self._repeated[number] = self._repeated.get(number, 1) + 1
 
     def received(self, number: int) -> None:
-        """Record any answer to a request in flight."""
         due = self._repeated.pop(number, 1) - 1
         if due:
             self._repeated[number] = due
@@ -193,8 +191,6 @@ class ServerSession:
         self.is_connected = False
         self.awaits_view = False
         """Whether data requests are blocked."""
-        self.has_departed = False
-        """Whether the server has left the newest view."""
         self.retains = False
         """Whether answered pushes are retained until their iteration is stable."""
         self.retained: deque[Request] = deque()
@@ -282,7 +278,6 @@ class ServerSession:
         self._due.received(request.number)
 
     def orphan_answered(self, number: int) -> bool:
-        """Record an answer to an abandoned request; return False if none was due."""
         if not self._due.orphan_received(number):
             return False
         self.num_bodies -= 1
@@ -294,7 +289,7 @@ class ServerSession:
 
     def departed(self) -> list[Request]:
         """Record that the server has left the newest view; return the calls, which must fail."""
-        self.awaits_view = self.has_departed = True
+        self.awaits_view = True
         return [request for request in self.in_flight.values() if request.kind is RequestKind.CALL]
 
     def unanswered(self) -> list[Request]:

@@ -159,7 +159,6 @@ class JobCore:
         return self.forget(peer)
 
     def forget(self, peer: object) -> list[Answer]:
-        """Record that a process will not reconnect; return answers to other processes."""
         self._idle.pop(peer, None)
         if peer is self._claimant:
             self._claimant = None
@@ -177,7 +176,6 @@ class JobCore:
         return None if self.ledger is None else self.ledger.record()
 
     def concerns(self, peer: object) -> bool:
-        """Whether a process has posted the latest job."""
         return peer is self._poster
 
     def restore(

@@ -82,7 +82,6 @@ class Leases:
         self._carry_out(self.pool.worker_lost(rank))
 
     def rests(self, rank: int, time_s: float) -> None:
-        """Record that a worker has finished the job."""
         self.at_work.discard(rank)
         if self.ended_s is not None or self.at_work:
             return

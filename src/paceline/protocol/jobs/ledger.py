@@ -173,7 +173,6 @@ class JobLedger:
         self.close()
 
     def take_news(self) -> JobRecord | None:
-        """Return the facts since the last call, which members store; None if there are none."""
         if not self._has_news:
             return None
         news, self._news, self._has_news = self._news, JobFacts(self.number), False

@@ -47,7 +47,6 @@ class Results:
         self._seen: set[tuple[int, int]] = set()  # reports: incarnation, number
 
     def restore(self, record: JobRecord, taken: tuple[tuple[int, int], ...]) -> None:
-        """Restore the members' facts and the poster's reports."""
         self._seen.update(taken)
         self._of_done.update(record.done_counters)
         self._current.update((incarnation, dict(counters)) for incarnation, counters in record.done_counters.items())

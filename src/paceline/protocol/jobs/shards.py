@@ -234,7 +234,6 @@ class Shards:
 
     @property
     def has_free(self) -> bool:
-        """Whether a shard is neither leased nor done."""
         return bool(self._returned) or any(self._peek(position) is not None for position in range(self._stride))
 
     def _serve(self) -> list[Instruction]:

@@ -60,7 +60,6 @@ class Replication:
         self.version = 0
         """The version of the view; 0 before the first."""
         self.place = Place()
-        """This server's place in the chains of the view."""
         self._up: set[int] = set()  # the connected servers
         self.delivery = Delivery(0)
         numbers = count(1)
@@ -69,12 +68,10 @@ class Replication:
 
     @property
     def primary(self) -> int:
-        """The buckets that this server leads."""
         return self.place.primary
 
     @property
     def held(self) -> int:
-        """The buckets that this server has completely."""
         return self.delivery.buckets
 
     @property
@@ -124,7 +121,6 @@ class Replication:
         return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_own=True), fresh)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Apply one event; return the instructions, in order."""
         match event:
             case Forwarded(token, source, incarnation, sequence, version, buckets):
                 # Rule 1: a message of another version is rejected.

@@ -66,7 +66,6 @@ class Fills:
         return number, bucket
 
     def forget_unconfirmed(self, target: int) -> None:
-        """Mark the buckets that a server has not confirmed as unsent."""
         self._states = {number: state for number, state in self._states.items() if state[0] != target}
         if target in self._wanted:
             self._sent[target] = self._confirmed[target]
@@ -114,7 +113,6 @@ class PendingPush(Struct, eq=False):
 
     @property
     def is_sum(self) -> bool:
-        """Whether this server has computed the push as the sum of an iteration."""
         return self.is_own and self.incarnation == AGGREGATE
 
 
@@ -156,7 +154,6 @@ class PendingPushes:
         return tuple(self._by_push.get((incarnation, sequence), ()))
 
     def in_parts(self) -> list[tuple[PendingPush, ...]]:
-        """Return the pending parts of each push with more than one part."""
         return [tuple(parts) for parts in self._by_push.values() if len(parts) > 1]
 
     def left(self) -> Buckets:

@@ -14,7 +14,6 @@ class Place:
     """One server's sets of buckets by its position, and other servers with their buckets in the server's chains."""
 
     primary: Buckets = 0
-    """The buckets that the server leads."""
     members: Buckets = 0
     filling: Buckets = 0
     """The buckets that the server is being filled with."""

@@ -90,7 +90,6 @@ class ClusterCore:
         """The name of the cluster; it changes with a take-over."""
         self.phase = Phase.RECOVERING if replaces else Phase.FORMING
         self.heartbeat_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
-        """The interval of members' heartbeats."""
         self._timeout_s = heartbeat_timeout_s
         self._recovery = Recovery(
             replicas=replicas,
@@ -118,7 +117,6 @@ class ClusterCore:
 
     @property
     def committed(self) -> View:
-        """The view that members act on."""
         return self._leader.publication.committed
 
     @property
@@ -134,12 +132,10 @@ class ClusterCore:
 
     @property
     def is_established(self) -> bool:
-        """Whether this scheduler has committed a view."""
         return self._leader.publication.is_established
 
     @property
     def newcomers(self) -> Newcomers:
-        """The processes that have registered and wait for a cluster."""
         return self._leader.newcomers
 
     @property
@@ -149,7 +145,6 @@ class ClusterCore:
 
     @property
     def suspects(self) -> Suspects:
-        """The members that may live, but are silent or not reached."""
         return self._leader.next.suspects
 
     @property

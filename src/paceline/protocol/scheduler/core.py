@@ -106,9 +106,8 @@ class SchedulerCore:
         self.sessions = Sessions()
         self._num_buckets = options.get("num_buckets", NUM_BUCKETS)
         self._views = SentViews()
-        self._held: list[
-            tuple[object, Any, MessageNumbers, bytes]
-        ] = []  # messages that wait until the cluster is recovered
+        # Messages that wait until the cluster is recovered.
+        self._held: list[tuple[object, Any, MessageNumbers, bytes]] = []
         self._has_news = False
         self._refused_clusters: set[str] = set()  # those with other settings
 
@@ -211,7 +210,6 @@ class SchedulerCore:
         return [*out, events.ClusterEnded()]
 
     def handle(self, event: Event | events.NewsDue, time_s: float) -> list[Instruction]:
-        """Handle an event of the cluster; return the instructions, in order."""
         if isinstance(event, events.NewsDue):
             return self._send_news()
         out: list[Instruction] = []
@@ -236,8 +234,8 @@ class SchedulerCore:
                 expected, actual = getattr(self.settings, name), getattr(rejoin.settings, name)
                 out.append(
                     events.NotifyOperator(
-                        f"members of a cluster with {name}={actual} want to be taken over, and this scheduler was "
-                        f"started with {name}={expected}: start it with the settings of the one before"
+                        f"cannot take over a cluster with {name}={actual}: this scheduler was started with "
+                        f"{name}={expected}. Start it with the former scheduler's settings"
                     )
                 )
             return out

@@ -106,7 +106,6 @@ class TakenOver(Struct, frozen=True):
     dead: tuple[Member, ...]
 
     def without(self, member: Member) -> TakenOver:
-        """Return a copy with one more dead member."""
         returned = tuple(pair for pair in self.returned if pair[1].member.incarnation != member.incarnation)
         return TakenOver(returned, (*self.dead, member))
 

@@ -36,14 +36,12 @@ class Leader:
         self._out: list[Instruction] = []
 
     def form(self, time_s: float) -> list[Instruction]:
-        """Start a new cluster of the newcomers."""
         self._time_s, self._has_changed, self.publication.is_established = time_s, True, True
         for peer, registration in self.newcomers.take():
             self._register(peer, registration)
         return self._finish()
 
     def take_over(self, succession: Succession, time_s: float) -> list[Instruction]:
-        """Continue from the newest view of the former scheduler."""
         self._time_s, self._has_changed = time_s, True
         latest, present, absent = succession.evidence.latest, succession.present(), succession.absent()
         self.publication.take_over(latest, succession.term)
@@ -93,9 +91,8 @@ class Leader:
                 self._ended(incarnation, events.PROCESS_ENDED)
             case MessageReceived(peer, Leave()):
                 self.newcomers.forget(peer)
-                self._ended(
-                    self.peers.incarnation_of(peer), None
-                )  # its process ends, so the cluster needs no answer of it
+                # Its process ends, so the cluster needs no answer of it.
+                self._ended(self.peers.incarnation_of(peer), None)
             case events.Doubted(incarnation):
                 if self.membership.doubt(incarnation):
                     self.next.suspects.doubt(incarnation, _PROBABLY_ENDED)

@@ -79,7 +79,6 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
     @property
     def highest_term(self) -> int:
-        """The highest term of the member's views and promises."""
         return max(self.view.term, self.promised)
 
     @property
@@ -93,7 +92,6 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
     @property
     def has_worked(self) -> bool:
-        """Whether the member is a worker that had shards of that job."""
         return self.job is not None and self.job.has_worked
 
 

@@ -42,7 +42,6 @@ class Suspects:
         return self._reachability.in_doubt
 
     def reasons(self) -> dict[int, str]:
-        """Return the reason for the removal of each suspected server."""
         return {**{server: self.reason(server) for server in self._silent}, **self._cut_off}
 
     def reason(self, incarnation: int) -> str:
@@ -53,7 +52,6 @@ class Suspects:
         self._doubts[incarnation] = reason
 
     def take_over(self, absent: Iterable[int]) -> None:
-        """Suspect the servers that are absent from a take-over."""
         for server in absent:
             self._silent[server] = False
             self._doubts[server] = "it did not rejoin the scheduler that took over"
@@ -94,11 +92,8 @@ class Suspects:
 
     def wait_no_more(self) -> list[NotifyOperator]:
         was_needed, self.needed = self.needed, ()
-        return (
-            [NotifyOperator("enough servers with buckets are connected again: the scheduler continues")]
-            if was_needed
-            else []
-        )
+        text = "enough servers with buckets are connected again: the scheduler continues"
+        return [NotifyOperator(text)] if was_needed else []
 
     def report_waits(self, servers: Iterable[int]) -> list[int]:
         """Return the silent servers among `servers` with unreported waits, and mark their waits as reported."""
@@ -181,7 +176,6 @@ class NextView:
         return True
 
     def plan(self, servers: dict[int, int]) -> None:
-        """Plan the chains of the live servers, from the committed chains."""
         committed = self.publication.committed
         if not committed.version:
             return
@@ -202,7 +196,6 @@ class NextView:
         return {server: reason for server, reason in reasons.items() if server not in needed}
 
     def offer(self, membership: Membership, departing: Collection[int]) -> Step:
-        """Return the step that brings the view up to date."""
         servers = (member for member in membership.of(Role.SERVER) if member.incarnation not in departing)
         wanted = View(
             version=self.planner.version,
@@ -233,8 +226,8 @@ class NextView:
                 continue
             notes.append(
                 NotifyOperator(
-                    f"server {member.rank} is silent, and nobody else has {num_buckets} of its buckets: requests for "
-                    "them wait until it is back"
+                    f"server {member.rank} is silent and has the only copy of {num_buckets} buckets: requests for them "
+                    "wait until the server returns"
                 )
             )
         return notes

@@ -46,7 +46,6 @@ class Publication:
         self.committed = View(term=self.term)
         """The view that members act on."""
         self.is_established = False
-        """Whether the scheduler has committed a view."""
         self.proposal: Proposal | None = None
         self.epoch = 0
         """The epoch of the newest view, committed or not."""

@@ -120,7 +120,6 @@ class Succession:
     """The cluster that the scheduler takes over now."""
 
     evidence: Evidence
-    """The knowledge of the members that are back."""
     term: int
     unwelcomed: frozenset[int]
     """Members that never received their welcome, and register again."""
@@ -194,7 +193,6 @@ class Recovery:
         return time_s >= self._deadline_s and not has_servers
 
     def add(self, peer: object, returned: Rejoin, time_s: float) -> None:
-        """Add a rejoined member; its newest connection counts."""
         if not self._returned:
             self._deadline_s = time_s + self._timeout_s
         name = returned.cluster, returned.member.incarnation
@@ -293,19 +291,18 @@ class Recovery:
         return [events.RequestPromise(peers, self._term)] if peers else []
 
     def _need(self, servers: tuple[Member, ...]) -> list[events.NotifyOperator]:
-        """Wait for these servers, and report the wait once."""
         if servers == self.needed:
             return []
         self.needed = servers
         advice = None
         if self._accepts_minority:
-            advice = "One of them has to be back, --accept-minority or not; if all are dead, start a new cluster"
-        return [events.waits_for(servers, "to take over from the scheduler before", advice)]
+            advice = "At least one must return, also with --accept-minority. If all are dead, start a new cluster"
+        return [events.waits_for(servers, "to take over from the former scheduler", advice)]
 
     def _give_up(self, evidence: Evidence) -> list[Outcome]:
         """Expel the members of a cluster whose servers have all ended; the next cluster is new."""
         return [
-            events.NotifyOperator("all servers of the former cluster have ended: its members are sent away"),
+            events.NotifyOperator("all servers of the former cluster have ended: its other members are rejected"),
             *(events.DeclareDead(peer, "all servers of its cluster have ended") for peer in evidence.by_peer),
             *self.reject_foreign(),
             Abandoned(),

@@ -40,7 +40,6 @@ class Session:
         return self._send(request, content, body)
 
     def repeat(self, request: int) -> list[SendMessage]:
-        """Send the answer to a call again, if there is one."""
         answer = self.end.answer_to(request)
         return [] if answer is None else self._send(request, *answer)
 
@@ -75,7 +74,6 @@ class Sessions:
         self.connected[peer] = Session(peer)
 
     def disconnect(self, peer: object) -> Session:
-        """Forget a connection; return its session."""
         session = self.connected.pop(peer)
         self._joining.pop(peer, None)
         if session.peer is peer:
@@ -109,7 +107,6 @@ class Sessions:
         return member, is_resumed
 
     def take_over(self, peer: object, incarnation: int) -> Session:
-        """Return the session of a member of a former scheduler's cluster."""
         session = self.connected.get(peer)
         if session is None:  # its connection broke again; it will rejoin
             session = Session(peer)

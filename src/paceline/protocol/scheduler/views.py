@@ -93,7 +93,6 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     @property
     def num_lost(self) -> int:
-        """The number of buckets that were lost with all their servers."""
         return lost_buckets(self.groups).bit_count()
 
     @property
@@ -134,7 +133,6 @@ class ViewChange(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
     joined: tuple[Member[Address], ...] = ()
     removed: tuple[Number, ...] = ()
     groups: tuple[ChainGroup, ...] | None = None
-    """None: unchanged."""
     former_voters: tuple[Number, ...] = ()
 
     def __post_init__(self) -> None:
@@ -267,16 +265,13 @@ class Proposal:
     released: frozenset[int] = frozenset()
     """The servers that requested to leave, and leave by this view."""
     prepared: set[int] = field(default_factory=set)
-    """The servers that have prepared the view."""
 
     @property
     def audience(self) -> frozenset[int]:
-        """The servers that receive it."""
         return frozenset({*self.committed.servers, *self.view.servers})
 
     @property
     def gaining(self) -> frozenset[int]:
-        """The servers that must have it: see :func:`gaining`."""
         return gaining(self.committed.groups, self.view.groups)
 
     def is_accepted(self, ended: Collection[int]) -> bool:
@@ -284,8 +279,8 @@ class Proposal:
         voters = self.committed.voters
         quorum = commit_quorum(len(voters), self.replicas)
         has_quorum = _have(quorum, voters, ended, self.prepared)
-        # Servers that leave take their knowledge along. A scheduler that takes over from the view before needs the same
-        # number of voters. Each server that leaves is one voter less without this view, so fewer of the others need it.
+        # A take-over from the former view needs n - quorum + 1 of its n voters (:func:`may_take_over`), and released
+        # servers may be absent. So at most n - quorum of the staying voters may lack this view.
         staying = voters - self.released
         stays = _have(max(quorum - len(voters) + len(staying), 1), staying, ended, self.prepared)
         return has_quorum and stays and self.gaining <= self.prepared

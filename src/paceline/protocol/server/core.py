@@ -204,7 +204,6 @@ class ServerCore:
         self.early.postpone(timing, sender, token)
 
     def disconnected(self, is_of_it: Callable[[object], bool]) -> None:
-        """Drop the requests of a closed connection."""
         self.early.drop(is_of_it)
         self.progress.drop(is_of_it)
 

@@ -75,7 +75,6 @@ class Verdict(Struct):
     fresh: Buckets = 0
     """The buckets for which the push is new. 0: a duplicate."""
     takes_part: bool = False
-    """Whether the worker currently takes part in the iterations."""
 
 
 class WaitReasons(NamedTuple):
@@ -101,7 +100,7 @@ class Clocks(Struct, frozen=True):
 
 
 class ViewChanged(Struct, frozen=True):
-    """The scheduler has committed a view, see :class:`paceline.protocol.scheduler.View`."""
+    """The scheduler has committed a view, see :class:`paceline.protocol.scheduler.views.View`."""
 
     epoch: int
     version: int

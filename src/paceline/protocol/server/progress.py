@@ -16,7 +16,6 @@ from paceline.protocol.server.events import Clocks, Instruction, Read, Timing
 from paceline.protocol.server.workers import Workers
 
 POSTPONED = (Timing.EARLY, Timing.UNNAMED, Timing.BEFORE_CLOCKS)
-"""The timings of postponed requests."""
 
 
 class EarlyRequests:
@@ -61,7 +60,6 @@ class BlockedReads:
 
     @property
     def has_passed_gate(self) -> bool:
-        """Whether the gate is open for a blocked read."""
         return bool(self._past_gate)
 
     def block(self, read: Read) -> None:
@@ -170,7 +168,6 @@ class Progress:
             self._out.append(events.ForgetWorker(worker))
 
     def _drop_unfinished(self, worker: int) -> None:
-        """Drop a worker's pushes for iterations that it will not finish."""
         if self.iterations is not None:
             clock = self.workers.gate.clocks[worker]
             self._out.append(events.DropBuffered(worker, clock))
@@ -258,7 +255,6 @@ class Progress:
         self._withheld[token] = deadline_s
 
     def expire(self, time_s: float) -> None:
-        """Reject the requests whose deadline has passed."""
         late = self.reads.take_late(time_s)
         late += self._give_up(lambda token: self._withheld[token] <= time_s)
         self._out += [events.Late(token) for token in late]

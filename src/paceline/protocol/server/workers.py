@@ -75,7 +75,6 @@ class Workers:
         return Clocks(known, self.gate.num_missing, self.gate.minimum)
 
     def check_clocks(self, known: Clocks) -> None:
-        """Raise ProtocolError if another server's clocks are impossible."""
         highest = max((clock for _, _, clock, _ in known.workers), default=0)
         if self._is_sequential and highest > known.minimum + _MAX_AHEAD:
             raise ProtocolError(

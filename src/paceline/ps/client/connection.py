@@ -73,7 +73,6 @@ class ServerConnection:
         self.patience_s = timeout_s
         """How long to wait for an unreachable server of the view."""
         self.lost: PacelineError | None = None
-        """The reason for giving up the connection."""
         self.core = core
         self._transport = transport
         self._target = server.address
@@ -135,7 +134,6 @@ class ServerConnection:
                 raise
 
     def resync(self, instruction: Resync) -> None:
-        """Send the worker's clock after the resent requests."""
         if self.session.is_connected:
             try:
                 self.channel.send(
@@ -200,7 +198,6 @@ class ServerConnection:
         return self._watch.has(session.server) and (not session.is_connected or self.channel.has_ended())
 
     def reconnect_once(self) -> None:
-        """Try once to reconnect if the connection is cut."""
         if self.is_cut:
             self._cut()
         if not self.session.is_connected and self.lost is None and self._watch.has(self.session.server):
@@ -370,7 +367,6 @@ def go_back(connection: ServerConnection, request: Request) -> None:
 
 
 def make_room(connection: ServerConnection, more_bytes: int) -> None:
-    """Receive answers until `more_bytes` may be requested."""
     session = connection.session
     while session.num_bodies and session.in_flight and not session.awaits_view:
         num_bytes = sum(exchange_of(request).num_answer_bytes for request in session.in_flight.values())

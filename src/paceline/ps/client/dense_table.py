@@ -185,12 +185,10 @@ class DenseTable(Table):
         return Ticket(servers, sent, finish)
 
     def _connections(self) -> Sequence[ServerConnection | FilteredSender]:
-        """Return the senders to the servers of the newest view."""
         connections = self._servers.newest()
         return connections if self.filters is None else self.filters.senders(connections)
 
     def _current_runs(self) -> list[Sequence[tuple[int, int]]]:
-        """Return the ranges of elements on each connection."""
         routes = self._servers.routes
         if self._runs_of != routes.version:
             self._runs = [runs_in(self.size, led) for led in routes.leads]

@@ -73,7 +73,6 @@ KINDS = {
     TICK: RequestKind.TICK,
     CALL: RequestKind.CALL,
 }
-"""By the kind of a frame."""
 
 _Positions: TypeAlias = npt.NDArray[np.int64]
 
@@ -111,11 +110,9 @@ class Exchange:
         self.scatter: tuple[Floats, _Positions] | None = None
         """The destination of the values: an array of rows, and positions in it."""
         self.unreadable: UsageError | None = None
-        """The error of a user's filter that could not decode the answer."""
 
     @property
     def num_answer_bytes(self) -> int:
-        """The number of bytes of values in the answer."""
         return 0 if self.out is None else int(self.out.nbytes)
 
     def receive(self, channel: Channel, header: Header) -> bool:
@@ -166,7 +163,6 @@ class Exchange:
             self.frame = (self.frame[0], *arrays)
 
     def release(self, copies: Copies) -> None:
-        """Release the arrays and their memory."""
         self.frame, self.part = (), None
         if self.memory is not None:
             copies.give_back(self.memory)
@@ -245,7 +241,6 @@ class DataRequest:
 
 
 def pack(data: DataRequest, request: Request, version: int) -> tuple[Any, ...]:
-    """Return the frame of a data request."""
     size = 0
     for part in data.parts:
         size += part.nbytes

@@ -62,7 +62,6 @@ class TableFilters:
         self.answers = FilterChain([item for item in FilterChain(given).filters if item.stage >= ValueFilter.stage])
         sent = [item.describe() for item in self.requests.filters if item not in self.requests.rows]
         self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
-        """The description for servers."""
         self.follow_weights = any(item.needs_l1 for item in self.requests.rows)
         """Whether they need the pulled values, by :meth:`note_pulled`."""
         self._is_dense = is_dense
@@ -99,7 +98,6 @@ class TableFilters:
                 )
 
     def note_pulled(self, keys: Keys, values: Floats, dim: int) -> None:
-        """Record the pulled values (flat) of distinct keys."""
         for selection in self._selections_for(dim):
             selection.note_pulled(keys, values)
 

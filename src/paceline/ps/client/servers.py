@@ -152,7 +152,6 @@ class Servers:
         self._to_do: deque[Instruction | Request] = deque()
         self._closed_bytes = (0, 0)
         self.is_closed = False
-        """Whether the client is closed or closing."""
         own(self)
 
     def disown(self) -> None:

@@ -17,7 +17,8 @@ import msgspec
 from paceline.errors import PacelineError, PeerError, ProtocolError, TableMismatchError, UsageError
 from paceline.protocol import Member, Role
 from paceline.protocol.chains import VERSION_GAP
-from paceline.protocol.scheduler import SchedulerCore, events
+from paceline.protocol.scheduler import events
+from paceline.protocol.scheduler.core import SchedulerCore
 from paceline.protocol.scheduler.events import PROCESS_ENDED
 from paceline.protocol.scheduler.sessions import MessageNumbers, PendingCall
 from paceline.ps import messages
@@ -78,7 +79,6 @@ class Tables:
 
     @property
     def specs(self) -> list[TableSpec]:
-        """The current specs of the tables, by number."""
         return [known.spec for known in sorted(self._known.values(), key=lambda known: known.number)]
 
 
@@ -126,7 +126,6 @@ class Scheduler(Handler):
         self.failure: PacelineError | None = None
         """The reason of an end that no process requested."""
         self.ended = asyncio.Event()
-        """Set when the cluster shall end."""
 
     @must_succeed
     def connected(self, peer: Peer) -> None:

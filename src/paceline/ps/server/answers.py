@@ -145,7 +145,6 @@ class Answers:
             push.peer.send_error(push.header, self.late_push(push, push.peer))
 
     def check_member(self, peer: Peer) -> None:
-        """Raise PeerError if a process has left, died or never was a member."""
         if self._core.is_excluded(peer.hello.incarnation):
             raise self.expelled(peer)
 

@@ -97,7 +97,6 @@ class FillTransfers:
             asyncio.get_running_loop().call_later(_FILL_PAUSE * took_s, self.send_next, target)
 
     def load(self, received: ReceivedBucket, bucket: int) -> None:
-        """Replace a bucket by the received bucket, and confirm it."""
         busy_s = time.thread_time()
         self._checks.load(bucket, received.order)
         pieces = {piece.table: piece for piece in received.pieces}

@@ -123,7 +123,6 @@ class ReplicaChecks:
         return _IDLE_S if took_s is None else max(_ROUND_S / self._num_in_round, took_s / _SHARE)
 
     def describe(self, core: ServerCore, bucket: int) -> CheckInfo:
-        """Return the digest of a bucket for the successor."""
         tables = tuple((number, *self._rows(number, bucket)) for number in self._tables.by_number)
         return CheckInfo(bucket, self.orders.of(bucket), core.applied_to(bucket), tables)
 

@@ -81,7 +81,6 @@ class ChainLinks:
                 self._links[target] = _Link(target, endpoint, hello, self)
 
     def peer(self, target: int) -> Peer | None:
-        """Return the connection to a server; None while disconnected."""
         link = self._links.get(target)
         return None if link is None else link.peer
 
@@ -279,13 +278,11 @@ class Replicator:
         )
 
     def send_ready(self, target: int, version: int) -> None:
-        """Notify a primary that it has all pushes of this server."""
         peer = self._peer(target)
         if peer is not None:
             peer.send(*frame_parts(READY, epoch=version))
 
     def send_clocks(self, target: int) -> None:
-        """Send a server the tables and the workers' clocks."""
         peer = self._peer(target)
         if peer is not None:
             tables = (

@@ -136,7 +136,6 @@ class Runtime:
             raise
 
     def take_early(self) -> list[Frame]:
-        """Return the early frames whose time has come."""
         frames, self._again = self._again, []
         return frames
 
@@ -234,7 +233,6 @@ class Runtime:
         token.payload = ChainPush(GRADIENTS, replication.AGGREGATE, sequence, pieces, buckets=buckets, is_owned=True)
 
     def _apply_sum(self, instruction: events.ApplySum) -> None:
-        """Sum and apply an iteration, without a push."""
         assert self.sums is not None
         self.sums.apply(instruction.iteration, instruction.workers, instruction.buckets)
 

@@ -306,7 +306,6 @@ class ServerSnapshots:
             LoadParts: self.load,
             GetLoadState: self.load_state,
         }
-        """The methods that answer messages, by type."""
 
     def take(self, request: TakeSnapshot) -> SnapshotStarted:
         """Start a snapshot now or at a boundary, an iteration that no worker has begun.

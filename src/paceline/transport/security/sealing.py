@@ -105,7 +105,6 @@ class Seal:
         return bytes(outer.digest()[:TAG_BYTES])
 
     def tag(self, parts: Sequence[Any]) -> bytes:
-        """Return the tag of a complete frame."""
         for part in parts:
             self.update(part)
         return self.end()

@@ -30,7 +30,6 @@ class ServerHandshake:
     """
 
     def __init__(self, token: str, hello: Hello, listener: str) -> None:
-        """``listener``: the id of this listener."""
         self.seals: Seals | None = None
         """Seals of later frames, available after the WELCOME; None if frames are not sealed."""
         self.is_relayed = False

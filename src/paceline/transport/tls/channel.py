@@ -119,7 +119,6 @@ def client_not_trusted(address: Address) -> AuthenticationError:
 
 
 def no_tls(address: Address, error: OSError, timeout_s: float) -> PeerError | DeadlineError:
-    """Return the error for a failed TLS handshake."""
     if isinstance(error, TimeoutError):
         return DeadlineError(f"the server at {address} did not finish the TLS handshake in {timeout_s:g} s")
     if not isinstance(error, ssl.SSLError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.protocol import Role
-from paceline.protocol.scheduler import Phase, events, messages
+from paceline.protocol.scheduler import events, messages
+from paceline.protocol.scheduler.cluster import Phase
 from paceline.protocol.scheduler.events import MessageReceived
 
 from .toys import HEARTBEAT_S, TIMEOUT_S, Scheduler, chains, filled, holders, observer, server, started, worker
@@ -351,7 +352,7 @@ def test_the_last_server_that_has_a_bucket_is_waited_for_however_long() -> None:
         assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
         assert holders(scheduler.view, b) == mine
         assert len(scheduler.notes) == 2 * times - 1  # it is said once
-        assert f"server 1 is silent, and nobody else has {mine.bit_count()} of its buckets" in scheduler.notes[-1]
+        assert f"server 1 is silent and has the only copy of {mine.bit_count()} buckets" in scheduler.notes[-1]
         scheduler.wake(b)
         assert scheduler.notes[2 * times - 1 :] == ["server 1 is back: it sends heartbeats again"]
         assert chains(scheduler.view) == before

@@ -14,9 +14,10 @@ import pytest
 
 from paceline.protocol import Role
 from paceline.protocol.buckets import buckets_in, to_bytes
-from paceline.protocol.scheduler import Phase, View, events, messages
+from paceline.protocol.scheduler import events, messages
+from paceline.protocol.scheduler.cluster import Phase
 from paceline.protocol.scheduler.events import MessageReceived
-from paceline.protocol.scheduler.views import commit_quorum, gaining
+from paceline.protocol.scheduler.views import View, commit_quorum, gaining
 
 from .toys import HEARTBEAT_S, Node, Scheduler, chains
 

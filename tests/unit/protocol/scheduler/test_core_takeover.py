@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from paceline.protocol import Role
-from paceline.protocol.scheduler import Phase, events, messages
+from paceline.protocol.scheduler import events, messages
+from paceline.protocol.scheduler.cluster import Phase
 from paceline.protocol.scheduler.events import MessageReceived
 
 from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, filled, holders, observer, server, started, worker
@@ -108,7 +109,7 @@ def test_a_minority_is_not_enough_and_names_missing_members() -> None:
     assert scheduler.core.needed == (b.member, c.member)
     assert len(scheduler.notes) == 1
     assert "waits for server 1 (s1) and server 2 (s2)" in scheduler.notes[0]
-    assert "to take over from the scheduler before" in scheduler.notes[0]
+    assert "to take over from the former scheduler" in scheduler.notes[0]
     scheduler.rejoin(c)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.core.needed == ()
@@ -139,7 +140,7 @@ def test_one_that_accepts_a_minority_does_not_take_over_from_workers_alone() -> 
     scheduler.rejoin(w)
     scheduler.pass_time(2 * TIMEOUT_S)
     assert scheduler.core.phase is Phase.RECOVERING
-    assert "One of them has to be back" in scheduler.notes[0]
+    assert "At least one must return" in scheduler.notes[0]
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(holders(former.view, a))]
@@ -329,7 +330,7 @@ def test_an_absent_indispensable_server_stays_a_member() -> None:
     scheduler.pass_time(TIMEOUT_S)
     assert holders(scheduler.view, c) == mine
     assert scheduler.last(events.TakenOver).dead == ()
-    assert any("is silent, and nobody else has" in note for note in scheduler.notes)
+    assert any("is silent and has the only copy of" in note for note in scheduler.notes)
     scheduler.rejoin(c)
     assert c.fate is None
     assert chains(scheduler.view) == chains(former.view)

@@ -245,7 +245,7 @@ def test_a_silent_server_filled_by_a_dead_one_is_awaited(num_others: int, is_sil
     scheduler.wake(b)
     assert sum(each.buckets for each in scheduler.all(events.BucketsLost)) == only_here
     assert holders(scheduler.view, b) & moving == moving
-    told = f"server {num_others + 1} is silent, and nobody else has {moving.bit_count()} of its buckets"
+    told = f"server {num_others + 1} is silent and has the only copy of {moving.bit_count()} buckets"
     assert sum(told in note for note in notes) == 1
 
 

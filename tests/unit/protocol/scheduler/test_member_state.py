@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ProtocolError
-from paceline.protocol.scheduler import View, ViewChange, messages
+from paceline.protocol.scheduler import messages
 from paceline.protocol.scheduler.member_state import MemberState
+from paceline.protocol.scheduler.views import View, ViewChange
 
 
 def view(epoch: int, term: int = 1) -> View:

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from paceline.protocol import Member, Role
 from paceline.protocol.chains import VERSION_GAP, ChainGroup
-from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.publication import Committed, Proposed, Publication, Step, term_after
+from paceline.protocol.scheduler.views import View
 
 from .toys import group
 

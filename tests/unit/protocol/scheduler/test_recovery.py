@@ -10,8 +10,9 @@ import pytest
 
 from paceline.protocol import Member, Role
 from paceline.protocol.jobs import JobMemory, JobRecord, JobSpec
-from paceline.protocol.scheduler import View, events, messages
+from paceline.protocol.scheduler import events, messages
 from paceline.protocol.scheduler.recovery import Abandoned, Evidence, Recovery, Succession
+from paceline.protocol.scheduler.views import View
 
 from .toys import group
 

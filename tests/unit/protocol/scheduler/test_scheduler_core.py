@@ -11,7 +11,8 @@ from paceline.protocol import Member, Role
 from paceline.protocol.chains import ChainGroup, chain_group
 from paceline.protocol.jobs import JobSpec, Lease
 from paceline.protocol.jobs.messages import JobNews, PostJob, TakeLease
-from paceline.protocol.scheduler import SchedulerCore, View, events
+from paceline.protocol.scheduler import events
+from paceline.protocol.scheduler.core import SchedulerCore
 from paceline.protocol.scheduler.events import SendMessage, WatchProcess
 from paceline.protocol.scheduler.messages import (
     Drain,
@@ -31,6 +32,7 @@ from paceline.protocol.scheduler.messages import (
     Welcome,
 )
 from paceline.protocol.scheduler.sessions import MessageNumbers
+from paceline.protocol.scheduler.views import View
 
 SETTINGS = SchedulerSettings(cluster="ours")
 SPEC = JobSpec(description=b"do", files=(2,), epochs=1, assignment="first-come")

@@ -9,8 +9,15 @@ from msgspec.structs import replace
 
 from paceline.protocol import Member, Role
 from paceline.protocol.chains import ChainGroup
-from paceline.protocol.scheduler import View
-from paceline.protocol.scheduler.views import KnownViews, Proposal, commit_quorum, gaining, may_commit, may_take_over
+from paceline.protocol.scheduler.views import (
+    KnownViews,
+    Proposal,
+    View,
+    commit_quorum,
+    gaining,
+    may_commit,
+    may_take_over,
+)
 
 from .toys import group
 

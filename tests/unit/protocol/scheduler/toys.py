@@ -13,9 +13,10 @@ from paceline.protocol import Member, Role
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.chains import ChainGroup, chain_group
 from paceline.protocol.jobs import JobMemory, JobRecord
-from paceline.protocol.scheduler import ClusterCore, Phase, View, events, messages
+from paceline.protocol.scheduler import events, messages
+from paceline.protocol.scheduler.cluster import ClusterCore, Phase
 from paceline.protocol.scheduler.events import MemberMessage, MessageReceived
-from paceline.protocol.scheduler.views import KnownViews
+from paceline.protocol.scheduler.views import KnownViews, View
 
 TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0

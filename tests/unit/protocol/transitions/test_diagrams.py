@@ -10,9 +10,13 @@ import pytest
 
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
+from .watching import check_table
+
 DOCS = Path(__file__).parents[4] / "docs"
 PAGE = (DOCS / "explanation/protocol.md").read_text(encoding="utf-8")
-drawn: Callable[[str], str] = runpy.run_path(str(DOCS / "diagrams.py"))["drawn"]
+_diagrams = runpy.run_path(str(DOCS / "diagrams.py"))
+drawn: Callable[[str], str] = _diagrams["drawn"]
+mermaid: Callable[[StateTable], str] = _diagrams["mermaid"]
 
 
 def test_rows_with_the_same_ends_and_instruction_are_one_arrow() -> None:
@@ -26,8 +30,8 @@ def test_rows_with_the_same_ends_and_instruction_are_one_arrow() -> None:
             Transition("open", "Push", "shut"),
         ),
     )
-    table.validate()
-    assert table.mermaid().splitlines() == [
+    check_table(table)
+    assert mermaid(table).splitlines() == [
         "stateDiagram-v2",
         "    [*] --> shut: Build",
         "    shut --> open: Push, Kick (not locked) / Creak",
@@ -45,7 +49,7 @@ def test_rows_with_the_same_ends_and_instruction_are_one_arrow() -> None:
 )
 def test_a_table_that_cannot_be(rows: tuple[Transition, ...]) -> None:
     with pytest.raises(AssertionError):
-        StateTable("a door", ("open", "shut"), rows).validate()
+        check_table(StateTable("a door", ("open", "shut"), rows))
 
 
 def test_the_page_has_the_diagrams_of_the_tables() -> None:

@@ -7,8 +7,10 @@ from random import Random
 from typing import TypeAlias
 
 from paceline.protocol import Member, Role
-from paceline.protocol.scheduler import MEMBER, Phase, events, messages
+from paceline.protocol.scheduler import events, messages
+from paceline.protocol.scheduler.cluster import Phase
 from paceline.protocol.scheduler.events import MessageReceived
+from paceline.protocol.scheduler.members import MEMBER
 from paceline.protocol.transitions import OUTSIDE
 
 from ..scheduler.toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, Wire  # noqa: TID252

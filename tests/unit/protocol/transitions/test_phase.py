@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.protocol.scheduler import PHASE, Phase
+from paceline.protocol.scheduler.cluster import PHASE, Phase
 from paceline.protocol.transitions import OUTSIDE
+
+from .watching import check_table
 
 
 def test_each_event_leads_to_one_phase() -> None:
-    PHASE.validate()
+    check_table(PHASE)
     for row in PHASE.transitions:
         if row.source != OUTSIDE:
             assert Phase(row.source).after(row.event) is Phase(row.target)

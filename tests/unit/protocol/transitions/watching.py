@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.protocol.transitions import StateTable
+from paceline.protocol.transitions import OUTSIDE, StateTable
 
 Sight = tuple[object, ...]
 """The observed state of an object, and its other data that events may change."""
@@ -32,8 +32,16 @@ class Watch:
         return {(row.source, row.event, row.target, row.instruction) for row in self._table.transitions}
 
     def ends(self) -> None:
-        self._table.validate()
+        check_table(self._table)
         rows = self._rows
         wrong = [f"{row}: seen, but not in the table" for row in sorted(map(repr, self._seen - rows))]
         wrong += [f"{row}: in the table, but never seen" for row in sorted(map(repr, rows - self._seen))]
         assert not wrong, "\n".join([f"The table of {self._table.thing}:", *wrong])
+
+
+def check_table(table: StateTable) -> None:
+    """Assert that rows are distinct, and that every state has a row."""
+    rows = {(row.source, row.event, row.target, row.instruction) for row in table.transitions}
+    assert len(rows) == len(table.transitions), "a duplicate row"
+    named = {state for row in table.transitions for state in (row.source, row.target)}
+    assert named - {OUTSIDE} == set(table.states), "a state without a row, or a row of no state"
