@@ -31,7 +31,6 @@ class Inbox(Handler):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.peers: list[Peer] = []
-        """The peer of each frame."""
         self.ends: list[tuple[Peer, Exception | None]] = []
         self._changed = asyncio.Event()
 

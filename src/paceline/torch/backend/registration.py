@@ -27,7 +27,6 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 def create(options: Any) -> PacelineProcessGroup:
-    """Create a process group through the store of ``init_process_group``."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     global_ranks = tuple(options.global_ranks_in_group)  # empty for the group of all ranks
     try:

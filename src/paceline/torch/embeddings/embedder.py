@@ -24,7 +24,6 @@ class Embedder:
 
     def __init__(self, tables: RowTables) -> None:
         self.tables: dict[str, RowTable] = {}
-        """All tables, by name."""
         self._row_tables = tables
         self._sources: list[tuple[RowSource, Optimizer | None]] = []
         self._followers: list[_Follower] = []

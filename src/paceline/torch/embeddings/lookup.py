@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from paceline.kernels.dedup import sum_rows, take_rows
 from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.distinct import DistinctKeys
-from paceline.torch.embeddings.staging import to_device
+from paceline.torch.embeddings.gradients import to_device
 
 OnGradient = Callable[[Keys, torch.Tensor], None]
 """A callback for backward, with distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""

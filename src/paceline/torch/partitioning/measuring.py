@@ -38,7 +38,6 @@ class MeasuredGraph:
     paths: dict[str, str]
     """The path of the module that contains each operation."""
     nodes: dict[str, fx.Node]
-    """The graph's nodes by name."""
     costs: dict[str, Cost] = field(default_factory=dict)
     shapes: dict[str, str] = field(default_factory=dict)
     """The type and shape of each value that is a tensor, as text."""
@@ -49,7 +48,6 @@ class MeasuredGraph:
 
     @property
     def outputs(self) -> list[str]:
-        """The operations and arguments whose values the model returns."""
         return [node.name for node in self.captured.output.graph_nodes]
 
     def name_values(self, arguments: CallArguments) -> dict[str, Any]:

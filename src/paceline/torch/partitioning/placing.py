@@ -31,7 +31,6 @@ class Cost:
 
     seconds: float = 0.0
     num_bytes: int = 0
-    """The size of the operation's value."""
 
 
 def place_by_name(

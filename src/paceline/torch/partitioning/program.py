@@ -63,7 +63,6 @@ class Program:
                 tensor.grad.data = tensor.grad.data.to(self.devices[device])
 
     def titles(self) -> list[str]:
-        """Return a line for each device with its name and the bytes of its parameters and buffers."""
         sizes = [0] * len(self.devices)
         for tensor, device in self._homes.tensors():
             sizes[device] += tensor.numel() * tensor.element_size()
@@ -139,7 +138,6 @@ class _Call:
         self._start(self._arrivals.first())
 
     def work_on(self, device: int) -> None:
-        """Run the device's segments as they become ready, until the last one."""
         try:
             while (number := self._ready[device].get()) is not None:
                 segment = self._program.cut.segments[number]

@@ -182,7 +182,6 @@ def _check_same(found: dict[str, str], own: dict[str, torch.Tensor], directory: 
 def _check_optimizer(
     optimizer: torch.optim.Optimizer, names: list[list[str]], kept: dict[str, Any], directory: str | os.PathLike[str]
 ) -> None:
-    """Raise ModelError unless a checkpoint's optimizer has the class, groups and update rules of this one."""
     own = type(optimizer).__name__
     if kept["class"] != own:
         raise ModelError(
@@ -252,7 +251,6 @@ def _unflatten(
 
 
 def _check_tables(strategy: Strategy, saved: SavedModel) -> None:
-    """Raise ModelError unless a checkpoint has the tables of this model's embeddings."""
     own = strategy.embedder.tables if strategy.embedder is not None else {}
     saved_specs = {table.spec.name: table.spec for table in saved.manifest.tables}
     if saved_specs.keys() != own.keys():

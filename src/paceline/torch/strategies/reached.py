@@ -57,7 +57,6 @@ class Reached:
         self._sums.clear()
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
-        """Return whether backward has set a parameter's gradient since the last step."""
         return parameter in self._since_step
 
     def check(self, parameters: set[nn.Parameter]) -> None:

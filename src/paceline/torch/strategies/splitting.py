@@ -44,7 +44,6 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
 
 
 def num_rows(part: Sequence[Any]) -> int | None:
-    """Return the number of examples of a part; None if it has no tensor."""
     return next((len(leaf) for leaf in part if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
 
 

@@ -53,7 +53,7 @@ class Recording:
 def awaited(output: Tensor) -> tuple[Recording, Any]:
     forward = Recording(output)
     stand_in: Any = forward
-    return forward, PendingOutput(stand_in, 0, shape=output.shape, dtype=output.dtype, device=output.device)
+    return forward, PendingOutput(stand_in, 0, shape=output.shape, dtype=output.dtype)
 
 
 LOGITS = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(0))

@@ -147,7 +147,6 @@ def test_a_value_travels_once_to_each_process() -> None:
     assert routes.routes == (first, ValueRoute("b", 1, (2,)), ValueRoute("c", 2, (3,)))
     assert [routes.destinations(route) for route in routes.routes] == [[1], [], [0]]
     assert (routes.first_user_on(first, 1), routes.last_user_on(first, 1), routes.first_user_on(first, 0)) == (1, 2, 3)
-    assert routes.sources() == [[], [0], [0, 1], [0, 2]]
     assert shared_parameters({"w": [0, 1], "v": [0, 3], "u": [2]}, [0, 1, 1, 0]) == {"w": [0, 1]}
 
 

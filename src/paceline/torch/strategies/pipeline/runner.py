@@ -22,8 +22,8 @@ from paceline.torch.capture.graph import attribute
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.deferred import DeferredValues, lent_memory
 from paceline.torch.strategies.pipeline.loop.batches import batch_size, cut_rows, describe_cut
+from paceline.torch.strategies.pipeline.loop.call import ModelCall
 from paceline.torch.strategies.pipeline.loop.losses import ReturnedLoss
-from paceline.torch.strategies.pipeline.loop.model import ModelCall
 from paceline.torch.strategies.pipeline.loop.output import PendingLoss, PendingOutput
 from paceline.torch.strategies.pipeline.loop.output_rows import NumberWeights, OutputRows, joined_output
 from paceline.torch.strategies.pipeline.loop.ownership import Ownership
@@ -149,7 +149,7 @@ class Runner:
             traced = self._stages(called, arguments)
             is_new = key not in self._kinds
             kind = self._kinds.setdefault(key, BatchKind())
-            messages = Messages(self.group, torch.device("cpu"), kind.values, is_new=is_new)
+            messages = Messages(self.group, kind.values, is_new=is_new)
             self._num_steps += 1
             split = split_backwards(orders[self._rank])
             step = PipelineStep(
@@ -405,11 +405,10 @@ def _num_parts(orders: Orders) -> int:
 
 def _pending_output(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], needs_grad: bool) -> Tensor:
     """Return one tensor of a later output. A number that needs a gradient is a loss of the model."""
-    device = torch.device("cpu")
     if shape or not needs_grad:
-        return PendingOutput(call, leaf, shape=shape, dtype=dtype, device=device)
+        return PendingOutput(call, leaf, shape=shape, dtype=dtype)
     term = ReturnedLoss(leaf=leaf, weights=call.number_weights)
-    return PendingLoss(call, (term,), lambda: call.values()[leaf], shape=(), dtype=dtype, device=device)
+    return PendingLoss(call, (term,), lambda: call.values()[leaf], dtype=dtype)
 
 
 def _key(called: CallArguments, training: bool, grads: bool) -> str:

@@ -6,12 +6,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,7 +20,6 @@ from paceline.errors import UsageError
 from paceline.strategies import PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.torch.strategies.base import Strategy, state_of
 from paceline.torch.strategies.deferred import is_stand_in
-from paceline.torch.strategies.pipeline.loop.model import PipelinedModel
 from paceline.torch.strategies.pipeline.loop.ownership import gather_state
 from paceline.torch.strategies.pipeline.plan.choosing import PipelinePlan
 from paceline.torch.strategies.pipeline.runner import Runner
@@ -108,18 +106,15 @@ class Pipeline(Strategy):
         return [PipelinedModel(model, self._runner)], optimizers
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    @override
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which ``backward()`` does not average gradients over the pipelines."""
         assert self._runner is not None
         before, self._runner.averages = self._runner.averages, False
         try:
             yield
         finally:
             self._runner.averages = before
-
-    @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which ``backward()`` does not average gradients over the pipelines."""
-        return self._held()
 
     @override
     def reduce(self, value: Any, op: str = "mean") -> Any:
@@ -195,6 +190,76 @@ class Pipeline(Strategy):
         if text is not None:
             print(text, file=sys.stderr, flush=True)
         super().close()
+
+
+class PipelinedModel(nn.Module):
+    """The replacement of a model whose layers run on several processes, with the model's own parameters.
+
+    A parameter of another process has its shape here, and its values read as NaN.
+    """
+
+    def __init__(self, module: nn.Module, runner: Runner) -> None:
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_runner", runner)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        raise UsageError(
+            "copy.deepcopy() of a model whose layers are on several processes: copy it before prepare(), and write "
+            "what strategy.gather_values() returns on rank 0 into the copy"
+        )
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a batch, which must be the same on every process of the pipeline."""
+        return self.__dict__["_runner"].call(args, kwargs)
+
+    @override
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.__dict__["_module"].named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+
+    @override
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self.__dict__["_module"].named_buffers(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+
+    @override
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.__dict__["_module"].named_children()  # type: ignore[no-any-return]
+
+    @override
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        return self.__dict__["_module"].named_modules(memo, prefix, remove_duplicate)  # type: ignore[no-any-return]
+
+    @override
+    def train(self, mode: bool = True) -> PipelinedModel:
+        self.__dict__["_module"].train(mode)
+        self.training = mode
+        return self
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state. Raises UsageError if some values are on other processes."""
+        self.__dict__["_runner"].check_complete("state_dict()")
+        return self.__dict__["_module"].state_dict(*args, **kwargs)
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load values; every process calls it, and keeps the values of its stages."""
+        runner = self.__dict__["_runner"]
+        runner.hold_all()
+        keys = self.__dict__["_module"].load_state_dict(state_dict, strict, assign)
+        runner.release()
+        return keys
 
 
 def _text(number: int | None) -> str | None:

@@ -203,7 +203,6 @@ class DenseParameters:
             self._wait_for(slot.parameter)
 
     def pull_all(self) -> None:
-        """Replace the parameters' values by the servers'."""
         self._push_pull.pull(self._buckets)
         self.wait_all()
         for slot in self._slots:
@@ -270,7 +269,6 @@ class DenseParameters:
 
 
 def _is_compiling_code() -> bool:
-    """Return whether ``torch.compile`` has compiled code in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
 

@@ -87,7 +87,6 @@ class Bucket:
         self.is_current = True  # whether the parameters have the values of this iteration
 
     def begin(self) -> None:
-        """Prepare for the next iteration's gradients."""
         self.num_missing = len(self.slots)
         self.was_pushed = False
 

@@ -70,7 +70,6 @@ class HandsOn:
 
     @property
     def all_take_part(self) -> bool:
-        """Whether all ranks are known to take part in every iteration."""
         return not (self._is_uneven or self._has_early_leaver)
 
     def record_gradient(self, slot: Slot, *, is_held: bool) -> None:

@@ -41,7 +41,7 @@ class PushPull:
 
     def end_iteration(self, buckets: Sequence[Bucket]) -> None:
         """Tick, and request the values of `buckets` in this order; return when the pushes are acknowledged."""
-        self._staging.prepare_values()
+        self._staging.prepare_copies()
         self._mark_stale(buckets)
         self._num_unacknowledged += 1
         self._jobs.put(lambda: self._tick_and_pull(buckets))
@@ -51,7 +51,7 @@ class PushPull:
 
     def pull(self, buckets: Sequence[Bucket]) -> None:
         """Request the current values of `buckets`; :meth:`wait` waits for them."""
-        self._staging.prepare_values()
+        self._staging.prepare_copies()
         self._mark_stale(buckets)
         self._jobs.put(lambda: self._pull(buckets))
 

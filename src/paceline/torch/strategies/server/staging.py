@@ -6,6 +6,7 @@ their size. For CUDA the buffer is pinned, and copied on a side stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,15 @@ class Staging:
         """Start copying a bucket's gradients; called by backward's thread when they are complete."""
         if self._is_direct(bucket) and _is_plain(bucket.slots[0].grad):
             return
+        self.prepare_copies()
+        self._on_stream(self._copy_out, bucket)
+
+    def _on_stream(self, copy: Callable[[Bucket], None], bucket: Bucket) -> None:
         if self._stream is None:
-            self._copy_out(bucket)
+            copy(bucket)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._copy_out(bucket)
+            copy(bucket)
             self._copied[bucket] = self._stream.record_event()
 
     def _copy_out(self, bucket: Bucket) -> None:
@@ -53,12 +57,9 @@ class Staging:
                 if self._is_cuda:
                     grad.record_stream(self._stream)
                 if self._factor != 1.0:
-                    self._finish_copy(bucket)
+                    if self._stream is not None:
+                        self._stream.synchronize()
                     buffer[target].mul_(self._factor)
-
-    def _finish_copy(self, bucket: Bucket) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def gradients(self, bucket: Bucket) -> list[tuple[int, Floats]]:
         """Return the gradients to push, in contiguous runs: (first element of the table, gradients)."""
@@ -82,8 +83,8 @@ class Staging:
                 runs.append((target.start, target.stop))
         return [(bucket.start + a, buffer[a:b]) for a, b in runs]
 
-    def prepare_values(self) -> None:
-        """Make copies of new values wait for the device's queued work with the old ones."""
+    def prepare_copies(self) -> None:
+        """Make copies on the side stream wait for the device's queued work."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -98,14 +99,8 @@ class Staging:
         return staged
 
     def arrived(self, bucket: Bucket) -> None:
-        if self._is_direct(bucket):
-            return
-        if self._stream is None:
-            self._copy_in(bucket)
-            return
-        with torch.cuda.stream(self._stream):
-            self._copy_in(bucket)
-            self._copied[bucket] = self._stream.record_event()
+        if not self._is_direct(bucket):
+            self._on_stream(self._copy_in, bucket)
 
     def _copy_in(self, bucket: Bucket) -> None:
         buffer = self._buffer(bucket)

@@ -156,7 +156,6 @@ def wait_for_values(parameter: nn.Parameter) -> None:
 
 
 def watch(slot: WatchedSlot) -> None:
-    """Make a slot's parameter record accesses in the slot, until :func:`unwatch`."""
     parameter = slot.parameter
     parameter.__dict__[_SLOT] = slot
     parameter.__class__ = _watched(type(parameter))

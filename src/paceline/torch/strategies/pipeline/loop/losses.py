@@ -85,7 +85,6 @@ class PartialLoss(ABC):
     """Abstract: a term of a loss that is a sum of the microbatches' parts."""
 
     leaf: int
-    """The number of the output's tensor for this loss."""
     base: int = field(default_factory=lambda: next(_numbers))
     """A unique number; multiples of the term share it."""
     scale: float | Tensor = 1.0

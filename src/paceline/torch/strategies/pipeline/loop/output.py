@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from paceline.torch.strategies.pipeline.loop.call import ModelCall
 from paceline.torch.strategies.pipeline.loop.losses import PartialLoss, RowOperation, as_operation, as_term
-from paceline.torch.strategies.pipeline.loop.model import ModelCall
 
 _PLAIN: Final = (
     "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "is_cuda",
@@ -30,8 +30,8 @@ class _PendingTensor(torch.Tensor):
     """Abstract: a tensor that computes its values at first use."""
 
     @staticmethod
-    def __new__(cls, *_: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype, device=device)
+    def __new__(cls, *_: Any, shape: Sequence[int] = (), dtype: torch.dtype) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype, device="cpu")
 
     def value(self) -> Tensor:
         """Return the tensor with its values."""
@@ -89,7 +89,6 @@ class PendingOutput(_PendingTensor):
         *,
         shape: Sequence[int],
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self.forward, self.leaf, self.operations = forward, leaf, operations
 
@@ -110,9 +109,7 @@ class PendingOutput(_PendingTensor):
                 self.forward,
                 (term,),
                 lambda: function(self.value(), *args[1:], **kwargs),
-                shape=(),
                 dtype=self.dtype,
-                device=self.device,
             )
         row_operation = as_operation(function, shape, rows, args[1:], kwargs)
         if row_operation is None:
@@ -123,9 +120,7 @@ class PendingOutput(_PendingTensor):
             if getattr(function, "__name__", "") in ("to", "float", "double")
             else self.dtype
         )
-        return PendingOutput(
-            self.forward, self.leaf, (*self.operations, operation), shape=whole, dtype=dtype, device=self.device
-        )
+        return PendingOutput(self.forward, self.leaf, (*self.operations, operation), shape=whole, dtype=dtype)
 
 
 class PendingLoss(_PendingTensor):
@@ -137,9 +132,7 @@ class PendingLoss(_PendingTensor):
         terms: tuple[PartialLoss, ...],
         compute: Callable[[], Tensor],
         *,
-        shape: Sequence[int],
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self.forward, self.terms, self.compute = forward, terms, compute
         self.known_value: Tensor | None = None
@@ -192,7 +185,7 @@ class PendingLoss(_PendingTensor):
         return self._with(tuple(term.times(factor) for term in self.terms), lambda: self.value() * value_factor)
 
     def _with(self, terms: tuple[PartialLoss, ...], compute: Callable[[], Tensor]) -> PendingLoss:
-        return PendingLoss(self.forward, terms, compute, shape=(), dtype=self.dtype, device=self.device)
+        return PendingLoss(self.forward, terms, compute, dtype=self.dtype)
 
 
 def _sum(first: PendingLoss, second: PendingLoss) -> Tensor:

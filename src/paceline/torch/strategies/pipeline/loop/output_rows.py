@@ -39,7 +39,6 @@ class NumberRule:
     counted: fx.Node | None = None
     """For a mean over targets: the targets, or the divisor of a sum."""
     ignored: int | None = None
-    """The value of ignored targets."""
     by_class: fx.Node | None = None
     plain: Mapping[fx.Node, Any] = field(default_factory=dict, compare=False)
     """Numbers that are equal in all batches."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.torch.strategies.all_reduce import describe_entry
+from paceline.torch.strategies.deferred import stand_in
 from paceline.torch.strategies.pipeline.run.partition import Partition, shared_parameters
 
 NormOf = Callable[[str, float], float]
@@ -142,8 +143,7 @@ class Ownership:
         """Free the values of parameters on other ranks only. The parameters keep their shape and read as NaN."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
-                value = float("nan") if parameter.is_floating_point() else 0
-                parameter.data = torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
+                parameter.data = stand_in(parameter)
                 parameter.grad = None
                 if self._optimizer is not None:
                     self._optimizer.state.pop(parameter, None)

@@ -123,7 +123,6 @@ def make_plan(
 
 
 def splits_backwards(options: PipelineOptions) -> bool:
-    """Return whether one of the possible schedules splits backwards into halves."""
     schedules = [options.schedule] if options.schedule != AUTO else _AUTO_SCHEDULES
     return any(split_backwards(row) for schedule in schedules for row in orders_of(schedule, 2, 4))
 

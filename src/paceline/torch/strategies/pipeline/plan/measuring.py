@@ -153,7 +153,6 @@ def _run(
     splits: bool,
     is_first: bool,
 ) -> _LayerRun:
-    """Run a layer forward and backward as in a pipeline; gradients are added."""
     with torch.enable_grad():
         inputs = {name: _leaf(value) for name, value in inputs.items()}
         cold.add_(1.0)

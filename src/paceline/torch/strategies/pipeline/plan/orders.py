@@ -13,7 +13,6 @@ from paceline.torch.strategies.pipeline.run.actions import Action
 _V_SHAPED: Final = ("zbv", "dualpipev")
 
 Orders = tuple[tuple[Action, ...], ...]
-"""The actions of each rank, in order."""
 
 
 def place_stages(schedule: str, num_ranks: int) -> list[int]:

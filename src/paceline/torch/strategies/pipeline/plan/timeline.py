@@ -51,20 +51,12 @@ def play(
     times: Sequence[StageTimes],
     transfer_s: Callable[[int], float],
     sending_s: Callable[[int], float] = lambda stage: 0.0,
-    sources: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
     """Simulate a step: an action begins when its rank is free and its inputs have arrived.
 
     ``transfer_s(stage)`` is the time of a message with a stage's inputs or their gradients, ``sending_s(stage)`` its
-    part on the sender's processor. `sources` are the stages whose values each stage uses; default: the previous stage.
-    At the end each rank updates its parameters. Raises ValueError for a deadlock.
+    part on the sender's processor. At the end each rank updates its parameters. Raises ValueError for a deadlock.
     """
-    if sources is None:
-        sources = [[stage - 1] if stage else [] for stage in range(len(places))]
-    users: list[list[int]] = [[] for _ in places]
-    for stage, stage_sources in enumerate(sources):
-        for source in stage_sources:
-            users[source].append(stage)
     ended: dict[tuple[str, int, int], float] = {}
     free, busy, at = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
     num_left = sum(len(row) for row in orders)
@@ -73,7 +65,7 @@ def play(
         for rank, row in enumerate(orders):
             while at[rank] < len(row):
                 action = row[at[rank]]
-                needed = _needs(action, sources, users)
+                needed = _needs(action, len(places))
                 if any(key not in ended for key in needed):
                     break
                 begin = free[rank]
@@ -85,8 +77,9 @@ def play(
                 done = "G" if action.kind in ("B", "I") else action.kind
                 ended[done, action.stage, action.microbatch] = begin + duration
                 free[rank], busy[rank] = begin + duration, busy[rank] + duration
-                for stage in _crossings(action, sources, users, places):
-                    free[rank] += sending_s(stage)
+                sent_to = _next_stage(action)
+                if 0 <= sent_to < len(places) and places[sent_to] != rank:
+                    free[rank] += sending_s(max(sent_to, action.stage))
                 at[rank] += 1
                 num_left -= 1
         if num_left == before:
@@ -98,27 +91,21 @@ def play(
     return Timeline(step_s=max(free, default=0.0), busy_s=tuple(busy))
 
 
-def _needs(
-    action: Action, sources: Sequence[Sequence[int]], users: Sequence[Sequence[int]]
-) -> list[tuple[str, int, int]]:
+def _needs(action: Action, num_stages: int) -> list[tuple[str, int, int]]:
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
-        return [("F", source, microbatch) for source in sources[stage]]
+        return [("F", stage - 1, microbatch)] if stage else []
     if action.kind == "W":
         return [("G", stage, microbatch)]
-    return [("F", stage, microbatch), *(("G", user, microbatch) for user in users[stage])]
+    gradients = [("G", stage + 1, microbatch)] if stage + 1 < num_stages else []
+    return [("F", stage, microbatch), *gradients]
 
 
-def _crossings(
-    action: Action, sources: Sequence[Sequence[int]], users: Sequence[Sequence[int]], places: Sequence[int]
-) -> list[int]:
-    """Return the stages whose inputs, or gradients of inputs, travel to another rank after an action."""
-    own = places[action.stage]
-    if action.kind == "F":
-        return [user for user in users[action.stage] if places[user] != own]
+def _next_stage(action: Action) -> int:
+    """Return the stage that uses an action's values or gradients; -1 if there is none before stage 0."""
     if action.kind == "W":
-        return []
-    return [action.stage for source in sources[action.stage] if places[source] != own]
+        return -1
+    return action.stage + 1 if action.kind == "F" else action.stage - 1
 
 
 def bubble_bound(num_ranks: int, num_microbatches: int) -> float:

@@ -167,7 +167,6 @@ class PipelineStep:
             del self._saved[key]
 
     def _grads_of(self, route: ValueRoute, microbatch: int) -> list[Tensor | None]:
-        """Return the gradients of a value's tensors, summed over its users."""
         tensors = self._sent_tensors.pop((route.value, microbatch))
         grads: list[Tensor | None] = [None] * len(tensors)
         if not tensors:

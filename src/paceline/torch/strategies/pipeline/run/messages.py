@@ -26,10 +26,9 @@ FORWARD, BACK = 0, 1
 class Messages:
     """The messages of one rank in one step."""
 
-    def __init__(self, group: Any, device: torch.device, known: dict[tuple[int, int], Any], *, is_new: bool) -> None:
+    def __init__(self, group: Any, known: dict[tuple[int, int], Any], *, is_new: bool) -> None:
         """`known` has the descriptions of values by (route, microbatch); with `is_new` they are still to be sent."""
         self._group = group
-        self._device = device
         self._known = known
         self._is_new = is_new
         self._sending: list[tuple[Any, Tensor]] = []
@@ -84,7 +83,6 @@ class Messages:
             self._post(key, [(tensor.dtype, list(tensor.shape), False) for tensor in like])
 
     def receive_grads(self, like: Sequence[Tensor], route: int, microbatch: int, source: int) -> list[Tensor]:
-        """Wait for the gradients of tensors with the shapes of `like`."""
         self.post_grads(like, route, microbatch, source)
         return self._wait_for((route, microbatch, BACK, source))
 
@@ -102,7 +100,7 @@ class Messages:
         route, microbatch, direction, source = key
         self._posted[key] = []
         for number, (dtype, shape, _) in enumerate(metas):
-            buffer = torch.empty(shape, dtype=dtype, device=self._device)
+            buffer = torch.empty(shape, dtype=dtype)
             work = self._receive(buffer, source, _tag(route, microbatch, direction, number))
             self._posted[key].append((work, buffer))
 

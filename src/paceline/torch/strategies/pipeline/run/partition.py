@@ -52,9 +52,6 @@ class ValueRoutes:
         """Return the last stage on a rank that uses a value. This stage goes forward last."""
         return max((user for user in route.users if self.places[user] == rank), default=None)
 
-    def sources(self) -> list[list[int]]:
-        return [sorted({route.source for route in self.inputs_of(stage)}) for stage in range(len(self.places))]
-
 
 def route_values(made_by: Mapping[str, int], used_by: Iterable[tuple[str, int]], places: Sequence[int]) -> ValueRoutes:
     """Return the routes, given the stage that computes each value, and (value, stage) of each use."""

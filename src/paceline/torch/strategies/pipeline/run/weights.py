@@ -98,7 +98,6 @@ class _Linear(torch.autograd.Function):
 
 
 def is_large(weight: Tensor) -> bool:
-    """Return whether adding to a weight's gradient in place is faster."""
     return weight.numel() * weight.element_size() >= _LARGE_BYTES
 
 

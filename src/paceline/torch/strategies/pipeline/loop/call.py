@@ -1,15 +1,14 @@
-"""The model in the training loop: it has the user's interface, and runs in stages."""
+"""A call of a pipelined model: its forwards and backwards run when the training loop needs values or gradients."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.loop.batches import row_bounds
@@ -24,9 +23,6 @@ class StepRunner(Protocol):
     """Runs the steps of a pipelined model on one rank."""
 
     module: nn.Module
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's result."""
 
     def run(
         self,
@@ -46,85 +42,6 @@ class StepRunner(Protocol):
 
     def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the losses of the last stage on every rank."""
-
-    def check_complete(self, description: str) -> None:
-        """Raise UsageError if values of the model are on other processes only."""
-
-    def hold_all(self) -> None:
-        """Allocate memory for all values on this rank."""
-
-    def release(self) -> None:
-        """Free the values that other ranks hold."""
-
-
-class PipelinedModel(nn.Module):
-    """The replacement of a model whose layers run on several processes, with the model's own parameters.
-
-    A parameter of another process has its shape here, and its values read as NaN.
-    """
-
-    def __init__(self, module: nn.Module, runner: StepRunner) -> None:
-        super().__init__()
-        object.__setattr__(self, "_module", module)
-        object.__setattr__(self, "_runner", runner)
-
-    @override
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_module"], name)
-
-    def __deepcopy__(self, _: Any) -> NoReturn:
-        raise UsageError(
-            "copy.deepcopy() of a model whose layers are on several processes: copy it before prepare(), and write "
-            "what strategy.gather_values() returns on rank 0 into the copy"
-        )
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a batch, which must be the same on every process of the pipeline."""
-        return self.__dict__["_runner"].call(args, kwargs)
-
-    @override
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.__dict__["_module"].named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
-
-    @override
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        return self.__dict__["_module"].named_buffers(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
-
-    @override
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        return self.__dict__["_module"].named_children()  # type: ignore[no-any-return]
-
-    @override
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        return self.__dict__["_module"].named_modules(memo, prefix, remove_duplicate)  # type: ignore[no-any-return]
-
-    @override
-    def train(self, mode: bool = True) -> PipelinedModel:
-        self.__dict__["_module"].train(mode)
-        self.training = mode
-        return self
-
-    @override
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state. Raises UsageError if some values are on other processes."""
-        self.__dict__["_runner"].check_complete("state_dict()")
-        return self.__dict__["_module"].state_dict(*args, **kwargs)
-
-    @override
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load values; every process calls it, and keeps the values of its stages."""
-        runner = self.__dict__["_runner"]
-        runner.hold_all()
-        keys = self.__dict__["_module"].load_state_dict(state_dict, strict, assign)
-        runner.release()
-        return keys
 
 
 class ModelCall:
