@@ -260,7 +260,7 @@ def check_a_model_without_memory_begins_as_under_any_strategy(rank: int, size: i
         with kind() as strategy:
             found = strategy.prepare(model(), None)
             if kind is Pipeline:
-                with pytest.raises(UsageError, match="after the first call"):
+                with pytest.raises(UsageError, match="before its first call"):
                     strategy.load("nowhere")
                 with torch.no_grad():
                     found(torch.arange(8).reshape(4, 2))
@@ -353,7 +353,7 @@ def check_gradients_that_stages_do_not_have(rank: int, size: int) -> None:
         meet_again()
         with Pipeline(stages=2, microbatches=2) as strategy:
             model = strategy.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
-            with pytest.raises(UsageError, match="gradients through a pipeline were requested"):
+            with pytest.raises(UsageError, match=r"does not support torch\.autograd\.grad"):
                 request(model, model(x).square().mean())
         assert number < 3
     meet_again()
@@ -431,7 +431,7 @@ def check_a_checkpoint_goes_on_elsewhere(rank: int, size: int) -> None:
     with Pipeline(stages=2, schedule="interleaved", microbatches=2) as strategy:
         model, optimizer = strategy.prepare(*model_and_optimizer("adam"))
         plain_loop(model, optimizer, batches[:3])
-        with pytest.raises(UsageError, match=r"use strategy.save\(directory\)"):
+        with pytest.raises(UsageError, match=r"Use strategy.save\(directory\)"):
             model.state_dict()
         strategy.save(folder, epoch=3)
         assert plain_loop(model, optimizer, batches[3:]) == pytest.approx(expected[3:], abs=1e-5)
@@ -469,12 +469,12 @@ def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
         "2 stages were requested, and the model has no more than 1 layers", lambda net: net(x.float()), nn.Linear(3, 3)
     )
     refused(
-        r"no more than 1 layers .*; 0 \(Deciding, .*pipeline_checks.py:\d+\) stays whole: .*torch.export says",
+        r"no more than 1 layers .*; 0 \(Deciding, .*pipeline_checks.py:\d+\) stays whole: .*torch.export: ",
         lambda net: net(x.float()),
         nn.Sequential(Deciding()),
     )
     refused("the model has no module of this name", lambda net: net(x), split=["blocks.9"])
-    refused("give every process of a pipeline the same batches", lambda net: net(x[: 4 + rank]))
+    refused("Pass the same batches to every process", lambda net: net(x[: 4 + rank]))
     refused("the model was called with an empty batch", lambda net: net(x[:0]))
     refused(
         r"layer bags failed.*offsets\[-1\].*microbatches cut text \[8\] along the first dimension, which must be the "
@@ -488,9 +488,9 @@ def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
         lambda net: net(torch.randn(8, 8, 4), torch.randn(3, 8, 4)),
         Shifting(),
     )
-    refused(r"copy.deepcopy\(\) of a model whose layers are on several", copy.deepcopy)
+    refused(r"copy.deepcopy\(\) does not support a model whose layers", copy.deepcopy)
     refused("layout sparse_coo and 8 rows", lambda net: net(torch.eye(8).to_sparse()))
-    refused("have every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])
+    refused("Let every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])
 
 
 def last_a_stage_that_raises(rank: int, size: int) -> None:

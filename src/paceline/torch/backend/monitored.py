@@ -56,7 +56,7 @@ class MonitoredBarrier:
             for rank in range(1, self._group.size):
                 self._group.send(word, rank, tag=tag - 1)
         except (CollectiveError, PeerError) as error:
-            raise DistBackendError(f"[Rank 0]: every rank came to monitoredBarrier, but then: {error}") from None
+            raise DistBackendError(f"[Rank 0]: every rank reached monitoredBarrier, then it failed: {error}") from None
 
     def _report(self, tag: int, timeout: timedelta) -> None:
         word = torch.zeros(1, dtype=torch.uint8)

@@ -338,7 +338,8 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         is_even = not output_splits and not input_splits
         if is_even and output.numel() != input.numel():
             raise UsageError(
-                f"got an output of {output.numel()} items for an input of {input.numel()}, expected as many, or splits"
+                f"got an output of {output.numel()} items for an input of {input.numel()}, expected equal sizes, or "
+                "splits"
             )
         receives = None if is_even else _tensors.rows_of(output, output_splits, self._group.size, "output")
         sends = None if is_even else _tensors.rows_of(input, input_splits, self._group.size, "input")

@@ -63,7 +63,7 @@ def writable(tensor: Tensor) -> Tensor:
     """Return the result of :func:`movable` for a tensor to write to. Raises UsageError if it cannot be written."""
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError(
-            "got a tensor with the conjugate or negative bit for a result; give a .resolve_conj().resolve_neg() tensor"
+            "got a tensor with the conjugate or negative bit for a result. Pass tensor.resolve_conj().resolve_neg()"
         )
     tensor = movable(tensor)
     if not tensor.is_contiguous():

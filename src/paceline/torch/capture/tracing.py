@@ -136,7 +136,7 @@ def capture(
                 "tensors. Put such a part into its own module, which stays whole"
             ) from error
         for name in graph.whole:
-            graph.whole[name] += f"; torch.export says: {first_line(error)}"
+            graph.whole[name] += f"; torch.export: {first_line(error)}"
         return graph
 
 
@@ -262,4 +262,4 @@ def _where(module: nn.Module) -> str:
         code = type(module).forward.__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
     except AttributeError:
-        return "of no known place"
+        return "in an unknown file"

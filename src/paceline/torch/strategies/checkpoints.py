@@ -174,8 +174,8 @@ def _check_same(found: dict[str, str], own: dict[str, torch.Tensor], directory: 
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             raise ModelError(
-                f"the checkpoint in {directory} is of another model: {name!r} is {found.get(name, 'missing')} in it "
-                f"and {expected.get(name, 'missing')} here; build the saved model"
+                f"the checkpoint in {directory} is of another model: {name!r} is {found.get(name, 'missing')} in the "
+                f"checkpoint and {expected.get(name, 'missing')} here. Build the saved model"
             )
 
 

@@ -19,8 +19,8 @@ def only_rank(name: str) -> Ranks:
     size = environment().world_size or 1
     if size > 1:
         raise UsageError(
-            f"strategy {name} is one process, but {size} were started: choose all-reduce, parameter-server or hybrid, "
-            "or start one"
+            f"strategy {name} has one process, but {size} were started. Start one process, or choose all-reduce, "
+            "parameter-server or hybrid"
         )
     return Ranks()
 

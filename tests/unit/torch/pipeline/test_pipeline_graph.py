@@ -1,4 +1,4 @@
-"""A model's layers, the values between them, and what stands in the way of a cut."""
+"""A model's layers, the values between them, and the obstacles to a cut."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def test_layers_are_the_modules_that_are_called() -> None:
     ("names", "message"),
     [
         (["block.1"], "no module of this name; its layers are first, blocks.0.linear"),
-        (["gate.inner"], r"gate \(Gate\) stands in the way"),
+        (["gate.inner"], r"gate \(Gate\) contains this module"),
         (["blocks.2", "blocks.1"], "blocks.1 does not come after blocks.2"),
-        (["first"], "nothing comes before it"),
+        (["first"], "is the first one"),
     ],
 )
 def test_names_that_no_stage_can_begin_with(names: list[str], message: str) -> None:
@@ -162,7 +162,7 @@ def test_modules_that_stay_whole_are_known() -> None:
     assert list(whole) == ["0"]
     assert whole["0"].startswith("0 (Hiding, ")
     assert "test_pipeline_graph.py" in whole["0"]
-    assert "torch.export says" in whole["0"]
+    assert "torch.export: " in whole["0"]
 
 
 class Recurrent(nn.Module):
@@ -188,7 +188,7 @@ def test_dimensions_behind_a_decision_by_values_are_not_known(caplog: pytest.Log
     parts = [torch.ones(2, 3, 4), torch.ones(2, 3, 4)]
     assert put_together(*joined_output(parts, 4, lambda _: None, lambda _: [])).shape == (4, 3, 4)
     parts = [torch.ones(2, 2, 4), torch.ones(2, 2, 4)]
-    with pytest.raises(UsageError, match="not known which dimension is the batch"):
+    with pytest.raises(UsageError, match="batch dimension is unknown"):
         joined_output(parts, 4, lambda _: None, lambda _: [])
 
 

@@ -226,8 +226,8 @@ class Runner:
     def check_complete(self, description: str) -> None:
         if self.ownership is not None and self.ownership.is_released and self._options.stages > 1:
             raise UsageError(
-                f"{description} of a model whose layers are on several processes: use strategy.save(directory), or "
-                "call strategy.gather_values() on every process first, and take it on rank 0"
+                f"{description} does not support a model whose layers are on several processes. Use "
+                "strategy.save(directory), or call strategy.gather_values() on every process, for a result on rank 0"
             )
 
     def hold_all(self) -> None:
@@ -263,13 +263,13 @@ class Runner:
         for rank, (other_doing, other_detail, _, _) in enumerate(reports):
             if other_doing != first_doing:
                 raise UsageError(
-                    f"process {rank} of the pipeline {other_doing}, and process 0 {first_doing}: have every process do "
-                    "the same (compute on all ranks what only rank 0 prints)"
+                    f"process {rank} of the pipeline {other_doing}, but process 0 {first_doing}. Let every process do "
+                    "the same: compute on all ranks, even if only rank 0 prints"
                 )
             if other_detail != first_detail:
                 raise UsageError(
-                    f"process {rank} of the pipeline {doing} with {other_detail}, and process 0 with {first_detail}: "
-                    "give every process of a pipeline the same batches, for instance from strategy.prepare(loader)"
+                    f"process {rank} of the pipeline {doing} with {other_detail}, but process 0 with {first_detail}. "
+                    "Pass the same batches to every process, for example from strategy.prepare(loader)"
                 )
         self._measurements.by_rank = [measured for _, _, _, measured in reports]
         return [value for _, _, value, _ in reports]
@@ -341,14 +341,14 @@ class Runner:
                 if len(self._options.split) + 1 != num_stages:
                     raise UsageError(
                         f"--split names {len(self._options.split)} modules, for {len(self._options.split) + 1} stages, "
-                        f"and the schedule has {num_stages}"
+                        f"but the schedule has {num_stages} stages"
                     )
                 return cuts_by_name(graph, self._options.split, self.module)
             if graph.marks:
                 if len(graph.marks) + 1 != num_stages:
                     raise UsageError(
-                        f"pipe_split() stands at {len(graph.marks)} places of the model, which makes "
-                        f"{len(graph.marks) + 1} stages, and {num_stages} were requested: change one of them"
+                        f"the model calls pipe_split() {len(graph.marks)} times, for {len(graph.marks) + 1} stages, "
+                        f"but {num_stages} were requested. Change one of the two numbers"
                     )
                 return graph.marks
             return None

@@ -91,13 +91,13 @@ class Pipeline(Strategy):
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
             raise UsageError(
-                "strategy pipeline has no place for embeddings of paceline.torch: take torch.nn.Embedding, or another "
+                "strategy pipeline does not support embeddings of paceline.torch. Use torch.nn.Embedding, or another "
                 "strategy"
             )
         if len(self.models) != 1 or len(optimizers) > 1 or not models:
             raise UsageError(
-                f"strategy pipeline was given {len(self.models)} models and {len(self.optimizers)} optimizers, and its "
-                "stages are those of one model with one optimizer: call prepare() once, or choose another strategy"
+                f"strategy pipeline supports one model with one optimizer, but prepare() got {len(self.models)} models "
+                f"and {len(self.optimizers)} optimizers. Call prepare() once, or choose another strategy"
             )
         model, optimizer = models[0], optimizers[0] if optimizers else None
         data_group = self.mesh.get_group("data") if self.options.data_parallel > 1 else None
@@ -138,8 +138,8 @@ class Pipeline(Strategy):
         """Load a checkpoint of any strategy; each rank keeps the values of its stages."""
         if self.deferred is not None and self.plan is None:
             raise UsageError(
-                'load() of a model that was built under torch.device("meta"): the stages are known after '
-                "the first call of the model; call it on a batch before, under torch.no_grad() for instance"
+                'load() got a model that was built under torch.device("meta"), whose stages are unknown before its '
+                "first call. Call the model on a batch before load(), for example under torch.no_grad()"
             )
         return super().load(directory)
 
@@ -209,8 +209,8 @@ class PipelinedModel(nn.Module):
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise UsageError(
-            "copy.deepcopy() of a model whose layers are on several processes: copy it before prepare(), and write "
-            "what strategy.gather_values() returns on rank 0 into the copy"
+            "copy.deepcopy() does not support a model whose layers are on several processes. Copy it before prepare(), "
+            "and load rank 0's values from strategy.gather_values() into the copy"
         )
 
     @override

@@ -17,15 +17,15 @@ def batch_size(leaves: Sequence[Any]) -> int:
     size = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if not size:
         raise UsageError(
-            f"the model was called with {'an empty batch' if size == 0 else 'no tensor that has rows'}: a pipeline "
-            "cuts batches along their first dimension; give a batch of 1 or more"
+            f"the model was called with {'an empty batch' if size == 0 else 'no tensor with rows'}: a pipeline cuts "
+            "batches along the first dimension. Pass a batch of 1 or more examples"
         )
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and len(leaf) == size:
             raise UsageError(
-                f"the model was called with a tensor of layout {str(leaf.layout).removeprefix('torch.')} and {size} "
-                "rows, as many as the batch has, which microbatches cannot cut: give it to the model as an attribute "
-                "if all examples share it, else as a dense one"
+                f"the model was called with a tensor of layout {str(leaf.layout).removeprefix('torch.')}, which "
+                f"microbatches cannot cut, with the batch's {size} rows. Pass a dense tensor, or make it an attribute "
+                "of the model if all examples share it"
             )
     return size
 
@@ -43,10 +43,10 @@ def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
     if not whole:
         return ""
     as_long = [f"{n}'s dimension {t.shape.index(size)}" for n, t in tensors if len(t) != size and size in t.shape]
-    hint = f"; if {' and '.join(as_long)} is the batch, give it first, and transpose it within the model"
+    hint = f"; if {' and '.join(as_long)} is the batch, put it first, and transpose within the model"
     return (
-        f"; microbatches cut {', '.join(cut)} along the first dimension, which must be the batch, and have all of "
-        f"{', '.join(whole)}{hint if as_long else ''}"
+        f"; microbatches have parts of {', '.join(cut)} along the first dimension, which must be the batch, and the "
+        f"whole of {', '.join(whole)}{hint if as_long else ''}"
     )
 
 

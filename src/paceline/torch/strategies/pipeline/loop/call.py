@@ -110,8 +110,8 @@ class ModelCall:
             for term in terms:
                 if self._output_rows.dimension(term.leaf):
                     raise UsageError(
-                        "a loss is computed from an output of the model that has the batch in another dimension than "
-                        "the first; put it first (transpose) within the model"
+                        "a loss uses an output of the model whose first dimension is not the batch. Transpose the "
+                        "output within the model"
                     )
                 part = term.part(leaves[term.leaf], self.rows, self._number_of_parts, number)
                 if term.base not in sums:
@@ -148,8 +148,8 @@ class ModelCall:
     def _check_graph(self) -> None:
         if self._is_done:
             raise UsageError(
-                "backward() was called a second time on one output of the model: its graph is gone; add the losses up "
-                "and call backward() once, or call the model again"
+                "backward() was called a second time on one output of the model, but the first call frees the graph. "
+                "Add the losses and call backward() once, or call the model again"
             )
 
     def number_weights(self, leaf: int) -> Sequence[float]:
@@ -187,9 +187,9 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         if torch.is_grad_enabled() or not torch._C._will_engine_execute_node(ctx.anchor.node):
             raise UsageError(
-                "gradients through a pipeline were requested by torch.autograd.grad(), backward(inputs=...) or "
-                "backward(create_graph=True), and a pipeline has only those that loss.backward() leaves on each stage: "
-                "call loss.backward(), or use another strategy"
+                "a pipeline does not support torch.autograd.grad(), backward(inputs=...) or "
+                "backward(create_graph=True), because each gradient stays on its stage. Call loss.backward(), or use "
+                "another strategy"
             )
         ctx.call.backward(grads)
         count: int = 3 + ctx.num_parameters + len(grads)

@@ -31,7 +31,7 @@ class _PendingTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, *_: Any, shape: Sequence[int] = (), dtype: torch.dtype) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype, device="cpu")
+        return torch.Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype, device=torch.device("cpu"))
 
     def value(self) -> Tensor:
         """Return the tensor with its values."""

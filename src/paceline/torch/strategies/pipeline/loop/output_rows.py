@@ -51,8 +51,8 @@ class NumberRule:
             first, second = (term.weights(graph, arguments, rows) for term in self.terms)
             if first != second:
                 raise UsageError(
-                    "the model returns a sum of losses, and the examples or targets that count are not shared out over "
-                    "the microbatches alike in both: return the losses separately, and add them in the training loop"
+                    "the model returns a sum of two losses whose counted examples or targets have different shares in "
+                    "the microbatches. Return the losses separately, and add them in the training loop"
                 )
             return first
         if self.kind == "sum":
@@ -77,10 +77,9 @@ def rule_of(node: fx.Node, graph: LayerGraph, shapes: RowShapes) -> NumberRule:
     rule = _find(node, graph, shapes)
     if rule is None:
         raise UsageError(
-            f"the model returns a number ({node.name}), and it is not known how the microbatches' numbers make up the "
-            "batch's. Means and sums over a whole tensor with independent rows are supported, and torch's losses of "
-            "arguments of the model, times constants. Return the tensor instead, and compute the number in the "
-            "training loop"
+            f"the model returns a number ({node.name}) without a known rule for combining the microbatches' numbers. "
+            "A pipeline supports means and sums over a whole tensor with independent rows, and torch's losses of the "
+            "model's arguments, times constants. Return the tensor, and compute the number in the training loop"
         )
     return rule
 
@@ -217,8 +216,8 @@ class OutputRows:
         found = [plain_values(take_apart(output, "the model's output")[0]) for output in outputs]
         if any(numbers != found[0] for numbers in found) or self._shapes().has_plain_of_rows:
             raise UsageError(
-                "the model returns a plain number that depends on the batch, for instance its size, so that each "
-                "microbatch returns another one: return a tensor from which the loop can compute it"
+                "the model returns a plain number that depends on the batch, such as its size, so microbatches return "
+                "different numbers. Return a tensor from which the loop can compute the number"
             )
 
 
@@ -255,8 +254,8 @@ def _dimension(known: int | None, column: Sequence[Tensor], sizes: Sequence[int]
     later = range(1, min(tensor.dim() for tensor in column))
     if len(column) > 1 and any(all(t.shape[k] == n for t, n in zip(column, sizes, strict=True)) for k in later):
         raise UsageError(
-            f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples, and it is not "
-            "known which dimension is the batch: a module within it decides by values, so that it cannot be "
-            "tried on shapes alone; take another number of --microbatches, or have the module not decide by values"
+            f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples, and its batch "
+            "dimension is unknown, because a module depends on values and cannot run on shapes alone. Use another "
+            "number of --microbatches, or remove the dependence on values"
         )
     return 0

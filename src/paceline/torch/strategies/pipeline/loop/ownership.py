@@ -73,8 +73,8 @@ class AbsentGrad(torch.Tensor):
             return _change_local(func, args, kwargs)
         absent = _absent_in((args, kwargs))[0]
         raise UsageError(
-            f"{name}() of the gradient of {absent.parameter_name!r}, which is on another process of the pipeline: only "
-            "its norm and changes in place are available; do the rest in a hook of the parameter"
+            f"{name}() got the gradient of {absent.parameter_name!r}, which is on another process of the pipeline. "
+            "Only its norm and changes in place are available: use a hook of the parameter for other computations"
         )
 
     @classmethod

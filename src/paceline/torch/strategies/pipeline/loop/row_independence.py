@@ -56,15 +56,15 @@ def check_repeatable(module: nn.Module, called: CallArguments) -> None:
         if (drawn, drawn_by_numpy) != states[0][1:]:
             cause = "draws from Python's or NumPy's random numbers: draw by torch.rand()"
         elif counts:
-            cause = f"counts its calls in {counts[0]}: count in the training loop, and give the model the number"
+            cause = f"counts its calls in {counts[0]}: count in the training loop, and pass the number to the model"
         elif any(
             a.shape != b.shape or (a.is_floating_point() and _is_other(a, b)) for a, b in zip(*outputs, strict=True)
         ):
-            cause = "has another result in each call on one batch: make the result depend on arguments and buffers only"
+            cause = "has different results for one batch: make the result depend on arguments and buffers only"
         if cause:
             raise UsageError(
-                f"the forward of {type(module).__name__} {cause}; a pipeline calls it another number of times than one "
-                "process does"
+                f"the forward of {type(module).__name__} {cause}. The numbers of calls differ between a pipeline and "
+                "one process"
             )
 
 
@@ -162,8 +162,8 @@ def _describe(
     shapes = ", ".join(f"{name} {list(called.values[name].shape)}" for name in mixed)
     return (
         f"microbatches would change the result: the model's output for some rows of {shapes} depends on other rows. A "
-        "pipeline cuts along the first dimension: if the batch is in another one, give it first (batch_first=True, "
-        "or transpose within the model); if examples of a batch do depend on one another, take another strategy, or "
+        "pipeline cuts along the first dimension. If the batch is another dimension, put it first (batch_first=True, "
+        "or transpose within the model). If the examples of a batch depend on each other, use another strategy, or "
         "--schedule gpipe --microbatches 1"
     )
 

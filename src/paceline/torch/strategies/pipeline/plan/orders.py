@@ -31,8 +31,8 @@ def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
         return all_forward_first(place_stages(schedule, 1), 1, num_microbatches)
     if schedule == "1f1b" and num_microbatches < num_ranks:
         raise UsageError(
-            f"schedule 1f1b needs as many microbatches as stages: a batch has {num_microbatches}, and there are "
-            f"{num_ranks} stages; give --microbatches {num_ranks} or more, and batches of as many rows, or "
+            f"schedule 1f1b needs a microbatch per stage, but a batch has {num_microbatches} microbatches for "
+            f"{num_ranks} stages. Pass --microbatches {num_ranks} or more and batches with this number of rows, or "
             "--schedule gpipe"
         )
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -42,8 +42,8 @@ def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
         rows = get_schedule_ops(kind.torch_name, num_ranks, num_microbatches, parts)
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UsageError(
-            f"schedule {schedule} cannot take {num_microbatches} microbatches over {num_ranks} processes: {error}; "
-            "give another number of --microbatches"
+            f"schedule {schedule} does not support {num_microbatches} microbatches over {num_ranks} processes: "
+            f"{error}. Choose another number of --microbatches"
         ) from None
     orders = tuple(_in_number_order(_actions(row)) for row in rows)
     _check_complete(orders, len(place_stages(schedule, num_ranks)), num_microbatches, schedule)
@@ -111,6 +111,6 @@ def _check_complete(orders: Orders, num_stages: int, num_microbatches: int, sche
         done = sorted((a.stage, a.microbatch) for row in orders for a in row if a.kind in kinds)
         if done != [(s, m) for s in range(num_stages) for m in range(num_microbatches)]:
             raise UsageError(
-                f"schedule {schedule} of this torch cannot take {num_microbatches} microbatches over {len(orders)} "
-                "processes: choose another number of --microbatches, or --schedule gpipe"
+                f"schedule {schedule} of this torch does not support {num_microbatches} microbatches over "
+                f"{len(orders)} processes. Choose another number of --microbatches, or --schedule gpipe"
             )

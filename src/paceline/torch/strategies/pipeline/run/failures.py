@@ -52,8 +52,8 @@ class Failures:
             if not lost:
                 raise
             raise StageError(
-                f"the process of {' and '.join(lost)} is gone, and the pipeline with it ({error}); start the program "
-                "again from its last checkpoint"
+                f"the process of {' and '.join(lost)} has ended, so the pipeline has failed ({error}). Restart the "
+                "program from its last checkpoint"
             ) from None
         except ActionError as failure:
             raise StageError(self._report(self._describe(failure))) from failure.__cause__

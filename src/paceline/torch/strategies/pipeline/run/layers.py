@@ -60,8 +60,8 @@ class LayerGraph:
             raise UsageError(f"--split {name}: the model has no module of this name; its layers are {known[:400]}")
         if outer is not None:
             raise UsageError(
-                f"--split {name}: {outer} ({type(modules[outer]).__name__}) stands in the way, because it stays whole: "
-                "its forward cannot be traced, or is torch's own; split before or after it"
+                f"--split {name}: {outer} ({type(modules[outer]).__name__}) contains this module and stays whole, "
+                "because its forward cannot be traced, or is torch's own. Split before or after it"
             )
         raise UsageError(f"--split {name}: the model's forward does not call this module; name one that it calls")
 

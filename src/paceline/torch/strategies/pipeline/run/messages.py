@@ -38,7 +38,7 @@ class Messages:
         """Begin to send a value to a rank. Raises UsageError for a value that cannot travel."""
         description, tensors = take_apart(value, label)
         if len(tensors) > _MAX_TENSORS:
-            raise UsageError(f"{label} has {len(tensors)} tensors, at most {_MAX_TENSORS} can travel as one value")
+            raise UsageError(f"{label} has {len(tensors)} tensors: a value may have at most {_MAX_TENSORS}")
         if self._is_new:
             text = torch.tensor(list(json.dumps(description).encode()), dtype=torch.uint8)
             self._send(torch.tensor([len(text)]), to, _tag(route, microbatch, FORWARD, _LENGTH))

@@ -137,12 +137,12 @@ def cuts_by_name(graph: LayerGraph, names: Sequence[str], module: nn.Module) -> 
     cuts = [graph.begin_of(name, module) for name in names]
     for name, number in zip(names, cuts, strict=True):
         if number == 0:
-            raise UsageError(f"--split {name}: nothing comes before it, so it begins stage 0 anyway; leave it out")
+            raise UsageError(f"--split {name}: this module is the first one and begins stage 0. Leave it out")
     for (first, a), (second, b) in itertools.pairwise(zip(names, cuts, strict=True)):
         if b <= a:
             raise UsageError(
-                f"--split {','.join(names)}: {second} does not come after {first} in the model's forward; give the "
-                "names in the order in which the model calls them"
+                f"--split {','.join(names)}: {second} does not come after {first} in the model's forward. Pass the "
+                "names in the order of the calls"
             )
     return cuts
 
@@ -154,8 +154,8 @@ def same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
     if None in cuts or sorted(set(cuts)) != cuts:  # type: ignore[type-var]
         names = ", ".join(layer.name for layer in firsts)
         raise UsageError(
-            f"the model calls other layers now than in its first call, so that stages cannot begin at {names}: a model "
-            "in a pipeline must call the same layers in training, in evaluation and with all arguments"
+            f"the model calls different layers than in its first call, so stages cannot begin at {names}. Let the "
+            "model call the same layers in training, in evaluation and with all arguments"
         )
     return [number for number in cuts if number is not None]
 

@@ -39,8 +39,8 @@ def take_apart(value: Any, label: str) -> tuple[Any, list[Tensor]]:
         if isinstance(part, dict) and all(isinstance(key, str) for key in part):
             return {"d": {key: describe(item) for key, item in part.items()}}
         raise UsageError(
-            f"{label} is of type {type(part).__name__}, which cannot travel between stages: tensors, numbers and text "
-            "can, in tuples, lists and dictionaries; cut the model elsewhere"
+            f"{label} is of type {type(part).__name__}, which cannot be sent between stages. Use tensors, numbers and "
+            "text in tuples, lists and dictionaries, or cut the model elsewhere"
         )
 
     return describe(value), tensors
@@ -101,8 +101,8 @@ def _as_named(module: str, name: str, value: Any) -> Any:
     is_structure = isinstance(kind, type) and (issubclass(kind, (tuple, dict)) or dataclasses.is_dataclass(kind))
     if not is_structure:
         raise UsageError(
-            f"a value of the class {module}.{name} came from another stage, and this process has no such class: define "
-            "it at the top of a module that every process imports"
+            f"another stage sent a value of the class {module}.{name}, which this process does not have. Define the "
+            "class at the top of a module that every process imports"
         )
     if isinstance(value, tuple):
         return kind(*value) if hasattr(kind, "_fields") else kind(value)
