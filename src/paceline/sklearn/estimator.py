@@ -324,12 +324,9 @@ class SparseEstimator(BaseEstimator, ABC):
             raise UsageError(
                 f"X is a {type(X).__name__}: expected a DataFrame, because fit received one with categories"
             )
-        return self._frame_reader(self._columns, is_training=is_training).batches(X)
-
-    def _frame_reader(self, columns: Columns, *, is_training: bool) -> ColumnReader:
         tables: ModelTables | None = getattr(self, "_tables", None)
         is_known = None if tables is None or is_training else tables.is_known
-        return ColumnReader(columns, from_text=False, is_known=is_known)
+        return ColumnReader(self._columns, from_text=False, is_known=is_known).batches(X)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -10,10 +10,9 @@ from torch._C._distributed_c10d import Work
 
 from paceline.collectives import Group
 from paceline.errors import PacelineError
-from paceline.torch import profiling as _profiling
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.tensors import After
-from paceline.torch.backend.work import FinishedWork, TicketWork, Value, is_in_callback
+from paceline.torch.backend.work import FinishedWork, TicketWork, TracedOperation, Value, is_in_callback, is_profiling
 
 
 class Step(NamedTuple):
@@ -57,11 +56,11 @@ class Calls:
         """Run `steps`, then `after`; synchronous calls run in the caller's thread, which saves microseconds."""
         if not steps:
             return FinishedWork(value)
-        is_profiled = _profiling.is_enabled()
+        is_profiled = is_profiling()
         try:
             group = self.group()
             if (is_async or is_profiled) and group is self._group:
-                recorded = _profiling.TracedOperation(event, shown) if is_profiled else None
+                recorded = TracedOperation(event, shown) if is_profiled else None
                 tickets = [
                     getattr(group, f"{method}_async")(*arguments, **options) for method, arguments, options in steps
                 ]

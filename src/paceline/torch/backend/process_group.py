@@ -15,13 +15,12 @@ from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 from paceline.collectives import Group
 from paceline.errors import PacelineError, UsageError
-from paceline.torch import profiling as _profiling
 from paceline.torch.backend import reductions as _reductions
 from paceline.torch.backend import tensors as _tensors
 from paceline.torch.backend.calls import Calls, Step
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.monitored import MonitoredBarrier
-from paceline.torch.backend.work import FinishedWork, MessageWork, through_host
+from paceline.torch.backend.work import FinishedWork, MessageWork, TracedOperation, is_profiling, through_host
 from paceline.torch.device import DeviceGroups
 
 _ALL_REDUCE: Final = c10d.AllreduceOptions()
@@ -148,7 +147,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
             opts = _reductions.with_op(opts if op is None else op)
         name = _reductions.NAMES.get(hash(opts.reduceOp))
         is_plain = name is not None and tensor.layout is torch.strided and not tensor.is_complex()
-        if is_plain and not opts.asyncOp and not _profiling.is_enabled():
+        if is_plain and not opts.asyncOp and not is_profiling():
             # The fast path of synchronous all-reduces.
             try:
                 self._calls.group().all_reduce(tensor, name, out=tensor)  # type: ignore[arg-type]
@@ -211,7 +210,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
         """Reduce a sparse tensor, always synchronously: the sizes depend on all ranks."""
         name, factor = _reductions.op_and_factor(opts.reduceOp)
-        event = _profiling.TracedOperation("sparse_all_reduce", [tensor]) if _profiling.is_enabled() else None
+        event = TracedOperation("sparse_all_reduce", [tensor]) if is_profiling() else None
         try:
             if factor is not None:
                 tensor.detach().mul_(factor)
@@ -385,7 +384,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         other: int | None,
         tag: int,
     ) -> Work:
-        recorded = _profiling.TracedOperation(event, tensors) if _profiling.is_enabled() else None
+        recorded = TracedOperation(event, tensors) if is_profiling() else None
         try:
             ticket = getattr(self._group, method)(convert(_tensors.only(tensors)), other, tag=tag)
         except PacelineError as error:

@@ -16,7 +16,6 @@ from paceline.collectives import CollectiveTicket
 from paceline.errors import PacelineError
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.tensors import After
-from paceline.torch.profiling import TracedOperation
 
 
 class _CallbackDepth(threading.local):
@@ -98,6 +97,28 @@ Value: TypeAlias = Sequence[Tensor]
 _NO_TIMEOUT: Final = timedelta(0)
 """The default of C++."""
 _AT_MOST: Final = timedelta(days=365)
+
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class TracedOperation:
+    """An operation in PyTorch's profiler, from its creation to :meth:`end`; the names are like Gloo's."""
+
+    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._began_in = threading.get_ident()
+        self._handle: Any = torch._C._autograd._record_function_with_args_enter(f"paceline:{name}", *tensors)
+
+    def end(self) -> None:
+        """End the operation. The profiler treats it as asynchronous if this is another thread."""
+        if threading.get_ident() != self._began_in:
+            self._exit()
+        else:
+            thread = threading.Thread(target=self._exit, name="paceline-profiler")
+            thread.start()
+            thread.join()
+
+    def _exit(self) -> None:
+        torch._C._autograd._record_function_with_args_exit(self._handle)
 
 
 class CallWork(Work):

@@ -218,27 +218,17 @@ class PipelinedModel(nn.Module):
         """Run the model on a batch, which must be the same on every process of the pipeline."""
         return self.__dict__["_runner"].call(args, kwargs)
 
-    @override
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.__dict__["_module"].named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+    def named_parameters(self, *values: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.__dict__["_module"].named_parameters(*values, **options)
 
-    @override
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        return self.__dict__["_module"].named_buffers(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+    def named_buffers(self, *values: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from self.__dict__["_module"].named_buffers(*values, **options)
 
-    @override
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        return self.__dict__["_module"].named_children()  # type: ignore[no-any-return]
+        yield from self.__dict__["_module"].named_children()
 
-    @override
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        return self.__dict__["_module"].named_modules(memo, prefix, remove_duplicate)  # type: ignore[no-any-return]
+    def named_modules(self, *values: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.__dict__["_module"].named_modules(*values, **options)
 
     @override
     def train(self, mode: bool = True) -> PipelinedModel:

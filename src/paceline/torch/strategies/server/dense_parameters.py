@@ -22,8 +22,15 @@ from paceline.torch.strategies.server.dense_tables import Bucket, DenseTables, S
 from paceline.torch.strategies.server.hands_on import HandsOn
 from paceline.torch.strategies.server.push_pull import PushPull
 from paceline.torch.strategies.server.staging import Staging
-from paceline.torch.strategies.server.watched import arrive, depart, memory_of, unwatch, wait_for_values, watch
-from paceline.torch.strategies.waiting import make_wait
+from paceline.torch.strategies.server.watched import (
+    arrive,
+    depart,
+    make_wait,
+    memory_of,
+    unwatch,
+    wait_for_values,
+    watch,
+)
 
 _NAMED = 5
 

@@ -8,7 +8,6 @@ changes, each rank sends its gradients during backward. A later change raises Us
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -57,14 +56,9 @@ class HandsOn:
         """Whether ``backward()`` ends with gradients averaged over the ranks."""
         return self._joins and not self.is_early and self.all_take_part
 
-    @property
-    def state(self) -> list[Any]:
-        """The value that all ranks exchange before an epoch."""
-        return [self.is_early]
-
-    def begin_epoch(self, states: Sequence[Sequence[Any]], *, is_uneven: bool) -> None:
-        """Receive all ranks' :attr:`state`, and whether their numbers of batches differ."""
-        self.is_early = self.is_early and all(is_early for (is_early,) in states)
+    def begin_epoch(self, *, is_early: bool, is_uneven: bool) -> None:
+        """`is_early`: all ranks send gradients early. `is_uneven`: their numbers of batches differ."""
+        self.is_early = is_early
         self._is_uneven = is_uneven
         self._has_early_leaver = False
 

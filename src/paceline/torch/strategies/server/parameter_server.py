@@ -228,13 +228,14 @@ class ParameterServer(Strategy):
         any_retired = has_retired
         if self._is_sequential or self._is_uneven is None:
             self._meet()
-            state = [] if self.dense is None else self.dense.hands_on.state
-            reports = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, state])
+            is_early = self.dense is not None and self.dense.hands_on.is_early
+            reports = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, is_early])
             counts = [count for count, _, _ in reports]
             self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
             any_retired = any(retired for _, retired, _ in reports)
             if self.dense is not None:
-                self.dense.hands_on.begin_epoch([state for _, _, state in reports], is_uneven=self._is_uneven)
+                is_early = all(is_early for _, _, is_early in reports)
+                self.dense.hands_on.begin_epoch(is_early=is_early, is_uneven=self._is_uneven)
                 self.dense.write_back(all_present=True)
         if has_retired:
             self.client.join()

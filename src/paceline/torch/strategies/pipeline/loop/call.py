@@ -64,18 +64,13 @@ class ModelCall:
         self._runner = runner
         self._step = step
         self._orders = orders
-        self._output = output
+        self.output = output
         self._grads = grads
         self._joined: list[Tensor] | None = None
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, Sequence[float]] = {}
         self._is_done = False
         self._number_of_parts = len(step.arguments)
-
-    @property
-    def output(self) -> Any:
-        """The description of the model's result; it may be None before :meth:`values`."""
-        return self._output
 
     @property
     def is_forward_done(self) -> bool:
@@ -87,8 +82,8 @@ class ModelCall:
             if not self._is_done:
                 with torch.set_grad_enabled(self._grads):
                     self._runner.run(self._step, forward_part(self._orders), "calls the model")
-            self._output, tensors = self._runner.share_output(
-                self._step, self.rows, self._output_rows, self._output, self.number_weights
+            self.output, tensors = self._runner.share_output(
+                self._step, self.rows, self._output_rows, self.output, self.number_weights
             )
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from paceline.torch.strategies.pipeline.run.actions import Action, ActionError
 from paceline.torch.strategies.pipeline.run.messages import Messages
-from paceline.torch.strategies.pipeline.run.partition import Partition, ValueRoute, ValueRoutes
+from paceline.torch.strategies.pipeline.run.partition import Partition, ValueRoute
 from paceline.torch.strategies.pipeline.run.stage import Saved, Stage
 from paceline.torch.strategies.pipeline.run.values import put_together, take_apart
 from paceline.torch.strategies.pipeline.run.weights import WeightProducts
@@ -38,7 +38,7 @@ class PipelineStep:
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
         """`arguments` are the model's by microbatch; `split` has the (stage, microbatch) with a backward in halves."""
-        self._partition = partition
+        self._partition, self._routes = partition, partition.routes
         self._stages = stages
         self._rank = rank
         self._messages = messages
@@ -56,10 +56,6 @@ class PipelineStep:
         self.losses: dict[int, Tensor] = {}
         self.busy_s: dict[str, float] = {}
         """Seconds of computing by direction and stage: ``F3``, ``B3``."""
-
-    @property
-    def _routes(self) -> ValueRoutes:
-        return self._partition.routes
 
     def run(
         self,
