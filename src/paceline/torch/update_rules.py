@@ -1,7 +1,4 @@
-"""Convert ``torch.optim`` optimizers to equivalent update rules of servers, and their states in both directions.
-
-For strategies and embeddings with parameters in tables of :mod:`paceline.ps`.
-"""
+"""Convert ``torch.optim`` optimizers to equivalent update rules of servers, and their states in both directions."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from paceline.torch import device as _device  # noqa: E402
 from paceline.torch.backend import registration as _registration  # noqa: E402
 from paceline.torch.backend import tensors as _tensors  # noqa: E402
 from paceline.torch.backend.errors import Terms, in_torch_terms  # noqa: E402
-from paceline.torch.backend.reductions import op_and_factor  # noqa: E402
 from paceline.torch.backend.registration import TorchStore  # noqa: E402
+from paceline.torch.backend.tensors import op_and_factor  # noqa: E402
 
 
 def test_public_names() -> None:

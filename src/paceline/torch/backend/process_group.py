@@ -15,11 +15,9 @@ from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 from paceline.collectives import Group
 from paceline.errors import PacelineError, UsageError
-from paceline.torch.backend import reductions as _reductions
 from paceline.torch.backend import tensors as _tensors
-from paceline.torch.backend.calls import Calls, Step
+from paceline.torch.backend.calls import Calls, MonitoredBarrier, Step
 from paceline.torch.backend.errors import Terms, in_torch_terms
-from paceline.torch.backend.monitored import MonitoredBarrier
 from paceline.torch.backend.work import FinishedWork, MessageWork, TracedOperation, is_profiling, through_host
 from paceline.torch.device import DeviceGroups
 
@@ -144,8 +142,8 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         if not tensor.is_cpu:
             return self._on_device(tensor, "allreduce", tensors, opts if op is None else op)
         if op is not None or not isinstance(opts, c10d.AllreduceOptions):
-            opts = _reductions.with_op(opts if op is None else op)
-        name = _reductions.NAMES.get(hash(opts.reduceOp))
+            opts = _tensors.with_op(opts if op is None else op)
+        name = _tensors.NAMES.get(hash(opts.reduceOp))
         is_plain = name is not None and tensor.layout is torch.strided and not tensor.is_complex()
         if is_plain and not opts.asyncOp and not is_profiling():
             # The fast path of synchronous all-reduces.
@@ -167,11 +165,11 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Sequence[Tensor], opts: Any = _REDUCE) -> Work:
         """Reduce a tensor into the root's tensor."""
         tensor, root = _tensors.only(tensors), opts.rootRank
-        name, factor = _reductions.op_and_factor(opts.reduceOp)
+        name, factor = _tensors.op_and_factor(opts.reduceOp)
         is_root = root == self._group.rank
-        reduced = _reductions.reducible(tensor, name, is_target=is_root)
+        reduced = _tensors.reducible(tensor, name, is_target=is_root)
         out = reduced if is_root else None
-        step = Step("reduce", (_reductions.scaled(reduced, factor), name), {"root": root, "out": out})
+        step = Step("reduce", (_tensors.scaled(reduced, factor), name), {"root": root, "out": out})
         return self._calls.run("reduce", [step], tensors, is_async=opts.asyncOp, shown=tensors)
 
     @on_cpu
@@ -199,8 +197,8 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        name, factor = _reductions.op_and_factor(opts.reduceOp)
-        reduced = [_reductions.reducible(tensor, name, is_target=True) for tensor in tensors]
+        name, factor = _tensors.op_and_factor(opts.reduceOp)
+        reduced = [_tensors.reducible(tensor, name, is_target=True) for tensor in tensors]
         if factor is not None:
             for tensor in reduced:
                 tensor.detach().mul_(factor)
@@ -209,12 +207,12 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
         """Reduce a sparse tensor, always synchronously: the sizes depend on all ranks."""
-        name, factor = _reductions.op_and_factor(opts.reduceOp)
+        name, factor = _tensors.op_and_factor(opts.reduceOp)
         event = TracedOperation("sparse_all_reduce", [tensor]) if is_profiling() else None
         try:
             if factor is not None:
                 tensor.detach().mul_(factor)
-            _reductions.sum_sparse(self._calls.group(), tensor, name)
+            _tensors.sum_sparse(self._calls.group(), tensor, name)
         except PacelineError as error:
             raise in_torch_terms(error, self._terms) from None
         finally:
@@ -231,7 +229,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         opts: Any,
     ) -> Work:
         """Reduce each list of inputs, concatenated, into its output."""
-        name, factor = _reductions.op_and_factor(opts.reduceOp)
+        name, factor = _tensors.op_and_factor(opts.reduceOp)
         steps: list[Step] = []
         afters: list[_tensors.After | None] = []
         shown: list[Tensor] = []
@@ -240,9 +238,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
             source = _tensors.sources(given)
             shown.append(source)
             out, after = _tensors.target(output)
-            steps.append(
-                Step("reduce_scatter", (_reductions.scaled(source, factor), name), {"sizes": counts, "out": out})
-            )
+            steps.append(Step("reduce_scatter", (_tensors.scaled(source, factor), name), {"sizes": counts, "out": out}))
             afters.append(after)
         return self._calls.run(
             event, steps, outputs, is_async=opts.asyncOp, shown=shown, after=_tensors.one_after_another(afters)

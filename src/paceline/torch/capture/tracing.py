@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from paceline.errors import UsageError, first_line
-from paceline.torch.capture.calls import CallArguments, OutputForm, unfold
-from paceline.torch.capture.graph import CapturedGraph, stage_boundary
+from paceline.torch.capture.graph import CallArguments, CapturedGraph, OutputForm, stage_boundary, unfold
 
 _GUARDS: Final = "_guards_fn"
 
@@ -180,10 +179,7 @@ class _NotTraceableError(Exception):
 
 
 class _Tracer(fx.Tracer):
-    """Traces through all modules except `whole`, and records failed modules and ``pipe_split()``.
-
-    A trace would lose a region's modes, and random numbers that depend on no argument. Such forwards are rejected.
-    """
+    """Traces through all modules except `whole`; rejects forwards that change modes or draw numbers by themselves."""
 
     proxy_buffer_attributes = True
 

@@ -76,13 +76,11 @@ class Prefetcher:
         self._iteration += 1
 
     def ticked(self) -> None:
-        """Record that rows for the next iteration may be requested."""
         batch, self._deferred = self._deferred, None
         if batch is not None:
             self._request(batch)
 
     def forget(self) -> None:
-        """Drop requested rows, because the tables have been written since."""
         self._deferred = None
         self._fetched.clear()
 

@@ -13,8 +13,17 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import CallArguments, bind, undone
-from paceline.torch.capture.graph import CapturedGraph, attribute, draws, may_draw, modules_around, tensors_of
+from paceline.torch.capture.graph import (
+    CallArguments,
+    CapturedGraph,
+    attribute,
+    bind,
+    draws,
+    may_draw,
+    modules_around,
+    tensors_of,
+    undone,
+)
 from paceline.torch.capture.tracing import capture
 from paceline.torch.partitioning.graph import Operation
 from paceline.torch.partitioning.placing import Cost

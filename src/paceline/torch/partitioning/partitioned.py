@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import CallArguments
+from paceline.torch.capture.graph import CallArguments
 from paceline.torch.partitioning.drawing import describe_cut, draw_cut
 from paceline.torch.partitioning.graph import CutGraph
 from paceline.torch.partitioning.measuring import MeasuredGraph, bind_call, measure_graph

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from paceline.torch.capture.calls import CallArguments
+from paceline.torch.capture.graph import CallArguments
 from paceline.torch.device_threads import DeviceThreads, add_location
 from paceline.torch.partitioning.graph import Arrivals, cut_graph
 from paceline.torch.partitioning.measuring import MeasuredGraph, give_parameters, segment_module

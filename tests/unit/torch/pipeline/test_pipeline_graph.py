@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import bind
+from paceline.torch.capture.graph import bind
 from paceline.torch.strategies.pipeline.loop.batches import add_numbers, row_bounds
 from paceline.torch.strategies.pipeline.loop.output_rows import joined_output, rule_of
 from paceline.torch.strategies.pipeline.loop.ownership import AbsentGrad
@@ -383,7 +383,7 @@ def test_values_are_taken_apart_and_put_together() -> None:
     description, tensors = take_apart(value, "a value")
     assert tensors_of(description) == [(torch.float32, [6, 4], False)]
     assert put_together(description, tensors) == value
-    with pytest.raises(UsageError, match="of type object, which cannot travel"):
+    with pytest.raises(UsageError, match="of type object, which cannot be sent"):
         take_apart(object(), "a value")
     assert row_bounds(7, 3) == [0, 3, 5, 7]
     assert float(add_numbers([torch.tensor(1.0), torch.tensor(2.0)], [0.25, 0.75])) == 1.75

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import bind
+from paceline.torch.capture.graph import bind
 from paceline.torch.strategies.pipeline.loop.batches import cut_rows, row_bounds
 from paceline.torch.strategies.pipeline.loop.output_rows import rule_of
 from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes

@@ -61,6 +61,6 @@ def test_a_class_that_is_not_here_is_named(name: str) -> None:
 def test_unsplit_arguments_are_reported_with_a_possible_batch_dimension() -> None:
     x, state, mask = torch.ones(8, 3), torch.ones(2, 8, 4), torch.ones(3)
     assert describe_cut({"x": x}, 8) == ""
-    assert describe_cut({"x": x, "mask": mask}, 8).endswith("and have all of mask [3]")
+    assert describe_cut({"x": x, "mask": mask}, 8).endswith("the whole of mask [3]")
     text = describe_cut({"x": x, "state": (state, mask)}, 8)
-    assert "have all of state [2, 8, 4], state [3]; if state's dimension 1 is the batch, give it first" in text
+    assert "the whole of state [2, 8, 4], state [3]; if state's dimension 1 is the batch, put it first" in text

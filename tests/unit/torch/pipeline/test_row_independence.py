@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import bind
+from paceline.torch.capture.graph import bind
 from paceline.torch.strategies.pipeline.loop.row_independence import check_repeatable, check_rows_independent
 
 

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.strategies import PipelineOptions
-from paceline.torch.capture.calls import CallArguments, bind
-from paceline.torch.capture.graph import attribute
+from paceline.torch.capture.graph import CallArguments, attribute, bind
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.deferred import DeferredValues, lent_memory
 from paceline.torch.strategies.pipeline.loop.batches import batch_size, cut_rows, describe_cut
@@ -248,7 +247,6 @@ class Runner:
         return known[order].get(name, 0.0)
 
     def report(self) -> str | None:
-        """Return the measured times beside the predicted ones; None before the third step."""
         if self.plan is None:
             return None
         return describe_measured(self.plan, self._measurements)

@@ -18,10 +18,7 @@ from paceline.torch.strategies.reached import Reached, mean_of_closure
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel with the attributes and the state dict of the wrapped model.
-
-    Without gradients only the model is called, so a rank may evaluate alone.
-    """
+    """DistributedDataParallel with the wrapped model's attributes. Without gradients, a rank may call it alone."""
 
     def __init__(self, module: nn.Module, *, reached: Reached | None = None, **options: Any) -> None:
         super().__init__(module, **options)

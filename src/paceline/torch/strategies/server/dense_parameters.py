@@ -117,7 +117,6 @@ class DenseParameters:
         return [bucket for part in self._parts.values() for bucket in part.buckets]
 
     def close(self, *, at_once: bool) -> None:
-        """Release the parameters: immediately with `at_once`, else after the messages in flight."""
         try:
             self._push_pull.close(at_once=at_once)
         finally:

@@ -1,4 +1,4 @@
-"""Parameters that record the program's accesses to their gradients and values, and wait for values in flight.
+"""Parameters that record the program's accesses to gradients and values, and accesses that wait for values in flight.
 
 A tensor's version counts neither changes through ``.data`` nor changes by some operations (``GradScaler``'s). All of
 these access an attribute of the parameter, which the parameter's class records here.

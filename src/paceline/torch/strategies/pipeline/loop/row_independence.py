@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import CallArguments, undone, unfold
+from paceline.torch.capture.graph import CallArguments, undone, unfold
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Relative to the largest value. Rounding causes a hundredth of this difference."""
@@ -25,10 +25,7 @@ _COARSE: Final = 0.05  # for 16-bit numbers
 
 
 def check_repeatable(module: nn.Module, called: CallArguments) -> None:
-    """Raise UsageError if a second call of a model with the same batch has another result.
-
-    A pipeline traces the forward once and calls the layers per microbatch, so it does not update Python state.
-    """
+    """Raise UsageError if a second call with the same batch differs, because a pipeline traces the forward once."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     args, kwargs = called.fill(list(called.values.values()))
     for trains in (False, True):

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from paceline.torch.capture.calls import undone
-from paceline.torch.capture.graph import attribute
+from paceline.torch.capture.graph import attribute, undone
 from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, MessageCost
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 from paceline.torch.strategies.pipeline.run.partition import crossing_values, cut

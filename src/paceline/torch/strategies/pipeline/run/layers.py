@@ -11,8 +11,14 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import CallArguments
-from paceline.torch.capture.graph import CapturedGraph, changes_in_place, draws, modules_around, stage_boundary
+from paceline.torch.capture.graph import (
+    CallArguments,
+    CapturedGraph,
+    changes_in_place,
+    draws,
+    modules_around,
+    stage_boundary,
+)
 from paceline.torch.capture.tracing import capture
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import of_class
+from paceline.torch.capture.graph import of_class
 
 
 def take_apart(value: Any, label: str) -> tuple[Any, list[Tensor]]:
