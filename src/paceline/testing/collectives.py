@@ -7,7 +7,7 @@ computes the other ranks' inputs from their numbers, so the ranks need no other 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 from paceline.collectives import Group
 from paceline.testing import group_checks as _group_checks
@@ -16,15 +16,11 @@ from paceline.testing.ranks import nothing_left, run_ranks
 
 __all__ = ["COLLECTIVE_CHECKS", "Check", "RunRanks", "check_collectives", "nothing_left", "run_ranks"]
 
-_T = TypeVar("_T")
 Check = Callable[[Group], None]
 
 
-class RunRanks(Protocol):
-    """Call a function on every rank of a new group, close the groups, and return the results by rank."""
-
-    def __call__(self, function: Callable[[Group], _T], /) -> list[_T]:
-        """Raise AssertionError if the function raises on some rank."""
+RunRanks = Callable[[Check], object]
+"""Calls a function on every rank of a new group, and raises AssertionError if the function raises on some rank."""
 
 
 def check_collectives(run: RunRanks, *, only: str | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 _RULES: Final = "torch._dynamo.trace_rules"
 
@@ -21,13 +21,9 @@ def keep_out_of_graphs() -> None:
     """Make Dynamo skip this package's files: now, or once Dynamo is imported, which takes a second or more."""
     rules = sys.modules.get(_RULES)
     if rules is not None:
-        _skip(rules)
+        rules.add("paceline")
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _skip(rules: Any) -> None:
-    rules.add("paceline")
 
 
 class _Finder(MetaPathFinder):
@@ -45,7 +41,7 @@ class _Finder(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                _skip(module)
+                module.add("paceline")
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -28,6 +28,7 @@ from paceline.ps import (
     UpdateRule,
 )
 
+_Maker = Callable[[Optimizer, Mapping[str, Any]], UpdateRule]
 _POSSIBLE = (
     "torch.optim's SGD, Adagrad, RMSprop, Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, ASGD and Rprop, with all options"
 )
@@ -81,11 +82,6 @@ def _is_set(group: Mapping[str, Any], names: str) -> dict[str, Any]:
     return {name: bool(group.get(name, False)) for name in names.split()}
 
 
-def _pair(group: Mapping[str, Any], name: str) -> dict[str, Any]:
-    first, second = group[name]
-    return {name: (float(first), float(second))}
-
-
 def _sgd(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
     common: dict[str, Any] = {**_number(group, "lr weight_decay"), **_is_set(group, "maximize")}
     if not group["momentum"]:
@@ -101,57 +97,35 @@ def _adagrad(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
     )
 
 
-def _rmsprop(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    return RMSprop(**_number(group, "lr alpha eps weight_decay momentum"), **_is_set(group, "centered maximize"))
-
-
-def _adadelta(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    return Adadelta(**_number(group, "lr rho eps weight_decay"), **_is_set(group, "maximize"))
-
-
-def _moments(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_number(group, "lr eps weight_decay"), **_pair(group, "betas"), **_is_set(group, "maximize")}
-
-
 def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
     # AdamW is an Adam with this option in newer versions of torch, and a separate class in older ones.
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-    return (AdamW if is_decoupled else Adam)(**_moments(group), **_is_set(group, "amsgrad"))
+    return _same_options(AdamW if is_decoupled else Adam, _MOMENTS, "maximize amsgrad", "betas")(optimizer, group)
 
 
-def _adamax(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    return Adamax(**_moments(group))
+def _same_options(kind: Callable[..., UpdateRule], numbers: str, flags: str = "maximize", pairs: str = "") -> _Maker:
+    """Return a function that makes a rule with torch's names of options, given as words."""
+
+    def make(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+        of_pairs = {name: tuple(map(float, group[name])) for name in pairs.split()}
+        return kind(**_number(group, numbers), **_is_set(group, flags), **of_pairs)
+
+    return make
 
 
-def _nadam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    return NAdam(**_moments(group), **_number(group, "momentum_decay"), **_is_set(group, "decoupled_weight_decay"))
-
-
-def _radam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    return RAdam(**_moments(group), **_is_set(group, "decoupled_weight_decay"))
-
-
-def _asgd(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    return ASGD(**_number(group, "lr lambd alpha t0 weight_decay"), **_is_set(group, "maximize"))
-
-
-def _rprop(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    pairs = {**_pair(group, "etas"), **_pair(group, "step_sizes")}
-    return Rprop(**_number(group, "lr"), **pairs, **_is_set(group, "maximize"))
-
-
-_MAKERS: tuple[tuple[type[Optimizer], Callable[[Optimizer, Mapping[str, Any]], UpdateRule]], ...] = (
+_MOMENTS = "lr eps weight_decay"
+_MAKERS: tuple[tuple[type[Optimizer], _Maker], ...] = (
     (torch.optim.SGD, _sgd),
     (torch.optim.Adagrad, _adagrad),
-    (torch.optim.RMSprop, _rmsprop),
-    (torch.optim.Adadelta, _adadelta),
+    (torch.optim.RMSprop, _same_options(RMSprop, "lr alpha eps weight_decay momentum", "centered maximize")),
+    (torch.optim.Adadelta, _same_options(Adadelta, "lr rho eps weight_decay")),
     (torch.optim.AdamW, _adam),
     (torch.optim.Adam, _adam),
-    (torch.optim.Adamax, _adamax),
-    (torch.optim.NAdam, _nadam),
-    (torch.optim.RAdam, _radam),
-    (torch.optim.ASGD, _asgd),
-    (torch.optim.Rprop, _rprop),
+    (torch.optim.Adamax, _same_options(Adamax, _MOMENTS, pairs="betas")),
+    (torch.optim.NAdam, _same_options(NAdam, f"{_MOMENTS} momentum_decay", "maximize decoupled_weight_decay", "betas")),
+    (torch.optim.RAdam, _same_options(RAdam, _MOMENTS, "maximize decoupled_weight_decay", "betas")),
+    (torch.optim.ASGD, _same_options(ASGD, "lr lambd alpha t0 weight_decay")),
+    (torch.optim.Rprop, _same_options(Rprop, "lr", pairs="etas step_sizes")),
 )
 
 

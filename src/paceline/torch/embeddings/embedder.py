@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -74,11 +73,8 @@ class Embedder:
         """Call :meth:`step` at the end of every step of one of `optimizers` that updates rows."""
         for optimizer in optimizers:
             if any(other is optimizer for _, other in self._sources):
-                step = functools.partial(self._step_hook, tick)
-                self._hooks.append(optimizer.register_step_post_hook(step))
-
-    def _step_hook(self, tick: Callable[[], None] | None, optimizer: Optimizer, *_: Any) -> None:
-        self.step(optimizer, tick)
+                hook = optimizer.register_step_post_hook(lambda stepped, *_: self.step(stepped, tick))
+                self._hooks.append(hook)
 
     def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
         """Apply the row gradients of `optimizer` since ``zero_grad()``; every rank calls it in every iteration.

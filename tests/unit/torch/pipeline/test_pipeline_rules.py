@@ -18,8 +18,14 @@ from paceline.strategies import (
     choose_pipeline,
     choose_strategy,
 )
-from paceline.torch.strategies.pipeline.plan.choosing import Measured, PipelinePlan, describe_plan, make_plan
-from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
+from paceline.torch.strategies.pipeline.plan.choosing import (
+    Measured,
+    Measurements,
+    PipelinePlan,
+    describe_measured,
+    describe_plan,
+    make_plan,
+)
 from paceline.torch.strategies.pipeline.plan.orders import (
     all_forward_first,
     most_in_flight,

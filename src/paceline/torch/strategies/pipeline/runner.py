@@ -30,13 +30,14 @@ from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.loop.row_independence import check_repeatable, check_rows_independent
 from paceline.torch.strategies.pipeline.plan.choosing import (
     Measured,
+    Measurements,
     PipelinePlan,
+    describe_measured,
     describe_plan,
     make_plan,
     microbatch_counts,
     splits_backwards,
 )
-from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
 from paceline.torch.strategies.pipeline.plan.measuring import (
     mean_costs,
     measure_agreement,

@@ -73,12 +73,10 @@ class Replicas:
             self._compare_parts(parts, structure, args, kwargs)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if torch.is_grad_enabled() and (trained or inputs):
-            run = _Pass(self, trained, leaves)
-            joined = _Replicated.apply(run, parts, structure, *trained, *inputs)  # type: ignore[no-untyped-call]
-        else:
+        if not torch.is_grad_enabled() or not (trained or inputs):
             return _run_apart(self, parts, structure)
-        return run.restore(joined)
+        run = _Pass(self, trained, leaves)
+        return run.restore(_Replicated.apply(run, parts, structure, *trained, *inputs))  # type: ignore[no-untyped-call]
 
     def _compare_parts(self, parts: list[list[Any]], structure: Any, args: Any, kwargs: Any) -> None:
         """Raise UsageError unless the model computes a batch like its parts. Dropout is off."""
