@@ -8,7 +8,6 @@ except ImportError as error:
         "paceline.sklearn needs scikit-learn, which is not installed: pip install 'paceline[sklearn]'"
     ) from error
 
-from paceline.sklearn.classifiers import FactorizationMachine, LogisticRegression
-from paceline.sklearn.linear_models import LinearRegression, PoissonRegressor
+from paceline.sklearn.estimators import FactorizationMachine, LinearRegression, LogisticRegression, PoissonRegressor
 
 __all__ = ["FactorizationMachine", "LinearRegression", "LogisticRegression", "PoissonRegressor"]

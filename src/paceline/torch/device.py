@@ -49,7 +49,6 @@ class DeviceGroups:
             group.abort() if abort else group.shutdown()
 
     def _find_shared(self, device: torch.device) -> bool:
-        """Exchange the devices' identifiers; return whether two ranks have the same one."""
         store = PrefixStore("CUDA devices", self._store)
         store.set(str(self._rank), str(torch.cuda.get_device_properties(device).uuid))
         return len({store.get(str(rank)) for rank in range(self._size)}) < self._size

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import cli
 from paceline.ps import FTRL
-from paceline.sklearn import FactorizationMachine, LinearRegression, LogisticRegression, PoissonRegressor, estimator
+from paceline.sklearn import FactorizationMachine, LinearRegression, LogisticRegression, PoissonRegressor, base
 from paceline.training import driver, planning
 from paceline.training.files.data_files import resolve_files
 from paceline.training.options import TrainOptions
@@ -139,7 +139,7 @@ def test_a_parameter_of_an_estimator(monkeypatch: pytest.MonkeyPatch, kind: type
         found.append(original(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(estimator, "plan_on_sample", record)
+    monkeypatch.setattr(base, "plan_on_sample", record)
     value = {**COMMON, **FACTORS}[name]
     kind(**{name: value}).fit(rng.normal(0, 1, (60, 3)), rng.integers(0, 2, 60))
     assert value_in(found[0], name) == value

@@ -100,7 +100,6 @@ def _take_check(root: Any) -> Callable[[Sequence[Any]], str | None]:
 
 
 def _place(target: Any) -> int:
-    """Return the position of an argument among the leaves of a :class:`_FlatCall`."""
     return int(str(target).removeprefix("leaves_"))
 
 

@@ -360,7 +360,6 @@ class ShardedSampler(Sampler[Any]):
             yield from group[self._rank : self._rank + 1]
 
     def __len__(self) -> int:
-        """Return the number of items in the share. Raises TypeError if the sampler has no length."""
         num_groups, remainder = divmod(max(len(self.sampler) - self._skip, 0), self._size)
         has_last = not self._drop_last and (remainder > 0 if self._pads else remainder > self._rank)
         return num_groups + has_last

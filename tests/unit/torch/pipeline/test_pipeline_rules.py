@@ -105,7 +105,7 @@ def test_1f1b_keeps_fewer_microbatches_than_gpipe() -> None:
 def test_limits_of_schedules_are_reported() -> None:
     with pytest.raises(UsageError, match=r"1f1b needs a microbatch per stage, but a batch has 2 .* 4 stages"):
         orders_of("1f1b", 4, 2)
-    with pytest.raises(UsageError, match="dualpipev cannot take 5 microbatches over 4 processes"):
+    with pytest.raises(UsageError, match="dualpipev does not support 5 microbatches over 4 processes"):
         orders_of("dualpipev", 4, 5)
 
 

@@ -147,7 +147,6 @@ def parameters_of(optimizer: Optimizer) -> set[nn.Parameter]:
 
 
 def raise_for_replaced(model: nn.Module, prepared: Mapping[str, nn.Parameter], rank: int) -> None:
-    """Raise UsageError if one of the `prepared` parameters was replaced in the model."""
     current = dict(model.named_parameters())
     for name, parameter in prepared.items():
         if name in current and current[name] is not parameter:

@@ -18,7 +18,6 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def of(cls, layer: _BatchNorm) -> SyncBatchNorm:
-        """Return a layer that shares the parameters, buffers and options of `layer`."""
         sync = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         sync._parameters, sync._buffers = layer._parameters, layer._buffers
         sync.training = layer.training

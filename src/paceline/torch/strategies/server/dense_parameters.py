@@ -72,7 +72,6 @@ class DenseParameters:
         self._undo: list[Callable[[], None]] = []
 
     def follow(self, model: nn.Module) -> None:
-        """Make every access to the parameters of `model` wait for values in flight."""
         if any(model is other for other, _ in self._models):
             return
         self._models.append((model, dict(model.named_parameters())))
@@ -125,7 +124,6 @@ class DenseParameters:
             self._undo = []
 
     def _record_gradient(self, parameter: nn.Parameter) -> None:
-        """Record a gradient of backward; if gradients are sent early, push the complete buckets."""
         slot = self._of_parameter[parameter]
         self.hands_on.record_gradient(slot, is_held=self.holds)
         if self.holds or not self.hands_on.is_early:

@@ -60,7 +60,6 @@ class PushPull:
         return not self._num_stale
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait until a bucket's values are in the parameters."""
         if not bucket.is_current:
             with self._changed:
                 self._changed.wait_for(lambda: bucket.is_current or self._failure is not None)

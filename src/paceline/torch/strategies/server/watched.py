@@ -226,7 +226,6 @@ class ValueWatch:
 
     @property
     def was_written(self) -> bool:
-        """Whether the parameter's values are known to differ from the servers'."""
         if self._was_replaced or self._parameter._version != self._version:
             return True
         memory = memory_of(self._parameter)
@@ -273,7 +272,6 @@ class GradientWatch:
 
     @property
     def was_changed(self) -> bool:
-        """Whether the gradient is known to differ from backward's."""
         if not self._is_open:
             return False
         grad = gradient_of(self._parameter)

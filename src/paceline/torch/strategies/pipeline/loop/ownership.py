@@ -132,7 +132,6 @@ class Ownership:
         return self._ranks[name][0]
 
     def kept_ids(self) -> set[int]:
-        """Return the ``id()`` of each parameter and buffer that this rank holds."""
         tensors = (*self._module.named_parameters(), *self._module.named_buffers())
         return {id(tensor) for name, tensor in tensors if self.is_local(name)}
 

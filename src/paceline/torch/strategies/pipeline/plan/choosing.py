@@ -248,7 +248,6 @@ class Measurements:
 
 
 def describe_measured(plan: PipelinePlan, measurements: Measurements) -> str | None:
-    """Return a text with measured and predicted times; None if too few steps ran."""
     sums = measurements.by_rank
     steps = min(count for count, _, _ in sums)
     if steps < 1:

@@ -43,7 +43,7 @@ def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UsageError(
             f"schedule {schedule} does not support {num_microbatches} microbatches over {num_ranks} processes: "
-            f"{error}. Choose another number of --microbatches"
+            f"{str(error).rstrip('.')}. Choose another number of --microbatches"
         ) from None
     orders = tuple(_in_number_order(_actions(row)) for row in rows)
     _check_complete(orders, len(place_stages(schedule, num_ranks)), num_microbatches, schedule)
