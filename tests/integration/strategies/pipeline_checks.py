@@ -260,6 +260,7 @@ def check_a_model_without_memory_begins_as_under_any_strategy(rank: int, size: i
         with kind() as strategy:
             found = strategy.prepare(model(), None)
             if kind is Pipeline:
+                assert strategy.reduce({"loss": 3.0}, "sum") == {"loss": 3.0}  # a pipeline's processes count once
                 with pytest.raises(UsageError, match="before its first call"):
                     strategy.load("nowhere")
                 with torch.no_grad():

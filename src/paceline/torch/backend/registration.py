@@ -122,14 +122,11 @@ class TorchStore(Store):
             while not self._store.check(places):
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return [self._found(place) for place in places]
+                    return [_value(self._store.get(key)) if self._store.check([key]) else None for key in places]
                 time.sleep(backoff.next_s(left))
             return [_value(text) for text in self._store.multi_get(places)]
         except RuntimeError as error:
             raise _lost(keys[0], error) from error
-
-    def _found(self, place: str) -> bytes | None:
-        return _value(self._store.get(place)) if self._store.check([place]) else None
 
     @override
     def delete(self, key: str) -> None:

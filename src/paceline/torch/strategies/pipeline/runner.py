@@ -145,7 +145,8 @@ class Runner:
             if not self.ownership.is_released:
                 self.ownership.release()
             orders = self._orders(rows)
-            arguments = [dict(part) for part in cut_rows(called.values, rows, _num_parts(orders))]
+            num_parts = max(action.microbatch for action in orders[0]) + 1
+            arguments = [dict(part) for part in cut_rows(called.values, rows, num_parts)]
             traced = self._stages(called, arguments)
             is_new = key not in self._kinds
             kind = self._kinds.setdefault(key, BatchKind())
@@ -277,7 +278,9 @@ class Runner:
         if self._deferred is None:
             check_repeatable(self.module, called)
         graph = trace(self.module, called)
-        self._broadcast_values()
+        if self._ranks.size > 1:
+            with torch.no_grad():
+                broadcast_values(self.module)
         if self._deferred is None:
             part = rows // max(microbatch_counts(self._options, rows))
             check_rows_independent(self.module, called, rows, part)
@@ -363,11 +366,6 @@ class Runner:
         except UsageError:
             return 4.0
 
-    def _broadcast_values(self) -> None:
-        if self._ranks.size > 1:
-            with torch.no_grad():
-                broadcast_values(self.module)
-
     def _stages(
         self, called: CallArguments, arguments: Sequence[Mapping[str, Any]], graph: LayerGraph | None = None
     ) -> TracedStages:
@@ -396,10 +394,6 @@ class Runner:
         if rows >= count:
             return orders_of(self.plan.schedule, num_ranks, count)
         return all_forward_first(place_stages(self.plan.schedule, num_ranks), num_ranks, rows)
-
-
-def _num_parts(orders: Orders) -> int:
-    return max(action.microbatch for action in orders[0]) + 1
 
 
 def _pending_output(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], needs_grad: bool) -> Tensor:

@@ -46,7 +46,7 @@ class Slot:
         self.is_averaged = False  # whether its gradient is the mean over the ranks
         self.gradient = GradientWatch(parameter)
         self.values = ValueWatch(parameter)
-        self.wait_for_values: Callable[[], None] = _wait_for_nothing
+        self.wait_for_values: Callable[[], None] = lambda: None
 
     @property
     def grad(self) -> Tensor | None:
@@ -59,10 +59,6 @@ class Slot:
                 f"rank {rank}: parameter {self.name!r} was replaced after prepare(): it was {_describe(*self.kind)} "
                 f"and is {_describe(parameter.shape, parameter.dtype, parameter.device)}; change it before prepare()"
             )
-
-
-def _wait_for_nothing() -> None:
-    pass
 
 
 def _describe(shape: Any, dtype: Any, device: Any) -> str:
@@ -162,7 +158,7 @@ class DenseTables:
         self.tables: list[DenseTable | None] = [
             client.dense_table(
                 f"{prefix} {token} group {position}",
-                size=_size_of(slots),
+                size=slots[-1].start + slots[-1].size,
                 update=rule,
                 filters=filters,
                 pull_filters=(),  # lossless, because a program may write pulled values back
@@ -245,10 +241,6 @@ class DenseTables:
                 own = planes[:, slot.start : slot.start + slot.size]
                 state[slot.number] = state_to_torch(rule, own, slot.parameter.shape, num_steps=self.num_steps)
         return state
-
-
-def _size_of(slots: Sequence[Slot]) -> int:
-    return slots[-1].start + slots[-1].size
 
 
 def broadcast_tensors(ranks: Ranks, tensors: Iterable[Tensor]) -> None:

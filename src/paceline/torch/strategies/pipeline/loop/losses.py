@@ -56,7 +56,7 @@ def as_operation(
     name = getattr(function, "__name__", "")
     if not shape or shape[0] % rows or name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING):
         return None
-    if _has_tensor((args, kwargs)):
+    if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
         return None
     if name in _NORMALIZING:
         dim = kwargs.get("dim", args[0] if args else None)
@@ -176,7 +176,3 @@ def count_targets(target: Tensor, ignored: int, weight: Tensor | None) -> float 
         return float(target.numel() // target.shape[1 if target.dim() > 1 else 0])
     counted = target[target != ignored]
     return float(counted.numel()) if weight is None else weight[counted].sum()
-
-
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(value))

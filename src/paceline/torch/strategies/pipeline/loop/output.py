@@ -155,8 +155,7 @@ class PendingLoss(_PendingTensor):
         other = args[1] if len(args) > 1 else None
         if name in ("add", "__add__", "__radd__") and isinstance(other, PendingLoss) and other.forward is self.forward:
             if other.known_value is None and not kwargs:
-                compute = functools.partial(_sum, self, other)
-                return self._with((*self.terms, *other.terms), compute)
+                return self._with((*self.terms, *other.terms), lambda: self.value() + other.value())
         elif other is not None and len(args) == 2 and not kwargs and _is_number(other):
             if name in ("mul", "__mul__", "__rmul__"):
                 return self._times(other, other)
@@ -186,10 +185,6 @@ class PendingLoss(_PendingTensor):
 
     def _with(self, terms: tuple[PartialLoss, ...], compute: Callable[[], Tensor]) -> PendingLoss:
         return PendingLoss(self.forward, terms, compute, dtype=self.dtype)
-
-
-def _sum(first: PendingLoss, second: PendingLoss) -> Tensor:
-    return first.value() + second.value()
 
 
 def _is_number(value: Any) -> bool:

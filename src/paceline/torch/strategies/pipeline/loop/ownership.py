@@ -71,7 +71,8 @@ class AbsentGrad(torch.Tensor):
             )
         if name.endswith("_") and not name.endswith("__") and not name.startswith("_amp"):
             return _change_local(func, args, kwargs)
-        absent = _absent_in((args, kwargs))[0]
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        absent = next(leaf for leaf in leaves if isinstance(leaf, AbsentGrad))
         raise UsageError(
             f"{name}() got the gradient of {absent.parameter_name!r}, which is on another process of the pipeline. "
             "Only its norm and changes in place are available: use a hook of the parameter for other computations"
@@ -101,10 +102,6 @@ def _change_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if local:
         func(*map(local_of, args), **{key: local_of(value) for key, value in kwargs.items()})
     return None
-
-
-def _absent_in(value: Any) -> list[AbsentGrad]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, AbsentGrad)]
 
 
 class Ownership:

@@ -93,7 +93,7 @@ def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, 
         try:
             together = _outputs(module, called, both)
             apart = [_outputs(module, called, _rows_of(called.values, rows, k * part, part)) for k in (0, 1)]
-            if _differ(together, apart):
+            if any(_are_other(whole, parts) for whole, *parts in zip(together, *apart, strict=True)):
                 raise UsageError(_describe(module, called, together, both, rows, part))
         except UsageError:
             raise
@@ -122,10 +122,6 @@ def _outputs(module: nn.Module, called: CallArguments, values: Mapping[str, Tens
     if not state.equal(torch.get_rng_state()):
         raise _DrawsError
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _differ(together: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> bool:
-    return any(_are_other(whole, parts) for whole, *parts in zip(together, *apart, strict=True))
 
 
 def _are_other(whole: Tensor, parts: Sequence[Tensor]) -> bool:

@@ -116,12 +116,11 @@ def cut(
         [(node.name, stage) for node, stage in crossing if node not in free],
         places,
     )
-    nodes = [[*prelude, *_nodes_of(layers)] for prelude, layers in zip(preludes, stages, strict=True)]
+    nodes = [
+        [*prelude, *(node for layer in layers for node in layer.nodes)]
+        for prelude, layers in zip(preludes, stages, strict=True)
+    ]
     return Partition(graph, stages, preludes, routes, *_find_users(module, graph.captured.root, nodes))
-
-
-def _nodes_of(layers: Sequence[ModelLayer]) -> list[fx.Node]:
-    return [node for layer in layers for node in layer.nodes]
 
 
 def _with_inputs(wanted: set[fx.Node], made_by: Mapping[fx.Node, int], stage: int) -> tuple[fx.Node, ...]:
