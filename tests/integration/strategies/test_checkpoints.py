@@ -322,7 +322,7 @@ def test_another_model(kept: Path) -> None:
 
     wider, without, initialized = Net(), Net(), Net()
     wider.last = nn.Linear(12, 2)
-    assert "'last.bias' is float32 [1] in it and float32 [2] here" in said_by(wider)
+    assert "'last.bias' is float32 [1] in the checkpoint and float32 [2] here" in said_by(wider)
     without.wide = nn.Identity()  # type: ignore[assignment]
     assert "has the embeddings ['deep', 'wide'], but this model has ['deep']" in said_by(without)
     initialized.deep = Embedding(4, seed=1)
