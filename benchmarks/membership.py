@@ -34,7 +34,8 @@ class Node(Handler):
         """Connect and register."""
         name = f"{self.role}-{self.rank}"
         peer = await transport.open(self, scheduler, Hello(role=self.role, name=name))
-        message = messages.Register(node=name, role=Role(self.role), rank=self.rank)
+        address = scheduler if self.role == "server" else None  # a server needs an address, which nothing uses here
+        message = messages.Register(node=name, role=Role(self.role), rank=self.rank, address=address)
         peer.send(*frame_parts(CALL, request=1, meta=messages.encode(message)))
         return peer
 
