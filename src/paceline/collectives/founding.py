@@ -27,7 +27,7 @@ _MEET = CollectiveCall("meet")
 class _Attached(msgspec.Struct, frozen=True, array_like=True):
     """A rank's report after opening the segment."""
 
-    failure: str
+    is_open: bool
     cores: tuple[int, ...]
 
 
@@ -62,20 +62,20 @@ class Founding:
         local = self._layout.local_ranks
         if len(local) < 2 or config.DISABLE_JIT:  # type: ignore[attr-defined]
             return None
-        segment, failure = self._open_segment(deadline)
+        segment = self._open_segment(deadline)
         try:
-            return self._attach(segment, failure, deadline)
+            return self._attach(segment, deadline)
         except BaseException:
             if segment is not None:
                 segment.close()
             raise
 
-    def _attach(self, segment: Segment | None, failure: str, deadline: float) -> SharedMemory | None:
+    def _attach(self, segment: Segment | None, deadline: float) -> SharedMemory | None:
         local = self._layout.local_ranks
-        own = _Attached(failure, tuple(usable_cores()))
+        own = _Attached(segment is not None, tuple(usable_cores()))
         values = self._exchange(local, msgspec.msgpack.encode(own), deadline, "share memory")
         attached = [read_meta(value, _Attached, "a rank's report on its shared memory") for value in values]
-        if segment is None or any(rank.failure for rank in attached):
+        if segment is None or not all(rank.is_open for rank in attached):
             if segment is not None:
                 segment.close()
             return None
@@ -129,7 +129,7 @@ class Founding:
     def _absent(self, members: Sequence[int]) -> RankLostError:
         return absent(tuple(self._layout.ranks[rank] for rank in members), self._layout.name)
 
-    def _open_segment(self, deadline: float) -> tuple[Segment | None, str]:
+    def _open_segment(self, deadline: float) -> Segment | None:
         leader = self._layout.local_ranks[0]
         num_bytes = steps.segment_bytes(len(self._layout.local_ranks))
         key = f"segment of rank {leader}"
@@ -137,15 +137,13 @@ class Founding:
             if self._layout.rank == leader:
                 segment = Segment.create(num_bytes)
                 self._store.set(key, segment.path.encode())
-                return segment, ""
-            path = self._path_of(key, leader, deadline)
-            if not path:
-                return None, "the leader has no shared memory"
-            return Segment.open(path, num_bytes, pid=self._layout.infos[leader].pid), ""
-        except SegmentError as error:
+                return segment
+            path = self._path_of(key, leader, deadline)  # empty if the leader has no shared memory
+            return Segment.open(path, num_bytes, pid=self._layout.infos[leader].pid) if path else None
+        except SegmentError:
             if self._layout.rank == leader:
                 self._store.set(key, b"")
-            return None, str(error)
+            return None
 
     def _path_of(self, key: str, leader: int, deadline: float) -> str:
         found, missing = await_all(self._store, {leader: key}, deadline, self._check_alive)

@@ -21,7 +21,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The definition of a table. Two declarations of the same name must be equal.
 
     After a change of hyperparameters, a declaration may have the original or the current hyperparameters. Construction
-    and decoding call :meth:`validate`.
+    and decoding raise UsageError for an invalid definition, so that kernels never receive invalid sizes.
     """
 
     name: str
@@ -33,10 +33,6 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raise UsageError for an invalid definition, so that kernels never receive invalid sizes."""
         if not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
             raise UsageError(f"table name {self.name[:300]!r}: expected 1 to {MAX_NAME} printable characters")
         if self.kind not in ("sparse", "dense"):

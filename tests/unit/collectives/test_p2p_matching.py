@@ -55,7 +55,7 @@ def test_it_is_as_looking_through_two_lists(events: list[tuple[bool, int | None,
                 messages.append(come)
             else:
                 receives.remove(taken)
-        assert matching.num_posted == len(receives)
+        assert len(matching.posted()) == len(receives)
 
 
 def test_room_is_counted_for_each_rank() -> None:

@@ -49,7 +49,6 @@ class Matching:
         self._posted: dict[int, deque[Posted]] = {}
         self.buffered: dict[int, deque[Message]] = {}
         self._buffered_bytes: dict[int, int] = {}
-        self.num_posted = 0
 
     def post(self, posted: Posted) -> Message | None:
         buffered = self.buffered.get(posted.tag, ())
@@ -63,7 +62,6 @@ class Matching:
                 message.receive = posted
                 return message
         self._posted.setdefault(posted.tag, deque()).append(posted)
-        self.num_posted += 1
         return None
 
     def match(self, message: Message) -> bool:
@@ -103,6 +101,5 @@ class Matching:
     def _remove_posted(self, posted: Posted) -> None:
         waiting = self._posted[posted.tag]
         waiting.remove(posted)
-        self.num_posted -= 1
         if not waiting:
             del self._posted[posted.tag]
