@@ -138,7 +138,6 @@ class ExampleSample:
     num_examples: int
     """The number of examples in the whole data set; an estimate unless `is_whole`."""
     is_whole: bool
-    """Whether the sample contains all examples of the data set."""
     bad_lines: BadLines | None = None
     num_read: int = 0
     """The number of examples read, some of which may not be in the sample."""

@@ -307,13 +307,13 @@ def _random_bits(seed: int, stream: int, rows: int, chunk_rows: int) -> Iterator
 def _segments(shares: npt.NDArray[np.float64], missing: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """Return first values and widths of the inverse distribution function, linear between 65,536 points."""
     cumulative = np.cumsum(shares)  # sequential, so the result is the same on all machines
-    taken = _SEGMENTS * (1000 - missing) // 1000
-    edges = np.searchsorted(cumulative, np.arange(taken) * (cumulative[-1] / taken), side="right")
+    num_present = _SEGMENTS * (1000 - missing) // 1000
+    edges = np.searchsorted(cumulative, np.arange(num_present) * (cumulative[-1] / num_present), side="right")
     edges = np.append(edges, len(shares)).astype(np.uint32)
     first = np.full(_SEGMENTS, len(shares), np.uint32)
     width = np.zeros(_SEGMENTS, np.uint32)
-    first[:taken] = edges[:-1]
-    width[:taken] = np.diff(edges)
+    first[:num_present] = edges[:-1]
+    width[:num_present] = np.diff(edges)
     return first, width
 
 

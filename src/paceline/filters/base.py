@@ -49,8 +49,6 @@ class Filter(ABC):
     version: ClassVar[int] = 1
     """Increment this number when the wire format changes, because both ends need the same version."""
     preserves: ClassVar[Preserves]
-    ns_per_value: ClassVar[float]
-    """Approximate time per value (or key) on both ends together, in messages of several thousand."""
     stage: ClassVar[int]
     """The position in a chain."""
 

@@ -22,7 +22,6 @@ class BFloat16(ValueFilter):
 
     name: ClassVar[str] = "bfloat16"
     preserves: ClassVar[Preserves] = "bounded"
-    ns_per_value: ClassVar[float] = 8.0
 
     @override
     def num_bytes(self, count: int) -> int:

@@ -197,10 +197,10 @@ class FilterChain:
             known = written.tobytes()
             if lists is None or known not in lists:
                 raise UnknownKeysError
-            kept = lists.use(known)
-            if len(kept) != len(keys):
-                raise _malformed(f"{len(keys)} keys for a digest of {len(kept)}")
-            keys[:] = kept
+            known_keys = lists.use(known)
+            if len(known_keys) != len(keys):
+                raise _malformed(f"{len(keys)} keys for a digest of {len(known_keys)}")
+            keys[:] = known_keys
             return
         if form & NUMBERS:
             received = None if memory is None else memory.received

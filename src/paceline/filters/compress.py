@@ -26,7 +26,6 @@ class Compress(ByteFilter):
     level: int = 1
 
     name: ClassVar[str] = "compress"
-    ns_per_value: ClassVar[float] = 20.0
 
     def __post_init__(self) -> None:
         check_whole(self, level=(1, 9))

@@ -23,7 +23,6 @@ class Float16(ValueFilter):
 
     name: ClassVar[str] = "float16"
     preserves: ClassVar[Preserves] = "bounded"
-    ns_per_value: ClassVar[float] = 8.0
 
     @override
     def num_bytes(self, count: int) -> int:

@@ -28,7 +28,6 @@ class KKT(RowFilter):
 
     name: ClassVar[str] = "kkt"
     preserves: ClassVar[Preserves] = "bounded"
-    ns_per_value: ClassVar[float] = 110.0
     keeps_residual: ClassVar[bool] = True
     needs_l1: ClassVar[bool] = True
 

@@ -36,7 +36,6 @@ class Quantize(ValueFilter):
 
     name: ClassVar[str] = "quantize"
     preserves: ClassVar[Preserves] = "unbiased"
-    ns_per_value: ClassVar[float] = 8.0
 
     def __post_init__(self) -> None:
         if self.bits not in _HALVES or isinstance(self.bits, bool):

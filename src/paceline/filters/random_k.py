@@ -20,7 +20,6 @@ class RandomK(ShareFilter):
 
     name: ClassVar[str] = "random-k"
     preserves: ClassVar[Preserves] = "nothing"
-    ns_per_value: ClassVar[float] = 60.0
     keeps_residual: ClassVar[bool] = True
 
     @override

@@ -20,7 +20,6 @@ class RandomSkip(ShareFilter):
 
     name: ClassVar[str] = "random-skip"
     preserves: ClassVar[Preserves] = "unbiased"
-    ns_per_value: ClassVar[float] = 18.0
     keeps_residual: ClassVar[bool] = False
 
     @override

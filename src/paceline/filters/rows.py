@@ -130,8 +130,8 @@ class ElementErrors:
 
     def read(self, keys: Keys, num_values: int, *, is_range: bool) -> Floats:
         if is_range:
-            kept = self._ranges.pop(keys.tobytes(), None)
-            return np.zeros(num_values, np.float32) if kept is None or len(kept) != num_values else kept
+            errors = self._ranges.pop(keys.tobytes(), None)
+            return np.zeros(num_values, np.float32) if errors is None or len(errors) != num_values else errors
         missing = int(keys.max(initial=0)) + 1 - len(self._elements)
         if missing > 0:
             self._elements = np.pad(self._elements, (0, missing))

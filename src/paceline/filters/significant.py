@@ -26,7 +26,6 @@ class Significant(RowFilter):
 
     name: ClassVar[str] = "significant"
     preserves: ClassVar[Preserves] = "bounded"
-    ns_per_value: ClassVar[float] = 40.0
     keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

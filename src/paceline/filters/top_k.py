@@ -20,7 +20,6 @@ class TopK(ShareFilter):
 
     name: ClassVar[str] = "top-k"
     preserves: ClassVar[Preserves] = "nothing"
-    ns_per_value: ClassVar[float] = 70.0
     keeps_residual: ClassVar[bool] = True
 
     @override

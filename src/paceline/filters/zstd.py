@@ -29,7 +29,6 @@ class Zstd(ByteFilter):
     level: int = 3
 
     name: ClassVar[str] = "zstd"
-    ns_per_value: ClassVar[float] = 6.0
 
     def __post_init__(self) -> None:
         check_whole(self, level=(1, 19))

@@ -111,7 +111,7 @@ class SnapshotDirectory:
         self._manifests[manifest.number] = manifest
         for number in sorted(self._manifests)[: -self._keep]:
             del self._manifests[number]
-        needed = {file for kept in self._manifests.values() for file in kept.files}
+        needed = {file for manifest in self._manifests.values() for file in manifest.files}
         for number in numbers_in(self.path):
             if number not in self._manifests:
                 self._remove(number, needed)

@@ -58,13 +58,13 @@ class IterationBuffer:
         free = self._free.get(len(grads))
         if not free:
             return selection.copy(), grads.copy()
-        kept = free.pop()
-        kept[:] = grads
-        return selection.copy(), kept
+        copied = free.pop()
+        copied[:] = grads
+        return selection.copy(), copied
 
-    def add(self, iteration: int, worker: int, rank: int, table: int, kept: Push, top: float) -> None:
+    def add(self, iteration: int, worker: int, rank: int, table: int, push: Push, top: float) -> None:
         """Store a push; the arrays must not change. `top` is the push's largest magnitude."""
-        self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, kept, top))
+        self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, push, top))
 
     def clear(self) -> None:
         self._pushes, self._free = {}, {}

@@ -61,7 +61,7 @@ class NonFinite:
         if not largest(records.reshape(-1)) < math.inf:
             self._found(table, f"{source} holds {_describe(keys, records)}", "Check their source")
 
-    def taken(self, table: ServerTable, keys: Keys, records: Floats, source: str) -> None:
+    def count_received(self, table: ServerTable, keys: Keys, records: Floats, source: str) -> None:
         """Count non-finite records from another server, which are stored unchanged."""
         if not largest(records.reshape(-1)) < math.inf:
             table.non_finite += 1

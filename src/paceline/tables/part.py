@@ -177,10 +177,10 @@ class TablePart(ABC):
         if len(order) == len(keys):
             return selection, grads
         width = len(grads) // len(keys)
-        taken, chosen = np.empty(len(order), np.uint64), np.empty(len(order) * width, np.float32)
-        take_keys(keys, order, taken)
-        take_rows(grads, order, width, chosen)
-        return Selection(taken), chosen
+        chosen_keys, chosen_grads = np.empty(len(order), np.uint64), np.empty(len(order) * width, np.float32)
+        take_keys(keys, order, chosen_keys)
+        take_rows(grads, order, width, chosen_grads)
+        return Selection(chosen_keys), chosen_grads
 
     @abstractmethod
     def pull(self, selection: Selection, out: Floats) -> None:

@@ -66,21 +66,21 @@ class DelayCompensation:
         self._pulled: dict[tuple[int, int], dict[int, tuple[Selection, Floats]]] = {}
 
     def pulled(self, worker: int, table: int, clock: int, selection: Selection, values: Floats) -> None:
-        kept = self._pulled.setdefault((worker, table), {})
-        if len(kept) >= _KEPT_VALUES and clock not in kept:
-            del kept[next(iter(kept))]
-        kept[clock] = (selection.copy(), values.copy())
+        pulls = self._pulled.setdefault((worker, table), {})
+        if len(pulls) >= _KEPT_VALUES and clock not in pulls:
+            del pulls[next(iter(pulls))]
+        pulls[clock] = (selection.copy(), values.copy())
 
     def compensate(
         self, worker: int, table: int, clock: int, part: TablePart, selection: Selection, grads: Floats
     ) -> Floats:
         """Return the compensated gradients (float32 [num_values]) of a push for iteration `clock`."""
-        kept = self._pulled.get((worker, table), {})
-        for past in [iteration for iteration in kept if iteration < clock]:
-            del kept[past]
-        if clock not in kept:
+        pulls = self._pulled.get((worker, table), {})
+        for past in [iteration for iteration in pulls if iteration < clock]:
+            del pulls[past]
+        if clock not in pulls:
             return grads
-        before = _values_then(part, *kept[clock], selection)
+        before = _values_then(part, *pulls[clock], selection)
         values = np.empty(len(grads), np.float32)
         part.pull(selection, values)
         change = np.where(np.isnan(before), np.float32(0), values - before)

@@ -115,10 +115,10 @@ class BestPass:
 
     def find(self, folder: Path) -> None:
         try:
-            kept = read_model(folder).manifest.model
-            if kept.get("origin") != self._origin:
+            saved = read_model(folder).manifest.model
+            if saved.get("origin") != self._origin:
                 return  # another training has used the folder
-            number, loss = int(kept["best_pass"]), float(kept["best_loss"])
+            number, loss = int(saved["best_pass"]), float(saved["best_loss"])
         except (ModelError, KeyError, TypeError, ValueError):
             return  # no pass was saved, so the next pass is the best
         self.losses.best_pass, self.losses.best_loss = number, loss
@@ -126,23 +126,23 @@ class BestPass:
 
     def restore(self) -> None:
         """Restore the cluster's tables from the saved pass. No worker may push during the call."""
-        kept = read_model(self._kept_in)
+        saved = read_model(self._kept_in)
         for spec in self._client.tables():
             if spec.name in self._names:
-                self._erase_later_rows(kept, spec)
-                for keys, records in kept.records(kept.table(spec.name)):
+                self._erase_later_rows(saved, spec)
+                for keys, records in saved.records(saved.table(spec.name)):
                     write_records(self._client, spec, keys, records)
 
     def save(self, directory: str | Path, rules: Mapping[str, UpdateRule], **model: Any) -> None:
         """Save the best pass as a model, with these update rules by table; `model` goes into its manifest."""
-        kept = read_model(self._kept_in)
-        specs = {name: kept.table(name).spec.with_update(to_fields(rules[name])) for name in self._names}
-        save_model(directory, ((spec, kept.records(kept.table(name))) for name, spec in specs.items()), model)
+        saved = read_model(self._kept_in)
+        specs = {name: saved.table(name).spec.with_update(to_fields(rules[name])) for name in self._names}
+        save_model(directory, ((spec, saved.records(saved.table(name))) for name, spec in specs.items()), model)
 
-    def _erase_later_rows(self, kept: SavedModel, spec: TableSpec) -> None:
+    def _erase_later_rows(self, saved: SavedModel, spec: TableSpec) -> None:
         table = self._client.open_table(spec)
         assert isinstance(table, SparseTable)  # true for all tables of models
-        copies = (keys.copy() for keys, _ in kept.records(kept.table(spec.name)))  # views would retain the records
+        copies = (keys.copy() for keys, _ in saved.records(saved.table(spec.name)))  # views would retain the records
         known = np.sort(np.concatenate([np.empty(0, np.uint64), *copies]))
         for keys, _ in read_records(self._client, spec):  # a bucket at a time
             places = np.searchsorted(known[:-1], keys)  # at most the last

@@ -64,10 +64,10 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         def drawn() -> Iterator[Batch]:
             nonlocal num_read, ends
             for batch in batches:
-                kept, rows = self._drawn(batch, generator)
+                drawn_batch, rows = self._drawn(batch, generator)
                 ends = np.concatenate([ends, num_read + rows + 1])
                 num_read += batch.num_examples
-                yield kept
+                yield drawn_batch
 
         former: Batch | None = None
         for batch in rebatch(drawn(), batch_size):
@@ -96,8 +96,8 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         rows = np.flatnonzero(~is_negative | (generator.random(batch.num_examples) < self.keep_negatives))
         weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
         weights[is_negative] /= np.float32(self.keep_negatives)
-        kept = batch.take(rows)
-        return dataclasses.replace(kept, weights=weights[rows]), rows
+        chosen = batch.take(rows)
+        return dataclasses.replace(chosen, weights=weights[rows]), rows
 
 
 def parse_class_weights(text: str) -> dict[str, float] | str:

@@ -96,7 +96,7 @@ from paceline.filters.base import ValueFilter
 @dataclasses.dataclass(frozen=True)
 class Signs(ValueFilter):
     share: float = 0.5
-    name, preserves, ns_per_value = "signs", "nothing", 1.0
+    name, preserves = "signs", "nothing"
     num_bytes = encode = decode = None
 """
 

@@ -32,7 +32,6 @@ class KeyCaching(KeyFilter):
     megabytes: int = 64
 
     name: ClassVar[str] = "key-caching"
-    ns_per_value: ClassVar[float] = 4.0
 
     def __post_init__(self) -> None:
         check_whole(self, megabytes=(1, 4096))
@@ -63,11 +62,11 @@ class KeyLists:
         self._entries.move_to_end(known)
         return self._entries[known][1]
 
-    def add(self, new: Digest, num_keys: int, kept: Any = None) -> None:
+    def add(self, new: Digest, num_keys: int, value: Any = None) -> None:
         if new in self._entries:
             self._entries.move_to_end(new)
             return
-        self._entries[new] = num_keys, kept
+        self._entries[new] = num_keys, value
         self.num_bytes += 8 * num_keys
         while self.num_bytes > self.max_bytes:
             self.num_bytes -= 8 * self._entries.popitem(last=False)[1][0]

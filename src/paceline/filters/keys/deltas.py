@@ -17,4 +17,3 @@ class DeltaKeys(KeyFilter):
     """
 
     name: ClassVar[str] = "delta-keys"
-    ns_per_value: ClassVar[float] = 60.0

@@ -30,7 +30,6 @@ class KeyNumbers(KeyFilter):
     megabytes: int = 64
 
     name: ClassVar[str] = "key-numbers"
-    ns_per_value: ClassVar[float] = 30.0
 
     def __post_init__(self) -> None:
         check_whole(self, megabytes=(1, 4096))

@@ -107,7 +107,7 @@ class FillTransfers:
             else:
                 keys = piece.selection.key_array()
                 records = piece.floats.reshape(len(keys), -1)
-                self._non_finite.taken(table, keys, records, f"the fill of server {self._tables.rank}")
+                self._non_finite.count_received(table, keys, records, f"the fill of server {self._tables.rank}")
                 table.part.load_with_passes(bucket, keys, records, table.part.rows_of)
         busy_us = int((time.thread_time() - busy_s) * 1e6)
         received.peer.send(*frame_parts(STATE_TAKEN, request=received.number, clock=busy_us))

@@ -124,7 +124,7 @@ def choose_key_scaling(
     if not features:
         return usual
     if how != "auto":
-        scales = [fit_numbers(each.numbers, how, known_labels(each.labels)) for each in features]
+        scales = [fit_numbers(feature.numbers, how, known_labels(feature.labels)) for feature in features]
         return with_scales(usual, features, scales, absent_is_zero=absent_is_zero)
     candidates = candidate_scales(explain_features(features))
     scalings = [with_scales(usual, features, scales, absent_is_zero=absent_is_zero) for scales in candidates]

@@ -54,7 +54,7 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> i
         tried = list(pool.map(lambda scaling: _try(part, scaling, offset, splits), scalings))
     finally:
         pool.shutdown(cancel_futures=True)  # start no more trials after Ctrl-C
-    best = int(np.argmin([each.mean for each in tried]))
+    best = int(np.argmin([trial.mean for trial in tried]))
     errors = _CAUTION if part.num_examples <= SMALL else 1.0
     return best if tried[best].is_below(tried[0], errors) else 0
 

@@ -68,9 +68,9 @@ class PreparedShards:
         is_first_pass = lease.epoch == 0
         if job.shuffles(lease.epoch) and lease.num_shards and dataset.can_enter(lease.file):
             lease = dataclasses.replace(lease, shard=leaping(lease.shard, lease.num_shards, 0))
-        kept = self._kept.get((lease.file, lease.shard, dataset.in_use.check(lease.file)))
-        kept = kept if job.shuffles(lease.epoch) == job.is_shuffled else None
-        for prepared in self._prepare(job, model, dataset, lease, scratch) if kept is None else kept:
+        stored = self._kept.get((lease.file, lease.shard, dataset.in_use.check(lease.file)))
+        stored = stored if job.shuffles(lease.epoch) == job.is_shuffled else None
+        for prepared in self._prepare(job, model, dataset, lease, scratch) if stored is None else stored:
             minibatch = model.training_minibatch(prepared.batch, prepared.rows, scratch, is_first_pass=is_first_pass)
             yield minibatch, prepared.num_read
 
@@ -82,20 +82,20 @@ class PreparedShards:
             job.epochs - job.is_shuffled > lease.epoch + 1 and job.weighting.keep_negatives == 1 and not self._is_full
         )
         is_kept = is_kept and job.shuffles(lease.epoch) == job.is_shuffled
-        kept: list[_Prepared] = []
+        minibatches: list[_Prepared] = []
         num_bytes = 0
         for batch, num_read in _batches(job, dataset, lease):
             crossed = model.crossed(batch)
             prepared = _Prepared(crossed, KeyedMatrix(crossed, scratch), num_read)
             if is_kept:
                 prepared.rows.keys = prepared.rows.keys.copy()  # not a view of a larger buffer
-                kept.append(prepared)
+                minibatches.append(prepared)
                 num_bytes += prepared.num_bytes
                 if num_bytes > self._left_bytes:
-                    is_kept, kept, self._is_full = False, [], True
+                    is_kept, minibatches, self._is_full = False, [], True
             yield prepared
         if is_kept:
-            self._kept[lease.file, lease.shard, dataset.in_use.check(lease.file)] = kept
+            self._kept[lease.file, lease.shard, dataset.in_use.check(lease.file)] = minibatches
             self._left_bytes -= num_bytes
 
 
