@@ -41,7 +41,7 @@ def examples(x: Any, labels: Any) -> Batch:
     return Batch(labels.astype(np.float32), indptr, column.astype(np.uint64), x[row, column].astype(np.float32))
 
 
-def bent(n: int = 1500) -> tuple[Any, Any]:
+def curved_data(n: int = 1500) -> tuple[Any, Any]:
     """Two numbers, of which one has an effect that no line has, and a mark of two values."""
     x = np.column_stack([RANDOM.normal(size=(n, 2)), RANDOM.integers(1, 3, n)])
     return x, RANDOM.random(n) < 1 / (1 + np.exp(3 - 3 * x[:, 0] ** 2 - x[:, 1]))
@@ -49,7 +49,7 @@ def bent(n: int = 1500) -> tuple[Any, Any]:
 
 def test_features_that_are_numbers() -> None:
     """Of three values or more in a tenth of the rows; absent ones are 0 where the format says so."""
-    x, labels = bent(400)
+    x, labels = curved_data(400)
     x = np.column_stack([x, np.where(np.arange(400) % 4, 0, x[:, 0]), np.where(np.arange(400) % 40, 0, x[:, 0])])
     batch = examples(x, labels)
     found = find_numeric_features(batch, absent_is_zero=True)
@@ -65,7 +65,7 @@ def test_features_that_are_numbers() -> None:
 
 
 def test_candidates_begin_with_the_usual_scales_and_none_comes_twice() -> None:
-    x, labels = bent()
+    x, labels = curved_data()
     features = [NumericFeature(key, None, x[:, key], labels.astype(np.float64)) for key in (0, 1)]
     found = candidate_scales(explain_features(features))
     assert [bool(scale.edges) for scale in found[0]] == [True, False]
@@ -102,7 +102,7 @@ def test_column_scaling_returns_scaled_rows_and_keeps_its_argument() -> None:
 
 
 def test_the_trial_prefers_the_usual_scale_unless_another_is_clearly_better() -> None:
-    x, labels = bent()
+    x, labels = curved_data()
     sample = sample_batch(examples(x, labels))
     edges = np.quantile(x[:, 0], np.arange(1, 16) / 16).astype(np.float32).tolist()
     bins = KeyScaling(np.array([0], np.uint64), np.zeros(1), np.ones(1), 1.0, edges={0: tuple(edges)})
@@ -113,7 +113,7 @@ def test_the_trial_prefers_the_usual_scale_unless_another_is_clearly_better() ->
 
 
 def test_numbered_features_on_any_scale() -> None:
-    x, labels = bent()
+    x, labels = curved_data()
     sample = sample_batch(examples(x, labels))
     chosen = choose_key_scaling(sample, "auto", absent_is_zero=True)
     assert chosen is not None
@@ -131,7 +131,7 @@ def write(path: Path, lines: Sequence[str]) -> str:
 
 def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -> None:
     """And what is said of them is said with their names."""
-    x, labels = bent()
+    x, labels = curved_data()
     rows = [[f"{value:.6g}" for value in row] for row in x[:, :2].tolist()]
     y = labels.astype(int).tolist()
     csv = write(tmp_path / "x.csv", ["label,a,b", *(f"{label},{a},{b}" for label, (a, b) in zip(y, rows, strict=True))])
@@ -148,7 +148,7 @@ def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -
 
 
 def test_a_factorization_machine_has_numbers_where_pairs_say_more_than_bins() -> None:
-    x, labels = bent()
+    x, labels = curved_data()
     edges = dict.fromkeys((0, 1), tuple(np.linspace(-2, 2, 30).astype(np.float32).tolist()))
     bins = KeyScaling(np.arange(2, dtype=np.uint64), np.zeros(2), np.ones(2), 1.0, edges=edges)
     model = make_model("fm")
@@ -164,7 +164,7 @@ def test_a_factorization_machine_has_numbers_where_pairs_say_more_than_bins() ->
 
 def test_scales_are_tried_on_examples_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of scales holds out the same kind of examples as that of rates."""
-    x, labels = bent()
+    x, labels = curved_data()
     held_out: list[bool] = []
 
     def split(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
@@ -183,7 +183,7 @@ def test_the_sample_that_scales_were_chosen_on_is_that_which_is_trained_on(
     tmp_path: Path, format: str, model: str
 ) -> None:
     """With bins, numbers far from 0, missing ones, words, weights: to the bit, and it stays as it was."""
-    x, labels = bent()
+    x, labels = curved_data()
     rows = zip(labels.astype(int).tolist(), x.tolist(), strict=True)
     lines = [
         f"{label},{a:.6g},{1.7e9 + 100 * b},{'' if i % 7 == 0 else mark},c{i % 5},red fox {i % 40} runs off,{i % 3 + 1}"

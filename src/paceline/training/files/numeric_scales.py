@@ -129,8 +129,8 @@ def choose_key_scaling(
     candidates = candidate_scales(explain_features(features))
     scalings = [with_scales(usual, features, scales, absent_is_zero=absent_is_zero) for scales in candidates]
     found = scalings[_best(sample, scalings)]
-    is_bent = found is not None and not found.is_linear
-    if is_bent and isinstance(model, FactorModel) and model.name == "fm" and model.interactions is None:
+    is_nonlinear = found is not None and not found.is_linear
+    if is_nonlinear and isinstance(model, FactorModel) and model.name == "fm" and model.interactions is None:
         return usual if is_worse_for_factors(model, sample, found, usual) else found
     return found
 

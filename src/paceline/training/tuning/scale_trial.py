@@ -60,16 +60,16 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> i
 
 
 def is_worse_for_factors(
-    model: FactorModel, sample: ExampleSample, bent: Scaling | None, plain: Scaling | None
+    model: FactorModel, sample: ExampleSample, nonlinear: Scaling | None, plain: Scaling | None
 ) -> bool:
-    """Return whether a factorization machine is better on `plain` than on `bent` scales, by more than chance.
+    """Return whether a factorization machine is better on `plain` than on `nonlinear` scales, by more than chance.
 
     Pairs of numbers carry more information than pairs of their bins, which are rarer.
     """
     batch_size = suggested_batch_size(sample.num_examples, model.least_batch_size)
     model = model.starting_from(sample.batch.labels, sample.batch.weights).with_defaults(FACTORS[2])
-    is_mixed, losses = suits_mixing(sample, scaled_sample(sample, bent), model.offset, batch_size), []
-    for scaling in (bent, plain):
+    is_mixed, losses = suits_mixing(sample, scaled_sample(sample, nonlinear), model.offset, batch_size), []
+    for scaling in (nonlinear, plain):
         part = scaled_sample(sample, scaling)
         trial = ModelTrial(model, part, batch_size, is_mixed=is_mixed)
         losses.append(trial.run(model, FTRL(alpha=suggested_alpha(part, _RATE), l1=L1)).losses)
