@@ -118,7 +118,8 @@ class Columns:
         known, wanted = set(names), dict.fromkeys(self.names)
         for name in wanted:
             if name not in known and (name != self.label or needs_label):
-                raise UsageError(f"{path} has no column '{shorten(name)}': its columns are {shown_names(names)}")
+                role = "label" if name == self.label else "weight" if name == self.weight else "column"
+                raise UsageError(f"{path} has no {role} '{shorten(name)}': its columns are {shown_names(names)}")
         check_distinct(path, [name for name in names if name in wanted])
 
 
@@ -215,16 +216,19 @@ def find_label(path: str, names: Sequence[str]) -> str:
     return label
 
 
-def resolve_label(path: str, names: Sequence[str], label: str) -> str:
-    """Return the column with this name, blanks ignored, or with this number, from 0 (from the end if negative)."""
-    if label in names:
-        return label
-    if _PLACE.fullmatch(label) and -len(names) <= int(label) < len(names):
-        return names[int(label)]
-    between_blanks = [name for name in names if name.strip() == label]
+def resolve_column(path: str, names: Sequence[str], column: str, option: str) -> str:
+    """Return the column with this name, blanks ignored, or with this number, from 0 (from the end if negative).
+
+    Raises UsageError, which names the option that gave `column`, if there is none.
+    """
+    if column in names:
+        return column
+    if _PLACE.fullmatch(column) and -len(names) <= int(column) < len(names):
+        return names[int(column)]
+    between_blanks = [name for name in names if name.strip() == column]
     if len(between_blanks) == 1:
         return between_blanks[0]
-    raise UsageError(f"{path} has no column '{shorten(label)}': its columns are {shown_names(names)}")
+    raise UsageError(f"{option} {shorten(column)}: {path} has no such column. Its columns are {shown_names(names)}")
 
 
 @dataclass(slots=True)

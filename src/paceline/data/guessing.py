@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.bad_lines import shorten
-from paceline.data.columns import Columns, Guess, Guesses, check_distinct, find_label, resolve_label
+from paceline.data.columns import Columns, Guess, Guesses, check_distinct, find_label, resolve_column
 from paceline.data.dialect import PLACE, check_header, is_missing, is_number
 from paceline.data.sampling import TextTable
 from paceline.data.scales.one_column import line_loss, table_loss
@@ -87,7 +87,7 @@ class ReadOptions:
 
     def fit(self, path: str, columns: Columns, names: Sequence[str]) -> bool:
         """Return whether files with columns `names`, converted with `columns`, agree with the options."""
-        label = columns.label if self.label is None else resolve_label(path, names, self.label)
+        label = columns.label if self.label is None else resolve_column(path, names, self.label, "--label")
         given, known = self.kinds(path, names, label), columns.kinds
         has_same_ignored = "*" not in given or {*columns.names} <= {*given, columns.label, columns.weight}
         default = "numeric" if columns.is_open else "ignore"
@@ -99,7 +99,8 @@ class ReadOptions:
         found: dict[str, str] = {}
         for kind in ("categorical", "numeric", "text", "ignore"):
             for name in getattr(self, kind):
-                resolved = name if name == "*" and kind == "ignore" else resolve_label(path, names, name)
+                is_all = name == "*" and kind == "ignore"
+                resolved = name if is_all else resolve_column(path, names, name, f"--{kind}")
                 if found.setdefault(resolved, kind) != kind:
                     raise UsageError(
                         f"--{kind} {name}: --{found[resolved]} names this column too. Leave one option out"
@@ -120,7 +121,7 @@ def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTION
     or without any other column.
     """
     label = options.label
-    label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
+    label = find_label(path, sample.names) if label is None else resolve_column(path, sample.names, label, "--label")
     guesses = []
     check_distinct(path, sample.names)
     given = options.kinds(path, sample.names, label)

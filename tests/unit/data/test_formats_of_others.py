@@ -341,7 +341,7 @@ def test_given_columns_are_taken_and_the_others_are_guessed(tmp_path: Path) -> N
     for options, expected in (
         ({"categorical": ("age",), "numeric": ("1",)}, "--numeric 1: --categorical names this column too"),
         ({"text": ("click",)}, "--text click: this column is the label"),
-        ({"ignore": ("nobody",)}, "has no column 'nobody'"),
+        ({"ignore": ("nobody",)}, "--ignore nobody: "),
     ):
         with pytest.raises(UsageError, match=expected):
             look_at_text(tmp_path / "x.csv", text, **options)

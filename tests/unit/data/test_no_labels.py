@@ -55,7 +55,7 @@ def test_parquet_without_the_label(tmp_path: Path) -> None:
     found = read(path, "parquet", COLUMNS, needs_labels=False)
     assert np.isnan(found.labels).all()
     assert len(found.keys) == 4
-    with pytest.raises(UsageError, match="has no column 'y'"):
+    with pytest.raises(UsageError, match="has no label 'y'"):
         open_dataset(path, "parquet", COLUMNS)
 
 

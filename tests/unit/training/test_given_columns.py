@@ -80,7 +80,7 @@ def test_fields_of_json_are_checked_as_columns_are(options: dict[str, Any], prob
 def test_options_for_converted_data_fit_its_columns_or_not(options: dict[str, Any], fits: bool) -> None:
     columns, names = Columns("click", ("city",), ("age",)), ["city", "click", "age", "size"]
     assert ReadOptions(**options).fit("x", columns, names) == fits
-    with pytest.raises(UsageError, match="has no column 'typo'"):
+    with pytest.raises(UsageError, match="--text typo: "):
         ReadOptions(**options | {"text": ("typo",)}).fit("x", columns, names)
 
 
