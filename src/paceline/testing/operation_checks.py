@@ -50,12 +50,12 @@ def check_all_reduce_sizes(group: Group) -> None:
     for size in (*SIZES, 300_000):
         for op, dtype in (("sum", "float32"), ("max", "float64"), ("min", "int16")):
             given = sample(group.rank, size, dtype, size)
-            kept, out = given.copy(), np.full_like(given, 77)
+            source, out = given.copy(), np.full_like(given, 77)
             expected = reduced(group, op, size, dtype, size)
             same(group.all_reduce(given, op), expected, (size, op))
             assert group.all_reduce(given, op, out=out) is out
             same(out, expected, (size, op, "out"))
-            same(given, kept, "source")
+            same(given, source, "source")
             assert group.all_reduce(given, op, out=given) is given
             same(given, expected, (size, op, "in place"))
 

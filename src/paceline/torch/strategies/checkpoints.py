@@ -44,8 +44,8 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
             groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
             flat, numbers = _flatten(state, [name for own in names for name in own])
             tensors[_key("optimizer", number)] = _encode(flat)
-            kept = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
-            description[_key("optimizer", number)] = to_json(kept, "optimizer")
+            stored = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+            description[_key("optimizer", number)] = to_json(stored, "optimizer")
         for number, scheduler in enumerate(strategy.schedulers):
             description[_key("scheduler", number)] = to_json(scheduler.state_dict(), "scheduler")
         # With `join`, a rank that ran out of data has received fewer batches than the others.
@@ -65,8 +65,8 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
     strategy._scatter_values(values)
     for number, state in states.items():
         optimizer = optimizers[number]
-        for group, kept in zip(optimizer.param_groups, description[_key("optimizer", number)]["groups"], strict=True):
-            group.update(_options(group, kept))
+        for group, stored in zip(optimizer.param_groups, description[_key("optimizer", number)]["groups"], strict=True):
+            group.update(_options(group, stored))
         strategy._scatter_optimizer_state(state, number)
     for number, scheduler in enumerate(strategy.schedulers):
         scheduler_state = description.get(_key("scheduler", number))
@@ -147,12 +147,12 @@ def _read(
     _check_tables(strategy, saved)
     states: dict[int, dict[int, dict[str, Any]]] = {}
     for number, optimizer in enumerate(strategy.optimizers):
-        kept = description.get(_key("optimizer", number))
-        if kept is not None:
+        stored = description.get(_key("optimizer", number))
+        if stored is not None:
             groups = _names(module, optimizer)
-            _check_optimizer(optimizer, groups, kept, directory)
+            _check_optimizer(optimizer, groups, stored, directory)
             names = [name for group in groups for name in group]
-            states[number] = _unflatten(_decode(saved, _key("optimizer", number)), kept["numbers"], names)
+            states[number] = _unflatten(_decode(saved, _key("optimizer", number)), stored["numbers"], names)
     return saved, description, values, states
 
 
@@ -180,19 +180,19 @@ def _check_same(found: dict[str, str], own: dict[str, torch.Tensor], directory: 
 
 
 def _check_optimizer(
-    optimizer: torch.optim.Optimizer, names: list[list[str]], kept: dict[str, Any], directory: str | os.PathLike[str]
+    optimizer: torch.optim.Optimizer, names: list[list[str]], stored: dict[str, Any], directory: str | os.PathLike[str]
 ) -> None:
     own = type(optimizer).__name__
-    if kept["class"] != own:
+    if stored["class"] != own:
         raise ModelError(
-            f"the checkpoint in {directory} was saved with {kept['class']}, but this program has {own}: create the "
+            f"the checkpoint in {directory} was saved with {stored['class']}, but this program has {own}: create the "
             "same optimizer"
         )
-    if names != [group["params"] for group in kept["groups"]]:
+    if names != [group["params"] for group in stored["groups"]]:
         raise ModelError(
             f"the checkpoint in {directory} has other parameter groups than this optimizer: create the same groups"
         )
-    for number, (group, other) in enumerate(zip(optimizer.param_groups, kept["groups"], strict=True)):
+    for number, (group, other) in enumerate(zip(optimizer.param_groups, stored["groups"], strict=True)):
         own_rule, saved_rule = _rule_name(optimizer, group), _rule_name(optimizer, {**group, **_options(group, other)})
         if own_rule != saved_rule:
             raise ModelError(
@@ -201,9 +201,9 @@ def _check_optimizer(
             )
 
 
-def _options(group: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+def _options(group: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter group's saved options, in the types of the group's options."""
-    return {key: like(group.get(key), value) for key, value in kept.items() if key != "params"}
+    return {key: like(group.get(key), value) for key, value in stored.items() if key != "params"}
 
 
 def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:

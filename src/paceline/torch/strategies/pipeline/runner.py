@@ -306,8 +306,8 @@ class Runner:
         self.ownership = Ownership(self.module, self._optimizer, partition, self._rank)
         self.ownership.release()
         if self._deferred is not None:
-            kept = self.ownership.kept_ids()
-            self._deferred.fill(lambda tensor: id(tensor) in kept)
+            local_ids = self.ownership.local_ids()
+            self._deferred.fill(lambda tensor: id(tensor) in local_ids)
             self.ownership.release()  # a module may have parameters on several ranks
         if self._optimizer is not None:
             ownership = self.ownership

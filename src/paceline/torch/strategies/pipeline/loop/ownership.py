@@ -117,7 +117,7 @@ class Ownership:
             for name, stages in (*partition.parameters.items(), *partition.buffers.items())
         }
         self._shared = shared_parameters(partition.parameters, places)
-        self._kept_grads: dict[str, Tensor | None] = {}
+        self._earlier_grads: dict[str, Tensor | None] = {}
         self.is_released = False
         self.known_norms: dict[float, dict[str, float]] = {}
         """The norms, by order, of all gradients that were requested since the last backward."""
@@ -128,7 +128,7 @@ class Ownership:
     def keeper(self, name: str) -> int:
         return self._ranks[name][0]
 
-    def kept_ids(self) -> set[int]:
+    def local_ids(self) -> set[int]:
         tensors = (*self._module.named_parameters(), *self._module.named_buffers())
         return {id(tensor) for name, tensor in tensors if self.is_local(name)}
 
@@ -174,7 +174,7 @@ class Ownership:
         for name in self._shared:
             parameter = self._module.get_parameter(name)
             if self.is_local(name):
-                self._kept_grads[name], parameter.grad = parameter.grad, None
+                self._earlier_grads[name], parameter.grad = parameter.grad, None
 
     def after_backward(self, group: Any, norm_of: NormOf) -> None:
         """Sum the gradients of shared parameters over their ranks, and set placeholders for other ranks' gradients."""
@@ -183,7 +183,7 @@ class Ownership:
                 parameter = self._module.get_parameter(name)
                 if parameter.requires_grad:
                     total = _summed(parameter, ranks, self._rank, group)
-                    earlier = self._kept_grads.pop(name, None)
+                    earlier = self._earlier_grads.pop(name, None)
                     parameter.grad = total if earlier is None else earlier.add_(total)
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name) and parameter.requires_grad:

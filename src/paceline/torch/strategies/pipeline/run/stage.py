@@ -46,9 +46,9 @@ class Stage:
             *((layer.name, node) for layer in partition.stages[number] for node in layer.nodes),
         ]
         self._inputs = [route.value for route in partition.routes.inputs_of(number)]
-        self._kept = {route.value for route in partition.routes.outputs_of(number)}
+        self._returned = {route.value for route in partition.routes.outputs_of(number)}
         if self._is_last:
-            self._kept |= {node.name for node in self._output.graph_nodes}
+            self._returned |= {node.name for node in self._output.graph_nodes}
         self._calls = {node: _callable(node, root) for _, node in self._nodes}
         self._random = {node for _, node in self._nodes if may_draw(node, root)}
         self._clones = any(_may_change_inputs(node, root) for _, node in self._nodes)
@@ -89,7 +89,7 @@ class Stage:
             for name in self._last_use.get(node, ()):
                 values.pop(name, None)
         output = self._output.fill(lambda node: self._value_of(node, values)) if self._is_last else None
-        return {name: values[name] for name in self._kept if name in values}, output
+        return {name: values[name] for name in self._returned if name in values}, output
 
     def backward(self, saved: Saved, grads: Sequence[Tensor | None]) -> None:
         """Add to the gradients of the parameters and the inputs. `grads`: the gradients of ``saved.outputs``."""
@@ -128,7 +128,7 @@ class Stage:
             last[node.name] = node
             for arg in node.all_input_nodes:
                 last[key_of(arg)] = node
-        lasting = set(self._kept)
+        lasting = set(self._returned)
         if self._is_last:
             lasting |= {key_of(node) for node in self._output.graph_nodes}
         names: dict[fx.Node, list[str]] = {}
