@@ -57,14 +57,14 @@ def test_with_min_replicas_all_goes_on_when_there_are_servers_enough() -> None:
             assert violation is None or num_left == 1, f"seed {seed}: {violation}"
 
 
-def test_no_server_takes_a_live_worker_for_gone() -> None:
+def test_no_server_treats_a_live_worker_as_departed() -> None:
     """Found by the first two seeds: one of whom a new scheduler heard last. The third one's lease went to nobody."""
     for seed in (2370, 2971, 1870):
         outcome = ProtocolCluster(seed, num_faults=24).run()
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
 
 
-def test_a_worker_that_was_removed_is_no_member_again() -> None:
+def test_a_removed_worker_stays_removed() -> None:
     """Found by this seed: only a worker, whose views name no workers, had seen the former scheduler's newest view."""
     assert ProtocolCluster(10214).run().violation is None
 

@@ -114,7 +114,7 @@ def test_a_killed_rank_is_named(paceline: Commands) -> None:
     assert finished.err.count("\n") == 1
 
 
-def test_ctrl_c_leaves_nothing_behind(paceline: Commands) -> None:
+def test_ctrl_c_leaves_no_process_or_file(paceline: Commands) -> None:
     running = paceline.start("bench", "collectives", "--sizes", "4,16M,1M,2M,3M", "--peer", "paceline", "--json")
     running.wait_line('"bytes": 4')
     ranks = _ranks(running.process.pid)

@@ -42,7 +42,7 @@ def test_an_interrupted_training_saves_its_model(
     assert paceline.succeed("predict", "model", click_log[1], "--json").json["auc"] > 0.6
 
 
-def test_a_training_told_to_end(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+def test_a_training_that_receives_sigterm(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, *LONG)
     running.signal(signal.SIGTERM)
     finished = running.wait()

@@ -328,7 +328,7 @@ def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) ->
     assert [each.mean for each in scales[0].scales] == pytest.approx([large.mean(), small.mean()], rel=1e-4, abs=1e-9)
 
 
-def test_training_behind_filters(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+def test_training_with_filters(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """Exact ones change no bit; others cost little; what is none is refused before anything starts."""
     arguments: list[str | Path] = [
         "train", click_log[0], "--eval", click_log[1], "--epochs", "3", "--consistency", "sequential", "--servers", "2",

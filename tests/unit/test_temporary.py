@@ -121,7 +121,7 @@ def test_folders_with_other_names_stay(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted([*names, "paceline-one-abcdefgh.tmp"])
 
 
-def test_a_folder_that_is_not_there_is_no_matter_until_one_is_made(tmp_path: Path) -> None:
+def test_a_missing_parent_folder_is_an_error_only_for_new_folders(tmp_path: Path) -> None:
     remove_abandoned(tmp_path / "missing")
     with pytest.raises(FileNotFoundError):
         TemporaryFolder.make("one", tmp_path / "missing")

@@ -286,7 +286,7 @@ def test_closing_ends_a_call_under_way(is_async: bool, algorithm: str | None, co
     run_ranks(2, call, within=timedelta(seconds=20), algorithm=algorithm)
 
 
-def test_a_failed_call_fails_the_tickets_behind_it() -> None:
+def test_a_failed_call_fails_later_tickets() -> None:
     def call(group: Group) -> None:
         if group.rank == 1:
             with pytest.raises(MismatchError):

@@ -240,7 +240,7 @@ def test_an_answer_to_a_call_is_of_its_type(meta: bytes) -> None:
         client.statistics()
 
 
-def test_records_that_are_not_as_many_as_is_said(tmp_path: Path) -> None:
+def test_a_wrong_number_of_records_is_rejected(tmp_path: Path) -> None:
     with (
         answered_by(Answering(RESULT, 8, b"\x05")) as client,
         pytest.raises(PeerError, match="has 8 bytes for 5 rows of 1 float32"),

@@ -175,7 +175,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
     assert asyncio.run(look_for_nobody()) == (7,)
 
 
-def test_a_worker_that_does_not_reach_a_server_is_told_which() -> None:
+def test_the_error_names_the_unreachable_server() -> None:
     """It does not hang, though the scheduler hears both."""
     with Cluster(servers=2, replicas=1, heartbeat_timeout_s=TIMEOUT_S) as cluster:
         client = cluster.connect(timeout_s=1.0, reconnect_s=0.5)

@@ -66,7 +66,7 @@ def test_a_worker_that_waits_for_a_job_ends_when_it_is_declared_dead() -> None:
             over.result(30)
 
 
-def test_a_client_that_is_declared_dead_hears_of_it_where_no_server_tells() -> None:
+def test_a_client_that_is_declared_dead_is_notified_without_a_server() -> None:
     """A worker that was stopped, and whose server died meanwhile, knows of no other: it would wait for a map."""
     with Cluster(servers=2, workers=1, replicas=1) as cluster:
         client = cluster.connect()

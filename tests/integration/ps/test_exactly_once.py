@@ -295,7 +295,7 @@ def test_a_push_that_arrives_after_a_later_change_is_applied() -> None:
         assert (table.pull(KEYS) == 6).all()
 
 
-def test_a_pass_that_is_begun_again_does_not_replace_the_next_one() -> None:
+def test_a_repeated_begin_pass_does_not_replace_the_next_pass() -> None:
     with Cluster(servers=2) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
         table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))

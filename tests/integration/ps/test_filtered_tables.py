@@ -461,7 +461,7 @@ def test_filters_for_sparse_tables_only(chosen: Filter) -> None:
 
 
 @pytest.mark.parametrize("filters", [[KeyNumbers()], [KeyCaching(), KeyNumbers()]])
-def test_calls_stay_behind_a_push_that_is_requested_again(filters: list[Filter]) -> None:
+def test_calls_stay_after_a_push_that_is_requested_again(filters: list[Filter]) -> None:
     """A server that has forgotten keys refuses the push; what follows must not overtake it."""
     with Cluster(servers=1) as cluster:
         table = cluster.connect().sparse_table("t", update=SGD(lr=1.0), filters=filters)

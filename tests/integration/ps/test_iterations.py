@@ -258,7 +258,7 @@ def test_a_worker_that_dies_while_it_waits_is_forgotten() -> None:
         assert table.pull(keys_of(1)) == 0
 
 
-def test_a_silent_worker_is_expelled_and_told() -> None:
+def test_a_silent_worker_is_expelled_and_notified() -> None:
     with Cluster(workers=2, consistency=Sequential(), heartbeat_timeout_s=0.8) as cluster:
         heard: list[object] = []
         lives = cluster.connect(rank=0)

@@ -38,7 +38,7 @@ def test_a_hanging_loop_is_reported_once_and_when_it_goes_on() -> None:
         loop.close()
 
 
-def test_a_member_whose_loop_hangs_is_declared_dead() -> None:
+def test_a_member_with_a_blocked_event_loop_is_declared_dead() -> None:
     with Cluster(heartbeat_timeout_s=1.0) as cluster:
         is_well, expelled = threading.Event(), list[str]()
         is_well.set()

@@ -322,7 +322,7 @@ def test_a_manifest_that_is_none(model: Path, text: bytes) -> None:
     refused(model, "manifest.json is (damaged|not a manifest of a Paceline model)")
 
 
-def test_a_manifest_that_says_something_else(model: Path) -> None:
+def test_a_manifest_with_other_contents(model: Path) -> None:
     manifest = json.loads((model / "manifest.json").read_text())
     manifest["tables"][0]["spec"]["dim"] = 2
     (model / "manifest.json").write_text(json.dumps(manifest))

@@ -190,7 +190,7 @@ def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
         assert not cluster.nodes[1].expelled
 
 
-def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
+def test_leave_arrives_while_the_scheduler_sends() -> None:
     """Else its writing fails, it reads no more, and the others wait for who has left until the time-out is over."""
     with Cluster(servers=1, workers=1) as cluster:
         link = cluster.link()

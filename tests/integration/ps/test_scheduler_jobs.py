@@ -122,7 +122,7 @@ def test_waiting_workers_learn_that_the_job_is_complete(cluster: Cluster, poster
     assert answer().lease == ALL_DONE
 
 
-def test_the_last_worker_dies_before_it_hears_that_all_is_done(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_the_last_worker_dies_before_it_is_notified_of_the_end(cluster: Cluster, poster: SchedulerLink) -> None:
     worker = cluster.link()
     number = post(poster, 2)
     for _ in range(2):
@@ -266,7 +266,7 @@ def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None
     assert len(cluster.scheduler.core.cluster.membership.members) == 4
 
 
-def test_a_strided_job_begins_when_all_its_workers_have_asked(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_a_strided_job_begins_when_all_its_workers_have_requested_it(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     job = post(poster, 4, assignment="strided")
     asked = first.start(messages.TakeLease(job=job, wait=False), Lease)

@@ -284,7 +284,7 @@ def test_a_member_that_does_not_return_is_dead(cluster: Restartable, poster: Sch
     assert found.progress == {"examples": 15.0}  # what the dead has finished counts
 
 
-def test_reports_are_neither_lost_nor_told_twice(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_reports_are_neither_lost_nor_repeated(cluster: Restartable, poster: SchedulerLink) -> None:
     worker = cluster.member()
     job = post(poster, 3)
     begin(worker)
@@ -384,7 +384,7 @@ def test_strided_work_stays_with_its_rank(cluster: Restartable, poster: Schedule
     assert [take(workers[0], job).shard for _ in range(2)] == [2, 4]
 
 
-def test_workers_of_a_job_whose_poster_is_gone_are_through_with_it(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_workers_leave_a_job_whose_driver_has_ended(cluster: Restartable, poster: SchedulerLink) -> None:
     worker = cluster.member()
     job = post(poster, 3)
     begin(worker)
@@ -486,7 +486,7 @@ def test_a_scheduler_without_a_predecessor_starts_a_new_cluster(cluster: Restart
     assert cluster.member().get_view().epoch == 1
 
 
-def test_another_cluster_at_the_same_address_is_no_reason_to_end(cluster: Restartable) -> None:
+def test_a_member_stays_if_another_cluster_uses_the_address(cluster: Restartable) -> None:
     member = cluster.member()
     cluster.doors.shut_out.add(member.hello.name)
     cluster.kill_scheduler()

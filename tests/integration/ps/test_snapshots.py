@@ -450,7 +450,7 @@ def test_given_up(tmp_path: Path) -> None:
         assert taker.is_taking
 
 
-def test_passes_in_which_rows_were_seen_are_kept_and_told_to_new_servers(tmp_path: Path) -> None:
+def test_last_passes_of_rows_are_kept_and_sent_to_new_servers(tmp_path: Path) -> None:
     """After a resumption every row counted as seen, and what the undisturbed training would have dropped stayed."""
 
     def mark(client: Client) -> SparseTable:

@@ -89,7 +89,7 @@ def test_counts_are_not_dropped() -> None:
         assert [counted.dropped for counted in statistics_of(a._client, "w")] == [1, 1]
 
 
-def test_far_behind_is_counted_in_the_last_place() -> None:
+def test_large_staleness_is_counted_in_the_last_bin() -> None:
     with Cluster(workers=2, consistency=Eventual()) as cluster:
         clients = cluster.connect_all()
         a, b = (sparse(client) for client in clients)

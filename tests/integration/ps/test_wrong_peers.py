@@ -54,7 +54,7 @@ def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> No
 
 
 @pytest.mark.parametrize("incarnation", [0, -1])
-def test_a_process_that_is_no_member_pushes_nothing(incarnation: int) -> None:
+def test_pushes_of_a_process_that_is_not_a_member_are_rejected(incarnation: int) -> None:
     """The sums of iterations go by incarnation 0: what it pushed would pass for them, and they for repeated."""
     with Cluster(servers=2, replicas=1, consistency=Sequential()) as cluster:
         client = cluster.connect()

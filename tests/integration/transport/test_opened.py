@@ -332,7 +332,7 @@ def test_an_unproved_client_cannot_report_errors() -> None:
             welcome_stream(ours, TOKEN, SERVER, 5)
 
 
-def test_another_version_is_told_ours() -> None:
+def test_a_peer_of_another_version_receives_this_version() -> None:
     async def run() -> None:
         heard = asyncio.get_running_loop().create_future()
 

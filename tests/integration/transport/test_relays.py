@@ -171,7 +171,7 @@ def test_a_proof_is_good_for_the_listener_that_it_was_meant_for(transport: Socke
         assert not handler.peers
 
 
-def test_a_recording_is_no_proof(transport: SocketTransport) -> None:
+def test_a_replayed_proof_is_rejected(transport: SocketTransport) -> None:
     recorded: list[bytes] = []
 
     def record(number: int, frame: bytes) -> list[bytes]:

@@ -194,7 +194,7 @@ def test_several_messages_to_one_peer_come_in_their_order() -> None:
     np.testing.assert_array_equal(arrays[1], [3, 4, 5, 1, 0, 2])
 
 
-def test_many_calls_use_the_same_links_and_leave_nothing_behind() -> None:
+def test_many_calls_use_the_same_links_and_leave_no_state() -> None:
     size, num_calls = 3, 50
     arrays = [np.full(1, rank + 1, np.float64) for rank in range(size)]
     schedules = [recursive_doubling(rank, size) for rank in range(size)]

@@ -190,7 +190,7 @@ def test_a_rank_that_does_not_come_is_named_and_not_its_neighbour(name: str, laz
         assert "all_reduce(float32[1000], sum), call 17 of group 'world' did not finish within 0.6 s" in str(error)
 
 
-def test_without_anybody_to_ask_the_awaited_rank_is_named() -> None:
+def test_without_a_status_source_the_error_names_the_awaited_rank() -> None:
     schedules = all_reduces("ring", 2)
     with open_meshes(2) as meshes:
         executor = ScheduleExecutor(meshes[0], group="world")
@@ -199,7 +199,7 @@ def test_without_anybody_to_ask_the_awaited_rank_is_named() -> None:
         assert caught.value.ranks == (1,)
 
 
-def test_a_rank_that_comes_while_others_are_asked_is_not_lost() -> None:
+def test_a_rank_that_arrives_during_status_requests_is_not_lost() -> None:
     schedules = all_reduces("ring", 2)
     asked = threading.Event()
 
@@ -219,7 +219,7 @@ def test_a_rank_that_comes_while_others_are_asked_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
-def test_an_exception_on_one_rank_is_raised_there_and_told_to_the_others(kind: type[BaseException]) -> None:
+def test_an_exception_is_raised_on_its_rank_and_reported_to_the_other_ranks(kind: type[BaseException]) -> None:
     size, failing = 4, 1
     schedules = all_reduces("ring", size)
 
@@ -241,7 +241,7 @@ def test_an_exception_on_one_rank_is_raised_there_and_told_to_the_others(kind: t
         )
 
 
-def test_after_a_failure_nothing_runs_and_the_first_error_is_told_again() -> None:
+def test_after_a_failure_every_call_raises_the_first_error() -> None:
     schedules = all_reduces("ring", 2)
     with open_meshes(2) as meshes:
         executors = executors_of(meshes)
@@ -267,7 +267,7 @@ def test_a_rank_that_was_elsewhere_learns_of_the_failure_when_it_calls(name: str
             run(executors[2], schedules[2], LARGE_BYTES)
 
 
-def test_one_that_only_sends_and_is_stuck_hears_of_a_failure() -> None:
+def test_a_blocked_sender_is_notified_of_a_failure() -> None:
     # Rank 0 sends to rank 1, which is stuck with rank 2, which fails.
     size = 3
     schedules = [

@@ -20,7 +20,7 @@ SOURCES = st.integers(0, 2)
 EVENTS = st.lists(st.tuples(st.booleans(), st.none() | SOURCES, st.integers(0, 1)), max_size=40)
 
 
-def test_a_dropped_message_leaves_nothing_behind() -> None:
+def test_a_dropped_message_leaves_no_state() -> None:
     matching = Matching()
     for tag in range(3):
         half = message(0, tag, 10)

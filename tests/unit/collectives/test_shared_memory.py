@@ -117,7 +117,7 @@ def test_a_long_story_is_cut(engines: list[SharedMemory]) -> None:
     assert lost.value.ranks[:3] == (0, 1, 2)
 
 
-def test_a_mismatch_of_very_many_sizes_says_how_many(engines: list[SharedMemory]) -> None:
+def test_a_mismatch_of_many_sizes_reports_their_number(engines: list[SharedMemory]) -> None:
     def gather(engine: SharedMemory) -> None:
         call = shorten(CollectiveCall("all_gather (uneven)", "float32", (1 << 20,) * (1000 + engine.rank)))
         engine.barrier(Order(call, call.signature, 1, 10.0))

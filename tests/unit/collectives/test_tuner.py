@@ -36,7 +36,7 @@ def test_small_calls_on_one_host_are_never_measured() -> None:
 
 
 @pytest.mark.parametrize("options", [{"size": 3}, {"size": 3, "hosts": [0, 1, 2]}, {"size": 4, "hosts": [0, 0, 1, 1]}])
-def test_all_ranks_choose_alike(options: dict[str, object]) -> None:
+def test_all_ranks_choose_the_same_algorithm(options: dict[str, object]) -> None:
     def call(group: Group) -> list[str]:
         for size in (10, 100_000, 1_000_000):
             group.all_reduce(np.ones(size, np.float32))
@@ -62,6 +62,6 @@ def test_an_algorithm_is_taken_where_it_can_be() -> None:
         assert on_four[:2] == ["recursive-doubling"] * 2
 
 
-def test_it_is_said_that_nothing_is_measured_yet() -> None:
+def test_explain_reports_missing_measurements() -> None:
     texts = run_ranks(2, lambda group: group.explain(1 << 20), hosts=[0, 1])
     assert all("none yet (the first call measures the links" in text for text in texts)

@@ -341,7 +341,7 @@ def test_columns_that_do_not_fit(tmp_path: Path) -> None:
         open_dataset(path, columns=COLUMNS)
 
 
-def test_without_pyarrow_csv_is_read_and_parquet_says_how_to_get_it(
+def test_without_pyarrow_csv_is_read_and_parquet_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pq.write_table(table(), tmp_path / "x.parquet")

@@ -181,7 +181,7 @@ def test_blanks_around_names_do_not_hide_the_label(tmp_path: Path) -> None:
     assert (columns.label, columns.numeric) == ("y", ("x",))
 
 
-def test_labels_that_are_all_alike_and_text_that_is_not_utf8_are_reported(tmp_path: Path) -> None:
+def test_equal_labels_and_text_other_than_utf8_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     rows = "".join(f"{'rougé' if row % 2 else 'bleu'},{row / 8},1\n" for row in range(60))
     path.write_bytes(f"colour,x,y\n{rows}".encode("latin-1"))

@@ -112,7 +112,7 @@ def test_files_are_read_in_order_and_batches_are_full(tmp_path: Path) -> None:
     dataset.close()
 
 
-def test_a_shard_behind_the_end_is_empty(tmp_path: Path) -> None:
+def test_a_shard_after_the_end_is_empty(tmp_path: Path) -> None:
     for name in ("a.svm", "a.svm.gz"):
         with open_dataset(write(tmp_path / name, numbered(50)), shard_bytes=64) as dataset:
             assert dataset.ended(0) is None

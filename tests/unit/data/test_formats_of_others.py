@@ -130,7 +130,7 @@ _CLOTHES = [
 
 
 @pytest.mark.parametrize("first", range(0, 12, 5))
-def test_a_first_row_of_values_that_occur_below_is_no_header(tmp_path: Path, first: int) -> None:
+def test_a_first_row_whose_values_occur_again_is_data(tmp_path: Path, first: int) -> None:
     rows = [_CLOTHES[first], *_CLOTHES * 5]
     look = look_at_text(tmp_path / "x.csv", "".join(",".join(row) + "\n" for row in rows), label="-1")
     assert look.columns is not None
@@ -205,7 +205,7 @@ def test_rows_of_a_file_with_blanks_and_a_tab_between_cells(tmp_path: Path) -> N
     assert {"c5=chevrolet 'malibu' 0", "c5=chevrolet 'malibu' 2"} <= {*names.values()}
 
 
-def test_text_between_tabs_is_no_column_of_blanks(tmp_path: Path) -> None:
+def test_text_between_tabs_is_not_split_at_blanks(tmp_path: Path) -> None:
     (tmp_path / "x.tsv").write_text("1\tNew York 5\n0\tSan Juan 7\n" * 9)
     assert read_dialect(str(tmp_path / "x.tsv")).separator == "\t"
     (tmp_path / "prose").write_text("it was the best of times\nit was the worst of times\n" * 9)

@@ -180,7 +180,7 @@ def test_a_positive_label_that_is_not_there() -> None:
     assert describe_not_binary({1.0: 3, 2.0: 4, 3.0: 1}, "numbers") is None
 
 
-def test_words_are_told_as_they_are_read() -> None:
+def test_label_words_are_described_with_their_numbers() -> None:
     said = "labels are words, which are read as numbers: no as 0, yes as 1"
     assert describe_label_words(["no", "yes"]) == said
     assert describe_label_words(["no", "yes"], clicks_where(0.0)).endswith("no as 1, yes as 0")
@@ -192,7 +192,7 @@ def test_words_of_json_lines_are_reported(tmp_path: Path) -> None:
     assert sample_data([path]).label_words == ("n", "yes")
 
 
-def test_other_processes_read_labels_alike(tmp_path: Path) -> None:
+def test_other_processes_read_the_same_labels(tmp_path: Path) -> None:
     path = tmp_path / "x.svm"
     path.write_text("1 3:1\n2 4:1\n3 5:1\n")
     with open_dataset(path, labels="clicks:2.0") as dataset, open_spec(dataset.spec()) as other:

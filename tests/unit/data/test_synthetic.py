@@ -152,7 +152,7 @@ def test_probabilities_are_the_logistic_function() -> None:
     assert np.array_equal(thresholds + thresholds[::-1], np.full(len(thresholds), 2**32))
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be written"):
         write_click_log(tmp_path / "missing" / "log.tsv", ClickLogSpec(rows=10))
     (tmp_path / "folder").mkdir()

@@ -308,7 +308,7 @@ JSON = b"".join(b'{"click": %d, "site": "s%d", "n": {"k": %d.5}}\n' % (i % 2, i 
 
 
 @pytest.mark.parametrize(("format", "text"), [("vw", VW), ("jsonl", JSON)])
-def test_files_are_told_read_and_cut_into_shards(tmp_path: Path, format: str, text: bytes) -> None:
+def test_files_are_detected_read_and_cut_into_shards(tmp_path: Path, format: str, text: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(text)
     assert detect_format(path) == format

@@ -134,7 +134,7 @@ def test_numbers_written_by_python_are_read_exactly(
 
 @num_examples(400)
 @given(text=st.text(st.sampled_from(',"\r\nab1.'), max_size=60))
-def test_whatever_python_reads_is_read_alike(text: str) -> None:
+def test_rows_are_parsed_as_by_pythons_csv(text: str) -> None:
     """But for a quote that is open at the end, which Python closes."""
     found, bad, _ = parse(text.encode() + b"\n", ",")
     if bad and bad[-1] == BAD_QUOTE:
@@ -167,7 +167,7 @@ def test_an_unfinished_row_waits_for_its_rest(rows: list[list[str]], cut: int, c
 
 @num_examples(200)
 @given(rows=ROWS, limit=st.integers(0, 300))
-def test_rows_before_a_limit_and_behind_it(rows: list[list[str]], limit: int) -> None:
+def test_rows_before_and_after_a_limit(rows: list[list[str]], limit: int) -> None:
     out = io.StringIO(newline="")
     csv.writer(out, lineterminator="\n").writerows(rows)
     text = out.getvalue().encode() + b"\n"

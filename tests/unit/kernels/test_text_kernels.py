@@ -251,7 +251,7 @@ def test_libsvm_stops_before_a_row_that_does_not_fit() -> None:
     assert (found[1], counts[kernels.POSITION]) == ([[1, 2]], 10)
 
 
-def test_libsvm_says_whether_all_values_are_one() -> None:
+def test_libsvm_reports_whether_all_values_are_one() -> None:
     assert run_libsvm(b"1 1:1 2:1.0\n")[1][kernels.ALL_ONES] == 1
     assert run_libsvm(b"1 1:1 2:1.5\n")[1][kernels.ALL_ONES] == 0
 

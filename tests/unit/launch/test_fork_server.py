@@ -134,7 +134,7 @@ def test_no_call_waits_for_a_stopped_fork_server(server: ForkServer, fork: Calla
         stopped.resume()
 
 
-def test_statuses_are_told_where_the_signal_of_a_child_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_statuses_are_reported_if_sigchld_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     try:

@@ -12,7 +12,7 @@ def make_news(*incarnations: int) -> News:
     return news
 
 
-def test_a_death_is_said_when_another_server_has_joined() -> None:
+def test_a_death_is_printed_after_another_server_has_joined() -> None:
     news = make_news(1, 2)
     news.add_when_replaced("server 1", "died")
     news.take_servers([1], is_lost=False)

@@ -110,7 +110,7 @@ class Signs(ValueFilter):
         ("all-reduce", "top-k:0.125, signs:0.25", "top-k:0.125,told_signs:Signs:0.25"),
     ],
 )
-def test_filters_are_told_so_that_ranks_can_import_them(
+def test_filters_are_passed_so_that_ranks_can_import_them(
     strategy: str, given: str, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "told_signs.py").write_text(_SIGNS)

@@ -59,7 +59,7 @@ def test_counts_are_never_too_small_and_seldom_too_large() -> None:
     assert {int(mask).bit_count() for mask in MASKS} == {DEPTH}
 
 
-def test_counts_go_as_far_as_is_asked() -> None:
+def test_counts_stop_at_the_limit() -> None:
     """A cell that has come so far counts no more, and a block none of whose cells is below is not pushed."""
     sketch, feature = Sketch(), np.array([7], np.uint64)
     for _ in range(5):
@@ -80,7 +80,7 @@ def test_two_features_of_one_block() -> None:
     assert sum(float(row.sum()) for row in sketch.values()) == 50 * DEPTH
 
 
-def test_features_that_are_known_to_be_frequent_are_not_asked_for() -> None:
+def test_counts_of_known_frequent_features_are_not_requested() -> None:
     sketch, known = Sketch(), FrequentFeatures()
     features = np.arange(200, dtype=np.uint64)  # 0 among them, which empty places must not be taken for
     times = np.where(features < 150, 3, 1)

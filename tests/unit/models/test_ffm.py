@@ -42,7 +42,7 @@ def test_rows_of_lists_are_refused(lengths: tuple[int, int]) -> None:
             layout.fields_of(batch)
 
 
-def test_rows_that_say_of_which_field_their_features_are() -> None:
+def test_rows_with_a_field_for_each_feature() -> None:
     batch = Batch(np.zeros(2, np.float32), np.array([0, 4, 5]), np.arange(5, dtype=np.uint64))
     batch.fields = np.array([field_of(name) for name in ("b", "a", "b", "new", "a")], np.uint32)
     for layout in (RowLayout(categorical=("a", "b"), is_open=True), RowLayout(categorical=("a",), numeric=("b",))):

@@ -35,6 +35,6 @@ def test_the_wire_has_bucket_0_in_the_lowest_bit_of_the_first_byte() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 63, 65])
-def test_another_size_is_no_set(num_bytes: int) -> None:
+def test_a_set_of_another_size_is_rejected(num_bytes: int) -> None:
     with pytest.raises(ProtocolError, match=f"64 bytes.*{num_bytes}"):
         buckets.from_bytes(bytes(num_bytes))

@@ -76,7 +76,7 @@ def test_a_complaint_must_be_repeated() -> None:
     assert rule.decide((1, 2), (), 10.0) == Unreachable(2, (1,))
 
 
-def test_of_those_that_the_scheduler_does_not_hear_heartbeats_tell() -> None:
+def test_a_report_about_silent_members_expels_no_server() -> None:
     """Servers 1 and 2 are cut off from 3 and from the scheduler: it is not 3 that goes, which complains of both."""
     rule = Reachability(PATIENCE_S)
     for beat in range(30):

@@ -474,7 +474,7 @@ def test_a_bucket_of_crafted_keys_moves_and_comes_back() -> None:
     assert store.directory[index.SALT + 5] == index.FIRST_SALT
 
 
-def test_tables_that_are_filled_alike_lie_alike() -> None:
+def test_tables_with_the_same_pushes_have_the_same_layout() -> None:
     """A salt is taken only where crafted keys make it necessary: saved models are the same on every run."""
     keys = np.random.default_rng(1).integers(0, 2**64, 300_000, np.uint64)
     stores = [SparseStore(dim=1) for _ in range(2)]

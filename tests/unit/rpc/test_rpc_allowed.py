@@ -93,7 +93,7 @@ def test_single_names_packages_and_decorated_functions() -> None:
         Allowed(["no_such_module_at_all"]).resolve("no_such_module_at_all:f")
 
 
-def test_of_pythons_own_modules_the_error_asks_for_names() -> None:
+def test_for_built_in_modules_the_error_requests_single_names() -> None:
     for name in ("builtins:min", "os:getcwd"):
         with pytest.raises(UsageError, match=rf"'{name}' is not allowed here; .* init_rpc\(allow=\['{name}'\]"):
             Allowed().resolve(name)

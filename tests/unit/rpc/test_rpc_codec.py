@@ -106,7 +106,7 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "<i2", ">i4", "u8", "f2", "f4", ">f8", "c8", "c16"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (4, 0, 2)])
-def test_arrays_come_back_alike_and_writable(dtype: str, shape: tuple[int, ...]) -> None:
+def test_decoded_arrays_are_equal_and_writable(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
     back = there_and_back([array, {"a": array[..., None]}])
     for found, sent in zip((back[0], back[1]["a"]), (array, array[..., None]), strict=True):

@@ -27,7 +27,7 @@ def test_leaves_are_found_once_each() -> None:
     assert leaves_of([fixed * 2]) == []
 
 
-def test_gradients_of_others_are_told_apart_by_message() -> None:
+def test_remote_gradients_are_separated_by_message() -> None:
     torch = pytest.importorskip("torch")
     from paceline.rpc.autograd import GradientContext
 

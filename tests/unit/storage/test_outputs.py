@@ -69,7 +69,7 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path, there: bool) ->
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["folder", "link", "target"]
 
 
-def test_an_error_keeps_the_old_file_behind_a_link(tmp_path: Path) -> None:
+def test_an_error_keeps_the_old_target_of_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
     link.symlink_to(target)
@@ -88,7 +88,7 @@ def test_standard_output_that_is_a_file_is_written_in_place(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["txt", "npz", "png"])
-def test_exports_and_drawings_are_written_to_a_fifo_behind_a_link(tmp_path: Path, kind: str) -> None:
+def test_exports_and_drawings_are_written_to_a_fifo_through_a_link(tmp_path: Path, kind: str) -> None:
     model = trained(tmp_path / "model", 1, SparseLogisticRegression().describe())
     fifo, link, received = tmp_path / "fifo", tmp_path / f"link.{kind}", list[bytes]()
     link.symlink_to(fifo)

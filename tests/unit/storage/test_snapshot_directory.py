@@ -201,7 +201,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     SnapshotDirectory(folder.path).close()
 
 
-def test_the_lock_of_a_process_that_was_killed_is_nobodys(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, sys\n"
         "from paceline.storage.directory_lock import DirectoryLock\n"

@@ -37,7 +37,7 @@ def placed_graphs(draw: st.DrawFn) -> tuple[list[Operation], dict[str, int], lis
 
 @num_examples(100)
 @given(placed_graphs(), st.randoms(use_true_random=False))
-def test_every_operation_runs_once_behind_all_that_it_needs(
+def test_every_operation_runs_once_after_its_inputs(
     graph: tuple[list[Operation], dict[str, int], list[str]], chance: random.Random
 ) -> None:
     operations, devices, outputs = graph

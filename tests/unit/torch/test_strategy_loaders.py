@@ -123,7 +123,7 @@ def test_evaluation_sees_every_sample_once(length: int) -> None:
     assert [len(loader) for loader in loaders] == [len(_read(loader)) for loader in loaders]
 
 
-def test_random_samplers_draw_alike_on_all_ranks() -> None:
+def test_random_samplers_draw_the_same_order_on_all_ranks() -> None:
     def parts() -> list[list[list[int]]]:
         found = []
         for rank in range(2):
@@ -136,7 +136,7 @@ def test_random_samplers_draw_alike_on_all_ranks() -> None:
     assert _interleaved(parts()) == alone
 
 
-def test_batch_samplers_are_shared_out_by_batches_and_told_the_epoch() -> None:
+def test_batch_samplers_are_split_by_batches_and_receive_the_epoch() -> None:
     class Told(BatchSampler):
         def set_epoch(self, epoch: int) -> None:
             epochs.append(epoch)

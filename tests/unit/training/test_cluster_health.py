@@ -31,7 +31,7 @@ def test_that_a_job_waits_for_workers_is_reported_once() -> None:
     assert "no worker" in said[-1]
 
 
-def test_lost_workers_are_told_while_others_go_on() -> None:
+def test_lost_workers_are_reported_while_other_workers_continue() -> None:
     said: list[str] = []
     client: Any = SimpleNamespace(
         link=SimpleNamespace(num_replacements=0), servers=SimpleNamespace(routes=SimpleNamespace(server_ranks=()))

@@ -403,7 +403,7 @@ def test_an_interruption_leaves_no_files(source: Path, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_malformed_lines_are_left_out_and_told(tmp_path: Path) -> None:
+def test_malformed_lines_are_skipped_and_reported(tmp_path: Path) -> None:
     path, out = tmp_path / "x.svm", tmp_path / "out"
     path.write_text("1 1:1\n1 x:1\n0 2:1\n")
     done = convert(path, out)

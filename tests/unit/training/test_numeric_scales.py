@@ -147,7 +147,7 @@ def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -
         assert describe_data([path], numeric_scale="none")["bent_features"] == []
 
 
-def test_a_factorization_machine_has_numbers_where_pairs_say_more_than_bins() -> None:
+def test_a_factorization_machine_uses_numbers_if_pairs_explain_more_than_bins() -> None:
     x, labels = curved_data()
     edges = dict.fromkeys((0, 1), tuple(np.linspace(-2, 2, 30).astype(np.float32).tolist()))
     bins = KeyScaling(np.arange(2, dtype=np.uint64), np.zeros(2), np.ones(2), 1.0, edges=edges)

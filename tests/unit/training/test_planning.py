@@ -79,7 +79,7 @@ def test_tuning_tries_missing_settings(data: Path) -> None:
     assert plan_training(given).update.l1 == 0.3  # type: ignore[attr-defined]
 
 
-def test_without_a_look_all_data_is_alike(data: Path) -> None:
+def test_without_a_sample_settings_do_not_depend_on_the_data(data: Path) -> None:
     plan = plan_training(TrainOptions(data=[data], adapt="no"))
     assert (plan.epochs, plan.batch_size, plan.update) == (4, 256, FTRL(alpha=0.05, l1=1.0))
     assert plan.scaling is None

@@ -98,7 +98,7 @@ def test_keeps_the_first_shards_that_have_room(log: Log) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 1}, {"weighting": Weighting(keep_negatives=0.5)}])
-def test_keeps_nothing_that_is_not_read_again_alike(log: Log, changes: dict[str, object]) -> None:
+def test_does_not_cache_data_that_differs_in_later_passes(log: Log, changes: dict[str, object]) -> None:
     shards = PreparedShards()
     read_pass(shards, log, 0, make_job(log, **changes), make_model("lr"))
     assert shards.num_bytes == 0
@@ -153,7 +153,7 @@ def test_shuffled_minibatches_stand_for_all_rows(log: Log, keep: float) -> None:
 
 
 @pytest.mark.parametrize("reordered", [(1,), (2,)])
-def test_a_begun_pass_keeps_its_order(log: Log, reordered: tuple[int, ...]) -> None:
+def test_a_started_pass_keeps_its_order(log: Log, reordered: tuple[int, ...]) -> None:
     """A pass of the opposite order is not taken from the minibatches that are kept."""
     model = make_model("lr")
     in_order = read_pass(PreparedShards(), log, 0, make_job(log), model)

@@ -124,7 +124,7 @@ def reordered(plan: TrainingPlan) -> tuple[int, ...]:
     return Resumption(plan.resumed).reordered(plan)
 
 
-def test_a_begun_pass_keeps_its_order_with_more_passes(
+def test_a_started_pass_keeps_its_order_with_more_passes(
     begun: tuple[TrainOptions, SnapshotManifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pass that was the last one stays in the order of the file, also after a second resumption."""

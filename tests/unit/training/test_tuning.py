@@ -283,7 +283,7 @@ def test_the_offset_is_the_log_odds_and_calibrates() -> None:
 
 
 @pytest.mark.parametrize("num_examples", [*range(1, 10), 17])
-def test_few_examples_say_nothing_of_the_offset(num_examples: int) -> None:
+def test_few_examples_do_not_change_the_offset(num_examples: int) -> None:
     model, labels = SparseLogisticRegression(), np.zeros(num_examples, np.float32)
     for probability in (1e-12, 0.1, 0.9):
         assert model.calibrated(labels, np.full(num_examples, probability, np.float32)) is model

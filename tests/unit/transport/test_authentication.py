@@ -52,7 +52,7 @@ def test_both_ends_learn_the_identity_of_the_peer() -> None:
     assert hello.paceline
 
 
-def test_whatever_the_client_said_cannot_be_altered() -> None:
+def test_no_field_of_the_client_can_be_altered() -> None:
     replace = msgspec.structs.replace
     proof = Handshake().ask()
     reflected = prove(TOKEN, "server", proof.nonce, b"s" * 32, proof.hello, proof.view)
@@ -70,7 +70,7 @@ def test_whatever_the_client_said_cannot_be_altered() -> None:
             Handshake().server.receive_hello(msgspec.msgpack.encode(altered))
 
 
-def test_whatever_the_server_said_cannot_be_altered() -> None:
+def test_no_field_of_the_server_can_be_altered() -> None:
     replace = msgspec.structs.replace
     for alter in (
         lambda welcome: replace(welcome, hello=welcome.hello.replace(b"server", b"sorcer")),
@@ -162,7 +162,7 @@ def test_frames_are_sealed_unless_both_ends_see_the_same_connection() -> None:
             assert both.server.seals.sending.tag((b"frame",)) not in tags
 
 
-def test_garbage_is_no_handshake() -> None:
+def test_a_garbage_handshake_is_rejected() -> None:
     with pytest.raises(ProtocolError, match="cannot be read"):
         decode(b"\xc1", Proof)
 

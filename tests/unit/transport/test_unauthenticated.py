@@ -37,7 +37,7 @@ def test_many_of_one_source_give_way_one_by_one() -> None:
     assert gone == [None] * 64 + list(range(3000 - 64))
 
 
-def test_of_a_crowd_little_is_said_and_how_many_there_were() -> None:
+def test_many_messages_are_logged_as_a_count() -> None:
     complaints = LogRateLimit(burst=3, pause_s=2.0)
     assert [complaints.record(100.0) for _ in range(5)] == [0, 0, 0, None, None]
     assert [complaints.record(102.0), complaints.record(103.0), complaints.record(104.0)] == [2, None, 1]

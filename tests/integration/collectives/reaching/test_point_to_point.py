@@ -256,7 +256,7 @@ def test_messages_sent_before_the_end_are_received() -> None:
             assert pending.wait(PATIENCE_S) == 1
 
 
-def test_any_rank_is_awaited_until_all_others_have_gone() -> None:
+def test_a_receive_from_any_rank_waits_until_all_other_ranks_have_left() -> None:
     with talkers(3) as ends:
         for rank in (1, 2):
             send(ends[rank], b"x", 0)

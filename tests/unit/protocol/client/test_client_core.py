@@ -257,7 +257,7 @@ def test_a_worker_joins_at_the_latest_iteration_that_a_server_names() -> None:
     assert [sent[-1:] for sent in runtime.sent.values()] == [[Resync(1, 1, 7, True)], [Resync(2, 1, 7, True)]]
 
 
-def test_a_view_that_comes_while_a_worker_joins_has_it_ask_all_again() -> None:
+def test_a_view_during_a_join_makes_the_worker_join_all_servers_again() -> None:
     runtime = Runtime()
     runtime.view(1, {1: 0b01, 2: 0b10})
     runtime.execute(runtime.core.join())

@@ -76,7 +76,7 @@ def test_reports_are_counted_and_kept_until_the_next_job() -> None:
     assert ledger.again() == []
 
 
-def test_a_worker_is_at_work_until_it_asks_for_the_next_job() -> None:
+def test_a_worker_is_busy_until_it_requests_the_next_job() -> None:
     ledger = MemberLedger()
     give_job(ledger, 1)
     assert memory_of(ledger).is_busy

@@ -200,7 +200,7 @@ def test_a_report_is_taken_once_also_if_it_comes_twice() -> None:
     assert cluster.poster.ask(messages.TakeReports(job=number)) == [None]
 
 
-def test_when_the_cluster_ends_there_is_no_job_for_anybody() -> None:
+def test_the_end_of_the_cluster_answers_all_waiting_job_requests() -> None:
     cluster = Cluster(2)
     first, second = cluster.workers
     assert first.get_job() == []

@@ -42,7 +42,7 @@ def test_a_cluster_without_servers_forms_with_its_first_worker() -> None:
     assert (scheduler.view.version, scheduler.view.groups) == (0, ())
 
 
-def test_ranks_are_given_as_asked_for() -> None:
+def test_members_get_the_requested_ranks() -> None:
     scheduler = Scheduler(num_servers=2)
     a, b = scheduler.register(server("a"), 1), scheduler.register(server("b"))
     c, d = scheduler.register(worker("c"), 5), scheduler.register(worker("d"))
@@ -54,7 +54,7 @@ def test_ranks_are_given_as_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("rank", "reason"), [(0, "node 's0'"), (-1, "negative")])
-def test_one_that_asks_for_a_rank_that_it_cannot_have_is_refused(rank: int, reason: str) -> None:
+def test_a_request_for_an_unavailable_rank_is_rejected(rank: int, reason: str) -> None:
     scheduler, _, _ = started(1)
     before = scheduler.view
     refused = scheduler.register(server("x"), rank, is_extra=True)
@@ -83,7 +83,7 @@ def test_a_cluster_that_has_its_servers_takes_others_only_as_extra_ones() -> Non
     assert scheduler.member(extra) is not None
 
 
-def test_the_place_of_a_server_that_is_gone_is_free() -> None:
+def test_the_rank_of_a_removed_server_is_free() -> None:
     scheduler, (a, _), _ = started(2, replicas=1)
     scheduler.kill(a)
     b = scheduler.register(server("b"))
@@ -157,7 +157,7 @@ def test_workers_that_come_at_once_are_published_together() -> None:
     assert scheduler.said == [events.FlushSoon()]
 
 
-def test_one_that_has_not_heard_its_welcome_registers_again_and_stays_who_it_is() -> None:
+def test_a_member_that_registers_again_before_its_welcome_stays_the_same_member() -> None:
     scheduler, _, (w,) = started(1, 1)
     member, w.member = w.member, None
     view = scheduler.view
@@ -380,7 +380,7 @@ def test_a_silent_server_with_a_last_copy_stays() -> None:
     assert holders(scheduler.view, a) == holders(scheduler.view, b) == ALL
 
 
-def test_a_server_that_is_heard_again_before_its_view_is_committed_stays_as_it_was() -> None:
+def test_a_server_that_returns_before_the_view_is_committed_keeps_its_role() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     view = scheduler.view
     for node in (a, b):
@@ -415,7 +415,7 @@ def test_a_returning_server_keeps_its_buckets_although_another_was_filled() -> N
     )
 
 
-def test_a_silent_server_that_registers_again_is_heard() -> None:
+def test_a_silent_server_that_registers_again_is_live() -> None:
     scheduler, (a, b), _ = started(2, replicas=1)
     c = server("c")
     c.is_silent = True  # it does not hear its welcome
@@ -458,7 +458,7 @@ def test_the_last_that_has_a_bucket_is_not_lost_for_a_doubt() -> None:
     assert scheduler.all(events.BucketsLost) == []
 
 
-def test_nothing_is_published_while_too_few_servers_are_heard() -> None:
+def test_no_view_is_published_while_too_few_servers_send_heartbeats() -> None:
     scheduler, (_, b, c), (v, w) = started(3, 2, replicas=1)
     view = scheduler.view
     for node in (b, c, v):
@@ -563,7 +563,7 @@ def test_a_draining_server_stays_when_its_successors_die() -> None:
     assert len(scheduler.all(events.BucketsLost)) == 1
 
 
-def test_one_of_all_that_drain_is_told_again_when_it_comes_again() -> None:
+def test_a_draining_server_that_returns_is_released_again() -> None:
     scheduler, (a, b), _ = started(2)
     assert a.wire is not None
     a.wire.cut()

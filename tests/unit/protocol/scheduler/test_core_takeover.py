@@ -227,7 +227,7 @@ def test_a_member_that_leaves_meanwhile_is_not_waited_for() -> None:
     assert [each.node for each in scheduler.view.members] == ["s0", "s1", stays.name]
 
 
-def test_a_member_whose_process_ended_after_it_had_come_is_no_member() -> None:
+def test_a_returned_member_whose_process_has_ended_is_not_a_member() -> None:
     """Its connection breaks a moment later than its host tells of its end."""
     former, (a, b), _ = started(2)
     mine = holders(former.view, a)
@@ -469,7 +469,7 @@ def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> Non
         assert node.fate is not None or node.wire in answered
 
 
-def test_members_that_never_heard_their_welcome_register_again() -> None:
+def test_members_without_a_welcome_register_again() -> None:
     former = Scheduler(num_servers=2, replicas=1)
     a, b = former.register(server("a")), server("b")
     wire = former.connect(b)
@@ -510,7 +510,7 @@ def test_members_that_arrive_during_a_takeover_join_after_it() -> None:
 # What is learned.
 
 
-def test_a_view_that_was_only_prepared_is_gone_on_from() -> None:
+def test_a_take_over_continues_from_a_prepared_view() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     for node in (a, b):
         node.prepares = False
@@ -576,7 +576,7 @@ def test_servers_that_all_drain_are_all_released_by_the_next_scheduler() -> None
     assert isinstance(b.fate, events.ReleaseServer)
 
 
-def test_a_server_that_says_that_it_drains_while_members_are_awaited_is_heard() -> None:
+def test_a_drain_request_during_recovery_is_recorded() -> None:
     former, (a, b), _ = started(2)
     lose(former)
     scheduler = successor(num_servers=2)
@@ -587,7 +587,7 @@ def test_a_server_that_says_that_it_drains_while_members_are_awaited_is_heard() 
     assert isinstance(b.fate, events.ReleaseServer)
 
 
-def test_a_server_that_was_released_and_has_not_heard_so_is_released() -> None:
+def test_a_released_server_that_was_not_notified_is_released_again() -> None:
     former, (a, b), _ = started(2)
     former.drain(b)
     assert b.wire is not None
@@ -738,7 +738,7 @@ def test_a_scheduler_that_knows_of_an_end_cannot_commit_once_the_next_one_has() 
     assert a.views.committed is view
 
 
-def test_a_view_that_may_not_be_committed_is_gone_on_from_only_with_voters_of_the_one_before() -> None:
+def test_a_take_over_from_an_uncommitted_view_needs_voters_of_the_earlier_view() -> None:
     """By the view that was prepared there is a third voter; by the one before one of two can commit another view."""
     former, (a, b), _ = started(2)
     c = former.register(server("c"), is_extra=True)
@@ -781,7 +781,7 @@ def test_a_voter_of_the_view_before_is_awaited_and_named_though_no_newer_view_na
 # While the first view is prepared.
 
 
-def test_a_scheduler_that_takes_over_and_hears_too_few_reports_it() -> None:
+def test_a_new_scheduler_reports_that_too_few_members_returned() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     lose(former)
     b.prepares = False

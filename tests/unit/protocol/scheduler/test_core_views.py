@@ -249,7 +249,7 @@ def test_a_silent_server_filled_by_a_dead_one_is_awaited(num_others: int, is_sil
     assert sum(told in note for note in notes) == 1
 
 
-def test_one_that_comes_again_is_asked_again_to_prepare() -> None:
+def test_a_server_that_returns_is_requested_again_to_prepare() -> None:
     scheduler, (a, b), _ = started(2, replicas=1)
     for node in (a, b):
         node.prepares = False

@@ -23,7 +23,7 @@ def test_received_messages_are_not_resent() -> None:
     assert end.lowest == 3
 
 
-def test_another_scheduler_is_told_again_all_that_the_former_may_not_have_had() -> None:
+def test_messages_that_the_former_scheduler_may_lack_are_resent_to_the_new_one() -> None:
     """It may have taken over by what the process remembered on a connection before this one."""
     end = MemberEnd()
     end.add("call", is_call=True)
@@ -47,7 +47,7 @@ def test_of_notices_that_supersede_one_another_the_newest_is_kept() -> None:
     assert [each.content for each in end.since(0)] == ["other", "newer"]
 
 
-def test_a_member_of_a_former_cluster_is_told_so_until_something_has_come() -> None:
+def test_a_member_of_a_former_cluster_has_no_welcome_number_before_its_first_message() -> None:
     end = SchedulerEnd(is_foreign=True)
     assert (end.welcome_number, SchedulerEnd().welcome_number) == (-1, 0)
     assert end.receive(0, 1)

@@ -100,7 +100,7 @@ def test_the_newest_view_is_of_the_highest_term() -> None:
     assert coming.evidence.missing(NOBODY) == (member("s3"),)
 
 
-def test_where_only_a_worker_knows_the_newest_the_voters_of_the_newest_that_names_workers_are_asked_too() -> None:
+def test_if_only_a_worker_has_the_newest_view_earlier_voters_are_needed_too() -> None:
     # Found by the simulation: a server left by the newest view, and w6 was removed by one before it.
     coming = Coming()
     old = view(3, "s1", "s2", "s3", "s4", "w5", "w6")
@@ -225,7 +225,7 @@ def test_that_a_server_drains_is_not_forgotten() -> None:
     assert [each.is_leaving for each in coming.evidence.returned] == [True, True]
 
 
-def test_it_asks_for_promises_and_takes_over_when_it_has_them() -> None:
+def test_it_requests_promises_and_takes_over_when_they_arrive() -> None:
     coming = Coming()
     seen = view(3, "s1", "s2", "w3")
     s1, s2, _ = [coming.back(name, seen) for name in ("s1", "s2", "w3")]

@@ -18,7 +18,7 @@ def lease_done(lease: int) -> messages.LeaseDone:
     return messages.LeaseDone(job=1, lease=lease)
 
 
-def test_a_frame_says_its_number_and_the_lowest_call_that_is_not_answered() -> None:
+def test_a_frame_has_its_number_and_the_lowest_pending_call() -> None:
     outgoing, end = MemberEnd(), End()
     messages_sent = [
         add(outgoing, messages.GetJob(after=0), answer=Future()),

@@ -128,7 +128,7 @@ def test_another_process_of_its_number_is_not_the_same() -> None:
     run(scenario)
 
 
-def test_one_that_is_watched_no_more_is_not_told_of(child: subprocess.Popen[bytes]) -> None:
+def test_an_unwatched_process_is_not_reported(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         watched.watch.watch(member(3, process_of(child)), connected=False)
         watched.watch.forget(3)

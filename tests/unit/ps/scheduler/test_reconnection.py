@@ -26,7 +26,7 @@ def test_a_welcome_restores_the_patience() -> None:
     assert retry.remaining_s(30.5) == 60.0
 
 
-def test_pauses_grow_up_to_the_heartbeat_and_are_longer_where_another_cluster_is() -> None:
+def test_pauses_grow_up_to_the_heartbeat_and_are_longer_for_another_cluster() -> None:
     retry = Reconnection(60.0, time_s=0.0)
     retry.lost(10.0, heartbeat_s=0.1)
     pauses = [retry.pause_s(10.0, is_elsewhere=False) for _ in range(10)]

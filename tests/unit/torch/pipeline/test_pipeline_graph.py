@@ -181,7 +181,7 @@ def test_the_batch_is_found_in_any_dimension() -> None:
     assert [shapes.output_dimension(leaf) for leaf in range(3)] == [0, 1, 0]
 
 
-def test_dimensions_behind_a_decision_by_values_are_not_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_dimensions_after_a_value_dependent_module_are_unknown(caplog: pytest.LogCaptureFixture) -> None:
     shapes = RowShapes(traced(nn.Sequential(Gate(), nn.Linear(4, 4)), X), {"input": X})
     assert shapes.output_dimension(0) is None
     assert not caplog.records
