@@ -115,7 +115,6 @@ class World:
             ) from error
 
     def enter(self, group: JoinedGroup) -> None:
-        """Register a group, to close it with the world."""
         self._groups.add(group)
 
     def leave(self, group: JoinedGroup) -> None:

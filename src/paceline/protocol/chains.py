@@ -239,7 +239,6 @@ class Planner:
         return groups_of(self._chains)
 
     def member_of(self, server: int) -> int:
-        """Return the buckets with this server as a member."""
         return sum(group.buckets for group in self.groups if server in group.members)
 
     def start(self, servers: Mapping[int, int]) -> None:

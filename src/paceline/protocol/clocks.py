@@ -50,7 +50,6 @@ class VectorClock:
         return MappingProxyType(self._clocks)
 
     def counts(self, worker: int) -> bool:
-        """Whether the other workers wait for this worker."""
         return worker in self._clocks and worker not in self._finished
 
     def join(self, worker: int, clock: int = 0) -> int:
@@ -246,7 +245,6 @@ class Gate:
         return self._advance()
 
     def finish(self, worker: int) -> list[Instruction]:
-        """Stop waiting for a worker without more work."""
         # Rule 3: a worker without work stops counting, but stays a member and may still be answered.
         self._vector.finish(worker)
         return self._advance()

@@ -101,7 +101,6 @@ class OnArrival:
         return self._is_eventual or self._takeover.is_over
 
     def may_report(self, buckets: int) -> bool:
-        """Whether the fill of a successor with these buckets may be reported to the scheduler."""
         return True
 
     def lead(self, version: int, buckets: int, workers: Collection[int], followers: Collection[int] = ()) -> list[Sum]:
@@ -281,7 +280,6 @@ class Iterations:
             self._unretained_below = self._end_of_parts()
 
     def _end_of_parts(self) -> int:
-        """Return the first iteration without any buffered push."""
         return max([self._next, self._orphaned_below, *(iteration + 1 for iteration in self._pushed)])
 
     def _complete_known(self) -> list[Sum]:

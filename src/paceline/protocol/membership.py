@@ -143,7 +143,6 @@ class Membership:
 
     @property
     def servers(self) -> dict[int, int]:
-        """The ranks of the servers, by incarnation."""
         return {server.incarnation: server.rank for server in self.of(Role.SERVER)}
 
     def find(self, incarnation: int) -> Member | None:
@@ -220,7 +219,6 @@ class Membership:
         return tuple([self._members[member] for member, last_s in sorted(self._heartbeat_s.items()) if last_s < due_s])
 
     def remove(self, incarnation: int) -> Member | None:
-        """Remove a member; return it, or None for an unknown incarnation."""
         member = self._members.pop(incarnation, None)
         if member is not None:
             del self._by_node[member.node], self._by_rank[member.role][member.rank], self._heartbeat_s[incarnation]

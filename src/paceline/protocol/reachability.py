@@ -66,7 +66,6 @@ class Reachability:
         self._last_s: dict[int, float] = {}
 
     def record_heartbeat(self, server: int, unreachable: Collection[int], time_s: float) -> None:
-        """Record a heartbeat with all servers that are unreachable for its sender."""
         if self._silence_s(server, time_s) > self._patience_s:
             self._since_s[server] = time_s
         self._last_s[server] = time_s

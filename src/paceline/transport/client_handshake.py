@@ -62,7 +62,6 @@ class ClientHandshake:
         self._transcript: tuple[bytes, ...] = ()
 
     def check(self, header: Header) -> None:
-        """Raise ProtocolError unless this frame is the expected frame or a refusal."""
         expected = header.kind in (self.expected_kind, FrameKind.REFUSED, FrameKind.ERROR)
         if not expected or frame_bytes(header) > Limits().max_handshake_bytes:
             raise ProtocolError(

@@ -40,7 +40,6 @@ class Connection(FrameReceiver):
         """Begin the handshake on the connected transport."""
 
     def close(self) -> None:
-        """Close the connection after sending its backlog."""
         if self._peer is not None:
             self._peer.close()
         else:
@@ -95,7 +94,6 @@ class Connection(FrameReceiver):
             _logger.exception("the handler failed on the loss of %s", peer.address)
 
     def _start_timer(self, timeout_s: float, call: Callable[[], None]) -> None:
-        """Call a function after a timeout, unless the timer is cancelled."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

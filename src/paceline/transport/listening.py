@@ -170,7 +170,6 @@ class SocketListener(Listener):
     def start(
         cls, endpoint: Endpoint, service: Service, listening: Sequence[socket.socket], context: ssl.SSLContext | None
     ) -> SocketListener:
-        """Accept connections on these sockets in the running loop; a context enables TLS."""
         listener = cls(endpoint, service, listening, context)
         for bound in listening:
             listener._run(listener._accept_all(bound))

@@ -152,7 +152,6 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
 
     @property
     def is_within_frame(self) -> bool:
-        """Return whether only part of a frame has been received."""
         return self._end > self._start
 
     def stop_receiving(self) -> None:

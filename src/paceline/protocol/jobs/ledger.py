@@ -194,7 +194,6 @@ class JobLedger:
         return JobAccount(files=pool.sizes, done=done_shards(pool.done()), progress=self.results.progress_of_done())
 
     def state(self, num_workers: int, time_s: float) -> JobState:
-        """Return the job's progress; `num_workers` workers are alive."""
         done, total = self.leases.pool.progress()
         started_s, ended_s = self.leases.started_s, self.leases.ended_s
         until_s = time_s if ended_s is None else ended_s

@@ -47,7 +47,6 @@ class MemberLedger:
         self._taken: set[tuple[int, int]] = set()
 
     def counted(self, counters: Counters) -> None:
-        """Record this worker's counters before they are sent."""
         self._progress = counters
 
     def sent(self, request: messages.JobRequest, body: Any = ()) -> messages.JobRequest:

@@ -53,7 +53,6 @@ class Results:
 
     @property
     def num_reports(self) -> int:
-        """The number of reports that the poster can take."""
         return len(self._reports)
 
     def note_progress(self, incarnation: int, counters: Counters) -> None:
@@ -118,7 +117,6 @@ class Results:
         return _sum(self._current)
 
     def progress_of_done(self) -> Counters:
-        """The sum of all workers' counters over the finished shards."""
         return _sum(self._of_done)
 
 

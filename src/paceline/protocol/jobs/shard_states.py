@@ -71,7 +71,6 @@ class ShardStates:
         states[shard] = state
 
     def end(self, file: int, num_shards: int) -> None:
-        """Remove the shards past the end of a file."""
         self.sizes[file] = num_shards
         for (_, of), states in self._states.items():
             if of == file:

@@ -166,11 +166,9 @@ class Shards:
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """The number of shards of each file, None if unknown."""
         return tuple(self._states.sizes)
 
     def shard_of(self, lease: int) -> tuple[int, int, int] | None:
-        """Return the (epoch, file, shard) of an open lease, else None."""
         return self._open[lease][1] if lease in self._open else None
 
     def holds(self, worker: int) -> bool:

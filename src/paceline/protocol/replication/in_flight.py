@@ -178,7 +178,6 @@ class PendingPushes:
                 del self._by_push[key]
 
     def forward(self, push: PendingPush, target: int, buckets: Buckets) -> Forward:
-        """Forward a push to a server, and wait for its acknowledgement."""
         number = next(self._numbers)
         push.waiting[target] = number, buckets
         self._by_number[number] = push

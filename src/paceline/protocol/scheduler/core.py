@@ -113,7 +113,6 @@ class SchedulerCore:
 
     @property
     def heartbeat_s(self) -> float:
-        """The interval of the clock, and of members' heartbeats."""
         return self.cluster.heartbeat_s
 
     def is_watched(self, incarnation: int) -> bool:
@@ -137,7 +136,6 @@ class SchedulerCore:
         return out
 
     def check(self, peer: object, message: Any) -> None:
-        """Raise ProtocolError if a process may not send this message now."""
         if isinstance(message, Register) and self.sessions.has_joined(peer):
             raise ProtocolError(f"node {message.node!r} has registered twice on one connection")
         if isinstance(message, Rejoin) and message.view.num_buckets not in (0, self._num_buckets):
@@ -203,7 +201,6 @@ class SchedulerCore:
         return call.session.answer(call.request, content, body)
 
     def end(self, reason: str) -> list[Instruction]:
-        """End the cluster: every process ends in good order."""
         out = self._answer(self.jobs.end())
         for session in self.sessions.connected.values():
             out += session.notify(Ended(reason=reason))

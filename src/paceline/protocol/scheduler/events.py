@@ -147,7 +147,6 @@ class NotifyOperator(Struct, frozen=True):
 
 
 def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) -> NotifyOperator:
-    """Return the note that the cluster cannot continue without these servers."""
     names = " and ".join(f"server {server.rank} ({server.node})" for server in servers)
     advice = advice or "If these are dead, start the scheduler again with --accept-minority"
     return NotifyOperator(f"waits for {names}: too few servers that hold buckets are connected {aim}. {advice}")

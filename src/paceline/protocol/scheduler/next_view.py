@@ -119,7 +119,6 @@ class Drains:
         self._are_all = set(servers) <= self.servers and len(servers) >= num_expected
 
     def add(self, server: int, servers: Collection[int]) -> None:
-        """Add a server that wants to leave; `servers` are all servers."""
         self.servers.add(server)
         self._are_all = set(servers) <= self.servers
 

@@ -66,7 +66,6 @@ class MemberEnd:
             del self._notices[known]
 
     def take(self, request: int) -> SentMessage | None:
-        """Remove a call, which is answered or abandoned; return it."""
         return self._calls.pop(request, None)
 
     def calls(self) -> list[SentMessage]:

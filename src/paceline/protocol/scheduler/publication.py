@@ -51,12 +51,10 @@ class Publication:
         """The epoch of the newest view, committed or not."""
 
     def take_over(self, latest: View, term: int) -> None:
-        """Continue from the newest view of another scheduler, in this term (:func:`term_after`)."""
         self.term = term
         self.committed, self.epoch, self.proposal = latest, latest.epoch + VERSION_GAP, None
 
     def may_follow(self, heard: Collection[int], ended: Collection[int]) -> bool:
-        """Whether these servers are enough to commit another view."""
         return may_commit(self.committed.voters, ended, heard, self.replicas)
 
     def offer(self, wanted: View, *, released: Collection[int], ended: Collection[int]) -> Step:

@@ -47,7 +47,6 @@ class Evidence:
         return [view.voters] if is_committed else [view.voters, view.former_voters]
 
     def is_member(self, returned: Rejoin) -> bool:
-        """Whether a process that is back is still a member by the newest view."""
         return returned.member.role is Role.OBSERVER or not self.latest.excludes(returned.member.incarnation)
 
     def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
@@ -56,7 +55,6 @@ class Evidence:
         return tuple(member for member in self.latest.members if member.incarnation not in there)
 
     def awaited(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """Return the missing members and voters, whose processes may have ended."""
         awaited = (*self.missing(ended), *self.missing_voters(ended))
         return tuple({member.incarnation: member for member in awaited}.values())
 
@@ -80,7 +78,6 @@ class Evidence:
         return frozenset().union(*self._electorates) - self._back() - set(ended)
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """Return the absent voters whose names are known."""
         known = {
             member.incarnation: member for rejoin in self.returned for member in (*rejoin.former, *rejoin.view.members)
         }
@@ -99,7 +96,6 @@ class Evidence:
         return bool(self.returned) and has_poster and not self.missing(ended)
 
     def _back(self, promised: int = 0) -> set[int]:
-        """Return the incarnations that are back and have promised this term."""
         return {rejoin.member.incarnation for rejoin in self.returned if rejoin.promised >= promised}
 
 
@@ -130,7 +126,6 @@ class Succession:
         return self.evidence.returned[0].cluster
 
     def goes_on(self, returned: Rejoin) -> bool:
-        """Whether a process that is back stays a member."""
         return returned.member.incarnation not in self.ended and self.evidence.is_member(returned)
 
     def present(self) -> list[Member]:
@@ -138,7 +133,6 @@ class Succession:
         return returned + [member for member in self.evidence.latest.members if member.incarnation in self.unwelcomed]
 
     def absent(self) -> list[Member]:
-        """Return the servers that may live and are not back."""
         there = self.ended | {member.incarnation for member in self.present()}
         servers = (member for member in self.evidence.latest.members if member.role is Role.SERVER)
         return [member for member in servers if member.incarnation not in there]
@@ -247,7 +241,6 @@ class Recovery:
         return [events.SendElsewhere(peer) for peer in self._returned]
 
     def awaited(self) -> tuple[Member, ...]:
-        """Return the members that have not rejoined, whose processes may have ended."""
         return self.evidence().awaited(self._ended)
 
     def decide(self, registering: Collection[str], time_s: float) -> list[Outcome]:

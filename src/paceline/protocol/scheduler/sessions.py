@@ -44,7 +44,6 @@ class Session:
         return [] if answer is None else self._send(request, *answer)
 
     def repeat_all(self) -> list[SendMessage]:
-        """Send again all answers that may have been lost."""
         return [send for request, answer in self.end.answers() for send in self._send(request, *answer)]
 
     def notify(self, message: Any) -> list[SendMessage]:
@@ -84,7 +83,6 @@ class Sessions:
         self._joining[peer] = request
 
     def has_joined(self, peer: object) -> bool:
-        """Whether the process has requested to join, or is a member."""
         return peer in self._joining or self.connected[peer].incarnation is not None
 
     def answer_joining(self, peer: object, answer: Any) -> list[SendMessage]:

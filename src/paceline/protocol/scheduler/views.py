@@ -88,7 +88,6 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     @property
     def num_buckets(self) -> int:
-        """The number of buckets that have chains, including lost buckets."""
         return sum(group.buckets.bit_count() for group in self.groups)
 
     @property
@@ -111,12 +110,10 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
         return self.same_servers(former) and set(former.members) <= set(self.members)
 
     def without_workers(self) -> View:
-        """Return the part of the view that workers need: servers and chains."""
         servers = tuple(member for member in self.members if member.role is Role.SERVER)
         return replace(self, members=servers, is_partial=True)
 
     def excludes(self, incarnation: int) -> bool:
-        """Whether the view shows that this incarnation was removed."""
         if self.is_partial or incarnation > self.last_incarnation:
             return False
         return all(member.incarnation != incarnation for member in self.members)

@@ -88,7 +88,6 @@ class ServerCore:
 
     @property
     def filling(self) -> frozenset[int]:
-        """The servers that receive buckets from this server."""
         return self.replication.filling
 
     @property
@@ -112,7 +111,6 @@ class ServerCore:
 
     @property
     def pending_pushes(self) -> set[object]:
-        """The tokens of pushes that wait for successors."""
         return self.replication.pushes.waiting
 
     def forwarded(self, worker: int, sequence: int) -> list[tuple[object, Buckets]]:
@@ -136,11 +134,9 @@ class ServerCore:
         return worker in self.workers.counted
 
     def is_excluded(self, incarnation: int) -> bool:
-        """Return whether a process has left or died, by its incarnation."""
         return self.workers.is_excluded(incarnation)
 
     def is_ahead(self, worker: int) -> bool:
-        """Return whether a worker is in a later iteration than another one."""
         gate = self.workers.gate
         return gate.clocks.get(worker, 0) > gate.minimum
 
@@ -208,7 +204,6 @@ class ServerCore:
         self.progress.drop(is_of_it)
 
     def withhold(self, token: object, deadline_s: float) -> None:
-        """Set the deadline of a withheld push: see :class:`replication.Withhold`."""
         self.progress.withhold(token, deadline_s)
 
     def push(self, worker: int, sequence: int, iteration: int, buckets: Buckets | None = None) -> Verdict:

@@ -66,7 +66,6 @@ class BlockedReads:
         self._reads[read.token] = read
 
     def pass_gate(self, token: object) -> None:
-        """Record that the gate is open for a read, if the read still waits."""
         if token in self._reads:
             self._past_gate[token] = None
 
@@ -233,7 +232,6 @@ class Progress:
         self.sum_up(self.updates.lead(version, buckets, workers, followers))
 
     def sum_up(self, sums: Iterable[Sum]) -> None:
-        """Sum and apply complete iterations, and push the sums down the chains."""
         for item in sums:
             assert self.iterations is not None
             iteration, buckets = item.iteration, item.buckets
@@ -260,7 +258,6 @@ class Progress:
         self._out += [events.Late(token) for token in late]
 
     def drop(self, is_meant: Callable[[object], bool]) -> None:
-        """Drop some requests without an answer."""
         self.reads.drop_all(is_meant)
         self._give_up(is_meant)
 

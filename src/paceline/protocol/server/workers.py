@@ -57,7 +57,6 @@ class Workers:
         return sorted(excluded)
 
     def leave(self, worker: int) -> list[clocks.Instruction]:
-        """Remove a worker for good."""
         self.departed.add(worker)
         joined: list[clocks.Instruction] = []
         if worker not in self.ranks:  # it died before it joined: the other workers must not wait for it
@@ -83,13 +82,11 @@ class Workers:
             )
 
     def begin(self, num_missing: int, first_clock: int) -> None:
-        """Restart at `first_clock`, without any worker."""
         self.gate = Gate(self._consistency, num_missing, first_clock=first_clock)
         self.ranks.clear()
         self.counted.clear()
 
     def take_clocks(self, known: Clocks) -> list[clocks.Instruction]:
-        """Add the workers that this server lacks."""
         instructions: list[clocks.Instruction] = []
         # Counted workers first, by ascending clock: the first one to join an empty gate sets the minimum.
         for worker, rank, clock, counts in sorted(known.workers, key=lambda entry: (not entry[3], entry[2])):
@@ -104,7 +101,6 @@ class Workers:
         return self.gate.resume(worker) + self._join(worker, rank, clock)
 
     def sync(self, worker: int, rank: int, clock: int, counts: bool) -> list[clocks.Instruction]:
-        """Apply the clock of a worker that has taken part, and whether it currently does."""
         instructions: list[clocks.Instruction] = []
         if worker not in self.gate.clocks:
             instructions += self._join(worker, rank, clock)

@@ -85,7 +85,6 @@ class ServerConnection:
         self.channel: Channel = closed_channel(server.address.tcp)
 
     def connect(self, timeout_s: float) -> None:
-        """Connect, and send the core's messages; raises the errors of :meth:`Transport.connect`."""
         channel = self._transport.connect(self._target, self.hello, timeout_s=timeout_s)
         self._closed_bytes = self.byte_counts()
         self.channel = channel
@@ -207,7 +206,6 @@ class ServerConnection:
                 self._cut()
 
     def close(self) -> None:
-        """Close the connection; unanswered requests fail. Idempotent."""
         if self.lost is None:
             self._fail_all(UsageError(CLOSED))
         self.channel.close()

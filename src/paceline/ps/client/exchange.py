@@ -133,7 +133,6 @@ class Exchange:
         return False
 
     def accepts(self, header: Header) -> bool:
-        """Return whether the answer matches the request and has all values."""
         if self.out is not None:
             return header.kind == VALUES and bool(header.body_bytes == self.out.nbytes)
         if self.is_call:
@@ -199,7 +198,6 @@ class FrameKeys:
 
     @property
     def keys(self) -> Keys:
-        """The keys, in the order of the gradients or values."""
         if self._keys is None:
             if self._is_range:
                 start, stop = self._frame[1].tolist()
@@ -236,7 +234,6 @@ class DataRequest:
     """Whether the caller does not use the parts any longer."""
 
     def of_server(self, parts: Sequence[Any], out: Any) -> DataRequest:
-        """Return the part of this request for one server, with arrays that only it uses."""
         return DataRequest(self.kind, self.table, self.flags, self.clock, self.sequence, parts, out, True)
 
 

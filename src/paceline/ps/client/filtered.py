@@ -102,7 +102,6 @@ class TableFilters:
             selection.note_pulled(keys, values)
 
     def choose(self, keys: Keys, grads: Floats, spec: TableSpec, clock: int, seed: int) -> tuple[Keys, Floats]:
-        """Return the rows of a push to send (grads flat)."""
         if self._l1 is None:
             self._l1 = _l1_of(spec) if self.follow_weights else 0.0
         for selection in self._selections_for(spec.dim):
@@ -115,7 +114,6 @@ class TableFilters:
         return self._selections
 
     def errors(self, dim: int) -> RowErrors | ElementErrors | None:
-        """Return the error feedback for pushes on one connection; None without feedback."""
         if self.requests.values is None or not self.requests.values.keeps_error:
             return None
         if self._is_dense:

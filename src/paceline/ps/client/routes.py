@@ -132,7 +132,6 @@ class RouteWatch:
 
     @property
     def has_failed(self) -> bool:
-        """Whether no more views will come."""
         return self._error is not None
 
     def has(self, incarnation: int) -> bool:
@@ -142,7 +141,6 @@ class RouteWatch:
         return self.newest is not None and self.newest.version > version
 
     def pause(self, seconds: float) -> None:
-        """Wait for this time, or until newer routes come."""
         with self._changed:
             known = self.newest
             self._changed.wait_for(lambda: self.newest is not known, seconds)

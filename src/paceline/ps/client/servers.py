@@ -155,7 +155,6 @@ class Servers:
         own(self)
 
     def disown(self) -> None:
-        """Disable this object in a forked child: everything belongs to the parent."""
         self.lock = NoLock()
 
     def open(self, has_replicas: bool) -> None:
@@ -171,7 +170,6 @@ class Servers:
                     # It is dead or stopped: a request that needs it reconnects, or the next view excludes it.
 
     def newest(self) -> list[ServerConnection]:
-        """Return the connections of the newest view."""
         if self.watch.must_follow:
             self.follow()
         if not self.connections:
@@ -331,7 +329,6 @@ class Servers:
             self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the first unreported error of a request."""
         for connection in self.newest():
             if connection.lost is not None:
                 raise connection.lost

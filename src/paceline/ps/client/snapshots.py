@@ -217,7 +217,6 @@ class SnapshotCoordinator:
         self._start(again)
 
     def give_up(self) -> None:
-        """Cancel the snapshot in progress, if any."""
         attempt, self.attempt = self.attempt, None
         if attempt is None:
             return

@@ -141,7 +141,6 @@ class SchedulerCalls:
         self._lock: threading.Lock | NoLock = threading.Lock()
 
     def disown(self) -> None:
-        """Leave the connection to the parent of this forked process."""
         self._lock = NoLock()
 
     def send(self, struct: msgspec.Struct, body: tuple[Any, ...] = (), answer: Answer | None = None) -> SentMessage:
@@ -161,7 +160,6 @@ class SchedulerCalls:
             return message
 
     def send_once(self, notice: msgspec.Struct) -> None:
-        """Send a notice that may be lost."""
         with self._lock:
             self.channel.send(*frame_parts(NOTICE, meta=messages.encode(notice)))
 

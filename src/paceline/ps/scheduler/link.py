@@ -76,7 +76,6 @@ class Reconnection:
         self._refused_since_s = None
 
     def pause_s(self, time_s: float, *, is_elsewhere: bool) -> float:
-        """Return the pause before the next attempt."""
         if is_elsewhere:
             self._backoff = Backoff(_ELSEWHERE_PAUSE_S, _ELSEWHERE_PAUSE_S, spread=0.5)
         return self._backoff.next_s(self.remaining_s(time_s))
@@ -219,7 +218,6 @@ class SchedulerLink:
         return view
 
     def disown(self) -> None:
-        """Leave the connection to the parent of this forked process."""
         self.calls.disown()
         self.is_closing = True
 

@@ -128,7 +128,6 @@ class Answers:
             token.peer.send_error(token.header, self.stale())
 
     def expel(self, instruction: events.RejectExpelled) -> None:
-        """Reject a request of a process that is no longer a member of the cluster."""
         token = instruction.token
         peer, header = (token.peer, token.header) if isinstance(token, ChainPush | BlockedRead) else _call(token)
         assert peer is not None

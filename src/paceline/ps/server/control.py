@@ -48,7 +48,6 @@ class Traffic:
         self._peers.add(peer)
 
     def disconnected(self, peer: Peer) -> None:
-        """Add the bytes of a closed connection."""
         self._peers.discard(peer)
         statistics = peer.statistics()
         self._bytes_in += statistics.bytes_received

@@ -52,7 +52,6 @@ class FillTransfers:
         self._sent: dict[int, _Sent] = {}  # server → its last bucket
 
     def send_soon(self) -> None:
-        """Schedule the next bucket for each server that is being filled."""
         for target in self._core.filling:
             if target not in self._soon:
                 self._soon.add(target)

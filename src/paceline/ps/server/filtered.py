@@ -59,7 +59,6 @@ class _PeerTable:
         return 0 if self.memory is None else self.memory.num_bytes
 
     def decode(self, body: Bytes) -> Decoded:
-        """Return the unfiltered request. Raises UnknownKeysError and ProtocolError."""
         try:
             return self.requests.decode(body, self.memory, _MAX_BODY_BYTES)
         except UsageError as error:  # of a user's filter

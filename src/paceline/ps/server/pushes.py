@@ -131,7 +131,6 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
-    """Apply a push to the tables of this server, for its keys in `buckets`."""
     is_seen = push.header is None or push.header.kind != FORWARD  # by the primary, which is this server
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part

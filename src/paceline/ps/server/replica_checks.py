@@ -89,12 +89,10 @@ class ReplicaChecks:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The current differences from predecessors, a line for each bucket and table."""
         return tuple(self._differences.values())
 
     @property
     def num_unordered(self) -> int:
-        """The number of buckets whose rows differ because the same pushes were applied in another order."""
         return len(self._unordered)
 
     def load(self, bucket: int, order: int) -> None:

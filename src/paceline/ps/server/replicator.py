@@ -187,7 +187,6 @@ class CheckRounds:
 
     @must_succeed
     def _next(self) -> None:
-        """Send the next bucket's digest, and schedule the following one."""
         took_s = None
         found = self._checks.next(self._core, self.targets)
         if found is not None:

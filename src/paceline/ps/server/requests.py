@@ -85,7 +85,6 @@ class Requests:
         self._answers.acknowledge(peer, header, 0)
 
     def count_tick(self, peer: Peer, header: Header) -> None:
-        """Record that a worker has ended the iteration of a frame."""
         self._runtime.tick(peer.hello.incarnation, header.clock + 1)
 
     def synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:

@@ -163,7 +163,6 @@ class _Taking:
             part.moment = None
 
     def _write(self, file: str, table: str, gathered: PartBuffer) -> PartBuffer:
-        """Write a part, in a thread; return the buffer for reuse."""
         self._parts.append(write_part(self._directory, file, table, gathered))
         return gathered
 

@@ -140,7 +140,6 @@ def prove(token: str, label: str, *fields: bytes) -> bytes:
 
 
 def check_proof(token: str, label: str, proof: Proof, *fields: bytes) -> None:
-    """Raise AuthenticationError unless ``proof`` is the proof for these fields."""
     if not hmac.compare_digest(prove(token, label, *fields), proof.proof):
         raise AuthenticationError(f"the {label} does not hold this cluster's token")
 

@@ -98,7 +98,6 @@ class Seal:
         self._running.update(data)
 
     def end(self) -> bytes:
-        """Return the tag of the bytes passed to :meth:`update`."""
         outer = self._outer.copy()
         outer.update(self._running.digest())
         self._running = None
