@@ -206,7 +206,7 @@ class Iterations:
         if len(self._complete) > _KEPT_ITERATIONS:
             del self._complete[next(iter(self._complete))]
         sums = self._sum(iteration) if self._takeover.is_over else []
-        self._note_safe()
+        self._record_safe()
         return sums
 
     def acknowledged(self, iteration: int) -> None:
@@ -214,7 +214,7 @@ class Iterations:
         self._unsafe[iteration] -= 1
         if not self._unsafe[iteration]:
             del self._unsafe[iteration]
-        self._note_safe()
+        self._record_safe()
 
     def lead(self, version: int, buckets: int, workers: Collection[int], followers: Collection[int] = ()) -> list[Sum]:
         """Record the buckets that this server leads in view `version`: see :meth:`Takeover.lead`.
@@ -235,7 +235,7 @@ class Iterations:
             self._parts.adopt(buckets & ~before, ())
         if buckets & ~before & self._replication.place.short:  # the former primary's withheld iterations are unknown
             self._safe = 0
-        self._note_safe()
+        self._record_safe()
         was_over = self._takeover.is_over
         # Rule 2: pushes in flight to the former primary come again before anything is completed or read here.
         self._takeover.lead(version, buckets, {*workers, *followers})
@@ -249,7 +249,7 @@ class Iterations:
             self._check_retention()
         return [] if was_over else self._complete_known()
 
-    def _note_safe(self) -> None:
+    def _record_safe(self) -> None:
         if not self._replication.place.short:
             self._safe = max(self._safe, self._in_chain)
 

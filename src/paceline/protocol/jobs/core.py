@@ -88,7 +88,7 @@ class JobCore:
                 return [Answer(call, self._claim(received.peer))]
             case messages.CountersReceived(counters=counters):
                 if self.ledger is not None and membership.find(received.incarnation) is not None:
-                    self.ledger.results.note_progress(received.incarnation, counters)
+                    self.ledger.results.record_progress(received.incarnation, counters)
                 return []
         self._note(received, membership)
         return [Answer(call, None)]

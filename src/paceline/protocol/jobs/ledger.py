@@ -121,7 +121,7 @@ class JobLedger:
         self._news.merge(record)
         for worker in workers:
             if worker.memory is not None and worker.memory.number == self.number:
-                self.results.note_progress(worker.member.incarnation, worker.memory.progress)
+                self.results.record_progress(worker.member.incarnation, worker.memory.progress)
         for member in dead:
             self.removed(member, is_lost=True, time_s=time_s)
         if self.failed is not None:
@@ -130,9 +130,9 @@ class JobLedger:
 
     def lease_done(self, worker: Member, request: LeaseDone) -> None:
         key = self.leases.done(worker.rank, request.lease)
-        self.results.note_progress(worker.incarnation, request.progress)
+        self.results.record_progress(worker.incarnation, request.progress)
         if key is not None and self.results.shard_done(worker.incarnation, key, request.progress):
-            self._note_done([key], worker.incarnation, request.progress)
+            self._record_done([key], worker.incarnation, request.progress)
 
     def file_ended(self, file: int, num_shards: int) -> None:
         self.leases.file_ended(file, num_shards)
@@ -143,9 +143,9 @@ class JobLedger:
         """Record that the poster has its last report, because the poster has sent another request."""
         found = self.results.report_received()
         if found is not None:
-            self._note_done(found.later, found.incarnation, found.done_counters)
+            self._record_done(found.later, found.incarnation, found.done_counters)
 
-    def _note_done(self, keys: Collection[Key], incarnation: int, counters: Counters) -> None:
+    def _record_done(self, keys: Collection[Key], incarnation: int, counters: Counters) -> None:
         """Add finished shards, and the worker's counters then, to the news for members."""
         for key in keys:
             self._news.add_done(key)

@@ -55,7 +55,7 @@ class Results:
     def num_reports(self) -> int:
         return len(self._reports)
 
-    def note_progress(self, incarnation: int, counters: Counters) -> None:
+    def record_progress(self, incarnation: int, counters: Counters) -> None:
         if counters.get("job") == self._number:
             self._current[incarnation] = later(self._current.get(incarnation, {}), counters)
 

@@ -108,10 +108,6 @@ class ClusterCore:
         return self._leader.membership
 
     @property
-    def planner(self) -> Planner:
-        return self._leader.next.planner
-
-    @property
     def term(self) -> int:
         return self._leader.publication.term
 

@@ -136,7 +136,7 @@ class Leader:
             self._out.append(events.Reject(peer, str(error)))
             return
         self._connect(peer, member)
-        self._note_heartbeat(member.incarnation)
+        self._record_heartbeat(member.incarnation)
         if member.role is Role.WORKER and not is_known:
             self._flush_soon()
         if member.role is Role.SERVER:
@@ -172,7 +172,7 @@ class Leader:
                 return
             self._flush_soon()
         self._connect(peer, member)
-        self._note_heartbeat(incarnation)
+        self._record_heartbeat(incarnation)
         if returned.is_leaving:
             self._drain(incarnation)
 
@@ -184,13 +184,13 @@ class Leader:
         if member is None:
             self._out.append(events.DeclareDead(peer, "it was silent too long"))
             return
-        self._note_heartbeat(incarnation)
+        self._record_heartbeat(incarnation)
         if member.role is Role.SERVER:
             self.next.suspects.report(incarnation, unreachable, self._time_s)
 
-    def _note_heartbeat(self, incarnation: int) -> None:
+    def _record_heartbeat(self, incarnation: int) -> None:
         self.membership.record_heartbeat(incarnation, self._time_s)
-        is_reported = self.next.suspects.note_heartbeat(incarnation)
+        is_reported = self.next.suspects.record_heartbeat(incarnation)
         if is_reported is not None:
             self._plan()
         if is_reported and (member := self.membership.find(incarnation)) is not None:

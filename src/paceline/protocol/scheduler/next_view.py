@@ -56,7 +56,7 @@ class Suspects:
             self._silent[server] = False
             self._doubts[server] = "it did not rejoin the scheduler that took over"
 
-    def note_heartbeat(self, incarnation: int) -> bool | None:
+    def record_heartbeat(self, incarnation: int) -> bool | None:
         """Record a heartbeat. Return whether the wait for the member was reported; None if it was not silent."""
         self._doubts.pop(incarnation, None)
         return self._silent.pop(incarnation, None)

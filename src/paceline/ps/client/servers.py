@@ -34,8 +34,7 @@ from paceline.protocol.client import (
     Resync,
     Transmit,
 )
-from paceline.ps.client.connection import CLOSED, MAX_ANSWER_BYTES, ServerConnection, make_room
-from paceline.ps.client.cuts import CutWatch
+from paceline.ps.client.connection import CLOSED, MAX_ANSWER_BYTES, CutWatch, ServerConnection, make_room
 from paceline.ps.client.exchange import Copies, DataRequest, exchange_of, fill
 from paceline.ps.client.routes import Routes, RouteWatch, no_routes
 from paceline.ps.forked import NoLock, own

@@ -52,7 +52,7 @@ class Tables:
             )
         return known.number
 
-    def note_update(self, name: str, update: dict[str, object]) -> int:
+    def change_update(self, name: str, update: dict[str, object]) -> int:
         """Change the hyperparameters of a table; return the revision. Raises UsageError."""
         known = self._known.get(name)
         if known is None:
@@ -251,6 +251,6 @@ class Scheduler(Handler):
             case messages.DeclareTable(spec=spec):
                 return self._tables.declare(spec)
             case messages.ChangeUpdate(table=table, update=update):
-                return self._tables.note_update(table, update)
+                return self._tables.change_update(table, update)
             case messages.ListTables():
                 return self._tables.specs

@@ -171,7 +171,7 @@ def test_reports_and_counters_of_unfinished_shards_do_not_count(is_dead: bool) -
     first, second = Worker(0), Worker(1)
     lease = taken(first, ledger)
     first.predict(ledger, 1, lease)
-    ledger.results.note_progress(first.member.incarnation, {"job": 1.0, "examples": 3.0})
+    ledger.results.record_progress(first.member.incarnation, {"job": 1.0, "examples": 3.0})
     ledger.removed(first.member, is_lost=is_dead, time_s=1.0)
     state = ledger.state(1, 2.0)
     assert (state.num_reports, state.progress, state.lost_workers) == (0, {}, int(is_dead))
@@ -192,7 +192,7 @@ def test_a_dead_workers_counters_since_its_last_shard_do_not_count() -> None:
     worker = Worker(0)
     worker.done(ledger, taken(worker, ledger), 5.0)
     taken(worker, ledger)
-    ledger.results.note_progress(worker.member.incarnation, {"job": 1.0, "examples": 8.0})
+    ledger.results.record_progress(worker.member.incarnation, {"job": 1.0, "examples": 8.0})
     assert ledger.state(1, 2.0).progress == {"examples": 8.0}
     ledger.removed(worker.member, is_lost=True, time_s=1.0)
     assert ledger.state(1, 2.0).progress == {"examples": 5.0}
@@ -200,7 +200,7 @@ def test_a_dead_workers_counters_since_its_last_shard_do_not_count() -> None:
 
 def test_counters_of_another_job_do_not_count() -> None:
     ledger = JobLedger(2, spec((2,)), 1, [0])
-    ledger.results.note_progress(10, {"job": 1.0, "examples": 8.0})
+    ledger.results.record_progress(10, {"job": 1.0, "examples": 8.0})
     assert ledger.state(1, 2.0).progress == {}
 
 

@@ -36,7 +36,7 @@ def test_other_settings_are_refused_and_change_nothing() -> None:
 def test_hyperparameters_change_and_both_declarations_are_good_then() -> None:
     tables = Tables()
     tables.declare(spec("a"))
-    tables.note_update("a", to_fields(SGD(lr=0.5)))
+    tables.change_update("a", to_fields(SGD(lr=0.5)))
     assert tables.specs == [spec("a", lr=0.5)]
     assert tables.declare(spec("a")) == tables.declare(spec("a", lr=0.5)) == 1
     with pytest.raises(TableMismatchError):
@@ -48,7 +48,7 @@ def test_another_rule_and_an_undeclared_table_are_rejected(name: str, rule: Any)
     tables = Tables()
     tables.declare(spec("a"))
     with pytest.raises(UsageError):
-        tables.note_update(name, to_fields(rule))
+        tables.change_update(name, to_fields(rule))
     assert tables.specs == [spec("a")]
 
 
