@@ -184,7 +184,7 @@ def test_the_cable_between_two_servers_is_cut(
     assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 2.0
     wait_until(lambda: any(server.process.poll() is not None for server in cluster.servers.values()), "nobody ended")
     gone, other = (1, 3) if cluster.servers[1].process.poll() is not None else (3, 1)
-    why = f"it and server {other} could not reach each other for 1.5 s, though all of them live"
+    why = f"it and server {other} could not reach each other for 1.5 s, although all are alive"
     check_expelled(cluster.servers.pop(gone), why)
     cluster.check_worker()
     end(cluster.scheduler, *cluster.servers.values())

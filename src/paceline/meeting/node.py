@@ -84,8 +84,7 @@ class ConnectionReceiver(Protocol):
     """Receiver of all connections of one group and purpose; called in the acceptor's threads."""
 
     def coming(self, rank: int) -> None:
-        """Expect a connection from a rank that is not accepted yet; ``arrived`` follows. Must not wait or call the
-        node."""
+        """Expect a connection that is not accepted yet; ``arrived`` follows. Must not wait or call the node."""
 
     def arrived(self, rank: int, connected: socket.socket | None) -> None:
         """Take over the non-blocking connection; ``None`` if the handshake failed."""
@@ -171,8 +170,7 @@ class Node:
             receiver.arrived(rank, connected)
 
     def set_status(self, group: str, status: Callable[[], bytes]) -> None:
-        """Set the function that answers :meth:`request_status`. The function runs in a thread of the node and must not
-        wait."""
+        """Set the function that answers :meth:`request_status`, in a thread of the node. It must not wait."""
         with self._changed:
             self._statuses[group] = status
 

@@ -78,8 +78,7 @@ class World:
         _open_worlds.add(self)
 
     def _check_algorithms(self) -> None:
-        """Raise MismatchError unless all ranks have the same algorithm, because they would wait for one another
-        otherwise."""
+        """Raise MismatchError if the algorithms differ, because the ranks would wait for one another."""
         sides: dict[str, list[int]] = {}
         for rank, info in enumerate(self.infos):
             sides.setdefault(info.algorithm, []).append(rank)

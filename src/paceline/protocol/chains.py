@@ -273,8 +273,7 @@ class Planner:
         return self._update_chains(range(self._num_buckets))
 
     def filled(self, server: int, buckets: int) -> list[Instruction]:
-        """Record that `server` has all `buckets`; return the instructions. Buckets that the server does not await are
-        ignored."""
+        """Record that `server` has all `buckets`, except those that it does not await; return the instructions."""
         news = self._append(server, buckets)
         return self._update_chains(news, changed=bool(news))
 

@@ -63,8 +63,7 @@ class Delivery:
         return new
 
     def missing(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        """Return the result of :meth:`admit` without recording the push. Raises StaleEpochError for another server's
-        bucket."""
+        """Return the result of :meth:`admit` without recording the push; raises the same error."""
         if buckets is None:
             buckets = self._buckets
         alien = 0 if buckets == self._buckets else buckets & ~self._buckets

@@ -263,8 +263,7 @@ class Iterations:
             self._unretained_below = min(self._unretained_below, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:
-        """Record that a worker left or died; return the sums to push. Its pushes count in the iterations that it
-        ticked."""
+        """Record that a worker left or died: its pushes count in iterations that it ticked. Return the sums to push."""
         was_over = self._takeover.is_over
         for iteration, workers in self._pushed.items():
             if worker in workers:

@@ -370,7 +370,7 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
         client = cluster.connect()
         channel = cluster.transport.connect(cluster.scheduler_address, Hello(role="worker"))
         for kind, meta, error, message in [
-            (PUSH, b"", ProtocolError, "the scheduler knows no frame of kind 16"),
+            (PUSH, b"", ProtocolError, "the scheduler does not support frames of kind 16"),
             (CALL, b"\xc1", ProtocolError, "a control message that cannot be read"),
             (CALL, messages.encode(messages.Retire()), ProtocolError, "cannot be read: Invalid value 'Retire'"),
             (

@@ -89,7 +89,7 @@ def test_one_of_two_goes_and_nothing_is_lost(consistency: Consistency) -> None:
         assert not older.expelled
         assert not other.expelled
         name = f"server {older.server.tables.rank}"
-        assert younger.expelled == f"it and {name} could not reach each other for 1 s, though all of them live"
+        assert younger.expelled == f"it and {name} could not reach each other for 1 s, although all are alive"
 
 
 def test_without_cuts_there_are_no_complaints() -> None:

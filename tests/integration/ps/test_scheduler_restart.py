@@ -411,7 +411,7 @@ def test_a_worker_that_comes_too_late_is_expelled() -> None:
         cluster.replace(heartbeat_timeout_s=1.0, on_note=notes.append)
         cluster.wait_back(cluster.nodes[0].link)
         gone = f"worker 0 ({late.hello.name}) is declared dead"
-        wait_until(lambda: notes == [f"{gone}: it has not come to this scheduler, which took over"])
+        wait_until(lambda: notes == [f"{gone}: it did not rejoin the scheduler that took over"])
         cluster.doors.shut_out.clear()
         wait_until(lambda: bool(lost))
         assert any(isinstance(notice, messages.Expelled) for notice in heard)

@@ -39,10 +39,7 @@ class Remembered:
 
 
 class JobLedger:
-    """One job. `number` identifies the job; `ranks` are the ranks of the live workers.
-
-    The shards of a strided job are divided among `num_workers` workers.
-    """
+    """The ledger of job `number`: `ranks` are the live workers, and `num_workers` share the shards of a strided job."""
 
     def __init__(self, number: int, spec: JobSpec, num_workers: int, ranks: Collection[int] = ()) -> None:
         self.number = number

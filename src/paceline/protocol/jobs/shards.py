@@ -23,7 +23,7 @@ Assignment: TypeAlias = Literal["first-come", "strided"]
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The worker shall read this shard."""
+    """The worker must read this shard."""
 
     worker: int
     lease: int

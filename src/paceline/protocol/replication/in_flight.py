@@ -216,10 +216,7 @@ class PendingPushes:
 
 
 class ChainProgress:
-    """The pushes of one server that cannot be acknowledged yet.
-
-    `fills` are the server's fills; `numbers` yields numbers that identify forwards in acknowledgements.
-    """
+    """The pushes of one server that cannot be acknowledged yet."""
 
     def __init__(self, fills: Fills, numbers: Iterator[int]) -> None:
         self._fills = fills

@@ -191,7 +191,7 @@ class WatchOnly(Struct, frozen=True):
 
 
 class MemberDisconnected(Struct, frozen=True):
-    """A member has no connection any more: check whether its process has ended."""
+    """A member has lost its connection: check whether its process has ended."""
 
     incarnation: int
 

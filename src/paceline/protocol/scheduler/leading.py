@@ -91,7 +91,7 @@ class Leader:
                 self._ended(incarnation, events.PROCESS_ENDED)
             case MessageReceived(peer, Leave()):
                 self.newcomers.forget(peer)
-                # Its process ends, so the cluster needs no answer of it.
+                # Its process ends, so a view without it needs no answer from it.
                 self._ended(self.peers.incarnation_of(peer), None)
             case events.Doubted(incarnation):
                 if self.membership.doubt(incarnation):

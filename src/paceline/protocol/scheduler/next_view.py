@@ -77,7 +77,7 @@ class Suspects:
         if cut_off is None:
             return False
         others = " and ".join(f"server {ranks[other]}" for other in cut_off.peers)
-        reason = f"it and {others} could not reach each other for {self._timeout_s:g} s, though all of them live"
+        reason = f"it and {others} could not reach each other for {self._timeout_s:g} s, although all are alive"
         self._cut_off[cut_off.server] = reason
         return True
 

@@ -2,20 +2,20 @@
 
 A :class:`View` has the members of the cluster and the chain of servers of each bucket. A view that does more than add
 workers is first *prepared*: the servers store it and answer. They act on it once it is *committed*. So the next
-scheduler learns of every view that a member may have acted on, and of two schedulers that both believe to lead the
-cluster, one can neither commit a view nor take over:
+scheduler finds every view that a member may have acted on. If two schedulers lead the same cluster, one of them can
+neither commit a view nor take over:
 
-* a view is committed once these servers have it: half of the voters of the view before, or all but `replicas` of them
+* a view is committed once these servers have it: half of the voters of the former view, or all but `replicas` of them
   if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
 * a scheduler takes over with a majority of the voters of the newest known view, or with more than `replicas` of them
   (:func:`may_take_over`), so that any two such sets intersect. If that view is possibly not committed, the former
   scheduler may still continue from the view before, so the same holds for the voters of that view. If only workers
-  know the newest view, whose views contain no workers, the same holds for the newest view that contains workers;
-  otherwise a removed worker could count as a member. All these voters have promised to prepare no view of a lower
+  know the newest view (their views contain no workers), the same holds for the newest view with workers; otherwise a
+  removed worker could count as a member. All these voters have promised to prepare no view of a lower
   term.
 
-Voters are the servers that have a bucket. A voter whose process has ended is not waited for, and its answer does not
-count either: it may have ended under another scheduler.
+Voters are the servers that have a bucket. The quorums neither await nor count a voter whose process has ended, because
+it may have ended under another scheduler.
 
 Source: views and their change as in Viewstamped Replication Revisited (Liskov and Cowling 2012); the two quorums that
 need only intersect one another: Howard, Malkhi and Spiegelman 2016 "Flexible Paxos".

@@ -12,10 +12,7 @@ _MAX_AHEAD = 1 << 20  # iterations by which one worker may be ahead of another i
 
 
 class Workers:
-    """The gate of one server and its workers. Instructions returned here are the gate's.
-
-    `expected` workers must join before the first iteration can complete.
-    """
+    """The gate of one server and its workers. Instructions returned here are the gate's."""
 
     def __init__(self, consistency: Consistency, expected: int) -> None:
         self._consistency = consistency

@@ -216,8 +216,7 @@ class Servers:
         return instructions
 
     def execute(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out the core's instructions. After an exception, :meth:`follow` continues with the remaining
-        instructions."""
+        """Carry out the core's instructions. After an exception, :meth:`follow` continues with the other ones."""
         self._to_do.extend(instructions)
         answer_bytes: dict[int, int] = {}
         while self._to_do:

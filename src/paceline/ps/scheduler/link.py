@@ -258,7 +258,7 @@ class SchedulerLink:
             except BaseException as error:
                 self._fail(
                     PeerError(
-                        f"the line to the scheduler at {self.address} has failed ({type(error).__name__}: {error}), "
+                        f"the link to the scheduler at {self.address} has failed ({type(error).__name__}: {error}), "
                         "and this process cannot continue without it; please report this"
                     )
                 )

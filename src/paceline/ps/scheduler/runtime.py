@@ -136,7 +136,9 @@ class Scheduler(Handler):
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind not in (CALL, NOTICE):
-            raise ProtocolError(f"the scheduler knows no frame of kind {header.kind}; is the peer of this version?")
+            raise ProtocolError(
+                f"the scheduler does not support frames of kind {header.kind}: run one version everywhere"
+            )
         message = messages.decode_to_scheduler(meta)
         self.core.check(peer, message)
         self._receive(peer, header, message, body)
@@ -202,7 +204,7 @@ class Scheduler(Handler):
                 for rejoin in sorted(rejoins, key=lambda rejoin: rejoin.member.role is not Role.SERVER):
                     self._tables.restore(rejoin.tables)
                 for member in dead:
-                    self._report_dead(member, "it has not come to this scheduler, which took over")
+                    self._report_dead(member, "it did not rejoin the scheduler that took over")
             case events.FlushSoon():
                 last_s = -math.inf if self._flush is None else self._flush.when()
                 self._flush = loop.call_at(max(loop.time(), last_s + _FLUSH_S), lambda: self._feed(events.Flush()))

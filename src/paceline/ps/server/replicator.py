@@ -205,10 +205,7 @@ class CheckRounds:
 
 
 class Replicator:
-    """The chain messages of one server. Without `links` it can only be the last server of every chain.
-
-    `fail` is called with an exception after which the server must not continue.
-    """
+    """The chain messages of one server. Without `links` it can only be the last server of every chain."""
 
     def __init__(
         self, core: ServerCore, tables: ServerTables, links: ChainLinks | None, checks: ReplicaChecks, *, fail: Fail
@@ -360,10 +357,7 @@ class Replicator:
                 self.send_clocks(target)
 
     def set_update(self, number: int, update: dict[str, Any], revision: int) -> None:
-        """Set a table's hyperparameters unless the table has a later revision, and notify the successors.
-
-        Raises UsageError for another rule.
-        """
+        """Set hyperparameters unless the table has a later revision; notify the successors. Raises UsageError."""
         self._set_update(number, update, revision)
         self.tables_changed()
 

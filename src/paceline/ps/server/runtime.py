@@ -35,11 +35,7 @@ _logger = logging.getLogger("paceline.ps")
 
 
 class Runtime:
-    """The core of one server with its tables, answers and links.
-
-    `transport` is for connections to other servers; `on_filled` receives messages for the scheduler, and does not
-    raise.
-    """
+    """The core of one server with its tables, answers and links; :class:`Server` describes the parameters."""
 
     def __init__(
         self,

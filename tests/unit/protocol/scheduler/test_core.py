@@ -497,7 +497,7 @@ def test_one_of_two_servers_that_do_not_reach_each_other_is_expelled() -> None:
     removed = scheduler.last(events.Removed)
     assert removed.member == c.member
     assert removed.reason is not None
-    assert "it and server 0 could not reach each other for 10 s, though all of them live" in removed.reason
+    assert "it and server 0 could not reach each other for 10 s, although all are alive" in removed.reason
     assert c.fate == events.DeclareDead(scheduler.last(events.DeclareDead).peer, removed.reason)
 
 
