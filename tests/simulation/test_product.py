@@ -46,7 +46,7 @@ def violations(num_faults: int) -> Iterator[str]:
             yield violation
 
 
-def test_a_filter_that_lets_all_through_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_duplicate_filter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     BREAK["exactly once"](monkeypatch)
     assert any("(exactly once)" in each or "(reads)" in each for each in violations(8))
 

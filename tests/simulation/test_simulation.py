@@ -99,7 +99,7 @@ def test_each_kind_of_fault_alone(kind: str) -> None:
     assert sum(each.fired[kind] for each in outcomes) > 0
 
 
-def test_a_cut_cable_holds_all_up_unless_one_of_the_two_servers_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_cable_stops_progress_unless_one_server_is_expelled(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = range(10)
     outcomes = [ProtocolCluster(seed, faults=("cable",), num_faults=4).run() for seed in seeds]
     assert [each.violation for each in outcomes if each.violation] == []

@@ -151,7 +151,7 @@ def _end_well(*ranks: Rank) -> None:
 
 
 @_SHARED_FIRST
-def test_a_killed_rank_is_named_at_once(programs: Programs, algorithm: str) -> None:
+def test_a_killed_rank_is_named_immediately(programs: Programs, algorithm: str) -> None:
     ranks = programs.start("loop", PACELINE_ALGORITHM=algorithm)
     for rank in ranks:
         rank.wait_for("loops")
@@ -222,7 +222,7 @@ def test_another_call_is_reported_on_every_rank(programs: Programs) -> None:
 
 
 @_SHARED_FIRST
-def test_an_interrupted_rank_ends_at_once(programs: Programs, algorithm: str) -> None:
+def test_an_interrupted_rank_ends_immediately(programs: Programs, algorithm: str) -> None:
     ranks = programs.start("loop", PACELINE_ALGORITHM=algorithm, ITEMS="100000", STAY="1")
     for rank in ranks:
         rank.wait_for("loops")

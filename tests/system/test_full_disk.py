@@ -52,7 +52,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         holder.stdin.close()
 
 
-def test_a_full_disk_and_one_to_be_read_only(paceline: Commands, click_log: tuple[Path, Path], disk: Disk) -> None:
+def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[Path, Path], disk: Disk) -> None:
     """One snapshot fits on it, and a model beside it does not."""
     snapshots, model = disk.folder / "snapshots", disk.folder / "model"
 

@@ -208,7 +208,7 @@ def test_a_killed_rank_ends_the_others(paceline: Commands, tmp_path: Path, numbe
     assert processes_left(paceline) == []
 
 
-def test_interrupted_it_ends_everything_and_a_second_time_at_once(paceline: Commands, tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_processes_and_a_second_one_kills_them(paceline: Commands, tmp_path: Path) -> None:
     paceline.environment["CHILD"] = "1"
     stubborn = "import signal; signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True))" + _WAIT.replace(
         "time.sleep(600)\n", "while True: time.sleep(600)\n"
@@ -307,7 +307,7 @@ def test_a_master_port_in_use_is_one_sentence(paceline: Commands, tmp_path: Path
     assert f"127.0.0.1:{port}: the port is in use" in refused.err
 
 
-def test_launchers_of_others_start_a_script_as_it_is(paceline: Commands, tmp_path: Path) -> None:
+def test_other_launchers_start_an_unchanged_script(paceline: Commands, tmp_path: Path) -> None:
     """It finds out by itself who it is."""
     text = "from paceline import collectives; import numpy as np; group = collectives.init()\n"
     text += (

@@ -38,7 +38,7 @@ def _told(process: subprocess.Popen[str]) -> Path:
     return Path(process.stdout.readline().strip())
 
 
-def test_it_goes_when_it_is_closed_and_with_its_last_reference(tmp_path: Path) -> None:
+def test_a_folder_is_removed_at_close_and_with_its_last_reference(tmp_path: Path) -> None:
     with TemporaryFolder.make("one", tmp_path) as closed:
         assert (closed.path.is_dir(), closed.path.stat().st_mode & 0o777) == (True, 0o700)
         (closed.path / "file").touch()
@@ -50,7 +50,7 @@ def test_it_goes_when_it_is_closed_and_with_its_last_reference(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("then", ["", "raise SystemExit(3)", "1 / 0"])
-def test_it_goes_with_the_interpreter(tmp_path: Path, then: str) -> None:
+def test_a_folder_is_removed_when_the_interpreter_ends(tmp_path: Path, then: str) -> None:
     with _hold(tmp_path, f"sys.stderr.close(); {then}") as process:
         assert _told(process).parent == tmp_path
     assert list(tmp_path.iterdir()) == []

@@ -143,7 +143,7 @@ def test_calls_that_differ_raise_everywhere(options: dict[str, Any], case: str, 
 
 
 @engines
-def test_a_rank_that_does_not_come_is_named(options: dict[str, Any]) -> None:
+def test_the_error_names_the_missing_rank(options: dict[str, Any]) -> None:
     is_over = threading.Event()
     size = options["size"]
     num_over = threading.Semaphore(0)
@@ -425,7 +425,7 @@ class TestJoining:
             join(MemoryStore(), 0, 3, token="a token for tests", timeout=timedelta(seconds=0.1))
         assert lost.value.ranks == (1, 2)
 
-    def test_a_part_whose_ranks_do_not_come_is_given_up(self) -> None:
+    def test_a_subgroup_with_a_missing_rank_fails(self) -> None:
         def call(group: Group) -> None:
             if group.rank != 1:
                 with pytest.raises(RankLostError, match="rank 1") as lost:

@@ -49,7 +49,7 @@ def test_everything_works(certificates: dict[str, TLS], check: str) -> None:
     run_ranks(3, COLLECTIVE_CHECKS[check], hosts=[0, 0, 1], tls=certificates["ours"])
 
 
-def test_nothing_goes_in_the_clear(certificates: dict[str, TLS], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_traffic_is_encrypted(certificates: dict[str, TLS], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks write to their TCP connections has neither their data nor their calls in it."""
     real = client.open_socket
 

@@ -68,7 +68,7 @@ def count(client: Client) -> None:
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1), Sequential()], ids=str)
-def test_one_of_two_goes_and_nothing_is_lost(consistency: Consistency) -> None:
+def test_one_of_two_disconnected_servers_is_expelled_without_loss(consistency: Consistency) -> None:
     cables = Cables()
     with Cluster(
         servers=3, workers=2, replicas=1, consistency=consistency, heartbeat_timeout_s=TIMEOUT_S, transport=cables

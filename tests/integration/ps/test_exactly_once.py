@@ -110,7 +110,7 @@ def test_several_cuts_and_a_frame_that_comes_twice() -> None:
 
 
 @pytest.mark.parametrize("kind", [PUSH, PUSH_PULL, TICK], ids=["push", "push_pull", "tick"])
-def test_a_frame_that_comes_twice_is_applied_once(kind: int) -> None:
+def test_a_duplicate_frame_is_applied_once(kind: int) -> None:
     with Cluster(workers=1, consistency=Sequential()) as cluster:
         client, plan = faulty(cluster, Fault(action="duplicate", rank=0, step=1, kind=kind))
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -173,7 +173,7 @@ def test_a_dropped_gradient_is_still_dropped_when_its_answer_was_lost() -> None:
         assert beside.pull([1]) == -1
 
 
-def test_numbers_of_one_client_mean_nothing_to_another() -> None:
+def test_clients_have_independent_numbers() -> None:
     with Cluster(workers=3) as cluster:
         for rank in range(3):
             table = cluster.connect(rank=rank).sparse_table("w", update=SGD(lr=1.0))

@@ -327,7 +327,7 @@ def test_a_late_joiner_starts_where_the_others_are() -> None:
         assert ticket.result() == -9
 
 
-def test_ahead_of_oneself_only_as_far_as_the_consistency_allows() -> None:
+def test_pulls_run_ahead_only_as_far_as_the_consistency_allows() -> None:
     with Cluster(workers=1, consistency=BoundedDelay(tau=1)) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -385,7 +385,7 @@ def test_a_client_used_from_several_threads() -> None:
         assert len(table) == 240
 
 
-def test_no_worker_waits_for_one_that_died_before_it_took_part() -> None:
+def test_no_worker_waits_for_a_worker_that_died_before_it_joined() -> None:
     with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
         client = cluster.connect()
         other = cluster.link()  # registers as a worker, and dies before it joins the iterations

@@ -101,7 +101,7 @@ def test_closed_within_the_block() -> None:
 
 @pytest.mark.parametrize("is_missed", [False, True])
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)], ids=str)
-def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_again(
+def test_a_server_in_no_chain_drops_the_clocks_and_receives_them_again(
     consistency: Consistency, is_missed: bool
 ) -> None:
     """Also from a server that has missed the map by which it was in no chain, and has a connection to it."""

@@ -123,7 +123,7 @@ def load_while(
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_a_server_joins_meanwhile(
+def test_a_server_joins_during_the_load(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch, replicas: int
 ) -> None:
     folder, expected = snapshot
@@ -178,7 +178,7 @@ def test_a_server_takes_no_word_of_another_version(snapshot: tuple[Path, list[Fl
             client.servers.newest()[0].call(request, sequence=1)
 
 
-def test_a_server_dies_meanwhile_and_another_takes_its_place(
+def test_a_server_dies_and_another_server_replaces_it(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, expected = snapshot

@@ -104,7 +104,7 @@ def test_the_rows_are_named() -> None:
         assert table.rows() == {}
 
 
-def test_a_refused_push_may_come_again() -> None:
+def test_a_rejected_push_may_be_resent() -> None:
     with Cluster() as cluster:
         table = Table(cluster.connect(rank=0), "sparse", Adagrad(lr=1.0))
         for _ in range(2):

@@ -14,7 +14,7 @@ from paceline.transport import Hello
 from .harness import PATIENCE_S, Cluster, wait_until
 
 
-def test_a_hanging_loop_is_reported_once_and_when_it_goes_on() -> None:
+def test_a_blocked_loop_is_reported_once_and_again_when_it_continues() -> None:
     loop, said = asyncio.new_event_loop(), list[str]()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

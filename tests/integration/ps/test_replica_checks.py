@@ -60,7 +60,7 @@ def test_replicas_are_equal_to_the_bit_while_pushes_are_under_way(consistency: C
 
 
 @pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
-def test_no_alarm_while_servers_come_and_go(consistency: Consistency) -> None:
+def test_no_differences_are_reported_while_servers_join_and_leave(consistency: Consistency) -> None:
     with Cluster(servers=3, workers=2, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         clients, observer = cluster.connect_all(), cluster.connect(observer=True)
         done = threading.Event()
@@ -108,7 +108,7 @@ def test_a_push_that_is_not_applied_on_a_replica_is_reported(caplog: pytest.LogC
         assert len(logged & {*first}) == len(logged & {*second}) == 8
 
 
-def test_a_push_that_never_came_is_reported() -> None:
+def test_a_missing_push_is_reported() -> None:
     with Cluster(servers=2, workers=1, replicas=1) as cluster:
         client = cluster.connect()
         sparse, _ = tables_of(client, SGD(lr=1.0))

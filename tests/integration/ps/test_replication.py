@@ -121,7 +121,7 @@ def test_a_join_moves_the_fewest_buckets() -> None:
         assert (values(client, "sparse") == 2 * ITERATIONS).all()
 
 
-def test_a_new_table_goes_down_the_chains_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_table_is_created_on_all_servers_of_the_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client declared one while a server joined that it did not know: what it pushed was never acknowledged."""
     with Cluster(servers=3, workers=1, replicas=2) as cluster:
         client = cluster.connect()

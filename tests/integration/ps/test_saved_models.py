@@ -91,7 +91,7 @@ def test_training_goes_on_as_if_never_saved(rule: UpdateRule, tmp_path: Path) ->
             assert same(values(client, rule), expected)
 
 
-def test_a_model_has_the_hyperparameters_of_now(tmp_path: Path) -> None:
+def test_a_model_has_the_current_hyperparameters(tmp_path: Path) -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=Adam(lr=0.1))

@@ -400,7 +400,7 @@ def test_workers_leave_a_job_whose_driver_has_ended(cluster: Restartable, poster
     assert begin(worker, job) == number
 
 
-def test_a_worker_that_comes_too_late_is_expelled() -> None:
+def test_a_worker_that_returns_too_late_is_expelled() -> None:
     with Restartable(servers=1, workers=2) as cluster:
         heard: list[msgspec.Struct] = []
         lost: list[BaseException] = []
@@ -567,7 +567,7 @@ def test_no_replacement_joins(cluster: Restartable) -> None:
         impatient.call(messages.GetView())
 
 
-def test_a_line_that_is_closed_meanwhile_does_not_wait(cluster: Restartable) -> None:
+def test_a_link_closes_without_waiting_for_a_dead_scheduler(cluster: Restartable) -> None:
     member = cluster.member()
     cluster.kill_scheduler()
     member.close()

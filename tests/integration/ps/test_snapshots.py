@@ -204,7 +204,7 @@ def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: p
             assert len(sparse) == 4000
 
 
-def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+def test_damage_is_reported_and_the_earlier_snapshot_is_used(tmp_path: Path) -> None:
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         taker = SnapshotCoordinator(observer, tmp_path)

@@ -230,7 +230,7 @@ def test_compensation_looks_at_the_pull_of_its_own_iteration() -> None:
 
 
 @pytest.mark.parametrize("kind", [PUSH, PUSH_PULL], ids=["push", "push_pull"])
-def test_a_repeat_goes_down_the_chain_as_it_was_applied(kind: int) -> None:
+def test_a_repeated_push_is_forwarded_as_it_was_applied(kind: int) -> None:
     plan = FaultPlan(
         (
             Fault(action="cut", role="server", rank=0, step=1, kind=FORWARD),
@@ -273,7 +273,7 @@ def test_a_repeat_of_a_dropped_push_counts_once(replicas: int) -> None:
         assert sum(sum(server.staleness[1:]) for server in statistics_of(a, "w")) == 1
 
 
-def test_a_fresh_gradient_is_left_as_it_is() -> None:
+def test_a_fresh_gradient_is_unchanged() -> None:
     with Cluster(workers=1, consistency=Eventual(), stale=DelayCompensate(strength=100.0)) as cluster:
         table = sparse(cluster.connect())
         for step in range(5):

@@ -220,7 +220,7 @@ def test_set_update(servers: int) -> None:
 
 
 @SERVERS
-def test_a_table_is_declared_as_at_first_or_as_it_is_now(servers: int) -> None:
+def test_a_table_is_declared_with_the_initial_or_current_hyperparameters(servers: int) -> None:
     with Cluster(servers=servers) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))

@@ -183,7 +183,7 @@ def test_time_outs_leave_the_connection_usable(agents: list[Agent]) -> None:
     assert call(a, 1, add, 1, 2) == 3
 
 
-def test_calls_of_one_caller_run_next_to_one_another(agents: list[Agent]) -> None:
+def test_calls_of_one_caller_run_concurrently(agents: list[Agent]) -> None:
     a = agents[0]
     gates.clear()
     waiting = [start(a, 1, pass_gate, f"g{i}") for i in range(4)]

@@ -249,7 +249,7 @@ def test_no_rank_waits_under_eventual_consistency(cluster: LocalCluster) -> None
         torch.testing.assert_close(found, values_of(expected), rtol=0, atol=1e-5)
 
 
-def test_checkpointed_state_goes_on(cluster: LocalCluster) -> None:
+def test_servers_continue_from_the_state_of_a_torch_optimizer(cluster: LocalCluster) -> None:
     """Ten steps of torch, ten of servers that take over its state: as twenty of torch."""
     half, optimizer = train_alone(adam, steps=STEPS // 2)
     state = optimizer.state_dict()

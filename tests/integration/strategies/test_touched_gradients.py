@@ -155,7 +155,7 @@ def test_a_change_that_comes_late_is_refused_unless_nothing_leaves_early(cluster
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_gradients_leave_early_where_they_are_only_looked_at_now_and_then(cluster: LocalCluster) -> None:
+def test_gradients_are_sent_early_if_the_script_only_reads_them_sometimes(cluster: LocalCluster) -> None:
     def look(model: nn.Module, optimizer: Optimizer, step: int) -> None:
         if step == 5:
             sum(each.grad.data.norm() for each in model.parameters() if each.grad is not None)
@@ -222,7 +222,7 @@ def test_under_bounded_delay_gradients_are_the_rank_s_own(monkeypatch: pytest.Mo
     assert 0 < first == second < (2 * STEPS * 1e-3 * 0.05 * 10) ** 2
 
 
-def test_a_copy_of_a_model_is_watched_no_more(cluster: LocalCluster) -> None:
+def test_a_copy_of_a_model_is_not_observed(cluster: LocalCluster) -> None:
     def check(rank: int) -> None:
         model, optimizer = make()
         with ParameterServer() as strategy:

@@ -46,7 +46,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])
-def test_of_silent_strangers_the_oldest_goes(
+def test_the_oldest_unauthenticated_connection_is_closed(
     kind: str, certificates: dict[str, TLS], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.transport.listening.max_unauthenticated", lambda: LIMIT)

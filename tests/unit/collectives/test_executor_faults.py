@@ -170,7 +170,7 @@ def asker(executors: list[ScheduleExecutor], answers: dict[int, Status | None]) 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("name", ["ring", "recursive-doubling", "double-binary-tree"])
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_rank_that_does_not_come_is_named_and_not_its_neighbour(name: str, lazy: bool, silent: bool) -> None:
+def test_the_error_names_the_missing_rank_and_not_its_neighbour(name: str, lazy: bool, silent: bool) -> None:
     size, absent, timeout_s = 5, 2, 0.6
     schedules = all_reduces(name, size)
     executors: list[ScheduleExecutor] = []

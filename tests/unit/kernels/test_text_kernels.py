@@ -185,7 +185,7 @@ def test_criteo_on_random_lines(lines: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
-def test_criteo_goes_on_where_it_stopped(capacity: int) -> None:
+def test_the_criteo_parser_continues_at_its_position(capacity: int) -> None:
     text = b"".join(row(b"01"[i % 2 : i % 2 + 1], str(i).encode()) + b"\n" for i in range(7))
     labels, keys, at = [], [], 0
     while at < len(text):

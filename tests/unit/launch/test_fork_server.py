@@ -171,7 +171,7 @@ def test_clusters_start_afresh_where_forks_are_not_safe(
 
 
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "started afresh"])
-def test_files_of_the_current_folder_are_not_taken_for_modules(
+def test_files_of_the_current_folder_are_not_imported(
     forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("select", "tempfile", "numpy", "paceline"):

@@ -152,7 +152,7 @@ def test_a_filling_server_leaves_with_the_last_member_or_at_its_death() -> None:
     assert held(planner, 102) == 0
 
 
-def test_a_fill_goes_on_while_it_is_wanted_and_no_longer() -> None:
+def test_a_fill_stops_when_it_is_not_wanted() -> None:
     planner, servers = started(1, 64, replicas=2)
     servers[101] = 1
     planner.servers_changed(servers)
@@ -198,7 +198,7 @@ def test_nothing_moves_when_everybody_leaves() -> None:
     assert planner.chains == before
 
 
-def test_a_server_that_comes_back_with_its_rank_is_empty() -> None:
+def test_a_restarted_server_with_the_same_rank_is_empty() -> None:
     planner, _ = started(2, replicas=1)
     planner.servers_changed({100: 0, 102: 1})
     assert set(planner.chains) == {Chain((100,), 102)}
@@ -298,7 +298,7 @@ def test_members_are_those_that_have_a_bucket() -> None:
     assert planner.member_of(100) == 0xFF & ~moving
 
 
-def test_a_restarted_scheduler_goes_on() -> None:
+def test_a_restarted_scheduler_continues() -> None:
     planner, servers = started(3, replicas=1)
     servers[103] = 3
     planner.servers_changed(servers)

@@ -133,9 +133,7 @@ def test_rebuild_goes_on_with_those_that_live_and_reuses_nothing() -> None:
         ([("a", 0, 1), ("b", 0, 4), ("c", 1, 2)], [4, 2]),  # one rank
     ],
 )
-def test_of_two_that_claim_one_place_the_later_one_is_taken(
-    claims: list[tuple[str, int, int]], kept: list[int]
-) -> None:
+def test_the_later_of_two_claims_to_a_place_wins(claims: list[tuple[str, int, int]], kept: list[int]) -> None:
     members = [Member(node, Role.WORKER, rank, incarnation) for node, rank, incarnation in claims]
     membership = Membership.rebuild(members, 1, expected_servers=0, time_s=0.0)
     membership.validate()

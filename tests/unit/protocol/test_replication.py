@@ -171,7 +171,7 @@ def test_a_new_primary_forwards_the_former_primarys_pending_pushes() -> None:
     assert [middle.pushes.inherited] == [None]
 
 
-def test_lead_comes_after_the_forwarded_pushes() -> None:
+def test_lead_is_sent_after_the_forwarded_pushes() -> None:
     # Found by thought: a sum that is pushed at the Lead would overtake the sum before it.
     first = server(A, ((A, B), None, 0b1))
     handle(first, Pushed("sum", AGGREGATE, 1, 0b1))
@@ -329,7 +329,7 @@ def test_a_server_is_filled_and_reported() -> None:
     assert handle(first, Confirmed(B, last[0])) == []
 
 
-def test_a_bucket_comes_with_its_filter() -> None:
+def test_a_bucket_is_sent_with_its_duplicate_filter() -> None:
     first, new = server(A, ((A,), B, 0b11)), server(B, ((A,), B, 0b11))
     for sequence in (0, 2):
         handle(first, Pushed(sequence, 9, sequence, 0b11))
@@ -361,7 +361,7 @@ def test_only_confirmed_buckets_are_reported(seed: int) -> None:
     assert len(reports) > 1, "not only at the end"
 
 
-def test_a_server_is_filled_by_the_one_before_it_only() -> None:
+def test_a_server_is_filled_only_by_the_server_before_it() -> None:
     new = server(B, ((A,), B, 0b001), ((C,), B, 0b010), ((A, B), None, 0b100))
     for source, bucket in ((C, 0), (A, 1), (A, 2), (4, 0)):
         assert handle(new, StateReceived("state", source, 1, bucket, ((9, 5, 1 << bucket),))) == [Forget("state")]
@@ -372,7 +372,7 @@ def test_a_server_is_filled_by_the_one_before_it_only() -> None:
     assert new.held == 0b111
 
 
-def test_a_fill_goes_on_after_a_cut_and_after_a_change() -> None:
+def test_a_fill_continues_after_a_lost_connection_and_after_a_view_change() -> None:
     first = server(A, ((A,), B, 0b111))
     handle(first, LinkUp(B))
     done = first.next_fill(B)
@@ -411,7 +411,7 @@ def test_a_fill_restarts_after_a_missed_view() -> None:
     assert first.next_fill(B) is not None
 
 
-def test_a_member_that_is_wanted_no_more_drops_its_data() -> None:
+def test_a_server_that_left_a_chain_drops_the_bucket() -> None:
     last = server(B, ((A, B), None, 0b11))
     assert Drop(0b10) in handle(last, change(2, ((A, B), None, 0b01), ((A,), B, 0b10)))
     assert last.held == 0b01

@@ -521,7 +521,7 @@ def test_calls_go_to_all_servers_of_the_newest_map(stack: ExitStack) -> None:
     assert isinstance(world.servers[13].calls[-1], messages.CreateTable)
 
 
-def test_a_call_to_a_server_that_dies_meanwhile(stack: ExitStack) -> None:
+def test_a_call_to_a_server_that_dies_during_the_call(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     world.servers[12].is_mute = True

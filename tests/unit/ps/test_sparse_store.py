@@ -223,7 +223,7 @@ def test_a_dropped_bucket_gives_its_memory_back(dim: int, rule: UpdateRule) -> N
 
 @compiled_only
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-def test_a_loaded_bucket_is_the_copy_of_the_one_read(
+def test_a_loaded_bucket_equals_the_bucket_that_was_read(
     dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, copy = SparseStore(dim=dim, rule=rule), SparseStore(dim=dim, rule=rule)
@@ -441,7 +441,7 @@ def test_nothing_is_counted_where_memory_is_never_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8])
-def test_crafted_keys_cost_no_more_than_others(dim: int) -> None:
+def test_crafted_keys_cost_no_more_than_random_keys(dim: int) -> None:
     """Were they all in one line, a look-up would go through all of them: 40,000 keys took seconds."""
     keys = crafted_keys(20_000)
     store = SparseStore(dim=dim, rule=SGD(lr=1.0))

@@ -219,7 +219,7 @@ def pair() -> tuple[FramedSocket, FramedSocket]:
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_frames_of_all_sizes_come_whole_and_in_order(is_sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_of_all_sizes_arrive_complete_and_in_order(is_sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_sealed:
         monkeypatch.setattr(framed_socket, "_is_on_host", lambda connected: False)
     left, right = pair()
@@ -277,7 +277,7 @@ def test_a_frame_that_claims_too_much_is_refused_before_memory_is_taken() -> Non
     right.release()
 
 
-def test_a_peer_that_takes_nothing_is_given_up() -> None:
+def test_a_send_to_a_peer_that_does_not_read_times_out() -> None:
     left, right = pair()
     with pytest.raises(DeadlineError, match="does not read"):
         left.send(20, body=[np.zeros(1 << 24, np.uint8)], deadline=time.monotonic() + 0.05)

@@ -62,7 +62,7 @@ def test_a_small_step_of_few_rows_is_followed(rate: float) -> None:
     assert np.mean(found) == pytest.approx(rate, rel=0.1)
 
 
-def test_a_rate_that_holds_is_not_taken_for_drift() -> None:
+def test_a_constant_rate_is_not_a_drift() -> None:
     drifts = [changed_rates(_labels_of(np.full(5000, 0.05), seed), None) for seed in range(40)]
     assert sum(each is not None for each in drifts) <= 2
     step = _labels_of(np.repeat([0.05, 0.1], 4000), 0)

@@ -289,7 +289,7 @@ def test_few_examples_do_not_change_the_offset(num_examples: int) -> None:
         assert model.calibrated(labels, np.full(num_examples, probability, np.float32)) is model
 
 
-def test_an_offset_is_corrected_as_far_as_is_beyond_chance() -> None:
+def test_an_offset_is_corrected_by_its_significant_part() -> None:
     labels = np.tile([1, 0, 0, 0], 10_000).astype(np.float32)
     exact = SparseLogisticRegression(offset=float(np.log(1 / 3)))
     off = np.full(40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32)  # by 0.05, a standard error is 0.0115
@@ -356,7 +356,7 @@ def _sample_with_positives(n: int, num_positives: int) -> ExampleSample:
 
 
 @pytest.mark.parametrize(("num_positives", "folds"), [(20_000, 1), (4_500, 1), (1_500, 3), (100, 5)])
-def test_more_parts_are_held_out_where_one_class_is_rare(num_positives: int, folds: int) -> None:
+def test_more_parts_are_held_out_if_one_class_is_rare(num_positives: int, folds: int) -> None:
     sample = _sample_with_positives(40_000, num_positives)
     splits = list(held_out_splits(sample.batch, is_mixed=True))
     assert len(splits) == folds

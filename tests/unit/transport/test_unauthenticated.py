@@ -24,14 +24,14 @@ def test_the_oldest_of_the_source_with_the_most_goes() -> None:
     assert len(strangers) == 4
 
 
-def test_of_equal_sources_the_oldest_goes() -> None:
+def test_among_equal_sources_the_oldest_connection_is_closed() -> None:
     strangers: UnauthenticatedConnections[int] = UnauthenticatedConnections(2)
     assert strangers.add(0, "a") is None
     assert strangers.add(1, "b") is None
     assert strangers.add(2, "c") == 0
 
 
-def test_many_of_one_source_give_way_one_by_one() -> None:
+def test_many_connections_of_one_source_are_closed_one_by_one() -> None:
     strangers: UnauthenticatedConnections[int] = UnauthenticatedConnections(64)
     gone = [strangers.add(number, "crowd") for number in range(3000)]
     assert gone == [None] * 64 + list(range(3000 - 64))

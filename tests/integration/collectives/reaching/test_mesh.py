@@ -135,7 +135,7 @@ def test_waiting_for_a_dead_rank_fails_soon() -> None:
             links.link(0, soon())
 
 
-def test_a_rank_that_does_not_come_is_named_by_the_deadline() -> None:
+def test_the_error_at_the_deadline_names_the_missing_rank() -> None:
     with meshes(2) as links:
         with pytest.raises(RankLostError, match="rank 0 did not connect to rank 1 within 0") as lost:
             links[1].link(0, soon(0.05))

@@ -94,7 +94,7 @@ def test_from_any_rank() -> None:
         assert on_ranks(4, talk)[0] == {rank: b"from %d" % rank for rank in (1, 2, 3)}
 
 
-def test_everybody_sends_to_everybody_at_once() -> None:
+def test_all_ranks_send_to_all_ranks_concurrently() -> None:
     size, length = 4, 300_000
     with talkers(size) as ends:
 
@@ -211,7 +211,7 @@ def test_a_failure_fails_all_messages_of_all_ranks_that_talk() -> None:
                 each.wait(PATIENCE_S)
 
 
-def test_a_message_that_does_not_come_names_rank_and_tag() -> None:
+def test_the_error_for_a_missing_message_names_rank_and_tag() -> None:
     with talkers(3) as ends:
         pending = ends[0].receive(empty(4), 2, 7)
         with pytest.raises(RankLostError, match=r"no message with tag 7 .* rank 2 in 0\.05 s") as lost:

@@ -95,7 +95,7 @@ def test_two_processes_talk() -> None:
         assert ranks.other.wait(PATIENCE_S) == 0
 
 
-def test_a_killed_rank_is_named_at_once() -> None:
+def test_a_killed_rank_is_named_immediately() -> None:
     with pair() as ranks:
         ranks.echo(b"word 001")
         pending = ranks.end.receive(memoryview(bytearray(8)), 1, 2)

@@ -159,12 +159,12 @@ def test_arrivals_at_one_rank_are_taken_one_after_another() -> None:
     assert run([(Send(2, ONE),)], [(Send(2, ((1, 2),)),)], [receives]) == near(A + 2 * 100 * B)
 
 
-def test_both_directions_work_at_once() -> None:
+def test_both_directions_work_concurrently() -> None:
     ranks: list[list[Round]] = [[(Send(peer, ONE), Receive(peer, ((1, 2),)))] for peer in (1, 0)]
     assert run(*ranks) == near(A + 100 * B)
 
 
-def test_a_message_that_comes_early_waits_for_its_round() -> None:
+def test_an_early_message_waits_for_its_round() -> None:
     # Rank 1 is busy with rank 2 first; the message of rank 0 is there by then and costs no more than its addition.
     late = [(Receive(2, ((1, 4),)),), (Receive(0, ONE, reduce=True),)]
     assert run([(Send(1, ONE),)], late, [(Send(1, ((1, 4),)),)], gamma=G) == near(A + 400 * B + 100 * G)

@@ -192,7 +192,7 @@ def test_views_upon_views() -> None:
     assert second.is_done
 
 
-def test_after_a_cut_all_that_is_unanswered_goes_out_again() -> None:
+def test_after_a_lost_connection_all_pending_requests_are_resent() -> None:
     runtime = joined(None, s1=0b1)
     runtime.view(2, {1: 1})
     runtime.answered_push(1)
@@ -315,7 +315,7 @@ def test_answered_pushes_are_retained_until_they_are_stable() -> None:
     assert not runtime.core.has_unfinished
 
 
-def test_after_a_view_that_was_missed_all_that_is_retained_goes_out_again() -> None:
+def test_after_a_missed_view_all_retained_pushes_are_resent() -> None:
     runtime = joined(s1=0b1)
     runtime.answered_push(1)
     runtime.view(2, {1: 1})

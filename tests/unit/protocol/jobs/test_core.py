@@ -66,7 +66,7 @@ def remembered(member: Member, **memory: object) -> Remembered:
     return Remembered(member.incarnation, member, known)
 
 
-def test_a_worker_that_is_through_is_given_a_job_again_when_shards_came_back() -> None:
+def test_a_finished_worker_gets_the_job_again_when_shards_are_returned() -> None:
     """Their worker has died with the scheduler and with its reports."""
     cluster = Cluster(1)
     worker = cluster.workers[0]

@@ -185,7 +185,7 @@ def test_of_two_failures_the_first_counts() -> None:
     assert cluster.state(number).failed == ("DataError", "bad")
 
 
-def test_a_report_is_taken_once_also_if_it_comes_twice() -> None:
+def test_a_duplicate_report_counts_once() -> None:
     cluster = Cluster()
     number = cluster.post()
     report = messages.Report(job=number, fields={"kind": "loss"}, number=1)
@@ -213,7 +213,7 @@ def remembered(asker: Asker, job: JobMemory | None) -> Remembered:
     return Remembered(asker, asker.member or Member("poster", Role.OBSERVER, 0, 99), job)
 
 
-def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
+def test_a_new_scheduler_continues_the_job_of_its_members() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
     posted = JobSpec(description=b"do", files=(3,), epochs=1, assignment="first-come")

@@ -19,7 +19,7 @@ def key_of(granted: Granted) -> Key:
     return granted.epoch, granted.file, granted.shard
 
 
-def test_a_restored_pool_goes_on_where_it_was() -> None:
+def test_a_restored_pool_continues_at_its_position() -> None:
     held = [Granted(1, 7, 0, 0, 2), Granted(2, 9, 0, 0, 4)]
     shards = Shards.restore([5], done=[(0, 0, 0), (0, 0, 3), (0, 0, 0)], held=held, last_lease=30)
     shards.validate()

@@ -63,7 +63,7 @@ def test_a_request_for_an_unavailable_rank_is_rejected(rank: int, reason: str) -
     assert scheduler.view is before
 
 
-def test_a_refused_server_is_not_among_those_that_the_cluster_begins_with() -> None:
+def test_a_rejected_server_does_not_count_as_an_initial_server() -> None:
     scheduler = Scheduler(num_servers=2)
     scheduler.register(server("a"), 0)
     refused = scheduler.register(server("b"), 0)
@@ -100,7 +100,7 @@ def test_extra_servers_do_not_count_while_a_cluster_forms() -> None:
     assert extra.member is None
 
 
-def test_an_extra_server_takes_no_place_of_those_that_the_cluster_begins_with() -> None:
+def test_an_extra_server_does_not_count_as_an_initial_server() -> None:
     scheduler = Scheduler(num_servers=2)
     extra = scheduler.register(server("x"), is_extra=True)
     a, b = scheduler.register(server("a"), 0), scheduler.register(server("b"), 1)
@@ -166,7 +166,7 @@ def test_a_member_that_registers_again_before_its_welcome_stays_the_same_member(
     assert scheduler.view is view
 
 
-def test_an_observer_is_welcomed_at_once_and_is_in_no_view() -> None:
+def test_an_observer_is_admitted_immediately_and_is_in_no_view() -> None:
     scheduler = Scheduler(num_servers=1)
     early = scheduler.register(observer("early"))
     assert early.member is None
@@ -246,7 +246,7 @@ def test_the_newest_connection_of_a_member_counts() -> None:
 # Death.
 
 
-def test_a_process_that_ended_is_removed_at_once() -> None:
+def test_an_ended_process_is_removed_immediately() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
     scheduler.kill(w)
     assert scheduler.last(events.Removed) == events.Removed(w.member, "its process ended")  # type: ignore[arg-type]
@@ -432,7 +432,7 @@ def test_a_silent_server_that_registers_again_is_live() -> None:
     assert scheduler.member(c) is not None
 
 
-def test_a_server_that_probably_ended_is_done_without_at_once() -> None:
+def test_the_take_over_does_not_wait_for_a_server_that_probably_ended() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
     scheduler.tell(events.Doubted(b.incarnation))
     assert set(scheduler.view.servers) == {a.incarnation}
@@ -575,7 +575,7 @@ def test_a_draining_server_that_returns_is_released_again() -> None:
     assert isinstance(b.fate, events.ReleaseServer)
 
 
-def test_a_server_that_was_released_and_comes_again_is_released() -> None:
+def test_a_released_server_that_returns_is_released_again() -> None:
     scheduler, (_, b), _ = started(2)
     scheduler.drain(b)
     assert b.wire is not None

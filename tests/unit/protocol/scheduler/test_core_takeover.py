@@ -116,7 +116,7 @@ def test_a_minority_is_not_enough_and_names_missing_members() -> None:
     assert scheduler.view.servers.keys() == {a.incarnation, c.incarnation}
 
 
-def test_one_that_accepts_a_minority_takes_those_that_are_missing_for_dead() -> None:
+def test_with_accept_minority_missing_members_count_as_dead() -> None:
     former, (a, b, c), _ = started(3, num_buckets=16)
     mine = holders(former.view, a)
     lose(former)
@@ -216,7 +216,7 @@ def test_a_member_that_is_back_and_breaks_its_connection_is_waited_for_again() -
     assert scheduler.core.phase is Phase.LEADING
 
 
-def test_a_member_that_leaves_meanwhile_is_not_waited_for() -> None:
+def test_recovery_does_not_wait_for_a_member_that_leaves() -> None:
     former, (a, b), (w, stays) = started(2, 2, replicas=1)
     lose(former)
     scheduler = successor(num_servers=2, replicas=1)
@@ -438,7 +438,7 @@ def test_a_removed_worker_in_no_view_is_not_admitted_again() -> None:
     assert isinstance(new.fate, events.DeclareDead)
 
 
-def test_an_observer_comes_when_it_likes() -> None:
+def test_an_observer_may_join_at_any_time() -> None:
     former, (a,), _ = started(1)
     early, late = former.register(observer("early")), former.register(observer("late"))
     lose(former)
@@ -527,7 +527,7 @@ def test_a_take_over_continues_from_a_prepared_view() -> None:
     assert scheduler.view.version > prepared.version
 
 
-def test_fills_go_on() -> None:
+def test_fills_continue() -> None:
     former, (a,), _ = started(1)
     b = former.register(server("b"), is_extra=True)
     before = chains(former.view)

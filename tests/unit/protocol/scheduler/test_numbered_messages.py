@@ -33,13 +33,13 @@ def test_messages_that_the_former_scheduler_may_lack_are_resent_to_the_new_one()
     assert [each.content for each in end.since(-1)] == ["call", "told while the scheduler recovers"]
 
 
-def test_a_message_that_may_come_twice_is_sent_again_until_it_is_answered() -> None:
+def test_an_unnumbered_message_is_resent_until_its_reply() -> None:
     end = MemberEnd()
     message = end.add("leave", is_call=True, is_numbered=False)
     assert end.since(100) == [message]
 
 
-def test_of_notices_that_supersede_one_another_the_newest_is_kept() -> None:
+def test_only_the_newest_of_superseding_notices_is_kept() -> None:
     end = MemberEnd()
     end.add("older", supersedes="progress")
     end.add("other")

@@ -143,7 +143,7 @@ def test_a_proposal_is_dropped_when_all_is_as_before() -> None:
     assert committed(offers.offer(group(1, 2), workers=(7,))).epoch == view.epoch + 1
 
 
-def test_ended_servers_need_not_answer_and_released_ones_no_more_than_others() -> None:
+def test_ended_servers_need_not_reply_but_released_servers_must() -> None:
     offers = Offers()
     offers.begin(group(1, 2, 3))
     proposed(offers.offer(group(3), released={1, 2}))

@@ -220,7 +220,7 @@ def test_a_member_keeps_its_promise() -> None:
     assert known.commit(replace(view(group(1)), term=2))  # what others have prepared holds
 
 
-def test_a_later_view_is_not_given_up_for_an_earlier_one() -> None:
+def test_a_later_view_is_not_replaced_by_an_earlier_view() -> None:
     known: KnownViews = KnownViews()
     known.prepare(view(group(2), epoch=3))
     known.prepare(view(group(1), epoch=2))

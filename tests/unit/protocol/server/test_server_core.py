@@ -239,7 +239,7 @@ def test_a_worker_that_never_took_part_sends_a_resync() -> None:
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1)])
-def test_alone_a_push_is_applied_and_acknowledged_at_once(consistency: Consistency) -> None:
+def test_without_a_replica_a_push_is_acknowledged_immediately(consistency: Consistency) -> None:
     driver = alone(consistency)
     assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.ALONE
     assert driver.push("push", FIRST, 0, 0, 0b11) == [Apply("push", BUCKETS), Acknowledge("push")]
@@ -283,7 +283,7 @@ def test_a_read_waits_for_the_gate_and_no_longer_than_its_deadline() -> None:
     assert driver.feed(Time(100.0)) == []
 
 
-def test_a_cut_connection_is_answered_no_more() -> None:
+def test_requests_of_a_lost_connection_are_dropped() -> None:
     driver = alone(BoundedDelay(tau=0))
     driver.feed(Read("cut read", FIRST, 1), Read("read", SECOND, 1))
     driver.core.early.postpone(Timing.EARLY, FIRST, "cut frame")
@@ -318,7 +318,7 @@ def test_with_a_replica_a_push_is_acknowledged_when_it_has_it() -> None:
     assert driver.feed(Acknowledged(OTHER, 1)) == [Acknowledge("push")]
 
 
-def test_a_sum_goes_down_the_chain_and_is_read_when_the_replica_has_it() -> None:
+def test_a_sum_is_forwarded_and_readable_once_the_replica_has_it() -> None:
     driver = first_of_two(Sequential())
     driver.push("push", FIRST, 0, 0)
     driver.feed(WorkerTicked(FIRST, 1), Read("read", FIRST, 1))
@@ -382,7 +382,7 @@ def test_a_takeover_of_iterations_also_waits_for_replicas() -> None:
 # Fills.
 
 
-def test_a_server_that_comes_later_waits_for_the_clocks() -> None:
+def test_a_new_server_waits_for_the_clocks() -> None:
     driver = Driver(Sequential(), replicas=1)
     driver.feed(view(2, (OTHER,), filling=ME))
     assert not driver.core.progress.has_clocks

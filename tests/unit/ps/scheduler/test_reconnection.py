@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.ps.scheduler.link import Reconnection
 
 
-def test_a_connection_that_breaks_is_made_again_at_once_and_one_that_is_refused_after_a_pause() -> None:
+def test_a_lost_connection_reopens_immediately_and_a_rejected_one_after_a_pause() -> None:
     retry = Reconnection(60.0, time_s=0.0)
     assert retry.lost(10.0, heartbeat_s=1.0) == 0.0
     assert retry.remaining_s(15.0) == 55.0

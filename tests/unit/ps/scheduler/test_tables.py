@@ -33,7 +33,7 @@ def test_other_settings_are_refused_and_change_nothing() -> None:
     assert tables.specs == [spec("a")]
 
 
-def test_hyperparameters_change_and_both_declarations_are_good_then() -> None:
+def test_after_a_change_of_hyperparameters_both_declarations_are_valid() -> None:
     tables = Tables()
     tables.declare(spec("a"))
     tables.change_update("a", to_fields(SGD(lr=0.5)))
