@@ -87,16 +87,13 @@ class SimulatedClient(SimulatedNode):
     # Requests.
 
     def pull(self, buckets: int) -> list[Request]:
-        """Read buckets, in this iteration."""
         return self._start_cut(RequestKind.PULL, buckets, ())
 
     def push(self, values: tuple[Value, ...]) -> list[Request]:
-        """Push values."""
         self.core.next_sequence()
         return self._start_cut(RequestKind.PUSH, bucket_set(value[0] for value in values), values)
 
     def tick(self) -> None:
-        """End this iteration."""
         for session in self.core.sessions.values():
             self._start(session, RequestKind.TICK)
         self.core.tick()
@@ -107,7 +104,6 @@ class SimulatedClient(SimulatedNode):
         return []
 
     def retire(self) -> list[Request]:
-        """End the part in iterations."""
         self._execute(self.core.retire())
         return [self._start(session, RequestKind.CALL, _Payload(0)) for session in self.core.sessions.values()]
 
@@ -184,7 +180,6 @@ class SimulatedClient(SimulatedNode):
                 self.take_answer(session, request, message)
 
     def take_answer(self, session: ServerSession, request: Request | None, answer: Reply) -> None:
-        """Take the answer to a push, a pull, a tick or a call to retire."""
         if session.retains:
             session.stabilize(answer.durable)
         if request is None:

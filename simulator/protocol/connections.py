@@ -36,7 +36,6 @@ class MessageEnd(End):
 
     @property
     def peer(self) -> MessageProcess:
-        """The process at the other end."""
         return self.other.process
 
     def send(self, message: Any) -> None:
@@ -81,12 +80,10 @@ class MessageProcess(VirtualProcess):
 
     @property
     def process(self) -> VirtualProcess:
-        """The process that listens."""
         return self
 
     @property
     def own_time_s(self) -> float:
-        """The time by the clock of this process."""
         return self.world.time_s + self.clock_offset_s
 
     def accept(self, connection: MessageEnd, hello: Any) -> bool:
@@ -98,11 +95,9 @@ class MessageProcess(VirtualProcess):
         raise NotImplementedError
 
     def refused(self, hello: Any) -> None:
-        """Record that a connection could not be opened."""
         raise NotImplementedError
 
     def closed(self, connection: MessageEnd) -> None:
-        """Record the end of a connection."""
         raise NotImplementedError
 
     def receive(self, connection: MessageEnd, message: Any) -> None:

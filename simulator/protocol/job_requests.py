@@ -38,7 +38,6 @@ class JobRequests:
         self._send(message)
 
     def notify(self, notice: messages.JobRequest) -> None:
-        """Send a notice."""
         self._send(self._messages.add(self._ledger.sent(notice)))
 
     def send_counters(self, counters: Counters) -> None:
@@ -66,7 +65,6 @@ class JobRequests:
             self._send_message(SchedulerMessage(message.content, numbers))
 
     def receive(self, sent: SendMessage) -> None:
-        """Take an answer, or news of the job."""
         answer = sent.message
         self._messages.received(sent.received)
         if isinstance(answer, messages.JobNews):
@@ -96,7 +94,6 @@ class Performer:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the program waits for requests to servers."""
         return self._pending is not None
 
     def perform(self, program: Program) -> None:
@@ -105,7 +102,6 @@ class Performer:
         self._resume(program, None)
 
     def resume(self) -> None:
-        """Run the program if its requests are done."""
         if self._program is not None and self._pending is not None and self._is_done(self._pending):
             self._resume(self._program, None)
 

@@ -25,11 +25,9 @@ class ServerLinks:
         """The incarnation of this process."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the servers to which links are wanted."""
         return iter(self._links)
 
     def connected(self) -> list[tuple[int, MessageEnd]]:
-        """Return the servers to which there are connections."""
         return [(server, link) for server, link in self._links.items() if link is not None]
 
     def want(self, server: int) -> None:
@@ -45,7 +43,6 @@ class ServerLinks:
         self.connect()
 
     def drop(self, server: int) -> None:
-        """Close a link."""
         link = self._links.pop(server, None)
         if link is not None:
             link.close()
@@ -69,7 +66,6 @@ class ServerLinks:
         return True
 
     def refused(self, server: int) -> None:
-        """Try again to connect."""
         self._connecting.discard(server)
         self.connect()
 

@@ -57,12 +57,10 @@ class SimulatedNode(MessageProcess):
 
     @property
     def incarnation(self) -> int:
-        """The incarnation; 0 before the welcome."""
         return 0 if self.state.welcome is None else self.state.welcome.incarnation
 
     @property
     def is_member(self) -> bool:
-        """Whether a scheduler has welcomed it."""
         return self.state.welcome is not None
 
     # The parts of subclasses.
@@ -89,7 +87,6 @@ class SimulatedNode(MessageProcess):
     # Connections.
 
     def address(self, incarnation: int) -> str | None:
-        """Return the name of a member's process."""
         for member in () if self.state.views.committed is None else self.state.views.committed.members:
             if member.incarnation == incarnation:
                 return str(member.address)
@@ -134,19 +131,16 @@ class SimulatedNode(MessageProcess):
     # The scheduler.
 
     def send_to_scheduler(self, message: Any) -> None:
-        """Send a message to the scheduler; it is lost without a connection."""
         if self.scheduler is not None:
             self.scheduler.send(message)
 
     def report(self, message: MemberMessage) -> None:
-        """Send a message about this member; it is lost without a connection."""
         self.send_to_scheduler(SchedulerMessage(message))
 
     def _connect(self) -> None:
         self.connect(SCHEDULER, ("node", 0, 0))
 
     def _introduce(self) -> None:
-        """Register, or rejoin with all that a new scheduler has to know."""
         name, state = self.name, self.state
         message: MemberMessage
         if state.welcome is None:

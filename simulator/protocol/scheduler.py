@@ -39,7 +39,6 @@ class SimulatedScheduler(MessageProcess):
 
     @property
     def is_established(self) -> bool:
-        """Whether it leads a cluster."""
         return self.core.cluster.is_established and self.core.cluster.phase is Phase.LEADING
 
     @override
@@ -66,7 +65,6 @@ class SimulatedScheduler(MessageProcess):
     # Ends of processes: reported by the kernel, if all are on one host, or found because a name has disappeared.
 
     def process_ended(self, name: str) -> None:
-        """Take the kernel's report that a process has ended."""
         member = self.core.cluster.membership.named(name)
         if member is not None:
             self._feed(events.ProcessEnded(member.incarnation))

@@ -64,7 +64,6 @@ class SimulatedServer(SimulatedNode):
                 self._handle(message)
 
     def _receive(self, frame: EventFrame) -> None:
-        """Take a frame of a worker or a server, now or at its time."""
         sender = frame.connection.hello[1]
         timing = self.core.time(TIMING[type(frame.event)], sender, frame.version)
         if timing in POSTPONED:
@@ -112,7 +111,6 @@ class SimulatedServer(SimulatedNode):
             self.report(report)
 
     def leave(self) -> None:
-        """Request to be drained."""
         self.is_leaving = self.state.is_leaving = True
         self.report(Drain())
 
@@ -236,7 +234,6 @@ class SimulatedServer(SimulatedNode):
         return found
 
     def _compare(self, source: int, frame: EventFrame) -> None:
-        """Compare a bucket with the predecessor's."""
         core, check = self.core, frame.event
         if not core.is_comparable(source, frame.version, check.bucket):
             return
@@ -261,7 +258,6 @@ class SimulatedServer(SimulatedNode):
 
 
 def _parts(token: Any) -> tuple[Part, ...]:
-    """Return the parts of a push or of the sum of an iteration."""
     parts: tuple[Part, ...] = token.payload
     return parts
 

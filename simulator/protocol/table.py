@@ -19,40 +19,33 @@ class ToyTable:
         self._kept: dict[int, dict[int, dict[int, list[Value]]]] = {}
 
     def apply(self, parts: Iterable[Part], buckets: int) -> None:
-        """Add pushed values to buckets."""
         for worker, values in parts:
             for bucket, index, value in values:
                 if buckets >> bucket & 1:
                     self.data[bucket].apply(worker, index, value, self._where)
 
     def hold(self, buckets: int) -> None:
-        """Create empty buckets."""
         self.data.update((bucket, Data()) for bucket in buckets_in(buckets))
 
     def drop(self, buckets: int) -> None:
-        """Delete buckets."""
         for bucket in buckets_in(buckets):
             del self.data[bucket]
 
     def copy_of(self, bucket: int) -> tuple[int, dict[int, int]]:
-        """Return the value and the marks of a bucket."""
         data = self.data[bucket]
         return data.value, dict(data.marks)
 
     # Pushes of incomplete iterations.
 
     def keep(self, worker: int, iteration: int, values: Iterable[Value], buckets: int) -> None:
-        """Buffer a worker's push until its iteration is complete."""
         for value in values:
             if buckets >> value[0] & 1:
                 self._kept.setdefault(value[0], {}).setdefault(iteration, {}).setdefault(worker, []).append(value)
 
     def keep_only(self, buckets: int) -> None:
-        """Drop buffered pushes to other buckets."""
         self._kept = {bucket: kept for bucket, kept in self._kept.items() if buckets >> bucket & 1}
 
     def drop_buffered(self, worker: int, from_iteration: int) -> None:
-        """Drop a worker's buffered pushes from an iteration on."""
         for by_iteration in self._kept.values():
             for iteration, by_worker in by_iteration.items():
                 if iteration >= from_iteration:

@@ -62,12 +62,10 @@ class SimulatedWorker(SimulatedClient):
 
     @property
     def is_counted(self) -> bool:
-        """Whether it takes part in iterations."""
         return self.core.takes_part
 
     @property
     def finished_clock(self) -> int:
-        """How many iterations it has finished."""
         return self.core.clock
 
     @override
@@ -87,7 +85,6 @@ class SimulatedWorker(SimulatedClient):
             self.report(Leave())
 
     def leave(self) -> None:
-        """Leave after the current shard."""
         if not self.is_leaving:
             self.is_leaving = True
             if self._lease is None and self.is_member and not self.work.is_waiting:
@@ -110,7 +107,6 @@ class SimulatedWorker(SimulatedClient):
             yield from self._train()
 
     def _train(self) -> Program:
-        """Learn shards until the job has none left."""
         must_wait = False
         while not self.is_leaving:
             lease = yield jobs.TakeLease(job=self._job, wait=must_wait)

@@ -82,12 +82,7 @@ def read_records(
 
 
 def _read_bucket(client: TableClient, number: int, bucket: int) -> tuple[int, memoryview]:
-    servers = client.servers
-    connections = servers.newest()
-    servers.check_not_lost(1 << bucket)
-    return connections[int(servers.routes.owners[bucket])].call(
-        messages.ReadBucket(table=number, bucket=bucket), Natural
-    )
+    return client.servers.owner_of(bucket).call(messages.ReadBucket(table=number, bucket=bucket), Natural)
 
 
 def write_records(client: TableClient, spec: TableSpec, keys: Keys, records: Floats) -> None:

@@ -257,6 +257,12 @@ class Servers:
         if buckets & self.routes.lost:
             raise self.routes.loss()
 
+    def owner_of(self, bucket: int) -> ServerConnection:
+        """Return the connection to the primary of a bucket in the newest view. Raises ConnectionLostError if lost."""
+        connections = self.newest()
+        self.check_not_lost(1 << bucket)
+        return connections[int(self.routes.owners[bucket])]
+
     def wait(self, request: Request) -> None:
         while not request.is_done:
             self._progress(request)

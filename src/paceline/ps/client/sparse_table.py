@@ -167,10 +167,7 @@ class SparseTable(Table):
         return erased
 
     def _call_owner(self, bucket: int, message: messages.EraseUnseen, sequence: int) -> int:
-        connections = self._servers.newest()
-        self._servers.check_not_lost(1 << bucket)
-        owner = connections[int(self._servers.routes.owners[bucket])]
-        answer: int = owner.call(message, Natural, sequence=sequence)[0]
+        answer: int = self._servers.owner_of(bucket).call(message, Natural, sequence=sequence)[0]
         return answer
 
     def __len__(self) -> int:
