@@ -204,10 +204,10 @@ def test_unsupported_uses_of_a_partitioned_model_are_reported(capfd: pytest.Capt
         with pytest.raises(UsageError, match=r"cannot be pickled.* Save its state_dict\(\)"):
             dump(parted)
     model[1] = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match=r"from '1' on: partition it again"):
+    with pytest.raises(UsageError, match=r"from '1' on: partition the model again"):
         parted(torch.ones(2, 3))
     model.append(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="partition it again"):
+    with pytest.raises(UsageError, match="partition the model again"):
         parted(torch.ones(2, 3))
 
     class Branching(nn.Module):

@@ -45,7 +45,7 @@ def test_outputs_that_do_not_fit_are_reported() -> None:
         check_outputs([[torch.rand(4)], [None]], [4, 2])
     with pytest.raises(UsageError, match="returned 4, 2, which cannot be joined"):
         check_outputs([[4], [2]], [4, 2])
-    with pytest.raises(UsageError, match=r"which cannot be joined: return tensors"):
+    with pytest.raises(UsageError, match=r"which cannot be joined. Return tensors"):
         check_outputs([[threading.Lock()]], [4])
 
 

@@ -44,7 +44,7 @@ def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list
     num_rows = tensor.shape[0] if tensor.dim() else 0
     rows = list(splits) or [num_rows // size] * size
     if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
-        raise UsageError(f"got {name} splits {rows} for {num_rows} rows and {size} ranks; they must add up to the rows")
+        raise UsageError(f"got {name} splits {rows} for {num_rows} rows and {size} ranks: expected splits of all rows")
     return rows
 
 

@@ -65,8 +65,8 @@ class MeasuredGraph:
         failure = self.captured.check(values)
         if failure is not None:
             raise UsageError(
-                f"the model was called with arguments that its graph does not support: {failure}. Partition it with an "
-                "example like them"
+                f"the model was called with arguments that its graph does not support: {failure}. Partition the model "
+                "with an example of this kind"
             )
         return dict(zip((node.name for node in self.placeholders()), values, strict=True))
 

@@ -212,7 +212,7 @@ class PartitionedModel(nn.Module):
             if module is not known:
                 raise UsageError(
                     f"the model's modules have changed since it was partitioned, from {name or 'the end'!r} on: "
-                    "partition it again"
+                    "partition the model again"
                 )
             modes.append(module.training)
         return tuple(modes), tuple(arguments.values), *arguments.constants.items()

@@ -23,17 +23,17 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     if any(shape[0] != size for shape in shapes):
         raise UsageError(
             f"the model was called with tensors of shapes {_listed(shapes)}: replicas split every tensor along its "
-            "first dimension, which must be the batch; make values that all examples share a buffer of the model"
+            "first dimension, which must be the batch. Make a value of all examples a buffer of the model"
         )
     if size == 0:
         raise UsageError(
-            "the model was called with a batch of 0 examples: replicas need 1 or more; skip the empty batch"
+            "the model was called with a batch of 0 examples: replicas need 1 or more. Skip the empty batch"
         )
     layouts = [leaf.layout for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided]
     if layouts:
         raise UsageError(
             f"the model was called with a tensor of layout {str(layouts[0]).removeprefix('torch.')}, which replicas "
-            "cannot split: make it an attribute of the model if all examples share it, else dense"
+            "cannot split. Pass a dense tensor, or make it an attribute of the model if all examples share it"
         )
     rows = -(-size // num_parts)
     columns = [
@@ -54,8 +54,8 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
         if isinstance(first, torch.Tensor):
             if not all(isinstance(leaf, torch.Tensor) and leaf.dim() == first.dim() for leaf in column):
                 raise UsageError(
-                    f"the outputs of a batch's parts differ in kind: {_listed([_kind(leaf) for leaf in column])}; "
-                    "return the same kind from each forward"
+                    f"the outputs of a batch's parts differ in kind: {_listed([_kind(leaf) for leaf in column])}. "
+                    "Return the same kind from each forward"
                 )
             if first.dim():
                 _check_rows(column, sizes)
@@ -64,8 +64,8 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
         ):
             found = _listed([_kind(leaf) for leaf in column])
             raise UsageError(
-                f"the parts of a batch returned {found}, which cannot be joined: "
-                "return tensors, alone or in tuples, lists and dictionaries"
+                f"the parts of a batch returned {found}, which cannot be joined. Return tensors, alone or in tuples, "
+                "lists and dictionaries"
             )
 
 
@@ -82,7 +82,7 @@ def gather(column: Sequence[torch.Tensor], device: torch.device, shares: Sequenc
     if any(not torch.equal(number, moved[0]) for number in moved):
         raise UsageError(
             f"the parts of a batch returned the integers {_listed([number.item() for number in moved])}, but their "
-            "mean may not be an integer: return one number for each example, or a float"
+            "mean may not be an integer. Return one number for each example, or a float"
         )
     return moved[0].clone()
 
@@ -109,7 +109,7 @@ def _check_rows(column: Sequence[torch.Tensor], sizes: Sequence[int | None]) -> 
     if remainder or any(n != factor * (size or 1) for n, size in zip(rows, sizes, strict=True)):
         raise UsageError(
             f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples: the outputs of "
-            "a batch's parts are joined along the first dimension, which must be the batch; put it first "
+            "a batch's parts are joined along the first dimension, which must be the batch. Put the batch first "
             "(batch_first=True), or return a number"
         )
 

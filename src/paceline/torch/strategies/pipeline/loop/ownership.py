@@ -82,7 +82,7 @@ class AbsentGrad(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise UsageError(f"{func} of a gradient that is on another process of the pipeline")
+        raise UsageError(f"{func} got a gradient that is on another process of the pipeline")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentGrad({self.parameter_name!r}, on another process)"
