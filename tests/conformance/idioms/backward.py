@@ -20,15 +20,17 @@ def _accumulate(trial: Trial, *, clips: bool = True, holds: bool = False) -> Res
     return trial.values()
 
 
-IDIOMS["Two backwards a step"] = lambda trial: _accumulate(trial, clips=False)
-IDIOMS["Two backwards a step, then clipping"] = _accumulate
-IDIOMS["Two backwards a step in `strategy.accumulate`, then clipping"] = lambda trial: _accumulate(trial, holds=True)
+IDIOMS["Two backward passes per step"] = lambda trial: _accumulate(trial, clips=False)
+IDIOMS["Two backward passes per step, then clipping"] = _accumulate
+IDIOMS["Two backward passes per step in `strategy.accumulate`, then clipping"] = lambda trial: _accumulate(
+    trial, holds=True
+)
 
 
 @without_overlap
 @idiom
 def accumulate_late(trial: Trial) -> Result:
-    """Two backwards a step, only from step 6 on."""
+    """Two backward passes per step from step 6 on."""
     for step in trial.prepare().zeroed():
         for part in range(1 + (step >= 5)):
             torch.autograd.backward(trial.loss(2 * step + part))
@@ -134,7 +136,7 @@ def sharpness(trial: Trial) -> Result:
 
 @idiom
 def fail(trial: Trial) -> Result:
-    """A backward that fails halfway, and is left out."""
+    """A backward that fails halfway and is skipped."""
     trial.prepare()
     for step in range(STEPS):
         trial.optimizer.zero_grad()
@@ -152,7 +154,7 @@ def fail(trial: Trial) -> Result:
 
 @idiom
 def step_in_backward(trial: Trial) -> Result:
-    """`optimizer.step()` in a hook of backward, an optimizer for each parameter."""
+    """`optimizer.step()` in a hook of backward, with an optimizer for each parameter."""
     trial.prepare()
     optimizers = {each: torch.optim.SGD([each], 0.05) for each in trial.parameters}
 

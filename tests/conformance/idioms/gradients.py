@@ -28,7 +28,7 @@ def clip_late(trial: Trial) -> Result:
 
 @idiom
 def clip_if_large(trial: Trial) -> Result:
-    """A norm computed by hand, and gradients scaled if it is large."""
+    """A norm that the script computes, and gradients scaled if the norm is large."""
     for _ in trial.prepare().steps():
         norm = sum(float(grad.square().sum()) for grad in trial.grads) ** 0.5
         if norm > 4:

@@ -33,7 +33,7 @@ _schedule(
 
 @idiom
 def set_rate(trial: Trial) -> Result:
-    """Learning rate and weight decay set by hand, between backward and step."""
+    """Learning rate and weight decay set between backward and step."""
     for step in trial.prepare().steps():
         for group in trial.optimizer.param_groups:
             group["lr"] = 0.05 / (1 + step)
@@ -43,7 +43,7 @@ def set_rate(trial: Trial) -> Result:
 
 @idiom
 def groups(trial: Trial) -> Result:
-    """Two groups, the biases without decay."""
+    """Two parameter groups, the biases without weight decay."""
     biases = [each for each in trial.model.parameters() if each.ndim == 1]
     weights = [each for each in trial.model.parameters() if each.ndim > 1]
     both: Any = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
@@ -53,7 +53,7 @@ def groups(trial: Trial) -> Result:
 
 @idiom
 def add_group(trial: Trial) -> Result:
-    """`add_param_group` in the middle."""
+    """`add_param_group` in the middle of the training."""
     trial.optimizer = torch.optim.SGD(trial.model[2].parameters(), lr=0.05)
     trial.model[0].requires_grad_(False)
     trial.prepare().train(0, 4)
@@ -79,7 +79,7 @@ def freeze_later(trial: Trial) -> Result:
 
 @idiom
 def unfreeze_later(trial: Trial) -> Result:
-    """A layer trained later."""
+    """A layer that is frozen first and trained later."""
     trial.model[0].requires_grad_(False)
     trial.prepare().train(0, 4)
     trial.bare[0].requires_grad_(True)
@@ -263,7 +263,7 @@ def freeze_by_name(trial: Trial) -> Result:
 
 @idiom
 def deep_copy(trial: Trial) -> Result:
-    """`copy.deepcopy(model)` of the prepared model, which stays as it is."""
+    """`copy.deepcopy(model)` of the prepared model, which does not change."""
     target = copy.deepcopy(trial.prepare().train(0, 2).model)
     trial.train(2)
     return [*trial.values(), *(each.detach().clone() for each in target.parameters())]
@@ -296,7 +296,7 @@ def patched_step(trial: Trial) -> Result:
 
 @idiom
 def lazy(trial: Trial) -> Result:
-    """A lazy layer that no batch has reached before `prepare`."""
+    """A lazy layer without a shape at `prepare`, because no batch was used before."""
 
     def change(model: Any) -> None:
         model[0] = nn.LazyLinear(16)

@@ -29,7 +29,7 @@ def _clamp(trial: Trial) -> None:
 
 
 _after_steps("Weights clamped after the step", _clamp)
-_after_steps("Weights clamped after a step of Adam, whose state stays", _clamp, adam=True)
+_after_steps("Weights clamped after a step of Adam, which keeps its state", _clamp, adam=True)
 _after_steps("Weight decay by hand", lambda trial: [each.mul_(0.99) for each in trial.parameters])
 _after_steps(
     "Rows renormalized after the step",
@@ -39,7 +39,7 @@ _after_steps(
 
 @idiom
 def clamp_weights_late(trial: Trial) -> Result:
-    """Weights clamped through `.data`, from step 6 on, by references of the script's own."""
+    """Weights clamped through `.data` from step 6 on, with the script's own references."""
     trial.prepare()
     kept = trial.parameters
     for step in trial.trained():
@@ -51,7 +51,7 @@ def clamp_weights_late(trial: Trial) -> Result:
 
 @idiom
 def clamp_weights_in_numpy(trial: Trial) -> Result:
-    """Weights clipped by NumPy after the step, in arrays of their own memory."""
+    """Weights clipped after the step through NumPy arrays that share their memory."""
     for _ in trial.prepare().trained():
         for each in trial.model.parameters():
             array = each.detach().numpy()
@@ -61,7 +61,7 @@ def clamp_weights_in_numpy(trial: Trial) -> Result:
 
 @idiom
 def clamp_weights_by_aliases(trial: Trial) -> Result:
-    """Weights clipped through arrays and `.data` that were taken once, before training."""
+    """Weights clipped through arrays and `.data` tensors that were created before the training."""
     trial.prepare()
     arrays = [each.detach().numpy() for each in trial.model.parameters()]
     tensors = [each.data for each in trial.model.parameters()]
@@ -93,7 +93,7 @@ def load_after(trial: Trial) -> Result:
 
 @idiom
 def load_middle(trial: Trial) -> Result:
-    """`model.load_state_dict` in the middle, back to a copy of before."""
+    """`model.load_state_dict` of an earlier copy, in the middle of the training."""
     trial.prepare().train(0, 3)
     kept = copy.deepcopy(trial.model.state_dict())
     trial.train(3, 6)
@@ -126,7 +126,7 @@ def replace_data(trial: Trial) -> Result:
 
 @idiom
 def prune(trial: Trial) -> Result:
-    """Weights pruned by a mask, late, and kept at zero."""
+    """Weights pruned by a mask from a later step on, and kept at zero."""
     trial.prepare().train(0, 5)
     mask = trial.bare[0].weight.abs() > 0.1
     for step in range(5, STEPS):
@@ -137,7 +137,7 @@ def prune(trial: Trial) -> Result:
 
 @idiom
 def lookahead(trial: Trial) -> Result:
-    """Slow weights, taken up every third step."""
+    """Slow weights that are updated every third step."""
     slow = trial.prepare().values()
     for step in trial.trained():
         if step % 3 == 2:
@@ -150,7 +150,7 @@ def lookahead(trial: Trial) -> Result:
 
 @idiom
 def reset_layer(trial: Trial) -> Result:
-    """A layer reset in the middle."""
+    """A layer reset in the middle of the training."""
     trial.prepare().train(0, 4)
     torch.manual_seed(9)
     trial.bare[2].reset_parameters()
@@ -181,7 +181,7 @@ def average_of_torch(trial: Trial) -> Result:
 
 @idiom
 def swap_average(trial: Trial) -> Result:
-    """Averaged weights swapped in for an evaluation, and out."""
+    """Averaged weights used for an evaluation, then replaced by the trained weights."""
     mean = trial.prepare().values()
     losses = []
     for step in trial.trained():
@@ -198,7 +198,7 @@ def swap_average(trial: Trial) -> Result:
 
 @idiom
 def copy_target(trial: Trial) -> Result:
-    """A copy of the model as a target, updated softly."""
+    """A copy of the model as a target network, updated by a moving average."""
     target = copy.deepcopy(trial.prepare().bare)
     for step in range(STEPS):
         trial.optimizer.zero_grad()

@@ -44,7 +44,7 @@ def gan(trial: Trial) -> Result:
 
 @idiom
 def gan_at_once(trial: Trial) -> Result:
-    """Generator and critic with an optimizer each, prepared at once."""
+    """Generator and critic with an optimizer each, prepared in one call."""
     models = nn.Linear(6, 7), nn.Linear(7, 1)
     _train_gan(trial, *trial.strategy.prepare(*models, *map(_sgd, models)))
     return _values(*models)
@@ -66,7 +66,7 @@ def teacher(trial: Trial) -> Result:
 
 @idiom
 def actor_and_critic(trial: Trial) -> Result:
-    """Actor and critic whose optimizers step after one backward of a common loss."""
+    """Actor and critic with two optimizers and one backward of a common loss."""
     models = nn.Linear(6, 3), nn.Linear(6, 1)
     actor, critic, *optimizers = trial.strategy.prepare(*models, *map(_sgd, models))
     for step in range(STEPS):
