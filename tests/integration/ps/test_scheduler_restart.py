@@ -544,7 +544,7 @@ def test_other_settings_are_reported_and_no_process_ends(cluster: Restartable) -
     cluster.replace(consistency="bounded:3", on_note=notes.append)
     wait_until(lambda: bool(notes))
     assert notes == [
-        "members of a cluster with consistency=eventual want to be taken over, and this scheduler was started with "
+        "cannot take over a cluster with consistency=eventual: this scheduler was started with "
         "consistency=bounded:3. Start it with the former scheduler's settings"
     ]
     cluster.kill_scheduler()
