@@ -1,16 +1,16 @@
-# Set-up happens by itself: every target creates .venv when it is missing and installs what it needs.
+# Every target creates .venv if it is missing, and installs the packages that the target needs.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
 .PHONY: demo test check kernels bench gpu torture mutants thorough docs figures clean
 
-# How long `make torture` takes: clusters of the protocol simulated, clusters of the product's own code in virtual time,
+# Sizes of `make torture`: simulated clusters of the protocol, clusters of the product's own code in virtual time,
 # then clusters of real processes.
 SEEDS ?= 0:10000
 CLUSTERS ?= 0:2000
 RUNS ?= 100
-# And `make thorough`: frames that nobody should send, clusters simulated in storms of faults, runs of the random tests.
+# Sizes of `make thorough`: invalid frames, simulated clusters with many faults, runs of the random tests.
 FRAMES ?= 10000000
 STORMS ?= 0:40000
 REPEATS ?= 20
@@ -65,8 +65,8 @@ bench: .venv/.dev .venv/.bench
 	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python benchmarks/vowpal_wabbit.py
 
-# On a machine with a CUDA device. GPU_PYTHON is a Python that has what is needed already, its own torch above all; then
-# nothing is installed.
+# Needs a CUDA device. GPU_PYTHON is a Python interpreter with all packages, including a CUDA build of torch. If it is set,
+# no package is installed.
 GPU_PYTHON ?=
 gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 	status=0; export PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH; python=$(or $(GPU_PYTHON),$(BIN)/python); \
@@ -77,7 +77,7 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-# The kinds of installation, as stamps: the package alone, with what `make demo` needs, and with what developers need.
+# Files that record an installation: of the package alone, with the packages of `make demo`, and with those of developers.
 .venv/.core: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
