@@ -1,4 +1,4 @@
-"""Nothing is left behind: each process of pytest has a folder for temporary files, looked at after each module."""
+"""Each process of pytest has a temporary folder, which must be empty after each module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance suite of strategies: what scripts do in and around a step, beside one device."""
+"""The conformance suite of strategies: idioms of scripts under each strategy, compared with one device."""
 
 from tests.conformance.conformance import STRATEGIES, as_table, run_all
 from tests.conformance.idioms import IDIOMS, Trial, idiom

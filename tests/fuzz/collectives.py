@@ -1,4 +1,4 @@
-"""What ranks say to one another under fire: the store where they meet, and the messages of their links."""
+"""Fuzz the store where ranks exchange addresses, and the messages on their connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, snapshots and caches that are not what they say, with checksums that fit."""
+"""Fuzz models, snapshots and caches with wrong contents and valid checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both halves of the handshake under fire, by those that hold the token and those that do not."""
+"""Fuzz both sides of the handshake, with and without the token."""
 
 from __future__ import annotations
 

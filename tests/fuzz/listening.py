@@ -1,4 +1,4 @@
-"""A listener under fire, and who fires: all in one thread and one event loop, so that a seed tells all that happens."""
+"""A fuzzed listener and its clients, in one thread and one event loop, so that the seed decides everything."""
 
 from __future__ import annotations
 

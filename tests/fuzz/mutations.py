@@ -1,4 +1,4 @@
-"""Frames as they should be, and what becomes of them under mutations that know what a frame is made of."""
+"""Valid frames, and mutations that know the fields of a frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parameter server under fire from clients and from other servers, whom it calls and who call it."""
+"""Fuzz a parameter server as a client, as another server, and as a target of its connections."""
 
 from __future__ import annotations
 

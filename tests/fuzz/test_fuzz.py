@@ -1,4 +1,4 @@
-"""A little of what ``make thorough`` does: 50,000 frames at all listeners."""
+"""A short version of the fuzzing in ``make thorough``: 50,000 frames at all listeners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product's own processes from seeds: nothing promised is broken, planted defects are found, all of it replays."""
+"""Simulations of the product's own processes: guarantees hold, planted defects are found, runs are reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole clusters from seeds: nothing promised is broken, what is broken on purpose is found, and all of it replays."""
+"""Simulations of whole clusters: guarantees hold, planted defects are found, runs are reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a program that `test_collectives_processes` starts: joins, does what its scenario says, tells in JSON."""
+"""One rank of the program in `test_collectives_processes`: run a scenario, and print the result as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes: what they are given, and a look at what they leave behind."""
+"""Fixtures for tests with real processes, and a check for processes and files that remain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks ranks that fail, for `test_collective_failures`: a line of JSON names cases, one answers what ranks saw."""
+"""Fork failing ranks for `test_collective_failures`: read cases as JSON lines, print the errors of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of `test_rpc_examples` run: the examples one after the other, and then two that leave badly."""
+"""The program of the ranks in `test_rpc_examples`: all examples, then two ranks that leave with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program as those of torch.distributed.rpc are written; `test_rpc_examples` starts it, and says the port."""
+"""A program in the style of torch.distributed.rpc; `test_rpc_examples` starts it and passes the port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input whose fault shows when processes read it: one sentence, status 1, nothing lost."""
+"""Bad input that processes detect while they read it: one sentence, status 1, no loss."""
 
 from __future__ import annotations
 

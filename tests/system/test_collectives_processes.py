@@ -1,4 +1,4 @@
-"""Ranks as real processes that are killed, stopped, interrupted or simply wrong: the others say so, in time, and go."""
+"""Real ranks that are killed, stopped, interrupted or wrong: the other ranks raise an error in time and end."""
 
 from __future__ import annotations
 

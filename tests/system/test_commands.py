@@ -1,4 +1,4 @@
-"""The other commands: help, version, doctor, bench; and what importing costs."""
+"""The other commands: help, version, doctor, bench; and the cost of imports."""
 
 from __future__ import annotations
 

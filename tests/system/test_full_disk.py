@@ -1,4 +1,4 @@
-"""A disk that is really full, and one that may only be read: training goes on, what was kept stays whole."""
+"""A full disk and a read-only disk: training continues, and existing files stay complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`, in its small version on the CPU, and where there is no CUDA device."""
+"""`benchmarks/gpu.py`: its small version on the CPU, and its message without a CUDA device."""
 
 from __future__ import annotations
 

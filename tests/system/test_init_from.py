@@ -1,4 +1,4 @@
-"""``paceline train --init-from`` and ``--feature-names``: what a model is trained from, and what is kept beside it."""
+"""``paceline train --init-from`` and ``--feature-names``: the initial model, and the files of a model."""
 
 from __future__ import annotations
 

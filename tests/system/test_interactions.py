@@ -1,4 +1,4 @@
-"""``paceline train --interactions`` and ``--min-count``: kept with the model and applied wherever it is."""
+"""``paceline train --interactions`` and ``--min-count``: stored in the model, and applied by every command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers whose rows take more than their memory limit: nothing is lost when one is killed, and no file is left."""
+"""Servers with more rows than their memory limit: a killed server loses no rows and leaves no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline train --solver proximal-blocks``: it finds the optimum, whatever the cluster, and says how it went."""
+"""``paceline train --solver proximal-blocks``: it finds the optimum on every cluster, and prints its progress."""
 
 from __future__ import annotations
 

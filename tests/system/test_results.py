@@ -1,4 +1,4 @@
-"""What the README promises of real data, with default settings."""
+"""The README's results on real data with default settings."""
 
 from __future__ import annotations
 

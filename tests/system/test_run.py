@@ -1,4 +1,4 @@
-"""``paceline run``: what ranks are told, what is shown of them, and that nothing of them is left, whoever dies."""
+"""``paceline run``: environment and output of the ranks, and cleanup after failures."""
 
 from __future__ import annotations
 

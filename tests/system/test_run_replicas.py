@@ -1,4 +1,4 @@
-"""``paceline run --replicas``: servers and the scheduler are killed, and a training goes on as if nothing were."""
+"""``paceline run --replicas``: servers and the scheduler are killed, and the training continues without loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline train --snapshot-every`` and ``--resume``: the whole cluster is killed, and another one goes on."""
+"""``paceline train --snapshot-every`` and ``--resume``: the cluster is killed, and another cluster continues."""
 
 from __future__ import annotations
 

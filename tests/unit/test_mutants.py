@@ -1,4 +1,4 @@
-"""The planted defects can still be planted, and one of them is found (`make mutants` looks for all)."""
+"""The planted defects can still be planted, and the tests find one of them (`make mutants` runs all)."""
 
 from __future__ import annotations
 

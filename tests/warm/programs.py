@@ -1,4 +1,4 @@
-"""What is forked: a program, as ``python [-W error] [-X faulthandler] SCRIPT …`` or ``python -m MODULE …`` runs it."""
+"""The programs that are forked: ``python [-W error] [-X faulthandler] SCRIPT …`` or ``python -m MODULE …``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that loads once what programs need, and forks a warm parent for each connection.
+"""A process that loads modules once, and forks a warm parent for each connection.
 
 ``python -m tests.warm.zygote KIND SOCKET``, KIND being one of `MODULES`. It ends with its standard input.
 """

@@ -1,4 +1,4 @@
-"""How scripts come by gradients: several backwards a step, gradients set by hand, hooks, a backward that fails."""
+"""Idioms of computing gradients: several backward passes, gradients set by the script, hooks, failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts do with gradients between ``backward()`` and ``step()``: clipping, scaling, leaving a step out."""
+"""Idioms that use gradients between ``backward()`` and ``step()``: clipping, scaling, skipping a step."""
 
 from __future__ import annotations
 

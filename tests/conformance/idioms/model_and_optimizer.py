@@ -1,4 +1,4 @@
-"""What scripts do with the model and the optimizer: groups, layers frozen and replaced, buffers, closures, state."""
+"""Idioms of model and optimizer: groups, frozen and replaced layers, buffers, closures, state."""
 
 from __future__ import annotations
 

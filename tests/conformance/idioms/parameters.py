@@ -1,4 +1,4 @@
-"""What scripts do with parameters between steps: clamping, loading, averaging."""
+"""Idioms that change parameters between steps: clamping, loading, averaging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank hears when something goes wrong in a group: ranks are threads; on one host, and on several."""
+"""Faults in a group: the error on every rank. Ranks are threads on one simulated host, or on several."""
 
 from __future__ import annotations
 

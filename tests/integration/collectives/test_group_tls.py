@@ -1,4 +1,4 @@
-"""Ranks of several hosts speak TLS: all works, nothing goes in the clear, wrong certificates are one sentence."""
+"""TLS between the ranks of several hosts: all traffic is encrypted, and wrong certificates are rejected."""
 
 from __future__ import annotations
 

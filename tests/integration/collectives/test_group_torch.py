@@ -1,4 +1,4 @@
-"""Groups take PyTorch's tensors where they lie, bfloat16 among them."""
+"""Groups use the memory of PyTorch's tensors without a copy, bfloat16 included."""
 
 from __future__ import annotations
 

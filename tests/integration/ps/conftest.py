@@ -1,4 +1,4 @@
-"""What every test here must leave behind: no thread, no file descriptor."""
+"""Every test in this folder must leave no thread and no file descriptor."""
 
 from __future__ import annotations
 

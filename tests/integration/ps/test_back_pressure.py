@@ -1,4 +1,4 @@
-"""A slow server, worker or scheduler does not fill a server's memory: who sends too much is not read for a while."""
+"""Backpressure: a slow server, worker or scheduler does not fill a server's memory."""
 
 from __future__ import annotations
 

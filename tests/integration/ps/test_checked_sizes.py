@@ -1,4 +1,4 @@
-"""Sizes, counts and kinds that a peer or a file makes up are refused where they arrive: nothing has changed then."""
+"""Receivers reject invalid sizes, counts and kinds from peers and files, and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two servers that live and do not reach each other: one of them goes, and workers notice no more than a pause."""
+"""Two live servers that cannot reach each other: one is expelled, and workers only pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the scheduler gives up, it names, and says why."""
+"""The scheduler logs each member that it declares dead, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables behind filters: what the servers read, also after cuts, changes of the map and lists that they forgot."""
+"""Tables with filters: the servers' values, also after lost connections, view changes and dropped key lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consistency through real clients: who waits for whom, and what an iteration's gradients come to."""
+"""Consistency with real clients: the waits of workers, and the sums of an iteration's gradients."""
 
 from __future__ import annotations
 

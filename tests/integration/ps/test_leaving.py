@@ -1,4 +1,4 @@
-"""What a worker waits for at the end of its ``with`` block, and what it does not wait for."""
+"""The waits of a worker at the end of its ``with`` block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process whose event loop hangs gives no signs of life, whatever its threads do."""
+"""A process with a blocked event loop sends no heartbeats, even if its threads run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frame that the server behind does not take: nothing is acknowledged without it, and nobody waits for ever."""
+"""A frame that the next server rejects: no acknowledgement without it, and no endless wait."""
 
 from __future__ import annotations
 

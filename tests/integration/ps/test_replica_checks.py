@@ -1,4 +1,4 @@
-"""Servers that compare what they have with the servers before them, and tell where it is not the same."""
+"""Servers compare their buckets with the servers before them, and report differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables on disk: what was saved is what is loaded, and a save that fails has changed nothing."""
+"""Tables on disk: loaded values equal the saved values, and a failed save changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of a cluster in this process: what was, is read back; what did not change is not written again."""
+"""Snapshots of a cluster in this process: contents, and parts that are not written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots while servers come and go: they come about, and each bucket in them is as it was at some moment."""
+"""Snapshots while servers join and leave: they complete, and each bucket has the state of one moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observed staleness in scripted interleavings, and what each policy makes of it."""
+"""Staleness in scripted interleavings, and the effect of each policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables through a client: what is pushed is what is pulled, wherever the keys live."""
+"""Tables through a client: pulled values equal the pushed values, on any server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections in the name of nobody whom the map names: they take no part in the iterations."""
+"""Connections of workers that no view lists take no part in iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients, tables, tickets and clusters say of themselves, and what a table says when its cluster was closed."""
+"""The representations of clients, tables, tickets and clusters, and errors after the cluster is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a peer that does not know what it says sends: it is refused, and the server serves the others."""
+"""Messages of faulty peers are rejected, and the server continues to serve other clients."""
 
 from __future__ import annotations
 

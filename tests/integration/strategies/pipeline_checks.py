@@ -1,4 +1,4 @@
-"""What two ranks check of ``Pipeline``; carried out by ``strategy_ranks.py`` for ``test_pipeline.py``."""
+"""Checks of ``Pipeline`` on two ranks; ``strategy_ranks.py`` runs them for ``test_pipeline.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of the shapes that public ones have: what their forwards take, decide and return."""
+"""Models with the structure of public models: arguments, branches and outputs of their forwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What four ranks check of ``Sharded`` and of device meshes; carried out by ``strategy_ranks.py``."""
+"""Checks of ``Sharded`` and of device meshes on four ranks; ``strategy_ranks.py`` runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of the tests: carries out every check of a module, and writes what came of each.
+"""One rank of the tests: run every check of a module, and write the results.
 
     python strategy_ranks.py MODULE FOLDER
 

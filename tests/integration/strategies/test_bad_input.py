@@ -1,4 +1,4 @@
-"""What `paceline run` and the strategies do with scripts that do wrong on one rank: one sentence, no hang."""
+"""Mistakes of a script on one rank, under `paceline run` and all strategies: one sentence, no hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved under one strategy and number of ranks is loaded under any other, and training goes on as if alone.
+"""A checkpoint of one strategy and number of ranks continues under any other strategy and number.
 
 The ranks of the strategies with several processes run this file as a program, once: importing torch takes seconds.
 """

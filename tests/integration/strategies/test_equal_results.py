@@ -1,4 +1,4 @@
-"""The promise of all strategies: one training loop, one result.
+"""The guarantee of all strategies: one training loop, one result.
 
 The ranks of the strategies with several processes run this file as a program; importing torch takes seconds, so two
 processes serve all of them, one strategy after the other.

@@ -1,4 +1,4 @@
-"""Replicas in one process: the results of one device, what a model may do, and what is told."""
+"""Replicas in one process: the results of one device, supported models, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program does to gradients between ``backward()`` and ``step()`` counts on servers as on one device."""
+"""Changes of gradients between ``backward()`` and ``step()`` have the same effect with servers as on one device."""
 
 from __future__ import annotations
 

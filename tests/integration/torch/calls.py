@@ -1,4 +1,4 @@
-"""Checks of the calls of torch.distributed, each beside what it must give."""
+"""Checks of the functions of torch.distributed against their expected results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what goes wrong: every rank hears of it, and soon."""
+"""Checks of failures: every rank gets an error, without delay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks check of gradients behind filters: a model learns what it learns without, and replicas stay equal."""
+"""Checks of gradients with filters: a model trains as well as without, and replicas stay equal."""
 
 from __future__ import annotations
 

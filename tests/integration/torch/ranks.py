@@ -1,4 +1,4 @@
-"""The ranks of the tests: each carries out every check of a module, and writes what came of it.
+"""The ranks of the tests: each runs every check of a module, and writes the results.
 
     python ranks.py FOLDER MODULE:SIZE …
 

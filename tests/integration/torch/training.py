@@ -1,4 +1,4 @@
-"""Checks of training, beside the same training on Gloo."""
+"""Checks of training against the same training on Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody in between: takes connections, makes one to the real server for each, and does what it likes to frames."""
+"""A relay between client and server, which can change, drop and repeat frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers that misbehave. In every case the others on the same server keep working, and nothing leaks."""
+"""Peers that misbehave. Other clients of the same server continue, and no resource leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public conformance suite, on every transport there is."""
+"""The public conformance suite on every transport."""
 
 from __future__ import annotations
 

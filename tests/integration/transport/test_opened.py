@@ -1,4 +1,4 @@
-"""Connections that an event loop opens: what the conformance suite cannot bring about."""
+"""Connections that an event loop opens: cases outside the conformance suite."""
 
 from __future__ import annotations
 

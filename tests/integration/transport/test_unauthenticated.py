@@ -1,4 +1,4 @@
-"""Those who have proved nothing: how many a listener holds, and of which users."""
+"""Limits for unauthenticated connections: their number, and the users that may connect."""
 
 from __future__ import annotations
 

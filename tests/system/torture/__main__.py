@@ -1,4 +1,4 @@
-"""Runs, one after the other, each in a process of its own; a table of what was done and found at the end."""
+"""Run each run in its own process, one after the other, and print a table of faults and findings."""
 
 from __future__ import annotations
 

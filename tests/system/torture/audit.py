@@ -1,4 +1,4 @@
-"""What must hold when the faults are over: every value of every table, and the same on every replica."""
+"""Check the end of a run: the value of every row, on every replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``paceline run`` finds wrong before any process starts: one sentence, status 2."""
+"""Errors that ``paceline run`` detects before it starts a process: one sentence, status 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line finds wrong before any process starts: one sentence, and the exit status."""
+"""Errors that the command line detects before it starts a process: one sentence, and the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each option of ``paceline train`` is one that both solvers take, or one of them refuses."""
+"""Each option of ``paceline train``: accepted by both solvers, or rejected by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that end the process are not lost, whatever runs when they come."""
+"""Signals that end the process are not lost, at any time."""
 
 from __future__ import annotations
 

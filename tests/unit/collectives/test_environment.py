@@ -1,4 +1,4 @@
-"""What the launchers tell a rank."""
+"""The variables that launchers set for a rank."""
 
 from __future__ import annotations
 

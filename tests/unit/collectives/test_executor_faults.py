@@ -1,4 +1,4 @@
-"""A fault on one rank ends the call on all of them, soon, with an error that names who was to blame."""
+"""A fault on one rank ends the call on all ranks, without delay; the error names the responsible rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure parts of the executor: who is to blame, and messages in pieces."""
+"""Pure parts of the executor: the responsible rank of a failure, and messages in pieces."""
 
 from __future__ import annotations
 

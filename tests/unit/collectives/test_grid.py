@@ -1,4 +1,4 @@
-"""Grids: who is where, and every ghost cell against a padded global array. Ranks are threads of one process."""
+"""Grids: positions of ranks, and ghost cells compared with a padded global array. Ranks are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How groups end, and calls that cannot come to their end: aborted, closed, forked, waited for in a callback."""
+"""The end of groups, and calls that cannot finish: aborted, closed, forked, waited for in a callback."""
 
 from __future__ import annotations
 

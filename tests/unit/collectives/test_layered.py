@@ -1,4 +1,4 @@
-"""All-reduce in two layers: what it computes is what one layer computes."""
+"""All-reduce in two layers gives the result of one layer."""
 
 from __future__ import annotations
 

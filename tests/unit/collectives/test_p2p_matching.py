@@ -1,4 +1,4 @@
-"""Which message goes to which receive."""
+"""The matching of messages and receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks read that no rank writes: it is refused by the error that the group knows how to handle."""
+"""Messages that no rank sends are rejected with an error that the group handles."""
 
 from __future__ import annotations
 

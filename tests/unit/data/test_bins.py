@@ -1,4 +1,4 @@
-"""Numeric columns cut into bins: where bins begin, when they are chosen, and that all readers make the same ones."""
+"""Numeric columns in bins: the edges, the choice of bins, and equal bins in all readers."""
 
 from __future__ import annotations
 

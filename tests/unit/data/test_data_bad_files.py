@@ -1,4 +1,4 @@
-"""What is said about lines and files that cannot be read."""
+"""Messages about lines and files that cannot be read."""
 
 from __future__ import annotations
 

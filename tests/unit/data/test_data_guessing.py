@@ -1,4 +1,4 @@
-"""What columns are taken for where nobody says what they are."""
+"""The guessed types of columns without an option."""
 
 from __future__ import annotations
 

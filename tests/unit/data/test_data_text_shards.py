@@ -1,4 +1,4 @@
-"""Shards of line formats: every line once, whatever the borders, and what is held and kept on the way."""
+"""Shards of line formats: every line once, for any borders, and bounded memory."""
 
 from __future__ import annotations
 

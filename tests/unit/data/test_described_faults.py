@@ -1,4 +1,4 @@
-"""What is said of files that people bring: other encodings, separators and quotes, words for labels, cut lines."""
+"""Messages about unusual files: encodings, separators, quotes, words as labels, truncated lines."""
 
 from __future__ import annotations
 

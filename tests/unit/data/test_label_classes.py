@@ -1,4 +1,4 @@
-"""Labels that are words: which number each is, in every format that has columns, and what becomes of others."""
+"""Labels that are words: the number of each word, in every format with columns, and unknown words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As what labels are read: above 0, one of them, or as they stand; and what words stand for."""
+"""The meanings of labels: above 0, one positive value, or numbers; and the meaning of words."""
 
 from __future__ import annotations
 

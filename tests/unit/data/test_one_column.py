@@ -1,4 +1,4 @@
-"""What one column tells of the label: lines, tables, and what is chosen by them."""
+"""The relation of one column and the label: lines, tables, and the choice between them."""
 
 from __future__ import annotations
 

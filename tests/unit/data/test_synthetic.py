@@ -1,4 +1,4 @@
-"""Made-up click logs: that they are Criteo's format, always the same, and as good as they say."""
+"""Synthetic click logs: Criteo's format, reproducible, and with the promised AUC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vowpal Wabbit's text and JSON lines: the kernels beside plain readers, bad lines, shards, files."""
+"""Vowpal Wabbit's text and JSON lines: kernels against plain readers, bad lines, shards, files."""
 
 from __future__ import annotations
 

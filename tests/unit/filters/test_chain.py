@@ -1,4 +1,4 @@
-"""Chains: what a message looks like behind several filters, and what a peer may not say."""
+"""Chains: a message after several filters, and invalid messages of a peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each filter promises: how much comes back, in how many bytes, and what is right on average."""
+"""The guarantees of each filter: precision, number of bytes, and unbiased results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients behind filters: what the mean of all ranks is, without a network."""
+"""Gradients with filters: the mean of all ranks, without a network."""
 
 from __future__ import annotations
 

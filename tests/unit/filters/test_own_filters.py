@@ -1,4 +1,4 @@
-"""Filters of users' own modules: the example of docs/guides/own_filters.md, end to end, and what is refused."""
+"""Filters in users' own modules: the example of docs/guides/own_filters.md, and rejected filters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline model export --to onnx``: what other programs compute with it."""
+"""``paceline model export --to onnx``: the results of other programs with the network."""
 
 from __future__ import annotations
 

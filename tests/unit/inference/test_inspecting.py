@@ -1,4 +1,4 @@
-"""What is said of a saved model: its figures are those of its weights, in text, JSON and HTML."""
+"""The description of a saved model: its figures match the weights, in text, JSON and HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loaded model predicts does not depend on how it is given the data; what does not fit is refused."""
+"""Predictions of a loaded model do not depend on the form of the data; other data is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of a minibatch: what the table of cases does not say."""
+"""The kernels of a minibatch: cases outside the table of cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values: a function of key, element and seed, with the distribution that is asked for."""
+"""Initial values: a function of key, element and seed, with the requested distribution."""
 
 from __future__ import annotations
 

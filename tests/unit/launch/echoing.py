@@ -1,4 +1,4 @@
-"""What the tests of the fork server have forked: it says what it finds, and does what it is told."""
+"""The process that the tests of the fork server fork: it prints its state and executes its arguments."""
 
 from __future__ import annotations
 

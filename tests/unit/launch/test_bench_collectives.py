@@ -1,4 +1,4 @@
-"""What a benchmark of collectives is asked for, what its check sees, and the table it prints."""
+"""The benchmark of collectives: its arguments, its check of the results, and its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which filters a training has where nothing is said of them."""
+"""The default filters of a training."""
 
 from __future__ import annotations
 

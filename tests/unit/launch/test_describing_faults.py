@@ -1,4 +1,4 @@
-"""What `paceline describe` says of files that are cut, damaged, or not what they seem."""
+"""The output of `paceline describe` for truncated, damaged and mislabelled files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has loaded what they need."""
+"""Processes forked from a process that has loaded the modules they need."""
 
 from __future__ import annotations
 

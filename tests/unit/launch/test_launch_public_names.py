@@ -1,4 +1,4 @@
-"""What ``paceline.launch`` offers, and that nothing heavy stands before the start of the fork server."""
+"""The public names of ``paceline.launch``, and imports before the start of the fork server."""
 
 from __future__ import annotations
 

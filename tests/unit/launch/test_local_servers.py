@@ -1,4 +1,4 @@
-"""Servers of this machine that die: who is replaced, who cannot be, and what a run says of it."""
+"""Local servers that die: which are replaced, and the messages of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When ``paceline run`` says that a server died: when another one has joined, and once for each."""
+"""``paceline run`` reports a server's death once, after another server has joined."""
 
 from __future__ import annotations
 

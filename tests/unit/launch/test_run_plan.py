@@ -1,4 +1,4 @@
-"""Who is started where and told what; clusters by description."""
+"""The processes of a run with their machines and arguments; clusters described by a file."""
 
 from __future__ import annotations
 

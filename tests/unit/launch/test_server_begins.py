@@ -1,4 +1,4 @@
-"""What a server does until it is a member."""
+"""The start of a server, until it is a member."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process loads before its first work: counted, since seconds depend on the machine."""
+"""Modules that a process loads before its first work: counted, because times depend on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategy is meant, and what it has no use for."""
+"""The choice of the strategy, and options that it does not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training tells people and programs: bad lines, staleness, JSON without NaN."""
+"""The output of a training for users and programs: bad lines, staleness, JSON without NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks know one another by where nobody gave them a token."""
+"""The shared key of ranks without a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting features in a sketch: never too few, seldom too many; and what is learned from features that are counted."""
+"""Counting features in a sketch: never too few, rarely too many; and learning from counted features."""
 
 from __future__ import annotations
 

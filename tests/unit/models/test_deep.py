@@ -1,4 +1,4 @@
-"""Deep models: what they compute, written out in NumPy; which settings they take; that their layers are learned."""
+"""Deep models: their results against NumPy, accepted settings, and training of the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The field-aware factorization machine: the columns of a row's features, and what no linear model can learn."""
+"""The field-aware factorization machine: fields of features, and data that no linear model can learn."""
 
 from __future__ import annotations
 

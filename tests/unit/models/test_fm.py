@@ -1,4 +1,4 @@
-"""The factorization machine: what no linear model can learn, and which features have factors."""
+"""The factorization machine: data that no linear model can learn, and features with factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of numbers, counts and classes find what closed forms and truths say; labels that they do not take."""
+"""Models of numbers, counts and classes find the known solution; labels that they reject."""
 
 from __future__ import annotations
 

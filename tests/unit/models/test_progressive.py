@@ -1,4 +1,4 @@
-"""Progressive validation: every worker's sums, and what all of them say together."""
+"""Progressive validation: the sums of each worker, and the lines for all workers."""
 
 from __future__ import annotations
 

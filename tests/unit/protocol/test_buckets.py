@@ -1,4 +1,4 @@
-"""Sets of buckets: a mask is the set, and it comes back from the wire."""
+"""Sets of buckets as masks, and their form on the wire."""
 
 from __future__ import annotations
 

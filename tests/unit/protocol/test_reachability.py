@@ -1,4 +1,4 @@
-"""Who goes when servers that live do not reach each other: by example, and for any complaints."""
+"""The server that is expelled if live servers do not reach each other: by example, and for any reports."""
 
 from __future__ import annotations
 

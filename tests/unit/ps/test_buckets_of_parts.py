@@ -1,4 +1,4 @@
-"""Buckets that come to a part of a table and go, and requests for some of its buckets, against dictionaries."""
+"""Buckets that a part of a table gains and loses, and requests for some buckets, against dictionaries."""
 
 from __future__ import annotations
 

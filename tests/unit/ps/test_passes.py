@@ -1,4 +1,4 @@
-"""Which rows no push has named for so many passes: against a dictionary, through growth, erasure and all layouts."""
+"""Rows without a push for several passes: against a dictionary, with growth, erasure and all layouts."""
 
 from __future__ import annotations
 

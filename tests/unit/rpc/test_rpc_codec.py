@@ -1,4 +1,4 @@
-"""What calls carry: values come back as they were, and hostile bytes are refused without harm."""
+"""Arguments of calls: decoded values equal the sent values, and invalid bytes are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference counts: an object lives exactly as long as somebody holds it."""
+"""Reference counts: an object lives exactly as long as a worker holds a reference."""
 
 from __future__ import annotations
 

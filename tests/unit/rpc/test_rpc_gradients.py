@@ -1,4 +1,4 @@
-"""What a process keeps of an autograd context, and where a backward pass ends in it."""
+"""A process's records of an autograd context, and the ends of a backward pass."""
 
 from __future__ import annotations
 

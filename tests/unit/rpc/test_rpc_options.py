@@ -1,4 +1,4 @@
-"""What programs of torch.distributed.rpc say of their transport."""
+"""Transport options of programs for torch.distributed.rpc."""
 
 from __future__ import annotations
 

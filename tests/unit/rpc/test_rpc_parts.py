@@ -1,4 +1,4 @@
-"""Small parts of rpc: futures, how failures are told, names of workers, frames on a socket."""
+"""Small parts of rpc: futures, errors, names of workers, frames on a socket."""
 
 from __future__ import annotations
 

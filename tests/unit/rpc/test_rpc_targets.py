@@ -1,4 +1,4 @@
-"""What a caller may give as the function of a call."""
+"""Valid and invalid functions of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application's answers, and the model that is behind them when it is replaced."""
+"""The replies of the application, before and after its model is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest names only what is on the disk, and whoever is told that it is in place can rely on it."""
+"""A manifest names only files on the disk, and a reported rename survives a crash."""
 
 from __future__ import annotations
 

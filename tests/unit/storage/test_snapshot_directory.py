@@ -1,4 +1,4 @@
-"""The files of snapshots: what was written is read, damage is seen, and nothing goes that somebody needs."""
+"""The files of snapshots: reading, damage, and removal of unused files."""
 
 from __future__ import annotations
 

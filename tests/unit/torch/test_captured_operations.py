@@ -1,4 +1,4 @@
-"""What operations do besides their values: calls of modules, functions and methods, and graphs of torch.export."""
+"""Calls of modules, functions and methods with side effects, and graphs of torch.export."""
 
 from __future__ import annotations
 

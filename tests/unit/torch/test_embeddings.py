@@ -1,4 +1,4 @@
-"""Embeddings beside torch's own: lookups, gradients, updates, and rows that are asked for ahead of time."""
+"""Embeddings compared with torch's: lookups, gradients, updates, and rows requested in advance."""
 
 from __future__ import annotations
 

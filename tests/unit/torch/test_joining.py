@@ -1,4 +1,4 @@
-"""How ranks that share one of PyTorch's stores, which lets everybody in, come to trust one another."""
+"""Ranks that share one of PyTorch's stores, which accepts every client, derive a common token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitioned models equal whole ones: random graphs, tied weights, dropout, buffers; and what is refused."""
+"""Partitioned models equal whole models: random graphs, tied weights, dropout, buffers; and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered at once, how parameters are cut, and what the options say. No processes."""
+"""Units of a model, the cut of parameters, and errors for options. No processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What data a rank gets, of which loader."""
+"""The data of each rank, for all kinds of loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the strategies with replicas: how a batch is split, what is joined, and where replicas are."""
+"""Parts of the strategies with replicas: splitting a batch, joining outputs, and devices."""
 
 from __future__ import annotations
 

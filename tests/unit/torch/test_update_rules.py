@@ -1,4 +1,4 @@
-"""Update rules made from torch's optimizers do what these do; their states move both ways."""
+"""Update rules made from torch's optimizers give their results; states convert in both directions."""
 
 from __future__ import annotations
 

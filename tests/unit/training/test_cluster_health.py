@@ -1,4 +1,4 @@
-"""What a training tells of its workers."""
+"""The messages of a training about its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data that is converted: the same examples as in its sources, told when it is damaged, written whole or not at all."""
+"""Converted data: the same examples as in the sources, reported damage, and complete files only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Early stopping: which pass is the best one, when the training ends, and what is told of it."""
+"""Early stopping: the best pass, the end of the training, and its output."""
 
 from __future__ import annotations
 

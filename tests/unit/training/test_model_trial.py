@@ -1,4 +1,4 @@
-"""Trials of models other than logistic regression: what is found, what is given, and what is no help."""
+"""Trials of models other than logistic regression: found settings, given settings, and useless factors."""
 
 from __future__ import annotations
 

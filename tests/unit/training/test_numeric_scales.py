@@ -1,4 +1,4 @@
-"""Scales and bins of numbers that are chosen for all of them together, in every format alike."""
+"""Scales and bins of all numeric columns together, equal in every format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training does where its options say nothing."""
+"""The plan of a training without options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Minibatches kept in memory: the same as read anew, within their room, and only where they are read again."""
+"""Minibatches in memory: equal to reading again, within their limit, and only if they are read again."""
 
 from __future__ import annotations
 

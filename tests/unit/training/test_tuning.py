@@ -1,4 +1,4 @@
-"""What is found on a sample: the rate, the passes, whether labels stand in runs."""
+"""Findings on a sample: the rate, the passes, and whether labels are sorted."""
 
 from __future__ import annotations
 

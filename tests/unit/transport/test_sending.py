@@ -1,4 +1,4 @@
-"""Sending on a connection that is lost meanwhile."""
+"""Sending on a connection that is lost during the send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connection goes when too many have proved nothing."""
+"""The connection that is closed if there are too many unauthenticated connections."""
 
 from __future__ import annotations
 

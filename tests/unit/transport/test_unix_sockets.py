@@ -1,4 +1,4 @@
-"""Unix sockets: where they are, and whose."""
+"""Unix sockets: their location, and their owner."""
 
 from __future__ import annotations
 

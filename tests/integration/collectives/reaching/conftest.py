@@ -1,4 +1,4 @@
-"""Every test here leaves nothing behind."""
+"""Every test in this folder must leave no thread and no file descriptor."""
 
 from __future__ import annotations
 

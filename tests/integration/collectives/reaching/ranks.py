@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, and what a test that begins them must find gone at its end."""
+"""Ranks as threads of one process, and a check for resources that remain at the end."""
 
 from __future__ import annotations
 

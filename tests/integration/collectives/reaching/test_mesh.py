@@ -1,4 +1,4 @@
-"""Links between the ranks of a group: made when needed, broken when a rank goes."""
+"""Links between the ranks of a group: created when needed, closed when a rank leaves."""
 
 from __future__ import annotations
 

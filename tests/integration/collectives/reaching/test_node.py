@@ -1,4 +1,4 @@
-"""A process's presence: who gets in, who is answered, and what is left when it goes."""
+"""The node of a process: accepted connections, replies, and cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks find one another, and what they say when they cannot."""
+"""The rendezvous of ranks, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each algorithm is chosen for: few rounds, few bytes, balanced ranks. And what it refuses."""
+"""The strength of each algorithm: few rounds, few bytes or balanced ranks; and its limits."""
 
 from __future__ import annotations
 

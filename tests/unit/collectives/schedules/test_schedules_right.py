@@ -1,4 +1,4 @@
-"""Every algorithm is right at every size from 1 to 64: what the checker proves of all of them."""
+"""The checker proves every algorithm for every size from 1 to 64."""
 
 from __future__ import annotations
 

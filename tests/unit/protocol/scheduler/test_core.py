@@ -1,4 +1,4 @@
-"""The scheduler's core by example: how a cluster forms, and what becomes of its members."""
+"""The scheduler's core by example: the start of a cluster, and changes of its members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process knows of itself as a member, and of the cluster's views."""
+"""A process's knowledge about its membership and the cluster's views."""
 
 from __future__ import annotations
 

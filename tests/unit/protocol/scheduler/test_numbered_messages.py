@@ -1,4 +1,4 @@
-"""What a process says to the scheduler comes once, also to another scheduler that hears of the rest otherwise."""
+"""Messages to the scheduler arrive once, also at another scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which view is next: what is prepared, what is committed, and in what order."""
+"""The next view: its preparation, its commit, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler that was started in the place of another learns from the members that come."""
+"""The information that a new scheduler gets from returning members."""
 
 from __future__ import annotations
 

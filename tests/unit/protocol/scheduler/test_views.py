@@ -1,4 +1,4 @@
-"""Views: who must know of one before anybody acts on it, and what a member keeps of them."""
+"""Views: members that must have prepared a view before it takes effect, and the views that a member keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagrams: what a table's is, and that those of ``docs/explanation/protocol.md`` are the tables'."""
+"""Diagrams of tables; the diagrams of ``docs/explanation/protocol.md`` match the tables."""
 
 from __future__ import annotations
 

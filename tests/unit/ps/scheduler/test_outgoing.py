@@ -1,4 +1,4 @@
-"""What a process has said to the scheduler is kept until it is known to have come."""
+"""Messages to the scheduler are kept until the scheduler confirms them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler knows of the ends of processes."""
+"""The scheduler's detection of ended processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure rules of a pipeline: where to cut, who does what when, how long it takes, what travels."""
+"""Pure rules of a pipeline: cuts, order of actions, times, transferred values."""
 
 from __future__ import annotations
 

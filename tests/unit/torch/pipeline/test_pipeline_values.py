@@ -1,4 +1,4 @@
-"""Values that travel between stages keep what they are."""
+"""Values that are sent between stages keep their properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose rows depend on one another are found before they are cut."""
+"""Models with dependent rows are detected before they are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of weights that are added in place, or later, are those of autograd."""
+"""Gradients of weights that are added in place, or later, equal those of autograd."""
 
 from __future__ import annotations
 
