@@ -43,7 +43,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _what_is_collected(config: pytest.Config) -> list[str]:
-    """Return the arguments for a process that imports what the workers will."""
+    """Return the arguments for a process that imports the modules of the workers."""
     profile = config.getoption("--hypothesis-profile")
     return ["-m", config.option.markexpr, *(["--hypothesis-profile", profile] if profile else []), *config.args]
 
@@ -89,7 +89,7 @@ def _in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After the last test of a file there is no temporary file or folder of them any more."""
+    """Check that no temporary file or folder remains after the last test of a file."""
     temporary = request.config.stash[_TEMPORARY]
     before = temporary.names()
     yield

@@ -29,7 +29,7 @@ class TemporaryFiles:
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
 
     def names(self) -> set[str]:
-        """Return what is there."""
+        """Return the existing files and folders."""
         return {name for name in os.listdir(self.folder) if not name.startswith(_OTHERS)}
 
     def wait_gone(self, before: set[str]) -> set[str]:

@@ -120,7 +120,7 @@ def write_files(root: Path) -> None:
 
 
 def write_models(root: Path) -> None:
-    """Train the models that pages use, beside the files."""
+    """Train the models that pages use, next to the files."""
     for name, model in (("model", "lr"), ("monday", "lr"), ("deep", "deepfm")):
         words = ["-m", "paceline", "train", "day1.tsv", "--epochs", "1", "--model", model, "--save", name]
         subprocess.run([sys.executable, *words], cwd=root, check=True, capture_output=True)

@@ -123,7 +123,7 @@ class Page:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """End the processes that commands left in the background, and close what a prelude opened."""
+        """End the background processes of commands, and close the resources of a prelude."""
         at_end = self.namespace.get("at_end")
         if isinstance(at_end, contextlib.ExitStack):
             at_end.close()

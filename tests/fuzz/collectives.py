@@ -73,7 +73,7 @@ PLACE = CurrentCall("world", 0, CALL, 3)
 
 
 class HeadsEpisode(Episode):
-    """What a rank reads from a link once a call has failed, and what it makes of it."""
+    """A rank's reads from a link after a failed call."""
 
     name = "heads"
     weight = 26

@@ -36,7 +36,7 @@ DENSE = messages.TableSpec(
 
 
 class FilesEpisode(Episode):
-    """What a process reads that loads a model, resumes from a snapshot, or has a cache."""
+    """A process that loads a model, resumes from a snapshot, or reads a cache."""
 
     name = "files"
     weight = 1

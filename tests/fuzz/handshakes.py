@@ -64,7 +64,7 @@ class HandshakeEpisode(Episode):
         return meta
 
     def _alter_inside(self, frame: Frame) -> None:
-        """Alter what a proof covers, which is encoded in it."""
+        """Alter a field that the proof covers."""
         if isinstance(frame.meta, dict) and self.random.random() < 0.5:
             for name in ("hello", "view"):
                 if isinstance(frame.meta.get(name), bytes) and frame.meta[name]:

@@ -23,11 +23,11 @@ _SHOWN_BYTES = 200
 
 
 class FoundError(AssertionError):
-    """A listener did what none must."""
+    """A listener violated a rule."""
 
 
 class Line:
-    """A connection that says whatever bytes it is given; and what comes back on it, as frames."""
+    """A connection that sends arbitrary bytes, and the frames that it receives."""
 
     def __init__(self, transport: MemoryTransport, target: Any, hello: Hello) -> None:
         channel = transport.connect(target, hello)
@@ -44,7 +44,7 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has closed it."""
+        """Whether the connection is open."""
         return not (self._channel._is_ended or self._channel._is_closed)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Line:
         self._channel.close()
 
     def answers(self) -> Iterator[tuple[Header, bytes, bytes]]:
-        """Yield what has come: header, meta and body."""
+        """Yield received frames: header, meta and body."""
         arrived, got = self._channel._arrived, self._got
         while arrived:
             got += arrived.popleft()
@@ -95,7 +95,7 @@ class Attacker:
         """What goes out first on every connection."""
 
     def attack(self, frame: Frame, kinds: Sequence[int]) -> int:
-        """Send what becomes of a frame; return how many frames that was."""
+        """Send the mutations of a frame; return their number."""
         frames = self._mutator.vary(frame, kinds)
         for each in frames:
             line = self._line
@@ -136,7 +136,7 @@ class Attacker:
 
 
 def check_answer(header: Header, meta: bytes) -> None:
-    """Raise FoundError for what tells of an internal error."""
+    """Raise FoundError if the log reports an internal error."""
     if header.kind in (FrameKind.ERROR, FrameKind.REFUSED):
         failure = msgspec.msgpack.decode(meta)
         if failure["error"] == "InternalError":
@@ -163,11 +163,11 @@ class Episode(ABC):
 
     @abstractmethod
     def feed(self) -> int:
-        """Send a frame, or what becomes of one; return how many."""
+        """Send a frame or its mutations; return the number of frames."""
 
     @abstractmethod
     def look(self) -> None:
-        """See to those that are honest: they get what is theirs."""
+        """Check that honest clients receive their replies."""
 
     @abstractmethod
     async def end(self) -> None:
@@ -179,7 +179,7 @@ class Episode(ABC):
 
 
 class _Watch(logging.Handler):
-    """Collects what the listener's process says of exceptions that nobody expected."""
+    """Collects the listener's log messages about unexpected exceptions."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -191,7 +191,7 @@ class _Watch(logging.Handler):
 
 
 def play(kind: type[Episode], seed: str, num_frames: int, folder: Path) -> int:
-    """Play one episode of at least so many frames; return how many it had. Raises FoundError."""
+    """Play one episode of at least this many frames; return their number. Raises FoundError."""
     episode = kind(Random(seed), folder)
     watch = _Watch()
     loggers = [logging.getLogger("paceline"), logging.getLogger("asyncio")]

@@ -60,7 +60,7 @@ class Frame:
     more_body: int = 0
 
     def encode(self) -> bytes:
-        """Return what goes over the wire."""
+        """Return the bytes of the frame."""
         meta = encode_meta(self.meta)
         meta_bytes, body_bytes = len(meta) + self.more_meta, len(self.body) + self.more_body
         get = self.fields.get
@@ -74,7 +74,7 @@ class Frame:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its header tells where it ends."""
+        """Whether the lengths in the header are right."""
         return not (self.more_meta or self.more_body) and self.magic == MAGIC and self.version == PROTOCOL_VERSION
 
 
@@ -96,7 +96,7 @@ class Mutator:
         self._kept: list[Frame] = []
 
     def vary(self, frame: Frame, kinds: Sequence[int]) -> list[Frame]:
-        """Return what is sent in place of a frame; `kinds` are those that the listener knows."""
+        """Return the frames to send in place of a frame; `kinds` are the kinds that the listener accepts."""
         random = self._random
         choice = random.random()
         if choice < 0.3:
@@ -228,7 +228,7 @@ class Mutator:
         return True
 
     def other(self, value: Any) -> Any:
-        """Return something in place of a value: most often one of its kind."""
+        """Return a replacement of a value, usually of the same type."""
         random = self._random
         if random.random() < 0.15:
             deep: Any = 0

@@ -35,7 +35,7 @@ def spec_of(name: str, lr: float = 1.0) -> messages.TableSpec:
 
 
 class Honest:
-    """One that is honest: it prepares what it is told to, lives, and gets what it asks for."""
+    """An honest member: it prepares views, sends heartbeats, and receives its replies."""
 
     def __init__(self, line: Line, role: Role, rank: int) -> None:
         self._line = line
@@ -47,7 +47,7 @@ class Honest:
         self._send(CALL, register, 1)
 
     def hear(self) -> None:
-        """Take what has come."""
+        """Handle received frames."""
         for header, meta, _ in self._line.answers():
             if header.kind == RESULT:
                 self._results[header.request] = meta

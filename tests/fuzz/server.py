@@ -100,7 +100,7 @@ def keys_in(buckets: range, count: int) -> npt.NDArray[np.uint64]:
 
 
 class Honest:
-    """A worker that does as it should, on tables of its own, and knows what it must read."""
+    """An honest worker with its own tables and their expected values."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -110,7 +110,7 @@ class Honest:
         self._sequence = 0
 
     def work(self) -> None:
-        """Push to both tables, and read what must be there."""
+        """Push to both tables, and compare the values that are read."""
         self._sequence += 2
         ones = np.ones(40, np.float32)
         self._line.ask(
@@ -169,7 +169,7 @@ class Joined:
         self.check()
 
     def check(self) -> None:
-        """Look at what has come."""
+        """Handle received frames."""
         for header, _, body in self._line.answers():
             if header.kind == VALUES:
                 values = np.frombuffer(body, np.float32)
@@ -187,7 +187,7 @@ class Joined:
 
 
 class Neighbour(Handler):
-    """The server behind: takes what is forwarded to it, and answers anything."""
+    """The next server of a chain: it accepts forwarded frames and sends arbitrary replies."""
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
@@ -206,7 +206,7 @@ class Neighbour(Handler):
 
 
 class ServerEpisode(Episode):
-    """Abstract: a subclass says how consistent the cluster is."""
+    """Abstract: a subclass sets the consistency of the cluster."""
 
     consistency: ClassVar[Consistency]
     stale: ClassVar[StalePolicy] = Accept()

@@ -96,7 +96,7 @@ def close() -> None:
 
 @contextlib.contextmanager
 def clusters_from_warm_parents() -> Iterator[None]:
-    """Have the local clusters of this process forked from what is loaded."""
+    """Fork the local clusters of this process from loaded modules."""
     with pytest.MonkeyPatch.context() as patch:
         if are_warm():
             patch.setattr(ForkServer, "start", lambda module=CHILD: connect("plain", module))
@@ -104,7 +104,7 @@ def clusters_from_warm_parents() -> Iterator[None]:
 
 
 class WarmProcess:
-    """A program in a process that was forked; it has what tests use of ``subprocess.Popen``."""
+    """A forked program with the methods of ``subprocess.Popen`` that tests use."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ _start_afresh = ForkServer.start
 
 
 def prepare() -> None:
-    """Load the kernels, and what every role imports."""
+    """Load the kernels and the imports of every role."""
     prepare_roles()
 
 

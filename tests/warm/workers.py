@@ -34,7 +34,7 @@ def prepare() -> None:
 
 
 def main() -> NoReturn:
-    """Be a worker: run what xdist sends."""
+    """Run one worker: execute the commands of xdist."""
     exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
     programs.end(0)
 

@@ -27,7 +27,7 @@ class Trial:
         self.make()
 
     def make(self, change: Callable[[nn.Module], Any] = lambda model: None, **options: Any) -> Trial:
-        """Make the model and its optimizer anew: SGD with momentum unless `options` has another ``optimizer``."""
+        """Create the model and its optimizer: SGD with momentum unless `options` has another ``optimizer``."""
         torch.manual_seed(3)
         self.model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
         change(self.model)

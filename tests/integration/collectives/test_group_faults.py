@@ -411,7 +411,7 @@ class TestTicketsOfMessages:
 
 
 class TestJoining:
-    """A group that cannot be made says so, on every rank, and leaves nothing open."""
+    """A group that cannot be created raises an error on every rank, and leaves no resource open."""
 
     @pytest.mark.parametrize("size", [1, 2])
     def test_an_unknown_algorithm_is_refused_before_anybody_is_met(self, size: int) -> None:
@@ -437,7 +437,7 @@ class TestJoining:
 
     @pytest.mark.parametrize("culprit", [0, 1])
     def test_no_shared_memory_no_harm(self, monkeypatch: pytest.MonkeyPatch, culprit: int) -> None:
-        """What one rank cannot have, none uses: the ranks talk over sockets."""
+        """If one rank has no shared memory, all ranks use sockets."""
         real = os.posix_fallocate if culprit == 0 else os.open
 
         def fail(*arguments: Any) -> Any:
@@ -461,7 +461,7 @@ class TestJoining:
 
 
 class TestBarrier:
-    """Nobody leaves before all have come."""
+    """No rank leaves a barrier before all ranks have entered."""
 
     @engines
     def test_it_holds(self, options: dict[str, Any]) -> None:
@@ -479,7 +479,7 @@ class TestBarrier:
 
 
 class TestSayingHow:
-    """explain() agrees with what is done."""
+    """explain() agrees with the executed algorithm."""
 
     @pytest.mark.parametrize(
         ("num_bytes", "operation"),

@@ -50,7 +50,7 @@ def test_everything_works(certificates: dict[str, TLS], check: str) -> None:
 
 
 def test_all_traffic_is_encrypted(certificates: dict[str, TLS], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ranks write to their TCP connections has neither their data nor their calls in it."""
+    """The TCP traffic of the ranks contains neither their data nor their calls in plain text."""
     real = client.open_socket
 
     def relayed(address: Any, timeout_s: float, **options: Any) -> socket.socket:

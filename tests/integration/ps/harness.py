@@ -89,7 +89,7 @@ class ServerNode:
         self.served = None
 
     def stop_serving(self) -> None:
-        """Be out of reach, though the scheduler hears from it."""
+        """Make the server unreachable for other servers; the scheduler still receives its heartbeats."""
         self.served = None
         self._serving.close()
 
@@ -98,7 +98,7 @@ class ServerNode:
             self.link.notify(filled)
 
     def _failed(self, error: BaseException) -> None:
-        """Let the process have ended: whoever is connected hears nothing more of it."""
+        """Simulate the end of the process: connected peers receive no further data."""
         self.failures.append(error)
         served = self.served
         if served is not None:
@@ -135,7 +135,7 @@ def break_off(link: SchedulerLink) -> None:
 
 
 class Cluster:
-    """A scheduler, `servers` servers, and as many clients as asked for. A context manager that ends all of it."""
+    """A scheduler, `servers` servers, and clients on request. A context manager that ends all of them."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Cluster:
         return link
 
     def raw(self, server: int = 0, **extra: Any) -> Channel:
-        """Return a channel to a server in the name of a worker of the cluster, its rank 7, that says nothing itself."""
+        """Return a channel to a server as worker 7 of the cluster, without messages of its own."""
         welcome = self.link().state.welcome
         served = self.nodes[server].served
         assert welcome is not None
@@ -214,7 +214,7 @@ class Cluster:
         return channel
 
     def lose(self, link: SchedulerLink) -> None:
-        """Let the process of a member have ended: it says nothing any more, and the kernel says so."""
+        """Simulate the end of a member's process: it sends no data, and the kernel reports its end."""
         welcome = link.state.welcome
         assert welcome is not None
         break_off(link)
@@ -256,7 +256,7 @@ class Cluster:
         self._scheduler_stack.close()
 
     def close(self) -> None:
-        """End everything. Raises what ended a server or the scheduler, if the test has not asked for it."""
+        """End everything. Raises the errors of servers and scheduler that the test did not expect."""
         self._stack.close()
         for error in [*self.failures, *(error for node in self.nodes for error in node.failures)]:
             raise error
@@ -282,7 +282,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
-    """Let no file that this process writes grow beyond so many bytes: a write then fails with EFBIG."""
+    """Limit the size of files that this process writes: a longer write fails with EFBIG."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -293,7 +293,7 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """Run functions at the same time; return what they return, or raise the first error."""
+    """Run functions concurrently; return their results, or raise the first error."""
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 

@@ -199,7 +199,7 @@ def test_malformed_clocks(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Answering(Handler):
-    """Answers every frame with one of a kind, so many bytes and a meta."""
+    """Reply to every frame with a frame of the given kind, size and meta."""
 
     def __init__(self, kind: int, num_bytes: int, meta: bytes) -> None:
         self.kind, self.num_bytes, self.meta = kind, num_bytes, meta
@@ -210,7 +210,7 @@ class Answering(Handler):
 
 @contextmanager
 def answered_by(handler: Handler) -> Iterator[Client]:
-    """Yield a client whose server is this handler, and that knows a table `w`."""
+    """Yield a client of a server with this handler, and with a table `w`."""
     with Cluster() as cluster:
         client = cluster.connect()
         client.sparse_table("w", update=SGD(lr=1.0))

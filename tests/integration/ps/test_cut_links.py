@@ -45,7 +45,7 @@ class Cables(SocketTransport):
         self._cut: set[tuple[int, str]] = set()
 
     def cut(self, one: ServerNode, other: ServerNode) -> None:
-        """Lose what one of these servers sends to the other from now on."""
+        """Drop all later data from one of these servers to the other."""
         for source, target in ((one, other), (other, one)):
             self._cut.add((source.server.replicator.incarnation, target.netloc))
 

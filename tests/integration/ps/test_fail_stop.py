@@ -47,7 +47,7 @@ def led_by(node: ServerNode) -> Keys:
 
 
 def end(node: ServerNode) -> BaseException:
-    """Wait until a server has failed, and let its process be dead; return what it failed by."""
+    """Wait until a server has failed, and end its process; return the error."""
     wait_until(lambda: bool(node.failures))
     node.stop()
     (failure,) = node.failures

@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def in_child(function: Callable[[], Any]) -> str:
-    """Return what a function raises in a forked process, as text; empty if it returns."""
+    """Return the exception of a function in a forked process, as text; empty if it returns."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

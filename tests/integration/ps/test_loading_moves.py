@@ -51,7 +51,7 @@ def same(one: list[Floats], other: list[Floats]) -> bool:
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Floats]]:
-    """A snapshot in many small parts, and what its tables held."""
+    """A snapshot in many small parts, and the contents of its tables."""
     folder = tmp_path_factory.mktemp("snapshots")
     with pytest.MonkeyPatch.context() as patch, Cluster(servers=2) as cluster:
         patch.setattr(parts, "PART_BYTES", 8_000)

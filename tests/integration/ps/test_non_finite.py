@@ -63,7 +63,7 @@ class Table:
 
 
 def assert_replicas_equal(cluster: Cluster) -> None:
-    """Compare what all servers have, to the bit."""
+    """Compare the rows of all servers, to the bit."""
 
     def rows(node: ServerNode) -> dict[int, bytes]:
         found: dict[int, bytes] = {}

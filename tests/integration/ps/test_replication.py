@@ -153,7 +153,7 @@ def work_together(client: Client, stop_at: list[int]) -> list[Floats]:
 
 
 def drain(cluster: Cluster, node: ServerNode, client: Client) -> None:
-    """Have a server give away what it holds, and end."""
+    """Make a server move its buckets to the other servers, and end."""
     node.link.notify(messages.Drain())
     rank = node.server.rank
     cluster.nodes.remove(node)

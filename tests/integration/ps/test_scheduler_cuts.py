@@ -214,7 +214,7 @@ def test_leave_arrives_while_the_scheduler_sends() -> None:
 
 
 class _NoWay:
-    """A transport that reaches nobody."""
+    """A transport that reaches no process."""
 
     def connect(self, *_: object, **__: object) -> None:
         raise ConnectionError

@@ -64,13 +64,13 @@ class Restartable(Cluster):
         return link
 
     def end(self, link: SchedulerLink) -> None:
-        """Let the process of a member have ended, of which no scheduler hears before the next one."""
+        """Simulate the end of a member's process while no scheduler runs."""
         break_off(link)
         self.links.remove(link)
         self.ended.append(link)
 
     def kill_scheduler(self) -> None:
-        """Let the scheduler be gone as a killed process is: it says nothing to anybody."""
+        """Simulate the death of the scheduler: it sends no further data."""
         scheduler = self.scheduler
 
         def fall_silent() -> None:

@@ -301,7 +301,7 @@ def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch:
         return call
 
     def serves(client: Client) -> None:
-        """See a server answer while one of its threads waits for the file system."""
+        """Check that a server replies while one of its threads waits for the file system."""
         assert hung.wait(20)
         train(client, range(1), keys=10)
         assert not goes_on.is_set()

@@ -268,7 +268,7 @@ RULES: list[UpdateRule] = [
 
 
 def _steps(servers: int, rule: UpdateRule, dim: int) -> tuple[Floats, Floats]:
-    """Return what is in the tables after the same scripted run."""
+    """Return the contents of the tables after the same scripted run."""
     random = np.random.default_rng(5)
     keys = random_keys(random, 400)
     with Cluster(servers=servers) as cluster:

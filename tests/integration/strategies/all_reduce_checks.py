@@ -42,7 +42,7 @@ def _model(seed: int = 0) -> nn.Module:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[Strategy]:
-    """One device, in this process, as if nobody had started several ranks."""
+    """One device in this process, as without a launcher."""
     names = ("RANK", "WORLD_SIZE")
     kept = {name: os.environ.pop(name) for name in names}
     try:

@@ -47,7 +47,7 @@ def _data(num_rows: int) -> Dataset[tuple[Tensor, ...]]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[Strategy]:
-    """One device, in this process, as if nobody had started several ranks."""
+    """One device in this process, as without a launcher."""
     kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
     try:
         with OneDevice(seed=5) as strategy:
@@ -106,7 +106,7 @@ def check_filters(rank: int, size: int) -> None:
 
 
 def check_compiled_after(rank: int, size: int) -> None:
-    """A compiled model gives what an eager one does."""
+    """A compiled model gives the result of an eager model."""
     num_rows = _STEPS * size * _ROWS
     with Hybrid(seed=5) as strategy, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own look

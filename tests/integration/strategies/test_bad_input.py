@@ -53,7 +53,7 @@ print("steps", rank, num_steps, f"{strategy.reduce(float(model[0].weight.sum()),
 
 
 def run(folder: Path, strategy: str, case: str) -> tuple[int | None, str, str]:
-    """Return the status, and what was written to standard output and standard error."""
+    """Return the status, standard output and standard error."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
     launcher = WarmProcess(

@@ -71,7 +71,7 @@ def adam(model: Net) -> Optimizer:
 
 
 def prepared(chosen: Strategy, make: Callable[[Net], Optimizer] = adam) -> tuple[Net, Any, Any, Any]:
-    """Return the model as it was given, what the loop is to call, the optimizer and the scheduler."""
+    """Return the original model, the prepared model, the optimizer and the scheduler."""
     net = Net()
     optimizer = make(net)
     # Its milestones have numbers for keys: one before the checkpoint, one after.
@@ -166,7 +166,7 @@ def main(folder: Path) -> None:
 
 
 def check_failures(rank: int, folder: Path) -> list[str]:
-    """Return what each failure on one rank says on this one; afterwards all still works."""
+    """Return the message of each failure of one rank on this rank. Afterwards the strategy still works."""
     said = []
     with strategy("all-reduce", device="cpu") as chosen:
         prepared(chosen)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @dataclass
 class Run:
-    """What all ranks of one module have left behind."""
+    """The results of all ranks of one module."""
 
     size: int
     errors: list[str]

@@ -88,7 +88,7 @@ def read_to_end(connected: socket.socket) -> bytes:
 
 
 def refusal(answer: bytes) -> PeerError:
-    """Return the error in what a server sent: its challenge, then REFUSED."""
+    """Return the error that a server sent: its challenge, then REFUSED."""
     challenge = unpack_header(answer)
     assert challenge.kind == FrameKind.CHALLENGE
     at = 40 + (challenge.meta_bytes + 7 & -8)

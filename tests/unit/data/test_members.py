@@ -80,7 +80,7 @@ def test_a_file_that_is_cut_between_members_is_reported_to_be(tmp_path: Path, nu
 
 @pytest.mark.parametrize("name", PACKED)
 def test_shards_are_those_of_the_text_in_any_order(tmp_path: Path, name: str) -> None:
-    """So that several workers share one file, each unpacking what it reads."""
+    """Several workers can share one file, because each decompresses only its own shards."""
     path = tmp_path / name
     path.write_bytes(PACKED[name](TEXT))
     (tmp_path / "plain.svm").write_bytes(TEXT)

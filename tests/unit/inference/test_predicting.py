@@ -25,7 +25,7 @@ DENSE = np.array([[0, 0.5, 0, 1, 0, 0], [0, 0, 1.25, -1, 0, 0], [0, 0, 0, 0, 0, 
 
 
 class Frame:
-    """As much of a DataFrame as is asked for."""
+    """A minimal DataFrame."""
 
     def __init__(self, columns: dict[str, Any]) -> None:
         self._columns = columns

@@ -18,7 +18,7 @@ def prepare() -> None:
 
 
 def main() -> int:
-    """Do what the argument says."""
+    """Execute the argument."""
     match sys.argv[1]:
         case "describe":
             found = {

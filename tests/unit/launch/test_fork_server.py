@@ -42,7 +42,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
 
 @pytest.fixture
 def fork(server: ForkServer) -> Iterator[Callable[[str], Forked]]:
-    """Forks a process that does what it is told; it has ended after the test."""
+    """Fork a process that executes its argument; it ends with the test."""
     forked = []
 
     def fork(what: str, **environment: str) -> Forked:

@@ -14,7 +14,7 @@ from paceline.launch import prepare_kernels
 
 
 def run(program: str) -> Any:
-    """Run a program in an interpreter of its own; return the object that it prints."""
+    """Run a program in a new interpreter; return the object that it prints."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60)
     return json.loads(done.stdout)
 

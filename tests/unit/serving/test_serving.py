@@ -27,7 +27,7 @@ from paceline.serving.server import serve
 
 
 class Asked:
-    """An application, asked without a network."""
+    """An application, called without a network."""
 
     def __init__(self, source: ModelSource) -> None:
         self._app = make_app(source)

@@ -40,7 +40,7 @@ class Column(list[Any]):
 
 
 class Frame:
-    """As much of a DataFrame as is asked for."""
+    """A minimal DataFrame."""
 
     def __init__(self, **columns: Column) -> None:
         self._columns = columns

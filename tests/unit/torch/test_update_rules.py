@@ -115,7 +115,7 @@ class OwnStep(torch.optim.SGD):
 
 
 class Foreign(Optimizer):
-    """Somebody else's optimizer."""
+    """An optimizer from outside torch."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

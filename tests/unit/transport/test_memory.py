@@ -39,7 +39,7 @@ def test_direct_transport_needs_no_thread_and_no_loop() -> None:
 
 
 class Chain(Handler):
-    """Passes on what it gets, and what comes back."""
+    """Forwards all data in both directions."""
 
     def __init__(self) -> None:
         self.onward: Peer | None = None

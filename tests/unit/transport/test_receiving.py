@@ -12,7 +12,7 @@ from paceline.transport.security.sealing import Seal
 
 
 class Collector(FrameReceiver):
-    """Keeps what it gets."""
+    """Stores the received frames."""
 
     def __init__(self, seal: Seal | None = None, *, pool: BufferPool | None = None, is_greeted: bool = True) -> None:
         super().__init__(Limits(), pool or BufferPool())

@@ -25,7 +25,7 @@ def soon(seconds: float = PATIENCE_S) -> float:
 
 
 def on_ranks(size: int, work: Callable[[int], _T]) -> list[_T]:
-    """Run ``work(rank)`` for all ranks at once, each in a thread; return what they return."""
+    """Run ``work(rank)`` for all ranks concurrently, each in a thread; return the results."""
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, rank) for rank in range(size)]
         return [future.result(PATIENCE_S) for future in futures]

@@ -48,7 +48,7 @@ meeting.close()
 
 
 class Pair:
-    """Rank 0, in this process, of two; rank 1 is a process of its own that sends back what it is sent."""
+    """Rank 0 runs in this process; rank 1 is a child process that echoes messages."""
 
     def __init__(self, meeting: Meeting, node: Node, other: subprocess.Popen[bytes]) -> None:
         self.other = other

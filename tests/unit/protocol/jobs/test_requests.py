@@ -62,7 +62,7 @@ class Cluster:
 
 
 class Asker:
-    """A process that asks the scheduler for something of jobs."""
+    """A process that sends the scheduler requests about jobs."""
 
     def __init__(self, cluster: Cluster, member: Member | None) -> None:
         self.cluster, self.member = cluster, member

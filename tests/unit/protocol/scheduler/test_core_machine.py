@@ -47,7 +47,7 @@ class Run:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The newest, to which whoever connects comes."""
+        """The newest scheduler, to which every process connects."""
         return self.schedulers[-1]
 
     def start_scheduler(self, *, replaces: bool) -> None:
@@ -168,7 +168,7 @@ class Run:
             self.random.choice(to_node).deliver_to_node()
 
     def tick(self) -> None:
-        """Let time go on, for one scheduler; mostly its members give signs of life meanwhile."""
+        """Advance the time for one scheduler; its members usually send heartbeats."""
         scheduler = self.random.choice(self.schedulers)
         scheduler.now_s += HEARTBEAT_S
         for wire in list(scheduler.wires):

@@ -29,7 +29,7 @@ def lose(former: Scheduler) -> None:
 
 
 def deliver_only(scheduler: Scheduler, *nodes: Node) -> None:
-    """Deliver what is on its way to and from these nodes."""
+    """Deliver all messages in flight to and from these nodes."""
     while any(node.wire is not None and (node.wire.to_node or node.wire.to_scheduler) for node in nodes):
         for node in nodes:
             wire = node.wire

@@ -43,7 +43,7 @@ class Offers:
         return step.view
 
     def prepared(self, *servers: int) -> list[bool]:
-        """Answer for these servers that they have what is being prepared."""
+        """Report that these servers have prepared the view."""
         proposal = self.publication.proposal
         assert proposal is not None
         return [self.publication.prepared(server, *proposal.view.order) for server in servers]

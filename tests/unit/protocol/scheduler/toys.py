@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Wire:
-    """A connection of a node to a scheduler. What was sent on it and not delivered is lost when it breaks."""
+    """A connection of a node to a scheduler. Undelivered messages are lost when it breaks."""
 
     def __init__(self, node: Node, scheduler: Scheduler) -> None:
         self.node = node
@@ -57,7 +57,7 @@ class Wire:
 
 
 class Node:
-    """A process: what it knows, and how it answers."""
+    """A process: its state, and its replies."""
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
@@ -92,13 +92,13 @@ class Node:
         self.wire.to_scheduler.append(MessageReceived(self.wire, message))
 
     def registration(self) -> messages.Register:
-        """What it says to a scheduler before it is a member."""
+        """The message of a process that is not yet a member."""
         return messages.Register(
             node=self.name, role=self.role, rank=self.rank, address=self.name, is_extra=self.is_extra
         )
 
     def returned(self) -> messages.Rejoin:
-        """What it says of itself to a scheduler that it comes to."""
+        """The report of a member to a new scheduler."""
         assert self.member is not None
         assert self.views.newest is not None
         return messages.Rejoin(
@@ -131,7 +131,7 @@ class Node:
 
 
 class Scheduler:
-    """A scheduler. `said` is all that its core ever bade it do."""
+    """A scheduler. `said` contains all instructions of its core."""
 
     def __init__(self, cluster: str = "ours", *, now_s: float = 100.0, **options: Any) -> None:
         options = {"num_servers": 1, "num_buckets": 8, "salt": 1, **options}
@@ -152,7 +152,7 @@ class Scheduler:
 
     @property
     def notes(self) -> list[str]:
-        """What was said to whoever runs the cluster."""
+        """The messages for the operator of the cluster."""
         return [note.text for note in self.all(events.NotifyOperator)]
 
     @property
@@ -223,7 +223,7 @@ class Scheduler:
                     wire.deliver_to_node()
 
     def wake(self, *nodes: Node) -> None:
-        """Let nodes that were silent go on, with all that came for them meanwhile."""
+        """Resume silent nodes, with all messages that arrived in the meantime."""
         for node in nodes:
             node.is_silent = False
             if node.wire is not None:
@@ -259,7 +259,7 @@ class Scheduler:
             self.settle()
 
     def kill(self, *nodes: Node, is_known: bool = True) -> None:
-        """Kill processes; `is_known`: the kernel of their host tells of their end."""
+        """Kill processes; with `is_known` the kernel of their host reports their end."""
         for node in nodes:
             node.is_alive = False
             if node.wire is not None:
@@ -280,7 +280,7 @@ class Scheduler:
             self.settle()
 
     def fill(self, target: Node | int, buckets: int | None = None, *, version: int | None = None) -> None:
-        """Report that a server has what it is being filled with in the committed view, or these buckets."""
+        """Report that a server has all buckets that it is filled with in the committed view, or these buckets."""
         server = target if isinstance(target, int) else target.incarnation
         mask = sum(each.buckets for each in self.view.groups if each.filling == server)
         version = self.view.version if version is None else version
@@ -296,7 +296,7 @@ class Scheduler:
         raise AssertionError(f"fills do not end: {self.view.groups}")
 
     def pass_time(self, duration_s: float, *, unreachable: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        """Let time go on: whoever is connected and not silent gives a sign of life with every heartbeat."""
+        """Advance the time: connected members that are not silent send heartbeats."""
         for _ in range(round(duration_s / HEARTBEAT_S)):
             self.now_s += HEARTBEAT_S
             for wire in list(self.wires):

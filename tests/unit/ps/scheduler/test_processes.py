@@ -22,7 +22,7 @@ LONG_S = 20.0
 
 
 class Watched:
-    """A watch, and what it tells."""
+    """A process watch, and its reports."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
