@@ -33,7 +33,7 @@ class TemporaryFiles:
         return {name for name in os.listdir(self.folder) if not name.startswith(_OTHERS)}
 
     def wait_gone(self, before: set[str]) -> set[str]:
-        """Wait until there is no more than before; return what has come and does not go, which is removed."""
+        """Wait until there is no more than before; remove and return the new files that remain."""
         deadline = time.monotonic() + _PATIENCE_S
         while (left := self.names() - before) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -85,7 +85,7 @@ class Finding:
 
 @contextmanager
 def planted(*defects: Defect) -> Iterator[Path]:
-    """A folder with a copy of the product that has the defects; the simulator runs beside it."""
+    """A folder with a copy of the product that has the defects; the simulator is next to it."""
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as folder:
         source = Path(folder, "src")
         shutil.copytree(_ROOT / "src", source, copy_function=shutil.copy2)  # with the times that Numba's cache goes by
@@ -159,7 +159,7 @@ def look_for(defect: Defect, limits: Limits) -> Finding:
 
 
 def false_alarms(defects: Sequence[Defect], limits: Limits) -> list[str]:
-    """Return what fails without a defect, and would be taken for finding one."""
+    """Return the tests that fail without a defect, because they would seem to find one."""
     alarms = []
     with planted() as source:
         compiled = {

@@ -260,7 +260,7 @@ def move_columns(
     indptr: Integers, rows: Rows, values: Floats, columns: Integers, steps: Doubles, labels: Floats, weights: Floats,
     margins: Doubles, residuals: Floats, curvatures: Floats, touched: npt.NDArray[np.uint8],
 ) -> None:  # fmt: skip
-    """Add the changes `steps` of weights to margins, and renew what follows from them."""
+    """Add the changes `steps` of weights to margins, and update the derived values."""
     for column, step in zip(columns, steps, strict=True):
         entries = slice(indptr[column], indptr[column + 1])
         if step:

@@ -81,7 +81,7 @@ class ReferenceTable:
         self.rows: dict[int, Floats] = {}
 
     def initial(self, keys: Keys) -> Floats:
-        """Return what absent rows read as (float32 [n, dim])."""
+        """Return the values of absent rows (float32 [n, dim])."""
         a, b = float(self.parameters[INITIAL_A]), float(self.parameters[INITIAL_B])
         return initial_values(self.initializer, self.seed, keys, self.dim, a, b)
 

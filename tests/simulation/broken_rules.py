@@ -34,7 +34,7 @@ def repeat_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledge_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acknowledge a push before the servers behind have it."""
+    """Acknowledge a push before the following servers have it."""
     handle, push = Replication.handle, Replication.push
     acknowledged: set[int] = set()
     tokens: list[object] = []  # kept, so that no two of them have the same id

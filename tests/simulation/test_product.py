@@ -39,7 +39,7 @@ def test_a_seed_is_the_same_every_time() -> None:
 
 
 def violations(num_faults: int) -> Iterator[str]:
-    """Yield what is found, seed after seed."""
+    """Yield the violations, seed after seed."""
     for seed in DEFECT_SEEDS:
         violation = ProductCluster(seed, num_faults=num_faults).run().violation
         if violation is not None:

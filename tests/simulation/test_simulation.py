@@ -205,7 +205,7 @@ def test_wrong_usage(wrong: list[str]) -> None:
 
 
 def come_and_go(seed: int) -> str | None:
-    """Return what was violated while servers join and leave a cluster with one copy of everything."""
+    """Return the violation while servers join and leave a cluster with one copy of each bucket."""
     settings = replace(RunSettings.draw(Random(seed)), replicas=0, consistency=Sequential())
     kinds = tuple(kind for kind in KINDS if kind != "crash-server")
     return ProtocolCluster(seed, settings=settings, faults=kinds, num_faults=12).run().violation

@@ -38,7 +38,7 @@ class Server(nn.Module):
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
     def gradients(self, context: int) -> dict[torch.Tensor, torch.Tensor]:
-        """Return what a context has gathered here."""
+        """Return the gradients that a context has gathered in this process."""
         return dist_autograd.get_gradients(context)
 
     @staticmethod

@@ -111,7 +111,7 @@ class Running:
         return found
 
     def wait_trains(self) -> None:
-        """Wait until a training with ``--progressive`` has told the first losses."""
+        """Wait until a training with ``--progressive`` has printed the first losses."""
         self.wait_line("since last")
 
     def children(self, role: str) -> list[psutil.Process]:

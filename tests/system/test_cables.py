@@ -28,7 +28,7 @@ COUNTING_S = 5.0
 
 
 class Switch:
-    """Hosts 0 to 3 on one switch; nothing of it is outside the namespaces."""
+    """Hosts 0 to 3 on one switch, in their own network namespaces."""
 
     def __init__(self) -> None:
         self._tag = f"pl{os.getpid()}x{secrets.token_hex(2)}"

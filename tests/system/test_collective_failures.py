@@ -59,7 +59,7 @@ def _run(process: subprocess.Popen[str], cases: list[dict[str, Any]]) -> Iterato
 
 
 def _complaints(case: dict[str, Any], answers: list[dict[str, Any]]) -> Iterator[str]:
-    """What is wrong with what the ranks saw, in words."""
+    """Describe the wrong results of ranks in words."""
     victim, operation, failure = case["victim"], case["operation"], case["failure"]
     told = f"{operation}, rank {victim} {failure}"
     seen = {answer["rank"]: answer for answer in answers}

@@ -31,7 +31,7 @@ _SHARED_FIRST = pytest.mark.parametrize(
 
 
 class Rank:
-    """One process, and what it has said."""
+    """One process and its output."""
 
     def __init__(self, scenario: str, environment: dict[str, str]) -> None:
         self.process = WarmProcess(
@@ -246,7 +246,7 @@ def test_more_ranks_than_cores(programs: Programs, algorithm: str) -> None:
 
 
 class TestMeeting:
-    """Whoever cannot meet says why in one sentence."""
+    """A rank that cannot join prints the reason in one sentence."""
 
     def _refused(self, rank: Rank, kind: str, *told: str, warns: str = "") -> None:
         word = rank.wait_for("not joined", "joined")

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def write_pairs(path: Path, seed: int) -> None:
-    """Write rows with two columns, of which only the pair tells, a third that tells nothing, and weights."""
+    """Write rows with weights and three columns: the label depends on the pair of two columns, not on the third."""
     rng = np.random.default_rng(seed)
     a, b, c = rng.integers(0, 4, (3, 4000))
     labels = rng.random(4000) < np.where((a + b) % 2 == 0, 0.9, 0.1)

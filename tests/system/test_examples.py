@@ -46,7 +46,7 @@ def run_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run_under(
     paceline: Commands, strategy: str, launch: tuple[str, ...], script: str, *arguments: str | Path, field: str
 ) -> dict[str, Any]:
-    """Run an example under a strategy; return what rank 0 prints."""
+    """Run an example under a strategy; return the output of rank 0."""
     # Where torch caches what it compiles, it makes a folder when it is imported.
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(paceline.folder / "cache")
     paceline.environment[RANKS] = "torch"

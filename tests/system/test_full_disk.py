@@ -18,7 +18,7 @@ _HOLD = 'mount -t tmpfs -o size=2m tmpfs "$0" && echo mounted && exec cat'  # un
 
 @dataclass(frozen=True)
 class Disk:
-    """A file system of 2 MiB, of which only processes of its mount namespace know."""
+    """A file system of 2 MiB in a mount namespace."""
 
     folder: Path
     """Where it is, for those."""
@@ -28,7 +28,7 @@ class Disk:
     """The namespace."""
 
     def files(self) -> list[str]:
-        """What is on it."""
+        """The files on the disk."""
         return sorted(str(path.relative_to(self.seen)) for path in self.seen.rglob("*"))
 
 
@@ -53,7 +53,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[Path, Path], disk: Disk) -> None:
-    """One snapshot fits on it, and a model beside it does not."""
+    """The disk has space for one snapshot, and not for a model in addition."""
     snapshots, model = disk.folder / "snapshots", disk.folder / "model"
 
     def train(*arguments: str | Path) -> tuple[Finished, list[str]]:

@@ -16,7 +16,7 @@ from .running import Commands
 
 
 def test_interactions_of_two_columns_are_learned(paceline: Commands, tmp_path: Path) -> None:
-    """The label is the exclusive or of two columns, of which neither alone says anything."""
+    """The label is the exclusive or of two columns; a single column has no information."""
     random = np.random.default_rng(7)
     a, b, noise = random.integers(0, 2, (3, 4000))
     lines = [f"{int(x != y)},v{x},w{y},{z}.5" for x, y, z in zip(a, b, noise, strict=True)]

@@ -37,7 +37,7 @@ def keys_of(number: int) -> Keys:
 
 
 def wait_whole(client: Client, without: int) -> None:
-    """Wait until every bucket is on two servers again, and the process `without` is not one of them."""
+    """Wait until two servers have each bucket again, and the process `without` is not one of these servers."""
     for _ in range(600):
         found: messages.View = client.link.get_view()
         is_whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)

@@ -23,7 +23,7 @@ def start(paceline: Commands, click_log: tuple[Path, Path], *arguments: str) -> 
 
 
 def sentences(text: str) -> list[str]:
-    """What was said besides the losses before learning, what was chosen, and how good a model of so many passes is."""
+    """The printed settings and messages, without the progressive losses, and the quality of the model."""
     others = ("since last", "(chosen on", "may have learned nothing")
     lines = [line for line in text.splitlines() if not any(other in line for other in others)]
     return [line for line in lines if line.strip(" 0123456789.,%-")]
@@ -124,7 +124,7 @@ def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_p
 
 @pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
 def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
-    """What it had is served by the other one, and the training ends as if nothing had been."""
+    """The other server serves its rows, and the training ends normally."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
     running = start(paceline, click_log, "--epochs", "15", *options)
     told = "a server died"

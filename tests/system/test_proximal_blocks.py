@@ -145,7 +145,7 @@ def test_what_is_told(paceline: Commands, tmp_path: Path) -> None:
 
 
 def test_a_dying_worker_is_done_without(tmp_path: Path) -> None:
-    """Its examples are read again by the others, which find the same optimum; when all are gone that is said."""
+    """The other workers read its examples again and find the same optimum; if all workers die, there is an error."""
     matrix, labels = write_examples(tmp_path / "rows.svm")
     blocks = ProximalBlocks(l1=1.5, tolerance=1e-8)
     data = [tmp_path / "rows.svm"]

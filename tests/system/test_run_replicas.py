@@ -110,7 +110,7 @@ print("trained", flush=True)
 
 @pytest.fixture
 def replicated(paceline: Commands, tmp_path: Path) -> Commands:
-    """Commands that hold a token that the test knows."""
+    """Commands with a token that the test knows."""
     paceline.environment["PACELINE_TOKEN"] = _TOKEN
     paceline.environment[RANKS] = "torch"
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch leaves a folder in the temporary one

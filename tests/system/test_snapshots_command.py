@@ -103,7 +103,7 @@ def taken(click_log: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def test_errors_are_one_sentence(paceline: Commands, click_log: tuple[Path, Path], taken: Path, tmp_path: Path) -> None:
-    """What is found in the cluster's processes; what is found before is in ``test_cli_wrong_usage.py``."""
+    """Errors that the cluster's processes detect; ``test_cli_wrong_usage.py`` has the earlier ones."""
     train, evaluation = click_log
     folder = shutil.copytree(taken, tmp_path / "snaps")
     common: list[str | Path] = ["train", train, "--epochs", str(EPOCHS_TAKEN), "-q", "--workers", "1"]

@@ -51,7 +51,7 @@ def as_libsvm(path: Path) -> str:
 
 
 def write_as(format: str, source: Path, folder: Path) -> list[Path]:
-    """Write a click log in another format; as two files, one of them gzipped where that may be."""
+    """Write a click log in another format, as two files; one is compressed if the format allows this."""
     if format == "criteo":
         lines = source.read_bytes().splitlines(keepends=True)
         half = len(lines) // 2
@@ -172,7 +172,7 @@ def test_a_second_run_reads_the_cache(paceline: Commands, click_log: tuple[Path,
 
 
 def weights_of(model: Path) -> tuple[bytes, bytes]:
-    """Keys in order, and what belongs to them."""
+    """Keys in order, and their rows."""
     found = read_model(model)
     parts = list(found.records(found.table("lr")))
     keys, records = (np.concatenate([part[i] for part in parts]) for i in range(2))
@@ -279,7 +279,7 @@ def test_labels_of_which_one_is_positive(paceline: Commands, tmp_path: Path) -> 
 
 
 def test_labels_that_are_words(paceline: Commands, tmp_path: Path) -> None:
-    """Won is positive, for it comes behind lost, unless --positive says otherwise: the model keeps which one it is."""
+    """`won` is positive because it follows `lost`, unless --positive changes this; the model stores the choice."""
     rows = [f'"{("won", "lost")[i % 2]}",{"ab"[i % 2]},{i % 7}\n' for i in range(600)]
     (tmp_path / "x.csv").write_text("result,site,age\n" + "".join(rows))
     common = ["train", "x.csv", "--label", "result", "--workers", "1", "--epochs", "1"]
@@ -329,7 +329,7 @@ def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) ->
 
 
 def test_training_with_filters(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """Exact ones change no bit; others cost little; what is none is refused before anything starts."""
+    """Exact filters change no bit, other filters change little, and an unknown filter is rejected at the start."""
     arguments: list[str | Path] = [
         "train", click_log[0], "--eval", click_log[1], "--epochs", "3", "--consistency", "sequential", "--servers", "2",
         "--workers", "1", "--order", "file", "--json", "-q",

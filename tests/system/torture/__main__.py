@@ -30,7 +30,7 @@ _LONGEST_S = 600.0  # that a run may take, whatever happens in it
 
 
 def choose(seed: int, options: argparse.Namespace, folder: Path, *, is_network: bool) -> Settings:
-    """Return the settings that follow from a seed, but for what was said."""
+    """Return the settings of a seed, with the given options."""
     chance = random.Random(seed)
     replicas, is_apart, is_storm = chance.choice([0, 1, 1, 1, 2, 2]), chance.random() < 0.5, chance.random() < 0.25
     replicas = replicas if options.replicas is None else options.replicas
@@ -51,7 +51,7 @@ def choose(seed: int, options: argparse.Namespace, folder: Path, *, is_network: 
 
 
 def may_enclose() -> bool:
-    """Whether a run may have namespaces and a network of its own."""
+    """Whether a run may create namespaces and a network."""
     if sys.platform != "linux" or not all(map(shutil.which, ("unshare", "ip"))):
         return False
     check = "mount -t tmpfs none /run && ip netns add some && test -w /dev/net/tun"

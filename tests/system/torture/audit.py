@@ -30,7 +30,7 @@ Records = dict[str, tuple[Keys, Floats]]
 
 
 def wrong_values(client: Client, ledger: Ledger) -> Iterator[str]:
-    """Yield what is wrong with the values of all tables."""
+    """Yield the wrong values of all tables."""
     for load in (*LOADS, TICKS):
         table = load.open(client)
         for worker in range(1 if load.is_shared else MOST_WORKERS):
@@ -73,7 +73,7 @@ def read_all(client: Client) -> Records:
 
 
 def differences(before: Records, after: Records, ledger: Ledger) -> Iterator[str]:
-    """Yield what differs to the bit, but for what may: pushes that were never acknowledged, since their worker died."""
+    """Yield the replicas that differ, except because of unacknowledged pushes of dead workers."""
     if before.keys() != after.keys():
         yield f"there were tables {sorted(before)}, there are {sorted(after)}"
     loads = {load.name: load for load in (*LOADS, TICKS)}

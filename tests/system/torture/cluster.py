@@ -33,7 +33,7 @@ _MOST_HOSTS = 40
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is; the same settings make the same one."""
+    """The settings of a run; equal settings give equal runs."""
 
     seed: int
     mode: str
@@ -83,7 +83,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """The name of the process in messages."""
         return f"{self.role} {self.number}"
 
     def is_alive(self) -> bool:
@@ -91,7 +91,7 @@ class Node:
         return self.process.poll() is None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process itself, not to what started it."""
+        """Send a signal to the process itself, not to its parent."""
         if self.is_alive():
             try:
                 os.kill(self.inner_pid(), number)
@@ -99,13 +99,13 @@ class Node:
                 pass
 
     def kill(self) -> None:
-        """Kill it, and wait until it is gone."""
+        """Kill the process, and wait for its end."""
         self.signal(signal.SIGKILL)
         self.process.kill()
         self.process.wait()
 
     def tail(self) -> str:
-        """Return the last lines that it has said."""
+        """Return the last lines of its output."""
         return " | ".join(self.log.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
 
     def inner_pid(self) -> int:
@@ -155,13 +155,13 @@ class Cluster:
         return self.scheduler
 
     def start_server(self, *, joins: bool = False) -> Node:
-        """Start a server on a host of its own."""
+        """Start a server on its own host."""
         host, port = self._free_hosts.pop(0), 7500 + len(self.nodes)
         words = ["server", "--scheduler", self.scheduler_address, "--host", self.address(host), "--port", f"{port}"]
         return self._start("server", host, port, ["-m", "paceline", *words, *(["--join"] if joins else [])])
 
     def start_worker(self, *, visits: bool = False, rank: int | None = None, iterations: int = 0) -> Node | None:
-        """Start a worker on a host of its own; None if there were enough."""
+        """Start a worker on its own host; return None if there are enough workers."""
         number = sum(node.role == "worker" for node in self.nodes)
         if number >= MOST_WORKERS or not self._free_hosts:
             return None
@@ -223,7 +223,7 @@ class Cluster:
         return f"{self.address(1)}:{_SCHEDULER_PORT}"
 
     def doom(self, node: Node, why: str) -> None:
-        """Let it be right that a process ends from now on; of a worker nobody need wait for it."""
+        """Permit the end of a process from now on; other processes do not wait for such a worker."""
         node.doomed = node.doomed or why
         if node.role == "worker":
             self.ledger.board[node.number, STATE] = GONE
@@ -288,7 +288,7 @@ class Cluster:
         return bool((found.term, found.version) == (self.map().term, self.map().version))
 
     def is_safe(self, *victims: Node) -> bool:
-        """Whether nothing is lost by the death of servers: what they have others have too, who are not in danger."""
+        """Whether the death of servers loses no bucket, because healthy servers have copies."""
         now = time.monotonic()
 
         def is_sound(node: Node) -> bool:

@@ -133,7 +133,7 @@ class Faults:
         return victims, 0.0
 
     def kill_while_missing(self) -> tuple[list[Node], float] | None:
-        """Kill a server that has what lacks a replica or is on its way, or any other."""
+        """Kill a server with a bucket that lacks a replica or is moving, or any other server."""
         if self.cluster.is_whole():
             return None
         return self.kill_server(self._some("server"))
@@ -144,7 +144,7 @@ class Faults:
         return self.kill_server([self.chance.choice(filling)]) if filling else None
 
     def power_off(self) -> tuple[list[Node], float] | None:
-        """Let a server's host be gone: it is dead, and nothing says so."""
+        """End a server together with its host, so that no process reports its death."""
         victims = self._some("server")
         if not victims or not self.cluster.is_safe(*victims) or not self._leaves_quorum(victims):
             return None
@@ -178,7 +178,7 @@ class Faults:
         return victims, length_s
 
     def _replace(self, count: int, *, after_s: float = 2.0) -> None:
-        """Let so many servers join soon, or at once."""
+        """Let this number of servers join, immediately or soon."""
         for _ in range(count):
             self._end_later(self.chance.choice([0.0, self.chance.uniform(0.0, after_s)]), self._start_server)
 
@@ -238,7 +238,7 @@ class Faults:
         self.cluster.start_scheduler(replaces=replaces)
 
     def _leaves_quorum(self, victims: list[Node]) -> bool:
-        """Whether servers enough live after these deaths for a scheduler to take over, if it knows of none of them."""
+        """Whether enough servers live after these deaths for a scheduler that knows none of the deaths to take over."""
         if not self.cluster.settings.is_apart:
             return True
         num_known = len(self.cluster.map().of_role(Role.SERVER))
@@ -309,7 +309,7 @@ class Faults:
         return (victims, length_s) if victims else None
 
     def cut(self, role: str, other: str, *, one_way: bool = False) -> tuple[list[Node], float] | None:
-        """Cut the cable between two processes, or one way of it."""
+        """Cut the cable between two processes, in one or both directions."""
         network = self.cluster.network
         assert network is not None
         ends = self._some(role, 2) if role == other else [*self._some(role), *self._some(other)]

@@ -47,7 +47,7 @@ class Load:
 
     @property
     def sign(self) -> float:
-        """What every gradient is."""
+        """The value of every gradient."""
         return -1.0 if isinstance(self.rule, paceline.SGD) else 1.0
 
     @property
@@ -69,7 +69,7 @@ class Load:
         return client.sparse_table(self.name, dim=self.dim, update=self.rule)
 
     def grads(self, count: int) -> Floats:
-        """Return one gradient for each of so many keys."""
+        """Return one gradient for each key."""
         shape = (count,) if self.is_dense else (count, self.dim)
         return np.full(shape, self.sign, np.float32)
 
@@ -130,7 +130,7 @@ def grown_keys(worker: int, push: int) -> Keys:
 
 @functools.cache
 def truths(rule: paceline.UpdateRule) -> Floats:
-    """Return what so many gradients make of a zero, its sign turned; it rises."""
+    """Return the negated value of a row after this number of gradients; it increases."""
     if isinstance(rule, paceline.SGD):
         return np.arange(MOST_WORKERS * MOST_PUSHES, dtype=np.float32)
     record, one = np.zeros(1 + rule.num_states + rule.has_count, np.float32), np.ones(1, np.float32)
@@ -175,7 +175,7 @@ class Ledger:
             start += load.num_keys
 
     def bounds(self, load: Load, worker: int) -> tuple[Integers, Integers]:
-        """Return between which numbers a worker's keys have been pushed to: what is acknowledged, and what was sent."""
+        """Return the bounds of a worker's number of applied pushes: the acknowledged and the sent pushes."""
         if load.is_shared:
             return self.acknowledged[load.name].sum(0), self.sent[load.name].sum(0)
         return self.acknowledged[load.name][worker].copy(), self.sent[load.name][worker].copy()

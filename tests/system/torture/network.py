@@ -30,7 +30,7 @@ _RESETS = 8  # packets of a connection that are answered with resets: one may be
 
 @dataclass(frozen=True)
 class Way:
-    """What becomes of packets from one host to another."""
+    """The treatment of packets from one host to another."""
 
     loss: float = 0.0
     """Which part of them is lost; 1: the way is cut."""
@@ -74,7 +74,7 @@ class Network:
         return Path("/run/netns", self._names[host]) if host else None
 
     def set_way(self, source: int, target: int, way: Way | None) -> None:
-        """Say what becomes of packets on one way; None: nothing."""
+        """Set the treatment of packets in one direction; None: deliver them unchanged."""
         if way is None:
             self._ways.pop((source, target), None)
         else:
@@ -167,7 +167,7 @@ class Resets:
         self._fresh: set[frozenset[bytes]] = set()
 
     def begin(self, one: int, other: int | None) -> None:
-        """Reset for a while what connects two hosts now; other: None, one with all others."""
+        """Reset the connections of two hosts for a while; if `other` is None, of one host with all others."""
         self._counts.clear()
         self._fresh.clear()
         self._until[one, other] = time.monotonic() + 1.0

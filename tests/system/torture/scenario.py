@@ -27,7 +27,7 @@ _ENDANGERED_S = 15.0  # after that one that was in danger has heard that it is d
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """What came of a run."""
+    """The result of a run."""
 
     violations: list[str]
     operations: int
@@ -50,7 +50,7 @@ class Run:
         self._faults = Faults(self.cluster, self._chance)
 
     def carry_out(self) -> Outcome:
-        """Carry it out; return what came of it."""
+        """Execute the run; return its result."""
         try:
             self._work()
         except PacelineError as error:
@@ -110,7 +110,7 @@ class Run:
         return self._chance.choice([self._chance.uniform(0.0, 0.5), self._chance.uniform(0.5, 3.0)])
 
     def _look(self) -> None:
-        """End what is to end, and see that nothing has ended that may not, that nothing is lost and nothing hangs."""
+        """End the processes, and check that none ended before, none hangs and no row is lost."""
         self._faults.end_some()
         found = self.cluster.map()
         if (found.term, found.version) != self._seen:
@@ -173,7 +173,7 @@ class Run:
         return f"chains {self._chains()}; states and clocks of workers {clocks}"
 
     def _chains(self) -> str:
-        """Return how many buckets have how many servers, and how many of them are on their way to another one."""
+        """Return the number of buckets by number of servers, and the number of buckets that are moving."""
         having: Counter[int] = Counter()
         num_filling = 0
         for group in self.cluster.map().groups:

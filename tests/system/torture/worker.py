@@ -54,7 +54,7 @@ _STEPS = 7.0
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker process does."""
+    """The program of one worker process."""
 
     number: int
     seed: int
@@ -182,7 +182,7 @@ class Worker:
         self._visible[load.name] = self._ledger.sent[load.name][self._part.number].copy()
 
     def _read(self, load: Load, chosen: Integers) -> None:
-        """Read, and compare with what may be there: of keys of its own exactly what it pushed."""
+        """Read, and compare with the possible values; the worker's own keys have exactly its pushes."""
         number, ledger = self._part.number, self._ledger
         low, _ = ledger.bounds(load, number)
         visible = self._visible[load.name].copy()
@@ -206,7 +206,7 @@ class Worker:
             mine[chosen] = np.maximum(mine[chosen], visible[chosen])
 
     def _read_ticks(self) -> None:
-        """See that no worker is further behind than the consistency allows, by its clock and by what it has pushed."""
+        """Check that no worker is further behind than the consistency allows, by its clock and its pushes."""
         board = self._ledger.board
         live = (board[:, STATE] == LIVE).copy()
         iteration = self._client.clock
@@ -235,7 +235,7 @@ class Worker:
 
 
 def lockstep(part: Part, client: paceline.Client, ledger: Ledger) -> None:
-    """Push what only depends on rank and iteration; every value that is read has one right value."""
+    """Push values that depend only on rank and iteration, so that every read has one correct value."""
     table = client.sparse_table("lockstep", dim=2, update=paceline.SGD(lr=1.0))
     keys = LOADS[0].keys(MOST_WORKERS)
     right = 0.0
@@ -258,7 +258,7 @@ def lockstep(part: Part, client: paceline.Client, ledger: Ledger) -> None:
 
 
 def lockstep_sum(iteration: int, ranks: int) -> float:
-    """Return what all ranks together add to a key in an iteration."""
+    """Return the sum of all ranks' gradients for a key in an iteration."""
     return sum(rank + 1.0 + iteration % _STEPS for rank in range(ranks))
 
 

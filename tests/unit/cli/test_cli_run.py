@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str) -> str:
-    """Run it; return what it said."""
+    """Run the command; return its output."""
     monkeypatch.setattr(sys, "argv", ["paceline", "run", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Run a command in this process; return its status and what it said on standard error."""
+    """Run a command in this process; return its status and its standard error."""
     monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()

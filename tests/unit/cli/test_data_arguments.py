@@ -74,7 +74,7 @@ def test_standard_input_that_cannot_be_read(
     status: int,
     said: str,
 ) -> None:
-    """It is told in a sentence, and nothing is left of it, even where the command does not begin."""
+    """The error is one sentence and no file remains, even if the command does not start."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))

@@ -23,7 +23,7 @@ class _Recorded(ForkServer):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[_Recorded]:
-    """What was started in place of fork servers."""
+    """The processes that were started instead of fork servers."""
     started: list[_Recorded] = []
 
     def start() -> ForkServer:

@@ -15,7 +15,7 @@ from paceline.cli.termination import Terminated, raise_on_sigterm
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Set the handlers of a command, and put back what was there."""
+    """Set the handlers of a command, and restore the previous handlers."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before, hook = {number: signal.getsignal(number) for number in numbers}, sys.unraisablehook
     raise_on_sigterm()

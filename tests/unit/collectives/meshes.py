@@ -127,7 +127,7 @@ def open_meshes(size: int, *, buffer_bytes: int | None = None, lazy: bool = Fals
 
 
 def in_ranks(work: Callable[[int], _T], ranks: Sequence[int]) -> dict[int, _T | BaseException]:
-    """Run ``work(rank)`` for each rank in a thread of its own; return what each returned or raised."""
+    """Run ``work(rank)`` for each rank in its own thread; return the results or exceptions."""
     results: dict[int, _T | BaseException] = {}
 
     def run(rank: int) -> None:

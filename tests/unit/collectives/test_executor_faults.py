@@ -116,7 +116,7 @@ def test_messages_of_another_length_are_a_mismatch() -> None:
 
 
 class Fuse:
-    """Closes the links of its rank, as death would, at a given number of bytes sent."""
+    """Closes the links of its rank, like a death, after a given number of sent bytes."""
 
     def __init__(self, mesh: PairLinks, after_bytes: int) -> None:
         self.left = after_bytes

@@ -184,7 +184,7 @@ def padded(whole: Array, periodic: Sequence[bool], width: int) -> Array:
 
 
 def expected_block(grid: Grid, whole: Array, width: int, corners: bool, empty: Array) -> Array:
-    """This rank's block as it must be after an exchange; `empty` is what it was before, with its own cells."""
+    """This rank's expected block after an exchange; `empty` is its block before, with its own cells."""
     axes = len(grid.shape)
     own = grid.local_slice(whole.shape)
     around = (*(slice(part.start, part.stop + 2 * width) for part in own[:axes]), *own[axes:])

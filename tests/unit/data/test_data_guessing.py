@@ -141,7 +141,7 @@ def test_copied_rows_do_not_hide_identifiers(tmp_path: Path) -> None:
 
 
 def write_column(path: Path, cells: list[str]) -> Path:
-    """Write a column of cells, `x`, beside labels of both kinds."""
+    """Write a column `x` of cells, and labels of both classes."""
     path.write_text("x,y\n" + "".join(f"{cell},{row % 2}\n" for row, cell in enumerate(cells)))
     return path
 

@@ -52,7 +52,7 @@ Row = tuple[float | None, float, list[int], list[float], list[int]]
 
 
 def parse(parser: Parse, text: bytes) -> tuple[list[Row], list[int]]:
-    """The rows and what ails the first bad lines."""
+    """The rows, and the reasons of the first bad lines."""
     buffer = np.zeros(len(text) + 64, np.uint8)
     buffer[: len(text)] = np.frombuffer(text, np.uint8)
     found = parser(buffer, 0, len(text))

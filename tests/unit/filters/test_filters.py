@@ -53,7 +53,7 @@ def through(chosen: ValueFilter, values: np.ndarray[Any, Any], seed: int = 0) ->
 
 
 def bound(chosen: ValueFilter, values: np.ndarray[Any, Any]) -> Any:
-    """Return how far each value may be from what comes back, as the class says."""
+    """Return the largest error of each decoded value, as documented by the class."""
     exact = np.abs(values.astype(np.float64))
     if isinstance(chosen, Float16):
         return np.maximum(exact * 2.0**-11, 2.0**-25)

@@ -16,7 +16,7 @@ RATES = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "quantize:8": 1 / 100, "quant
 
 
 def drive(averagings: Sequence[Averaging]) -> tuple[list[np.ndarray[Any, Any]], int]:
-    """Be the network of some ranks: return what each has found, and how many bytes have left the first."""
+    """Simulate the network of some ranks: return the means of all ranks, and the bytes sent by the first rank."""
     received: list[Any] = [None] * len(averagings)
     num_bytes = 0
     while True:

@@ -20,7 +20,7 @@ def num_sent(schedule: Schedule) -> int:
 
 
 def receivers(schedule: Schedule, block: int) -> set[int]:
-    """To whom a rank sends this block."""
+    """The ranks that receive this block from a rank."""
     actions = [action for actions in schedule.rounds for action in actions if isinstance(action, Send)]
     return {send.peer for send in actions if any(start <= block < stop for start, stop in send.spans)}
 

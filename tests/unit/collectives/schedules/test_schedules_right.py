@@ -19,7 +19,7 @@ SIZES = [range(1, 17), range(17, 33), *(pytest.param(range(n, n + 16), marks=pyt
 
 
 def options_of(algorithm: Algorithm, size: int) -> Iterator[dict[str, Any]]:
-    """What else an algorithm can be told: each makes other schedules."""
+    """Other arguments of an algorithm; each gives other schedules."""
     for root in sorted({0, size // 2, size - 1}) if algorithm.rooted else [0]:
         for pieces in (1, 3) if algorithm.pipelined else (1,):
             yield {"root": root, "pieces": pieces}
