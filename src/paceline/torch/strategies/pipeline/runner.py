@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -301,7 +300,7 @@ class Runner:
             made = self._ranks.group.broadcast_object(made)
         if "error" in made:
             raise UsageError(made["error"])
-        self.plan = msgspec.convert(made, PipelinePlan)
+        self.plan = PipelinePlan.decode(made)
         partition = self._stages(called, [called.values], graph).partition
         self.ownership = Ownership(self.module, self._optimizer, partition, self._rank)
         self.ownership.release()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import msgspec
+
 from paceline.errors import UsageError
 from paceline.strategies import SCHEDULES, PipelineOptions
 from paceline.strategies.pipeline import AUTO
@@ -20,6 +22,7 @@ from paceline.torch.strategies.pipeline.plan.splitting import (
     stage_bytes,
 )
 from paceline.torch.strategies.pipeline.plan.timeline import StageTimes, Timeline, bubble_bound, play
+from paceline.transport import register_type
 
 _AUTO_SCHEDULES = ("1f1b", "interleaved", "zbv")
 """The schedules for ``auto``, in the order of preference."""
@@ -41,6 +44,10 @@ class PipelinePlan:
     timeline: Timeline
     seed: int = 0
     """For random numbers, such as dropout."""
+
+    @classmethod
+    def decode(cls, fields: dict[str, Any]) -> PipelinePlan:
+        return msgspec.convert(fields, register_type(cls))
 
 
 @dataclass(frozen=True, slots=True)
