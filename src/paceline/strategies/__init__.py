@@ -1,6 +1,5 @@
-"""Declare the strategies: names, needs and options.
-
-The launcher, which does not import torch, uses this package, as does ``paceline.torch`` with the implementations.
+"""Declare the strategies: names, requirements and options. The launcher, which does not import torch, uses this
+package. ``paceline.torch`` has the implementations.
 """
 
 from paceline.strategies.pipeline import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline

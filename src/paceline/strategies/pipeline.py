@@ -34,12 +34,12 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "zbv": ScheduleKind("ZBVZeroBubble", 2, "zero bubble: stages in a V, weights' gradients in the gaps"),
     "dualpipev": ScheduleKind("DualPipeV", 2, "DualPipe cut in half: stages in a V"),
 }
-"""Every schedule in the format of ``--schedule``."""
+"""Every schedule, by its name for ``--schedule``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFlags:
-    """The given options, unchecked. Missing options are None."""
+    """The options as the user gave them, unchecked. Missing options are None."""
 
     panel: ClassVar = "Pipeline and sharded"
 
@@ -72,9 +72,9 @@ class PipelineOptions(StrategyOptions):
     schedule: str
     """A key of :data:`SCHEDULES`, or ``auto``."""
     microbatches: int | None
-    """Number of parts of a batch; None: chosen from predicted times."""
+    """Number of parts of a batch; None: the number with the shortest predicted step."""
     split: tuple[str, ...]
-    """Modules that begin a stage; empty: set by ``pipe_split()``, or chosen from predicted times."""
+    """Names of modules that begin a stage; empty: ``pipe_split()`` or predicted times determine the cuts."""
     stage_memory: int | None
     """Limit in bytes for a process's parameters, optimizer state and activations; None: no limit."""
 
@@ -85,7 +85,7 @@ class PipelineOptions(StrategyOptions):
 
 
 def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOptions:
-    """Check the options of a pipeline on `processes` (None: any number), and set the defaults. Raises UsageError."""
+    """Check the options for a pipeline on `processes` (None: any number), and set the defaults. Raises UsageError."""
     data_parallel = 1 if flags.data_parallel is None else flags.data_parallel
     if data_parallel < 1:
         raise UsageError(f"--data-parallel {data_parallel}: expected 1 or more pipelines")

@@ -1,4 +1,4 @@
-"""All strategies, the flags of ``paceline run`` that belong to single strategies, and the choice of a strategy."""
+"""List all strategies and their own flags of ``paceline run``, and choose a strategy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ NEUTRAL_SETTINGS: Final = frozenset(name for spec in STRATEGIES.values() for nam
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFlags:
-    """The given options for individual strategies, unchecked. Missing options are None. One field per strategy."""
+    """The options of individual strategies as the user gave them, unchecked. Missing options are None."""
 
     pipeline: PipelineFlags = PipelineFlags()
     sharding: ShardingFlags = ShardingFlags()
@@ -88,7 +88,7 @@ def check_strategy(name: str) -> StrategySpec:
 
 
 def default_strategy(*, has_servers: bool, num_ranks: int) -> str:
-    """Return ``hybrid`` with servers, otherwise ``all-reduce`` for several ranks or ``one-device``."""
+    """Return ``hybrid`` with servers, ``all-reduce`` for several ranks without servers, else ``one-device``."""
     return "hybrid" if has_servers else "all-reduce" if num_ranks > 1 else "one-device"
 
 
@@ -111,7 +111,7 @@ class StrategyChoice:
     consistency: Consistency | None
     """The servers' consistency; None without servers."""
     replicas: int | None
-    """Replicas of the model in one process; None for one per device, or for a strategy without replicas."""
+    """Number of replicas of the model in one process; None for one per device, or for a strategy without replicas."""
     server_replicas: int
     """Number of additional servers that store each server's data; 0 without servers."""
     options: StrategyOptions | None = None
@@ -132,11 +132,11 @@ def choose_strategy(
     replicas: int | None = None,
     flags: StrategyFlags | None = None,
 ) -> StrategyChoice:
-    """Check the settings of a strategy and set defaults for missing settings.
+    """Check the settings of a strategy, and set the defaults of missing settings.
 
     The default of `name` is :func:`default_strategy`. `processes` is the number of ranks. Sequential consistency
-    averages over the ranks, like all-reduce. `replicas` counts the replicas of the model in one process or, for
-    strategies with servers, the replicas of the servers' data.
+    averages gradients over the ranks, like all-reduce. `replicas` counts the replicas of the model in one process or,
+    for strategies with servers, the replicas of the servers' data.
 
     Raises UsageError for an unknown name and for settings that the strategy does not use.
     """
@@ -168,7 +168,7 @@ def choose_strategy(
         )
     if servers is not None and servers < 1:
         raise UsageError(f"strategy {name} stores parameters on servers, got {servers} servers: expected 1 or more")
-    from paceline.protocol.consistency import Sequential, parse_consistency  # slow to import
+    from paceline.protocol.consistency import Sequential, parse_consistency  # imported here, because the import is slow
 
     parsed = parse_consistency(consistency or spec.consistency)
     if isinstance(parsed, Sequential) and consistency in (None, "sequential"):

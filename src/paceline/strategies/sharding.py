@@ -15,7 +15,7 @@ from paceline.strategies.spec import StrategyOptions, StrategySpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingFlags:
-    """The given options, unchecked. Missing options are None."""
+    """The options as the user gave them, unchecked. Missing options are None."""
 
     panel: ClassVar = "Pipeline and sharded"
 
@@ -32,7 +32,7 @@ class ShardingOptions(StrategyOptions):
     strategy: ClassVar[str] = "sharded"
 
     units: tuple[str, ...]
-    """Modules that are gathered as a whole, with ``*`` for any part of a name; empty: the model determines them."""
+    """Names of modules that are gathered as a whole, with ``*`` for any part of a name; empty: chosen by model."""
     shards: int
     """Number of processes that share one model."""
     data_parallel: int

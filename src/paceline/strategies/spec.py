@@ -1,4 +1,4 @@
-"""Define how a strategy is declared: its class, its needs and its options."""
+"""Define the declaration of a strategy: its class, requirements and options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StrategyOptions:
 
     @classmethod
     def of_environment(cls, environment: Environment) -> Self | None:
-        """Return the options that the launcher set; None without a launcher, and under another strategy."""
+        """Return the options that the launcher set; None without a launcher, or if it chose another strategy."""
         if environment.strategy_options is None or environment.strategy != cls.strategy:
             return None
         return cls.decode(environment.strategy_options)
@@ -37,7 +37,7 @@ class StrategyOptions:
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        from paceline.transport import register_type  # it imports NumPy, which listing the strategies does not need
+        from paceline.transport import register_type  # imports NumPy, so not at the top
 
         try:
             return msgspec.json.decode(text, type=register_type(cls))
@@ -52,11 +52,11 @@ class StrategySpec:
     name: str
     """The name on the command line and in ``PACELINE_STRATEGY``."""
     meaning: str
-    """One line about the location of the processes, the model and its gradients."""
+    """One line for the list of strategies: where the processes, the model and the gradients are."""
     implementation: str
-    """The class, as ``module:class``. Only ``paceline.torch`` imports it."""
+    """The strategy's class, as ``module:class``. Only ``paceline.torch`` imports the class."""
     is_one_process: bool = False
-    """Whether it runs in a single process, on any number of devices."""
+    """Whether the strategy runs in a single process, on any number of devices."""
     has_replicas: bool = False
     """Whether ``--replicas`` counts replicas of the model in one process."""
     consistency: str | None = None
@@ -66,14 +66,14 @@ class StrategySpec:
     flags: tuple[str, ...] = ()
     """Fields of :class:`~paceline.strategies.StrategyFlags` that the strategy uses."""
     without_flags: str = ""
-    """An explanation for error messages about strategies without the flags, such as ``has no pipeline stages``."""
+    """The reason in error messages why other strategies do not use the flags, such as ``has no pipeline stages``."""
     choose_options: Callable[[Mapping[str, Any], int | None], StrategyOptions] | None = None
-    """Create the options from the given flags, by name, and the number of processes. Raises UsageError.
+    """Create the options, given the flags by name and the number of processes. Raises UsageError.
 
     If `flags_set_processes`, the number may be None; the options then contain the number that the flags require.
     """
     flags_set_processes: bool = False
-    """Whether the flags determine the number of processes, if ``--nproc-per-node`` is missing."""
+    """Whether the flags determine the number of processes if ``--nproc-per-node`` is missing."""
     neutral_settings: tuple[str, ...] = ()
     """Arguments of the class that do not change the result. ``strategy()`` ignores them for other strategies."""
 

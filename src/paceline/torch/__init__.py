@@ -1,4 +1,4 @@
-"""Paceline for PyTorch: one training loop under every architecture, embeddings without a vocabulary, a backend.
+"""Paceline for PyTorch: strategies for training loops, embeddings without a vocabulary, a torch.distributed backend.
 
 >>> import torch
 >>> import paceline.torch as pt
@@ -9,7 +9,7 @@
 >>> strategy.name
 'one-device'
 
-``paceline`` is also a backend of ``torch.distributed``, and torch finds its name once Paceline is installed:
+``paceline`` is also a backend of ``torch.distributed``. The name is available as soon as Paceline is installed:
 
 >>> import torch.distributed as dist
 >>> dist.init_process_group("paceline", rank=0, world_size=1, store=dist.HashStore())
@@ -19,8 +19,9 @@
 [1.0, 1.0]
 >>> dist.destroy_process_group()
 
-DistributedDataParallel, ``fully_shard``, device meshes, functional collectives and objects use it. Tensors on the CPU
-use Paceline's collectives; CUDA tensors use an NCCL group of the same ranks, which is created for the first one.
+DistributedDataParallel, ``fully_shard``, device meshes and all collectives can use this backend. Tensors on the CPU use
+Paceline's collectives; CUDA tensors use an NCCL group of the same ranks, which is created at the first call with a CUDA
+tensor.
 """
 
 try:

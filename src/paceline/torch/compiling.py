@@ -1,7 +1,7 @@
 """Exclude this package from ``torch.compile``: its frames run uncompiled, between compiled graphs.
 
-Communication has effects that a graph cannot express. Dynamo may also start at any frame during a compiled model's
-call, and treats a process group as an object without attributes.
+Communication has effects that a graph cannot express. During a compiled model's call, Dynamo may also compile any frame
+of this package. It would then find no attributes in a process group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RULES: Final = "torch._dynamo.trace_rules"
 
 
 def keep_out_of_graphs() -> None:
-    """Make Dynamo skip this package's files: now, or once Dynamo is imported, which takes a second or more."""
+    """Make Dynamo skip this package's files, as soon as the program imports Dynamo (an import takes over a second)."""
     rules = sys.modules.get(_RULES)
     if rules is not None:
         rules.add("paceline")
@@ -27,7 +27,7 @@ def keep_out_of_graphs() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module with Dynamo's rules once, and adds this package to the rules after they are loaded."""
+    """Import hook for Dynamo's module of rules: adds this package to the rules when the module is first loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

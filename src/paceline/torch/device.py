@@ -1,4 +1,4 @@
-"""Collectives of CUDA tensors: by NCCL, or by host copies if ranks share a device, which NCCL does not support."""
+"""Groups for CUDA tensors: NCCL, or none if ranks share a device, because NCCL does not support shared devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CUDA: Final = "cuda"
 
 
 class DeviceGroups:
-    """An additional NCCL group of the same ranks; all of them create it at the first CUDA tensor."""
+    """An additional NCCL group of the same ranks, created by all ranks at the first call with a CUDA tensor."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         self._store, self._rank, self._size, self._timeout, self._name = store, rank, size, timeout, name
@@ -26,13 +26,13 @@ class DeviceGroups:
         return self._group is not None
 
     def barrier(self) -> None:
-        """Wait for the other ranks on the NCCL group, which does not support the CPU of the default options."""
+        """Run a barrier of the NCCL group on the current CUDA device; its default device, the CPU, would fail."""
         options = BarrierOptions()
         options.device = torch.device(_CUDA, torch.cuda.current_device())
         self._group.barrier(options).wait()
 
     def of_device(self, device: torch.device) -> Any:
-        """Return the group for a device; None if ranks share one. Raises UsageError without NCCL."""
+        """Return the group for a device; None if several ranks use one device. Raises UsageError without NCCL."""
         if device.type != _CUDA or not torch.distributed.is_nccl_available():
             raise UsageError(
                 f"got a tensor on {device}: expected one on the CPU or, with NCCL in PyTorch, on CUDA; move it with "

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class DeviceThreads:
-    """A thread for each device, with its share of the cores. Errors contain `kind`, as in "replica"."""
+    """One thread for each device; each thread uses an equal share of the cores. Error messages begin with `kind`."""
 
     def __init__(self, devices: Sequence[torch.device], kind: str) -> None:
         self._devices = tuple(devices)
@@ -26,12 +26,12 @@ class DeviceThreads:
         self._pid = os.getpid()
 
     def run(self, work: Callable[[int], T], count: int, *, grad: bool = False) -> list[T]:
-        """Return ``work(i)`` for the first `count` devices, computed at the same time, with the grad mode `grad`.
+        """Return ``work(i)`` for the first `count` devices, computed at the same time; `grad` enables gradients.
 
         The threads have the caller's inference mode, autocast, CUDA streams and context variables. After all threads
-        have ended, the first exception is raised, with number and device in the message.
+        have ended, the first exception is raised; its message begins with the number and the device.
         """
-        if self._pid != os.getpid():  # after a fork, where the threads do not exist
+        if self._pid != os.getpid():  # this process is a fork, which does not contain the threads
             self._pool, self._submitting, self._pid = None, threading.Lock(), os.getpid()
         carried = _Carried(self._devices[:count], grad)
 
@@ -39,7 +39,7 @@ class DeviceThreads:
             with carried.over(number):
                 return work(number)
 
-        with self._submitting:  # submit all work of a call together, else two calls might wait for each other's threads
+        with self._submitting:  # one call at a time: two interleaved calls could wait for each other's threads
             pool = self._started()
             futures = [pool.submit(contextvars.copy_context().run, run_one, i) for i in range(count)]
         wait(futures)
@@ -61,13 +61,13 @@ class DeviceThreads:
 
     def _started(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            # torch has the number of threads within operators per calling thread, and new threads start with the last
-            # set number: restore this thread's own afterwards.
+            # In torch each thread has its own number of threads for operators. A new thread starts with the number that
+            # was set last, so restore this thread's number afterwards.
             count, num_threads = len(self._devices), torch.get_num_threads()
             all_started = threading.Barrier(count)
 
             def start() -> None:
-                torch.get_num_threads()  # a thread's first call resets the number to the common one
+                torch.get_num_threads()  # the first call in a thread would undo set_num_threads
                 torch.set_num_threads(max(1, num_threads // count))
                 all_started.wait()
 

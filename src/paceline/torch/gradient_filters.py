@@ -1,10 +1,10 @@
-"""Filters and PyTorch's compression as communication hooks of DistributedDataParallel: fewer bytes for gradients.
+"""Reduce the bytes of gradients: filters and PyTorch's compression as hooks of DistributedDataParallel.
 
-With filters, the exchange of a bucket overlaps with the next buckets' and with the rest of backward. All ranks make the
-exchanges in the same order, because only the hook starts them.
+With filters, a bucket (a group of gradients) is exchanged while backward computes later buckets and the hook exchanges
+them. All ranks run the exchanges in the same order, because only the hook starts exchanges.
 """
 
-# Annotations are not postponed, because PyTorch compares a hook's.
+# No `from __future__ import annotations`: PyTorch compares the annotations of a hook with types, not with text.
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,9 +36,9 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
 
     `filters`: one of :class:`~paceline.filters.TopK` and :class:`~paceline.filters.RandomK`, which select single values
     of a gradient, and one of :class:`~paceline.filters.Float16`, :class:`~paceline.filters.BFloat16` and
-    :class:`~paceline.filters.Quantize`, or a text such as ``top-k:0.01,quantize:8``. The part that they remove from a
-    gradient is added to the next one (error feedback); it is lost when the process ends. Use one hook per model.
-    Gradients that are not float32 are converted; gradients on CUDA devices pass through host memory.
+    :class:`~paceline.filters.Quantize`, or a text such as ``top-k:0.01,quantize:8``. The values that the filters remove
+    from a gradient are added to the next gradient (error feedback); they are lost when the process ends. Use one hook
+    per model. Gradients that are not float32 are converted; gradients on CUDA devices pass through host memory.
 
     Raises UsageError for filters that do not apply to gradients.
     """
@@ -58,7 +58,7 @@ def launcher_filters() -> tuple[str, str | None]:
 
 
 def row_filters(filters: Sequence[Filter] | str | None, pull_filters: Sequence[Filter] | str | None) -> RowFilters:
-    """Return the filters of embeddings' rows on servers; None: as in ``paceline run``."""
+    """Return the filters for embeddings' rows on servers. None: the filters of ``paceline run``."""
     if filters is None:
         filters, launcher_pull_filters = launcher_filters()
         pull_filters = launcher_pull_filters if pull_filters is None else pull_filters
@@ -77,7 +77,7 @@ class _Step:
         self._continue(None)
 
     def advance(self) -> bool:
-        """Finish the current message and start the next one; return whether it was the last."""
+        """Finish the current message and start the next one; return whether no message is left."""
         if self._work is None:
             return True
         self._work.wait()
@@ -109,14 +109,14 @@ class _FilteredGradients:
 
     def __init__(self, chain: FilterChain) -> None:
         self._chain = chain
-        self._means: dict[tuple[int, ...], GradientMean] = {}  # by the parameters in a bucket
-        self._feedback: dict[int, Floats] = {}  # by parameter
+        self._means: dict[tuple[int, ...], GradientMean] = {}  # by the ids of a bucket's parameters
+        self._feedback: dict[int, Floats] = {}  # by the parameter's id
         self._in_flight: deque[_Step] = deque()
 
     def start(self, group: Any, bucket: GradBucket) -> Future[Tensor]:
-        """Start averaging a bucket, and continue the earlier ones; finish all with the last one."""
+        """Start averaging a bucket, and continue with earlier buckets. At the last bucket, finish all buckets."""
         if bucket.index() == 0:
-            self._in_flight.clear()  # the previous backward pass was interrupted
+            self._in_flight.clear()  # only an interrupted backward pass leaves exchanges in flight
         buffer = bucket.buffer()
         grads: Floats = buffer.detach().to("cpu", torch.float32).numpy()
         step = _Step(group, buffer, self._mean_of(group, bucket).average(grads))
@@ -133,7 +133,7 @@ class _FilteredGradients:
                 self._in_flight.remove(step)
 
     def _mean_of(self, group: Any, bucket: GradBucket) -> GradientMean:
-        """Return a bucket's averaging. Keep the feedback when torch redistributes the parameters to buckets."""
+        """Return the averaging of a bucket. The error feedback remains if torch redistributes parameters to buckets."""
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
         found = self._means.get(key)
@@ -145,7 +145,8 @@ class _FilteredGradients:
             ]
             joined = np.concatenate(parts)
             ends = np.cumsum([len(part) for part in parts])
-            self._feedback.update(zip(key, np.split(joined, ends[:-1]), strict=True))  # views of `joined`
+            # These views follow the updates of `joined` by GradientMean.
+            self._feedback.update(zip(key, np.split(joined, ends[:-1]), strict=True))
             found = self._means[key] = GradientMean(
                 self._chain, dist.get_rank(group), dist.get_world_size(group), joined, number=bucket.index()
             )
@@ -186,8 +187,7 @@ def compress(model: DistributedDataParallel, compression: str) -> None:
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-# A separate function, because PyTorch accepts its own hook only with NCCL. PyTorch compares the annotations, so they
-# are not postponed.
+# This function wraps PyTorch's hook, because PyTorch accepts its own hook only with NCCL.
 def _cast_to_bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
     group: dist.ProcessGroup = state
     return default_hooks.bf16_compress_hook(group, bucket)

@@ -33,17 +33,17 @@ _POSSIBLE = (
     "torch.optim's SGD, Adagrad, RMSprop, Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, ASGD and Rprop, with all options"
 )
 _SCALARS = ("mu_product", "eta")
-"""States that are one number per parameter in torch, but one per element in a table."""
+"""States with one number per parameter in torch, but one number per element in a table."""
 
 
 def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
     """Return the update rule that has the same effect as an optimizer on one of its parameter groups.
 
-    The results are equal to float32 rounding. Numbers may be tensors, as in torch; options of torch's computation
-    (``foreach``, ``fused``, ``capturable``, ``differentiable``) are ignored.
+    The results differ only by float32 rounding. Numbers may be tensors, as in torch. Options that only change how torch
+    computes (``foreach``, ``fused``, ``capturable``, ``differentiable``) are ignored.
 
-    Raises UsageError for an optimizer without an equivalent rule, because it does not update each element separately
-    (Adafactor, LBFGS, Muon), needs sparse gradients, or is not torch's; the message lists the supported ones.
+    Raises UsageError for an optimizer without an equivalent rule: one that does not update each element separately
+    (Adafactor, LBFGS, Muon), needs sparse gradients, or is not from torch. The message lists the supported optimizers.
     """
     step = _plain_step(optimizer)
     for kind, make in _MAKERS:
@@ -57,10 +57,10 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
 
 
 def _plain_step(optimizer: Optimizer) -> Any:
-    """Return the function of an optimizer's steps, without the wrappers of torch and its schedulers."""
+    """Return an optimizer's `step` function, without the wrappers of torch and of torch's schedulers."""
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        return own  # the program has replaced it
+        return own  # the program has replaced `step`
     return inspect.unwrap(type(optimizer).step if own is None else own)
 
 
@@ -98,13 +98,13 @@ def _adagrad(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
 
 
 def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    # AdamW is an Adam with this option in newer versions of torch, and a separate class in older ones.
+    # In newer versions of torch, AdamW is a subclass of Adam with this option; in older versions, a class of its own.
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return _same_options(AdamW if is_decoupled else Adam, _MOMENTS, "maximize amsgrad", "betas")(optimizer, group)
 
 
 def _same_options(kind: Callable[..., UpdateRule], numbers: str, flags: str = "maximize", pairs: str = "") -> _Maker:
-    """Return a function that makes a rule with torch's names of options, given as words."""
+    """Return a function that creates a rule whose options have torch's names: texts of words separated by spaces."""
 
     def make(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
         of_pairs = {name: tuple(map(float, group[name])) for name in pairs.split()}
@@ -130,18 +130,18 @@ _MAKERS: tuple[tuple[type[Optimizer], _Maker], ...] = (
 
 
 def num_planes(rule: UpdateRule) -> int:
-    """Return the number of a rule's state planes in a dense table, in addition to the values, step count included."""
+    """Return the number of state planes of a rule in a dense table: one per state, and one for a step count."""
     return rule.num_states + rule.has_count
 
 
 def state_to_torch(
     rule: UpdateRule, planes: npt.NDArray[np.float32], shape: Sequence[int], *, num_steps: int = 0
 ) -> dict[str, Any]:
-    """Return a parameter's state as in torch's optimizer, float32 tensors on the CPU; empty before a step.
+    """Return a parameter's state in torch's form, as float32 tensors on the CPU; empty before the first step.
 
-    `planes` is float32 [num_planes, n]. `num_steps` serves rules whose updates do not depend on a step count.
+    `planes` is float32 [num_planes, n]. `num_steps` is the step count for rules that store no count in the table.
     """
-    # All elements of a parameter are updated together, so their counts are equal.
+    # The maximum is the count of each element, because all elements of a parameter are updated together.
     count = float(planes[-1].max(initial=0)) if rule.has_count else float(num_steps)
     if rule.has_count and not count:
         return {}
@@ -157,7 +157,7 @@ def state_to_torch(
 
 
 def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: int) -> npt.NDArray[np.float32]:
-    """Return a parameter's torch state as planes, float32 [num_planes, num_elements]; missing states are initial."""
+    """Return planes, float32 [num_planes, num_elements], of a state in torch's form; missing states are initial."""
     planes = np.zeros((num_planes(rule), num_elements), np.float32)
     if isinstance(rule, Adagrad):
         planes[0] = rule.initial_accumulator
@@ -166,7 +166,7 @@ def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: i
         if found is not None:
             plane[:] = found.detach().to("cpu", torch.float32).reshape(-1).numpy()
             if isinstance(rule, Momentum) and rule.has_count:
-                planes[-1] = 1  # torch keeps no count: a velocity means at least one step
+                planes[-1] = 1  # torch stores no count here, but a velocity exists only after a step
     if rule.has_count and "step" in state:
         planes[-1] = float(state["step"])
     return planes

@@ -1,4 +1,4 @@
-"""Run a process group's calls, in the caller's thread or in the group's, and its monitored barriers."""
+"""Run the calls of a process group in the caller's thread or in the group's thread; run its monitored barriers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.torch.backend.work import FinishedWork, TicketWork, TracedOperatio
 
 
 class Step(NamedTuple):
-    """One call of the group: a method, without ``_async``, and arguments."""
+    """One call of the group: the name of the method, without ``_async``, and its arguments."""
 
     method: str
     arguments: tuple[Any, ...] = ()
@@ -58,7 +58,7 @@ class Calls:
         shown: Sequence[Tensor] = (),
         after: After | None = None,
     ) -> Work:
-        """Run `steps`, then `after`; synchronous calls run in the caller's thread, which saves microseconds."""
+        """Run `steps`, then `after`. Synchronous calls run in the caller's thread, to avoid a thread switch."""
         if not steps:
             return FinishedWork(value)
         is_profiled = is_profiling()
@@ -83,16 +83,16 @@ class Calls:
 
 
 class MonitoredBarrier:
-    """The monitored barriers of one group, which report missing ranks. They use messages, as collectives may hang."""
+    """Barriers that report missing ranks. They send messages, because a collective would hang if a rank is missing."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._tags = itertools.count(-2, -2)
-        """Users' tags are not negative. Each barrier has two tags, so that late messages cannot match another barrier.
+        """Negative, unlike users' tags. Each barrier takes two, so that a late message cannot match a later barrier.
         """
 
     def wait(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:
-        """Return when every rank has called it; rank 0 raises an error with all missing ranks, or the first one."""
+        """Wait for all ranks. Rank 0's error names the first missing rank or, with `wait_all_ranks`, all of them."""
         tag = next(self._tags)
         if self._group.rank == 0:
             self._collect(tag, timeout, wait_all_ranks)
@@ -111,7 +111,7 @@ class MonitoredBarrier:
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
-            except PeerError as error:  # the group has ended
+            except PeerError as error:  # the group has ended, so no later rank can arrive
                 missing += [lost for lost in getattr(error, "ranks", ()) or (rank,) if lost not in missing]
                 break
         if missing:

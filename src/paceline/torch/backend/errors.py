@@ -21,7 +21,7 @@ from paceline.errors import (
 
 
 class BackendError(PeerError, DistBackendError):
-    """Any other error caused by a peer."""
+    """An error caused by another rank, for which no other class of this module exists."""
 
 
 class BackendCollectiveError(CollectiveError, DistBackendError):
@@ -56,21 +56,21 @@ _KINDS: dict[type[PacelineError], type[DistBackendError]] = {
 
 
 class Terms(NamedTuple):
-    """Details of a process group for its errors."""
+    """Details of a process group for its error messages."""
 
     timeout: timedelta
     global_ranks: tuple[int, ...] = ()
-    """The program's rank of each rank in the process group; empty if the two numberings are equal."""
+    """For each rank of the process group, its rank in the program; empty if both ranks are always equal."""
 
 
 def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
-    """Return the error to raise. Errors of the caller, which are ValueErrors, do not change."""
+    """Convert a peer's error to an error of ``torch.distributed``. Return other errors, such as UsageError."""
     if not isinstance(error, PeerError) or isinstance(error, DistBackendError):
         return error
     if isinstance(error, RankLostError):
         text = str(error)
         if _WAITED.search(text):
-            # PyTorch's own tests expect the word timeout in errors after a wait.
+            # PyTorch's own tests expect the word "timeout" in the error of a wait that timed out.
             text += f"; the timeout of this process group is {terms.timeout.total_seconds():g} s"
         return BackendRankLostError(text + _numbering(text, terms.global_ranks, error.ranks), error.ranks)
     text = str(error)
@@ -78,7 +78,7 @@ def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
 
 
 def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()) -> str:
-    """Return a text with the program's ranks for a text with the group's ranks; "" if the numberings are equal."""
+    """Return an addition to `text` that names the program's ranks of the group's ranks; "" if both are equal."""
     if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
         return ""
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))

@@ -33,7 +33,7 @@ _ALL_TO_ALL: Final = c10d.AllToAllOptions()
 _BARRIER: Final = c10d.BarrierOptions()
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _PATIENCE_S: Final = 1.0
-"""Time limit of a shutdown for pending asynchronous calls."""
+"""The longest time that a shutdown waits for pending asynchronous calls."""
 
 
 def on_cpu(method: _Method) -> _Method:
@@ -50,20 +50,20 @@ def on_cpu(method: _Method) -> _Method:
 
 
 _AnyProcessGroup: Any = ProcessGroup
-"""Untyped, because its overloads do not match single methods."""
+"""The base class without types, because mypy rejects methods here that override overloaded methods."""
 
 
 class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     """The ranks of a torch.distributed group, over a :class:`paceline.collectives.Group`.
 
-    Made by ``init_process_group`` and ``new_group``. ``torch.distributed`` calls its methods, and so does the C++ code
-    of DistributedDataParallel and of the functional collectives: their names and arguments are PyTorch's. Dense and
-    contiguous tensors on the CPU are not copied. An error of a peer is raised by ``wait()`` or by the call itself, as
-    Paceline's error that is a ``torch.distributed.DistBackendError`` too.
+    ``init_process_group`` and ``new_group`` create it. The names and arguments of the methods are PyTorch's, because
+    ``torch.distributed`` calls them, and also the C++ code of DistributedDataParallel and of the functional
+    collectives. Dense and contiguous tensors on the CPU are not copied. If another rank fails, ``wait()`` or the call
+    itself raises an error that is both Paceline's class and a ``torch.distributed.DistBackendError``.
     """
 
     def __init__(self, store: Store, group: Group, global_ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(group.rank, group.size)  # with a store, C++ would not find the methods of the Python object
+        super().__init__(group.rank, group.size)  # no store, because C++ would then ignore the methods of this object
         self._store = store
         self._group = group
         self._terms = Terms(group.timeout, global_ranks)
@@ -124,7 +124,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         return work
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: tensors are used in place."""
+        """Return False: this group does not allocate tensors, but uses the caller's memory."""
         return False
 
     supports_splitting = False
@@ -176,20 +176,20 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = _REDUCE_SCATTER
     ) -> Work:
-        """Reduce the inputs r of all ranks into rank r's output."""
+        """Reduce input r of every rank into the output of rank r."""
         given = self._one_per_rank(_tensors.only(inputs))
         return self._reduce_scatter("reduce_scatter", outputs, [given], [_tensors.sizes(given)], opts)
 
     @on_cpu
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _REDUCE_SCATTER) -> Work:
-        """Reduce the parts r of all ranks' inputs into rank r's output."""
+        """Reduce part r of every rank's input into the output of rank r."""
         return self._reduce_scatter("_reduce_scatter_base", [output], [[input]], [None], opts)
 
     @on_cpu
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _REDUCE_SCATTER
     ) -> Work:
-        """As :meth:`reduce_scatter_single`, for several tensors."""
+        """Run :meth:`reduce_scatter_single` for each of several tensors."""
         given = [[tensor] for tensor in inputs]
         return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, given, [None] * len(given), opts)
 
@@ -206,7 +206,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         return self._calls.run("all_reduce", steps, tensors, is_async=opts.asyncOp, shown=tensors)
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
-        """Reduce a sparse tensor, always synchronously: the sizes depend on all ranks."""
+        """Reduce a sparse tensor. The call is always synchronous, because the result's size depends on all ranks."""
         name, factor = _tensors.op_and_factor(opts.reduceOp)
         event = TracedOperation("sparse_all_reduce", [tensor]) if is_profiling() else None
         try:
@@ -228,7 +228,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         sizes: Sequence[list[int] | None],
         opts: Any,
     ) -> Work:
-        """Reduce each list of inputs, concatenated, into its output."""
+        """Concatenate each list of inputs, and reduce-scatter it into its output."""
         name, factor = _tensors.op_and_factor(opts.reduceOp)
         steps: list[Step] = []
         afters: list[_tensors.After | None] = []
@@ -253,7 +253,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
 
     @on_cpu
     def broadcast(self, tensors: Any, opts: Any = _BROADCAST, timeout: Any = None) -> Work:
-        """Fill a tensor with the root's."""
+        """Copy the root's tensor into the tensors of the other ranks."""
         if isinstance(tensors, Tensor):
             tensors = [tensors]
         has_options = isinstance(opts, c10d.BroadcastOptions)
@@ -264,7 +264,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
 
     @on_cpu
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = _ALL_GATHER) -> Work:
-        """Fill output r with rank r's input."""
+        """Copy rank r's input into output r."""
         step, after = self._gather_into(_tensors.only(outputs), _tensors.only(inputs))
         return self._calls.run("all_gather", [step], outputs[0], is_async=opts.asyncOp, shown=inputs, after=after)
 
@@ -272,7 +272,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = _ALL_GATHER
     ) -> Work:
-        """Fill output i of list r with rank r's input i."""
+        """Copy rank r's input i into output i of list r."""
         found = [
             self._gather_into(targets, given) for targets, given in zip(zip(*outputs, strict=True), inputs, strict=True)
         ]
@@ -283,14 +283,14 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
 
     @on_cpu
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _ALL_GATHER) -> Work:
-        """Fill part r of the output with rank r's input."""
+        """Copy rank r's input into part r of the output."""
         return self._all_gather_single("_all_gather_base", [output], [input], opts)
 
     @on_cpu
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _ALL_GATHER
     ) -> Work:
-        """As :meth:`all_gather_single`, for several tensors."""
+        """Run :meth:`all_gather_single` for each of several tensors."""
         return self._all_gather_single("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
     _allgather_base = all_gather_single
@@ -298,7 +298,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
 
     @on_cpu
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = _GATHER) -> Work:
-        """Fill the root's output r with rank r's input."""
+        """Copy rank r's input into output r on the root."""
         source, root = _tensors.source(_tensors.only(inputs)), opts.rootRank
         value: Sequence[Tensor] = []
         out, after = None, None
@@ -310,7 +310,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
 
     @on_cpu
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = _SCATTER) -> Work:
-        """Fill rank r's output with the root's input r."""
+        """Copy the root's input r into the output of rank r."""
         out, after = _tensors.target(_tensors.only(outputs))
         root, source = opts.rootRank, None
         shown: Sequence[Tensor] = []
@@ -329,7 +329,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         input_splits: Sequence[int] = (),
         opts: Any = _ALL_TO_ALL,
     ) -> Work:
-        """Send part d of the input to rank d; the splits are rows, empty for equal parts."""
+        """Send part d of the input to rank d. The splits are numbers of rows; empty splits mean equal parts."""
         is_even = not output_splits and not input_splits
         if is_even and output.numel() != input.numel():
             raise UsageError(
@@ -339,7 +339,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         receives = None if is_even else _tensors.rows_of(output, output_splits, self._group.size, "output")
         sends = None if is_even else _tensors.rows_of(input, input_splits, self._group.size, "input")
         given, out, after = _tensors.movable(input), _tensors.writable(output), None
-        if input.shape[1:] != output.shape[1:]:  # allowed if the numbers of items are equal
+        if input.shape[1:] != output.shape[1:]:  # equal parts may have other shapes; splits are then counted in items
             given, (out, after) = _tensors.source(input), _tensors.target(output)
             sends, receives = _tensors.in_items(sends, input, given), _tensors.in_items(receives, output, out)
         step = Step("all_to_all", (given,), {"send_sizes": sends, "receive_sizes": receives, "out": out})
@@ -428,5 +428,5 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         group.close()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it; on rank 0 the error names the missing ranks."""
+        """Wait until every rank has called this method. On rank 0 the error names the missing ranks."""
         self._monitored.wait(self._group.timeout if timeout is None else timeout, wait_all_ranks=wait_all_ranks)

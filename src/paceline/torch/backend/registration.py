@@ -28,7 +28,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 def create(options: Any) -> PacelineProcessGroup:
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
-    global_ranks = tuple(options.global_ranks_in_group)  # empty for the group of all ranks
+    global_ranks = tuple(options.global_ranks_in_group)  # PyTorch passes no ranks for the group of all ranks
     try:
         group = join_through(store, rank, size, options.group_id, timeout)
     except (RankLostError, DeadlineError) as error:
@@ -39,7 +39,7 @@ def create(options: Any) -> PacelineProcessGroup:
 def join_through(
     store: CStore, rank: int, size: int, name: str, timeout: timedelta, *, variables: Environment | None = None
 ) -> Group:
-    """Return a group of the ranks that share one of PyTorch's stores; `name` distinguishes groups.
+    """Return a group of the ranks that share one of PyTorch's stores; every group of a store has its own `name`.
 
     The store has no authentication, so it never contains a secret. Rank 0 writes a random number, from which all ranks
     derive a token with their common secret. Values without a proof of this token are rejected.
@@ -53,7 +53,7 @@ def join_through(
     secret = choose_secret(
         variables.token, is_local=is_loopback(place) or is_alone, where=place, runtime_dir=variables.runtime_dir
     )
-    # The same store may serve a program's second life, after destroy_process_group.
+    # A program may call init_process_group with the same store again, after destroy_process_group.
     life = store.add(f"paceline {name} lives of rank {rank}", 1)
     shared = TorchStore(store, f"paceline {name} {life}")
     if rank == 0:
@@ -74,13 +74,13 @@ def join_through(
 
 
 def find_place(store: CStore, master: str | None) -> str:
-    """Return the host of a store; loopback if only this machine can reach it."""
+    """Return the host of a store; the loopback address if only this machine can reach the store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
         return str(store.host)
     if isinstance(store, FileStore):
-        return master or _LOOPBACK  # several hosts may share the file, if a launcher names the first host
+        return master or _LOOPBACK  # with a launcher (`master`), ranks on several hosts may share the file
     return _LOOPBACK
 
 
@@ -88,11 +88,11 @@ _FIRST_PAUSE_S: Final = 0.0005
 _PAUSE_S: Final = 0.05
 _PAUSE_A_KEY_S: Final = 0.001
 _SET: Final = b"="
-"""Prefix of every value: FileStore and TCPStore treat an empty value as missing."""
+"""Prefix of every stored value, because FileStore and TCPStore treat an empty value as missing."""
 
 
 class TorchStore(Store):
-    """Keys under ``prefix`` in a c10d store, which raises RuntimeErrors; closing removes this rank's keys."""
+    """The keys under ``prefix`` in a c10d store; closing removes the keys that this rank has set."""
 
     place = "torch.distributed"
 
@@ -138,13 +138,13 @@ class TorchStore(Store):
         for key in sorted(self._own):
             try:
                 self.delete(key)
-            except RuntimeError:  # the store's server has ended, so the keys are lost too
+            except RuntimeError:  # the store's server has ended, so no keys are left
                 break
         self._own.clear()
 
 
 def _text(value: bytes) -> str:
-    """Return bytes as hexadecimal digits: c10d sends values as UTF-8 text."""
+    """Return bytes as hexadecimal digits, because c10d sends values as UTF-8 text."""
     return _SET.decode() + value.hex()
 
 

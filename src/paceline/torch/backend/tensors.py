@@ -1,4 +1,4 @@
-"""Convert tensors and reductions for the collectives: supported dtypes, contiguous, several as one vector."""
+"""Convert tensors for the collectives (to supported dtypes, contiguous memory, one vector), and names of reductions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.kernels.combine import DTYPES
 
 After: TypeAlias = Callable[[], None]
-"""Work after a call: copy a result into its tensors."""
+"""A function to run after a call: it copies the result into the caller's tensors."""
 
 _KNOWN: Final = frozenset(getattr(torch, name) for name in DTYPES)
 _SAME_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,7 @@ def only(tensors: Sequence[Any]) -> Any:
 
 
 def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
-    """Return the rows of every rank's part. An error during the call would end the group, so check before it."""
+    """Return the number of rows of every rank's part. Raises UsageError, before the call can fail and end the group."""
     num_rows = tensor.shape[0] if tensor.dim() else 0
     rows = list(splits) or [num_rows // size] * size
     if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
@@ -49,9 +49,9 @@ def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a view of its memory with a supported dtype, which may be wrong for reductions.
+    """Return the tensor, or its memory as a supported dtype. That dtype is right for copies, not for all reductions.
 
-    The result is a copy for the conjugate or negative bit, because the memory differs from the values.
+    A tensor with the conjugate or negative bit is copied, because its memory does not contain its values.
     """
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
@@ -63,7 +63,7 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return the result of :func:`movable` for a tensor to write to. Raises UsageError if it cannot be written."""
+    """Return :func:`movable` of a tensor for results. Raises UsageError if the tensor's memory cannot be written."""
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError(
             "got a tensor with the conjugate or negative bit for a result. Pass tensor.resolve_conj().resolve_neg()"
@@ -116,7 +116,7 @@ def counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def in_items(rows: list[int] | None, tensor: Tensor, vector: Tensor) -> list[int] | None:
-    """Convert numbers of a tensor's rows to numbers of items of its vector from :func:`source` or :func:`target`."""
+    """Convert numbers of rows of `tensor` to numbers of items of `vector`, its :func:`source` or :func:`target`."""
     if rows is None or not sum(rows):
         return rows
     return [number * (vector.numel() // tensor.shape[0]) for number in rows]
@@ -164,7 +164,7 @@ def _copy(vector: Tensor, tensors: Sequence[Tensor]) -> None:
     start = 0
     for tensor in tensors:
         end = start + tensor.numel()
-        # Inference tensors can be written in inference mode only, and the mode belongs to the caller's thread.
+        # Inference tensors can be written only in inference mode, which this thread does not inherit from the caller.
         with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             tensor.copy_(vector[start:end].view(tensor.shape))
         start = end
@@ -181,11 +181,11 @@ NAMES: Final[dict[int, str]] = {
     int(_RED_OP_TYPE.BOR): "bitwise_or",
     int(_RED_OP_TYPE.BXOR): "bitwise_xor",
 }
-"""By the number of the operation, which is the hash of a ReduceOp: the fastest access."""
+"""Names of the reductions by number. The number is the hash of a ReduceOp, whose lookup is the fastest."""
 
 
 def reducible(tensor: Tensor, name: str, *, is_target: bool) -> Tensor:
-    """Return the tensor, or for complex sums a view of its memory."""
+    """Return the tensor. For the sum or mean of complex numbers, return its memory as real numbers."""
     if tensor.is_complex() and name in ("sum", "mean"):
         return writable(tensor) if is_target else movable(tensor)
     return tensor
@@ -222,7 +222,7 @@ def sum_sparse(group: Group, tensor: Tensor, op: str) -> None:
 
 
 def op_and_factor(op: Any) -> tuple[str, Any]:
-    """Return Paceline's name of a reduction, and the factor of its input, or None."""
+    """Return Paceline's name of a reduction, and the factor for its input (None without a factor)."""
     name = NAMES.get(hash(op))
     if name is not None:
         return name, None

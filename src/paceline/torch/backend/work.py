@@ -30,11 +30,11 @@ def is_in_callback() -> bool:
 
 
 _AnyTensor: Any = torch.Tensor
-"""Its overridable methods are untyped."""
+"""The base class without types, because torch does not declare the types of its overridable methods."""
 
 
 class _Failed(_AnyTensor):  # type: ignore[misc]
-    """The value of a failed call: each use raises the error. C++ code receives values only."""
+    """The value of a failed call: each use raises the error. C++ code receives the values of futures, but no errors."""
 
     error: Exception
 
@@ -56,16 +56,16 @@ class _Failed(_AnyTensor):  # type: ignore[misc]
 
 
 class CallFuture(torch.futures.Future[Any]):
-    """A future that marks its callbacks, whose calls use a second group.
+    """The future of a call. Calls inside its callbacks use a second group.
 
     A callback, such as PowerSGD's communication hook, may make calls and wait for them. It runs in the group's thread,
-    which cannot run these calls, or in the caller's thread if the future is done. So the thread and the order among
-    the main thread's calls differ between ranks. The calls of the second group follow the order of the futures, which
-    is equal on all ranks.
+    which cannot wait for its own calls, or in the caller's thread if the future is already done. So the order of these
+    calls and the main thread's calls differs between ranks. The second group runs only calls of callbacks, in the order
+    of the futures, which is equal on all ranks.
     """
 
     def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
-        """Complete the future with an error, for uses in Python and C++; ``is_one_tensor``: C++ expects no list."""
+        """Complete the future with an error, for Python and C++. ``is_one_tensor``: C++ expects one tensor, no list."""
 
         def unwrap(_: Any) -> None:
             raise error
@@ -81,7 +81,7 @@ class CallFuture(torch.futures.Future[Any]):
             try:
                 result = callback(done)
             except Exception as error:
-                child.fail(error, is_one_tensor=True)  # as the result of a hook
+                child.fail(error, is_one_tensor=True)  # C++ expects one tensor as the result of a communication hook
             else:
                 child.set_result(result)
             finally:
@@ -95,21 +95,21 @@ Value: TypeAlias = Sequence[Tensor]
 """The tensors that a call fills."""
 
 _NO_TIMEOUT: Final = timedelta(0)
-"""The default of C++."""
+"""The default timeout in PyTorch's C++ code."""
 _AT_MOST: Final = timedelta(days=365)
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class TracedOperation:
-    """An operation in PyTorch's profiler, from its creation to :meth:`end`; the names are like Gloo's."""
+    """An operation in PyTorch's profiler, from its creation to :meth:`end`. Its name has the form of Gloo's names."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._began_in = threading.get_ident()
         self._handle: Any = torch._C._autograd._record_function_with_args_enter(f"paceline:{name}", *tensors)
 
     def end(self) -> None:
-        """End the operation. The profiler treats it as asynchronous if this is another thread."""
+        """End the operation in another thread than it began, because the profiler then treats it as asynchronous."""
         if threading.get_ident() != self._began_in:
             self._exit()
         else:
@@ -170,7 +170,7 @@ class TicketWork(CallWork):
         after: After | None = None,
         event: TracedOperation | None = None,
     ) -> None:
-        """`tickets` finish in this order; `after` runs then, before the work counts as done."""
+        """`tickets` finish in this order. Then `after` runs; the work is done when `after` has returned."""
         super().__init__(value)
         self._tickets = tickets
         self._terms = terms
@@ -184,7 +184,7 @@ class TicketWork(CallWork):
             tickets[-1].add_done_callback(self._finish)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the call and raise its error; DeadlineError after `timeout` (0: none)."""
+        """Wait for the call, and raise its error. Raises DeadlineError after `timeout` (0: the group's timeout)."""
         try:
             for ticket in self._tickets:
                 ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
@@ -205,7 +205,7 @@ class TicketWork(CallWork):
         return None if error is None else in_torch_terms(error, self._terms)
 
     def get_future(self) -> CallFuture:
-        """Return a future of the filled tensors. Callbacks may make calls: see :mod:`.future`."""
+        """Return a future of the filled tensors. Callbacks may make calls: see :class:`CallFuture`."""
         with self._lock:
             if self._future is None:
                 self._future = CallFuture()
@@ -215,7 +215,7 @@ class TicketWork(CallWork):
     def _complete(self, _: CollectiveTicket) -> None:
         assert self._future is not None
         if self._finished is not None:
-            self._finished.wait()  # a ticket is done a little before `after`
+            self._finished.wait()  # wait for `after`, which ends later than the ticket
         error = self.exception()
         if error is not None:
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
@@ -228,7 +228,7 @@ class TicketWork(CallWork):
         try:
             if self._after is not None and self.exception() is None:
                 self._after()
-        except BaseException as error:  # the group's thread does not handle exceptions
+        except BaseException as error:  # the group's thread would only log the error
             self._error = error
         self._after = None
         if self._event is not None:
@@ -280,7 +280,7 @@ class MessageWork(CallWork):
     _source_rank = source_rank
 
     def get_future(self) -> CallFuture:
-        """Return a future of the tensor; a thread waits for it."""
+        """Return a future of the tensor. A new thread waits for the message and completes the future."""
         with self._lock:
             if self._future is None:
                 self._future = CallFuture()
@@ -299,7 +299,7 @@ class MessageWork(CallWork):
 
 
 def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
-    """Call with host copies of the tensors, then copy the first argument's copies back."""
+    """Run `call` on host copies of the tensors; then copy the host copies of the first argument back."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def copied(value: Any) -> Any:
@@ -314,7 +314,7 @@ def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
 
 
 class HostWork(CallWork):
-    """A call on host copies; `filled` has the device tensors that the call fills, with their copies."""
+    """A call on host copies. `filled` has each device tensor that the call fills, and the tensor's host copy."""
 
     def __init__(self, call: Work, filled: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__([tensor for tensor, _ in filled])
@@ -346,7 +346,7 @@ class HostWork(CallWork):
         def complete(_: Any) -> None:
             try:
                 future.set_result(self.result())
-            except Exception as error:  # the group's thread does not handle exceptions
+            except Exception as error:  # the group's thread would only log the error
                 future.fail(error, is_one_tensor=False)
 
         self._call.get_future().add_done_callback(complete)

@@ -1,4 +1,4 @@
-"""A call of a model as names and values, the graph of its forward for one kind of call, and properties of nodes."""
+"""Define the arguments of a model's call, the graph of a forward for one kind of call, and properties of nodes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class CallArguments:
     """The leaves that may differ between calls, such as tensors."""
     constants: Mapping[str, Any]
     fill: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    """A function that returns the arguments of a call with other :attr:`values`, in the same order."""
+    """A function that returns the positional and keyword arguments, given other :attr:`values` in the same order."""
 
     @property
     def kind(self) -> str:
-        """A text that is equal for two calls with tensors if one graph serves both calls."""
+        """A text that is equal for two calls if the same graph can compute both."""
         tensors = [f"{name}={tensor.dtype}{tensor.dim()}" for name, tensor in self.values.items()]
         return ", ".join([*tensors, *self.constants_as_text()])
 
     def constants_as_text(self) -> list[str]:
-        """Return each constant's name and value. Raises UsageError for an object whose text has an address."""
+        """Return each constant's name and value as text. Raises UsageError if the text contains a memory address."""
         return [f"{name}={_text_of(name, constant)}" for name, constant in self.constants.items()]
 
 
@@ -45,7 +45,7 @@ def bind(
     kwargs: dict[str, Any],
     is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
 ) -> CallArguments:
-    """Return the arguments of a call, including defaults. A leaf is a constant unless `is_value`."""
+    """Return the arguments of a call, including defaults. A leaf for which `is_value` is false is a constant."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     bound.apply_defaults()
     leaves, structure = pytree.tree_flatten(dict(bound.arguments))
@@ -66,7 +66,7 @@ def bind(
 
 
 def of_class(kind: Any, fields: Mapping[str, Any]) -> Any:
-    """Create a dictionary or a dataclass of a class. A defaultdict gets no default, because functions are not sent."""
+    """Create a dictionary or a dataclass of class `kind`. A defaultdict loses its default, which cannot be sent."""
     if issubclass(kind, defaultdict):
         return kind(None, fields)
     return kind(fields) if not dataclasses.is_dataclass(kind) else kind(**fields)  # type: ignore[operator]
@@ -92,7 +92,7 @@ def _name(path: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputForm:
-    """The result of a traced forward: nodes inside structures of the forward's own classes."""
+    """The result of a traced forward: graph nodes inside the tuples, dictionaries and objects that it returns."""
 
     nodes: tuple[Any, ...]
     build: Callable[[Iterator[Any]], Any]
@@ -109,7 +109,8 @@ class OutputForm:
 def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     """Return the values in a forward's result, and a function that rebuilds the result from other values.
 
-    Other objects, such as a cache of keys and values, become None; UsageError if the whole result is one.
+    Objects without known parts, such as a cache of keys and values, become None. Raises UsageError if the whole result
+    is such an object.
     """
     if isinstance(value, (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return [value], next
@@ -167,8 +168,9 @@ def undone(module: nn.Module) -> Iterator[None]:
         for parameter, grad in grads:
             parameter.grad = grad
         with torch.no_grad():
+            # Write only changed buffers, because a pending backward fails if one of its buffers has been written.
             for name, buffer in module.named_buffers():
-                if name in before and not torch.equal(buffer, before[name]):  # else a pending backward may still use it
+                if name in before and not torch.equal(buffer, before[name]):
                     buffer.copy_(before[name])
 
 
@@ -185,16 +187,16 @@ _IN_PLACE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """The graph of a forward. Its placeholders are the values of the call, in order."""
+    """The graph of a forward. Its placeholders are the values of the call's arguments, in order."""
 
     graph: fx.Graph
     output: OutputForm
     root: nn.Module
-    """The module with the modules, and the model's own parameters and buffers, that nodes name."""
+    """The module that contains the submodules, parameters and buffers which the nodes name."""
     whole: dict[str, str] = field(default_factory=dict)
-    """For each module that is one node, by name, why it cannot be traced."""
+    """The reason why a module cannot be traced, by the module's name. The graph has such a module as one node."""
     check: Callable[[Sequence[Any]], str | None] = lambda _: None
-    """Returns why the graph does not support these values of a call; None if it does."""
+    """A function that returns the reason why the graph does not support these values, or None if it supports them."""
     is_exported: bool = False
 
 
@@ -203,7 +205,7 @@ def stage_boundary() -> None:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of the function or method that an operation calls, without overload; "" if there is none."""
+    """Return the name of the function or method that an operation calls, without its overload; "" for other nodes."""
     if node.op == "call_method":
         return str(node.target)
     if node.op == "call_function":
@@ -217,7 +219,7 @@ def modules_around(node: fx.Node) -> list[str]:
 
 
 def draws(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether an operation draws random numbers in training mode; `root` has the modules of its graph."""
+    """Return whether an operation draws random numbers in training mode; `root` contains the graph's modules."""
     if node.op == "call_module":
         return any(_is_drawing(module) for module in root.get_submodule(str(node.target)).modules())
     name = name_of(node)
@@ -235,7 +237,7 @@ def _is_drawing(module: nn.Module) -> bool:
 
 
 def may_draw(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether an operation draws random numbers, or calls a module with an unknown forward."""
+    """Return whether an operation draws random numbers, or may draw them because its module is not torch's own."""
     is_own = node.op == "call_module" and not root.get_submodule(str(node.target)).__module__.startswith("torch.nn")
     return is_own or draws(node, root)
 

@@ -1,9 +1,9 @@
 """Convert a model's forward to a graph.
 
 ``torch.fx`` is tried first, module by module. Modules stay the same objects, with their training mode and buffers, and
-all sizes stay dynamic. A module whose forward cannot be traced becomes one node. If this is the model itself, or a
-module that contains several layers, ``torch.export`` is used instead. It traces operation by operation, for the current
-modes of all modules, and for the sizes on which the forward depends.
+all sizes stay dynamic. A module whose forward cannot be traced becomes one node. If this module is the model itself, or
+contains several layers, ``torch.export`` is used instead. ``torch.export`` traces single operations. Its graph is valid
+only for the current modes of the modules, and for the sizes on which the forward depends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _FlatCall(nn.Module):
     """A model whose arguments and result are flat lists."""
 
     def __init__(self, model: nn.Module, arguments: CallArguments, take_build: Callable[[Any], None]) -> None:
-        """`take_build` receives the function that builds the result, because torch.export restores attributes."""
+        """`take_build` receives the function that builds the result; torch.export would reset an attribute with it."""
         super().__init__()
         self.model = model
         self.arguments = arguments
@@ -52,7 +52,7 @@ def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
     values = tuple(value.detach() if isinstance(value, Tensor) else value for value in arguments.values.values())
     sizes = [_free_sizes(value) for value in values]
     printed = io.StringIO()
-    with contextlib.redirect_stderr(printed):  # torch.export prints the graph if it fails
+    with contextlib.redirect_stderr(printed):  # catch the graph that a failing torch.export prints
         program = torch.export.export(call, values, {}, dynamic_shapes={"leaves": tuple(sizes)}, strict=False)
     sys.stderr.write(printed.getvalue())
     root: Any = program.module()
@@ -62,7 +62,7 @@ def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
         if node.op == "placeholder":
             node.target = names[_place(node.target)]
         if node.target is torch.ops.aten.linear.default:
-            node.target = F.linear  # F.linear can add the gradients of its weights in place
+            node.target = F.linear  # run/weights.py can add the weight gradients of F.linear in place
         if "_pipe_split" in str(node.target):
             node.target = stage_boundary
         stack = [
@@ -75,7 +75,7 @@ def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
 
 
 def _free_sizes(value: Any) -> Any:
-    """Return the ``dynamic_shapes`` of an argument. torch.export finds the sizes on which the forward depends."""
+    """Return the ``dynamic_shapes`` of an argument: torch.export finds the sizes on which the forward depends."""
     if not isinstance(value, Tensor):
         return None
     return {k: torch.export.Dim.AUTO for k, size in enumerate(value.shape) if size > 1} or None
@@ -169,16 +169,16 @@ def _trace(module: nn.Module, arguments: CallArguments, *, opens_torch_modules: 
 
 
 def _hides_layers(module: nn.Module) -> bool:
-    """Return whether a module contains several modules with parameters, so that it may be worth cutting."""
+    """Return whether a module contains several modules with parameters, so that a cut inside it may be useful."""
     return sum(any(True for _ in inner.parameters(recurse=False)) for inner in module.modules()) > 1
 
 
 class _NotTraceableError(Exception):
-    """A trace would be incomplete."""
+    """A trace of this forward would be incomplete."""
 
 
 class _Tracer(fx.Tracer):
-    """Traces through all modules except `whole`; rejects forwards that change modes or draw numbers by themselves."""
+    """Traces all modules except `whole`. Rejects forwards that change modes, or draw random numbers by themselves."""
 
     proxy_buffer_attributes = True
 
@@ -228,7 +228,7 @@ class _Tracer(fx.Tracer):
             raise
 
     def marking(self) -> TorchFunctionMode:
-        """Return a context in which ``pipe_split()`` adds a node."""
+        """Return a context in which ``pipe_split()`` adds a boundary node to the graph."""
         tracer = self
 
         class Marks(TorchFunctionMode):

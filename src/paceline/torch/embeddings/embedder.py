@@ -1,4 +1,4 @@
-"""Serve a model's embeddings in a training: tables, updates and prefetched rows."""
+"""Connect a model's embeddings with their tables during a training: create tables, send updates, prefetch rows."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Embedder:
     def serve(self, embeddings: Mapping[str, Embedding | EmbeddingBag], optimizers: Sequence[Optimizer]) -> None:
         """Create the tables of `embeddings` (by name). Steps of the embeddings' optimizer update the tables.
 
-        A table's update rule is the embedding's own, else that of the optimizer with the embedding's anchor. Without
-        optimizers rows are only read. Raises UsageError for an embedding with neither, for an optimizer without a
-        corresponding rule, and for two different embeddings with one name.
+        The update rule of a table is the embedding's own rule, or else the rule of the optimizer that has the
+        embedding's anchor. Without optimizers rows are only read. Raises UsageError for an embedding that has no rule
+        and whose anchor no optimizer has, for an optimizer without a corresponding rule, and for two different
+        embeddings with one name.
         """
         first = optimizers[0] if optimizers else None
         for name, module in sorted(embeddings.items()):
@@ -67,7 +68,7 @@ class Embedder:
                 self._followers.append(_Follower(table, optimizer, group, rule))
         return self.tables[name]
 
-    # In the loop.
+    # The following methods run in the training loop.
 
     def step_with(self, optimizers: Iterable[Optimizer], tick: Callable[[], None] | None = None) -> None:
         """Call :meth:`step` at the end of every step of one of `optimizers` that updates rows."""
@@ -79,7 +80,8 @@ class Embedder:
     def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
         """Apply the row gradients of `optimizer` since ``zero_grad()``; every rank calls it in every iteration.
 
-        `tick` ends the iteration on servers after sending the gradients. Without it, call :meth:`ticked` afterwards.
+        `tick` ends the iteration on the servers, and is called when the gradients are sent. A caller without `tick`
+        calls :meth:`ticked` afterwards.
         """
         for follower in self._followers:
             if follower.optimizer is optimizer:
@@ -109,17 +111,17 @@ class Embedder:
             self._prefetcher.ticked()
 
     def begin(self, batch: Any) -> None:
-        """Record the loop's next batch. Its lookups show which tensors of a batch are keys."""
+        """Record the batch that the loop computes next. Lookups of this batch show which of its tensors are keys."""
         if self._prefetcher is not None:
             self._prefetcher.begin(batch)
 
     def prefetch(self, batch: Any) -> None:
-        """Request the rows of the following batch (None: no batch) during the computation of the current one."""
+        """Request the rows of the following batch (None: no batch) during the computation of the current batch."""
         if self._prefetcher is not None and batch is not None:
             self._prefetcher.prefetch(batch)
 
     def forget(self) -> None:
-        """Drop prefetched rows, because the tables have been written since."""
+        """Drop the prefetched rows, because the tables have been written after the requests."""
         if self._prefetcher is not None:
             self._prefetcher.forget()
 
@@ -150,7 +152,7 @@ class _Follower:
                 self._rule = rule
 
     def _values(self) -> list[Any]:
-        group = self.optimizer.param_groups[self._group]  # loading a checkpoint replaces the groups
+        group = self.optimizer.param_groups[self._group]  # not kept, because loading a checkpoint replaces the groups
         values = [value for key, value in group.items() if key != "params"]
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
 

@@ -17,7 +17,7 @@ _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def to_device(rows: Floats, device: torch.device) -> torch.Tensor:
-    """Return rows as a tensor on `device`: the same memory on the CPU, otherwise a copy made on a side stream."""
+    """Return rows as a tensor on `device`. On the CPU it shares the memory of `rows`; CUDA copies on a side stream."""
     tensor = torch.from_numpy(rows)
     if device.type != "cuda":
         return tensor if device.type == "cpu" else tensor.to(device)
@@ -34,7 +34,7 @@ def to_device(rows: Floats, device: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor from CUDA to the process's memory, in flight; :meth:`wait` returns it as an array."""
+    """A copy of a tensor from a device to the host, perhaps in flight; :meth:`wait` returns the copy as an array."""
 
     __slots__ = ("_copied", "_tensor")
 
@@ -70,7 +70,7 @@ class AnchorGradient(torch.Tensor):
                 "GradScaler does not unscale the gradients of embedding rows, which would be too large by its factor. "
                 "Train in bfloat16 (torch.autocast(dtype=torch.bfloat16)) without a scaler"
             )
-        if func is torch.linalg.vector_norm:  # fails for an empty tensor with the maximum norm
+        if func is torch.linalg.vector_norm:  # torch's function fails for the maximum norm of an empty tensor
             return torch.zeros((), device=args[0].device)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -86,8 +86,8 @@ class AnchorGradient(torch.Tensor):
 class RowGradients:
     """The gradients that backward passes give to the rows of one embedding.
 
-    The embedding's anchor is an empty parameter in the user's optimizer. The row gradients are valid as long as the
-    anchor's gradient: ``zero_grad()`` sets it to None, or (``set_to_none=False``) gives it a new version. Thread-safe.
+    The embedding's anchor is an empty parameter in the user's optimizer. ``zero_grad()`` sets the anchor's gradient to
+    None, or (``set_to_none=False``) gives it a new version; either change makes the row gradients invalid. Thread-safe.
     """
 
     def __init__(self, anchor: nn.Parameter, *, keeps: bool) -> None:
@@ -112,7 +112,8 @@ class RowGradients:
     def take(self) -> list[RowGradient]:
         """Return the gradients since ``zero_grad()`` for an optimizer's step.
 
-        If no optimizer has the anchor, ``zero_grad()`` does not reset it; then the returned gradients are dropped.
+        If no optimizer has the anchor, ``zero_grad()`` does not reset the anchor; so the returned gradients are dropped
+        here.
         """
         with self._lock:
             if self._anchor.grad is None:
@@ -123,13 +124,14 @@ class RowGradients:
             return found
 
     def _is_zeroed(self) -> bool:
-        # Backward and zero_() write to an empty gradient. The version after backward is recorded here. (clip_grad_norm_
-        # also writes to it, but no backward adds gradients afterwards.)
+        # Backward and zero_() both change the version of the anchor's empty gradient. `_version` is the version after
+        # the last backward, so another version shows a zero_(). (clip_grad_norm_ changes the version too, but then no
+        # backward adds gradients before zero_grad().)
         return self._anchor.grad is None or self._anchor.grad._version != self._version
 
     def _accumulated(self, anchor: torch.Tensor) -> None:
         with self._lock:
             if anchor.grad is not None:
-                if not isinstance(anchor.grad, AnchorGradient):  # with create_graph=True backward creates a new one
+                if not isinstance(anchor.grad, AnchorGradient):  # create_graph=True makes backward replace the gradient
                     anchor.grad = anchor.grad.detach().as_subclass(AnchorGradient)
                 self._version = anchor.grad._version

@@ -19,7 +19,7 @@ OnGradient = Callable[[Keys, torch.Tensor], None]
 
 
 class Rows(torch.autograd.Function):
-    """(anchor, rows) → the rows (float32 [u, dim]) on the anchor's device. Backward calls `on_gradient`."""
+    """Map (anchor, rows) to the rows (float32 [u, dim]) on the anchor's device. Backward calls `on_gradient`."""
 
     @staticmethod
     def forward(
@@ -36,7 +36,7 @@ class Rows(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """(anchor, rows) → the row of every key, float32 [n, dim], on the CPU in one pass. Backward calls `on_gradient`."""
+    """Map (anchor, rows) to the row of every key, float32 [n, dim], on the CPU. Backward calls `on_gradient`."""
 
     @staticmethod
     def forward(

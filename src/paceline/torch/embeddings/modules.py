@@ -93,21 +93,22 @@ class _TableLink:
         return _TableLink() if self.source is None else self
 
     def __reduce__(self) -> tuple[type[_TableLink], tuple[()]]:
-        return _TableLink, ()  # strategy.save() saves the rows, not the module
+        return _TableLink, ()  # a saved module has no link, because strategy.save() saves the rows
 
 
 class Embedding(SparseRows):
     """An embedding for arbitrary keys, without a vocabulary: like ``torch.nn.Embedding``, with rows in a sparse table.
 
     Called with int64 or uint64 keys of any shape ``[*]``, it returns float32 ``[*, dim]`` on its own device. A negative
-    int64 key stands for the uint64 with the same bits. A row exists after its first update. Before that it has the
-    value of `initializer` (default: standard normal, like torch's), which depends only on `seed` and key.
+    int64 key stands for the uint64 with the same bits. A row exists after its first update. Before the first update, a
+    lookup returns the row's initial value from `initializer` (default: standard normal, as in torch), which depends
+    only on `seed` and the key.
 
     `update` is the update rule of the rows, such as ``paceline.Adagrad(lr=0.1)``; default: the rule of the program's
-    optimizer with its current learning rate. Only rows that were looked up are updated, even with weight decay and
-    momentum, and Adam counts the updates of each row. `name` is the name of the table, by default the module's name in
-    the model; two modules with the same name share the table. The strategy determines the location of the rows. Call
-    its ``prepare()`` before the first use.
+    optimizer, with the optimizer's current learning rate. Only rows that were looked up are updated, even with weight
+    decay and momentum, and Adam counts the updates of each row. `name` is the name of the table, by default the
+    module's name in the model; two modules with the same name share the table. The strategy determines the location of
+    the rows. Call its ``prepare()`` before the first use.
 
     If rows are on servers, `filters` apply to pushes and pulls, and `pull_filters` to pulled values, as for
     ``client.sparse_table``; default: the strategy's filters (``paceline run --filters``).
@@ -190,7 +191,7 @@ class EmbeddingBag(SparseRows):
 
     def _check(self, keys: Any, offsets: Any, weights: Any) -> None:
         if not isinstance(keys, torch.Tensor):
-            return  # the lookup raises the error
+            return  # forward's lookup raises the error for keys that are not a tensor
         if keys.dim() not in (1, 2):
             raise UsageError(f"{self._own_name()} got keys of shape {list(keys.shape)}: expected [bags, n] or [n]")
         if (keys.dim() == 1) != (offsets is not None):

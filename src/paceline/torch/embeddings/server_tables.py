@@ -42,12 +42,12 @@ class ClusterTable(RowTable):
         return self._table.pull_async(keys, assume_unique=True, ahead=int(ahead))
 
     def push(self, keys: Keys, grads: Floats) -> None:
-        """Send the gradients of distinct keys. The client's next tick raises a failure."""
+        """Send the gradients of distinct keys. If the push fails, the client's next tick raises the error."""
         self._table.push(keys, grads, assume_unique=True)
 
     @override
     def set_update(self, rule: UpdateRule) -> None:
-        """Change the rule. Only rank 0 sends the change."""
+        """Change the update rule. Only rank 0 sends the change to the servers."""
         rule.check_follows(from_fields(RULES, self.spec.update), f"embedding {self.spec.name!r}")
         if self._client.rank == 0:
             self._table.set_update(rule)
@@ -72,11 +72,11 @@ class ClusterTable(RowTable):
 
 
 class ClusterTables(RowTables):
-    """Stores every row on the servers of a cluster. The strategy ends the iterations (``client.tick()``).
+    """Stores the rows on the servers of a cluster. The strategy, not this class, ends iterations (``client.tick()``).
 
-    Messages use `filters`, unless their embedding has its own filters. If the consistency allows a worker to be one
-    iteration behind itself (τ ≥ 1), rows are requested one iteration before their use, and may lack this worker's own
-    last update. Otherwise rows are requested after the last iteration has ended.
+    Messages use `filters`, unless their embedding has its own filters. If the consistency allows a worker to read rows
+    without its own last update (τ ≥ 1), rows are requested one iteration before their use. Otherwise rows are requested
+    after the previous iteration has ended.
     """
 
     def __init__(self, client: Client, filters: RowFilters = _NO_FILTERS) -> None:
@@ -86,7 +86,7 @@ class ClusterTables(RowTables):
 
     @override
     def table(self, name: str, declared: RowDeclaration) -> ClusterTable:
-        """Return the table. Raises TableMismatchError if another rank declared it differently."""
+        """Return the table `name`. Raises TableMismatchError if another rank declared it with other settings."""
         pushed, pulled = self._filters if declared.filters is None else declared.filters
         made = self._client.sparse_table(
             name,
@@ -103,7 +103,7 @@ class ClusterTables(RowTables):
 
     @override
     def push(self, pushes: Sequence[Push]) -> None:
-        """Send the gradients without waiting. The cluster's consistency determines the averaging."""
+        """Send the gradients without waiting. The cluster's consistency determines whether the servers average them."""
         for table, keys, grads in pushes:
             assert isinstance(table, ClusterTable)
             table.push(keys, grads)

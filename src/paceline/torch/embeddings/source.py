@@ -1,7 +1,7 @@
 """Fetch the rows of an embedding when the model needs them, or prefetch them with the keys of the next batch.
 
-The prefetcher learns which tensors of a batch contain keys. A wrong prediction costs only a useless request, because
-rows are found by the keys that were requested.
+The prefetcher learns which tensors of a batch contain keys. A wrong prediction costs only a useless request, because a
+lookup uses prefetched rows only if all keys are equal.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class KeyPlace(NamedTuple):
     """Offset from the start of the tensor, in elements."""
 
     def of(self, leaf: torch.Tensor) -> torch.Tensor:
-        """Return the same view of another batch's tensor. Raises RuntimeError if it does not fit."""
+        """Return the same view of `leaf`, a tensor of another batch. Raises RuntimeError if the tensor is too small."""
         size = (leaf.shape[0], *self.size[1:]) if self.size[:1] == (_TENSOR_SIZE,) else self.size
         return leaf.view(self.dtype).as_strided(size, self.stride, leaf.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fetched:
-    """Rows that were requested."""
+    """Rows that were requested before their lookup."""
 
     place: KeyPlace
     keys: DistinctKeys
     ticket: RowTicket
     requested_in: int
-    """The iteration."""
+    """The number of the iteration in which the rows were requested."""
 
 
 class Prefetcher:
@@ -62,7 +62,7 @@ class Prefetcher:
         self._fetched: dict[RowSource, list[_Fetched]] = {}
 
     def begin(self, batch: Any) -> None:
-        """Record the batch of the next computation. Lookups of its tensors show the positions of keys."""
+        """Record the batch that is computed next. Lookups with its tensors show the positions of keys in batches."""
         self._leaves = list(_leaves(batch))
 
     def prefetch(self, batch: Any) -> None:
@@ -85,7 +85,7 @@ class Prefetcher:
         self._fetched.clear()
 
     def find(self, source: RowSource, keys: torch.Tensor, flat: Keys) -> tuple[DistinctKeys, Floats] | None:
-        """Return a lookup's rows if they were requested; otherwise learn its keys' position in the batch."""
+        """Return the rows of a lookup if they were requested; otherwise record the position of the lookup's keys."""
         waiting = self._fetched.get(source, [])
         for fetched in waiting:
             if not self._is_late(fetched) and np.array_equal(fetched.keys.flat, flat):
@@ -108,7 +108,7 @@ class Prefetcher:
             waiting = self._fetched.setdefault(source, [])
             for fetched in [fetched for fetched in waiting if self._is_late(fetched)]:
                 waiting.remove(fetched)
-                if fetched.place in places:  # the rows were not used
+                if fetched.place in places:  # this position has no keys that a lookup uses
                     places.remove(fetched.place)
             for place in places:
                 if place not in distinct:
@@ -136,7 +136,7 @@ def _keys_at(place: KeyPlace, leaves: list[torch.Tensor]) -> DistinctKeys | None
         return None
     try:
         return DistinctKeys(keys_of(place.of(leaves[place.leaf])))
-    except RuntimeError:  # the batch has another form than earlier batches
+    except RuntimeError:  # the tensor has another shape or dtype than in earlier batches
         return None
 
 
@@ -168,7 +168,7 @@ class LastKeys:
 
 
 class RowSource:
-    """The source of one embedding's rows, which also receives their gradients from backward."""
+    """The source of one embedding's rows. It also receives the rows' gradients from backward."""
 
     def __init__(
         self, table: RowTable, gradients: RowGradients, last_keys: LastKeys, prefetcher: Prefetcher | None

@@ -19,11 +19,11 @@ from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.distinct import sum_equal_keys
 
 Push = tuple["RowTable", Keys, Floats]
-"""A table, some distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
+"""A table, distinct keys (uint64 [n]), and the keys' gradients (float32 [n, dim])."""
 
 
 class RowFilters(NamedTuple):
-    """Filters of messages between this process and the rows' servers, as for :meth:`Client.sparse_table`."""
+    """Filters for messages to and from the servers of the rows: the arguments of :meth:`Client.sparse_table`."""
 
     filters: tuple[Filter, ...] = ()
     pull_filters: tuple[Filter, ...] | None = None
@@ -38,7 +38,7 @@ class RowDeclaration(NamedTuple):
     initializer: Initializer
     seed: int
     filters: RowFilters | None = None
-    """Filters of messages to servers; None: the strategy's."""
+    """Filters for messages to and from servers; None: the strategy's filters."""
 
 
 class RowTicket(Protocol):
@@ -61,7 +61,7 @@ class RowTable(ABC):
 
     @abstractmethod
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
-        """Request the rows of distinct `keys` (uint64 [n]); with `ahead`, as they are in the next iteration."""
+        """Request the rows of distinct `keys` (uint64 [n]), for this iteration or (`ahead`) for the next iteration."""
 
     @abstractmethod
     def set_update(self, rule: UpdateRule) -> None:
@@ -69,15 +69,15 @@ class RowTable(ABC):
 
     @abstractmethod
     def items(self) -> Iterable[tuple[Keys, Floats]]:
-        """Yield keys (uint64 [n]) and records (float32 [n, words]: value, then the rule's state) in pieces."""
+        """Yield all rows in pieces: keys (uint64 [n]), records (float32 [n, words]: the value, then the state)."""
 
     @abstractmethod
     def write(self, keys: Keys, records: Floats) -> None:
-        """Set complete rows, in the format of :meth:`items`."""
+        """Overwrite the values and states of these rows; the format is that of :meth:`items`."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Erase all rows, so that they have initial values."""
+        """Erase all rows, so that lookups return initial values again."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -88,8 +88,8 @@ class RowTables(ABC):
     """A strategy's store for the rows of a model's embeddings."""
 
     lead: int | None = None
-    """Number of iterations between a row's request and its use. With 0, rows are requested after the last iteration has
-    ended. None means that an early request has no advantage."""
+    """Number of iterations between the request of a row and its use. With 0, rows are requested as soon as the previous
+    iteration has ended. None: rows are not prefetched, because reading them needs no wait."""
 
     @abstractmethod
     def table(self, name: str, declared: RowDeclaration) -> RowTable:
@@ -182,11 +182,11 @@ class _LocalRows:
 
 
 class ReplicatedTables(RowTables):
-    """Stores every row in every rank of a group, which apply the mean of their gradients, so that rows stay equal.
+    """Stores every row on every rank of a group. All ranks apply the mean of their gradients, so their rows stay equal.
 
-    Without a group, rows are in this process. A push takes two all-gathers, of sizes and of keys with gradients. Every
-    rank sums in the order of the ranks, so the copies are bit-identical. A rank without a batch pushes nothing, but the
-    mean is still over all ranks.
+    Without a group, rows are in this process. A push needs two all-gathers: the first for sizes, the second for keys
+    and gradients. Every rank adds the gradients in the order of the ranks, so the copies are bit-identical. A rank
+    without a batch pushes nothing, but the mean is still over all ranks.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -209,7 +209,8 @@ class ReplicatedTables(RowTables):
             return
         by_name = {table.spec.name: (keys, grads) for table, keys, grads in pushes}
         own = [by_name.get(name) for name in self._tables]
-        # A rank with NaN participates too, so that all ranks detect the NaN. Otherwise they would wait for this rank.
+        # Check for NaN only after the all-gathers: all ranks then raise the error, and none waits for the rank with
+        # NaN.
         counts = self._group.all_gather(np.array([0 if push is None else len(push[0]) for push in own], np.int64))
         sizes = counts.reshape(self._group.size, len(own))
         words = [2 + table.spec.dim for table in self._tables.values()]

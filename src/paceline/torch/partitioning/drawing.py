@@ -1,4 +1,4 @@
-"""Describe a cut graph as text, and draw it. Pure."""
+"""Describe a cut graph as text, and draw it as SVG. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 from paceline.torch.partitioning.graph import CALLER, CutGraph, GraphSegment
 
 _NUM_NAMES: Final = 6
-"""Maximum number of operations shown for a segment: the first ones and the last one."""
+"""Maximum number of operations shown for a segment: the first five and the last, if there are more."""
 
 
 def describe_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) -> str:
-    """Return the cut graph as text. `titles` has a line per device, `shapes` the values' shapes as text."""
+    """Return the cut graph as text. `titles` has one line per device, `shapes` the shape of each value as text."""
     lines = []
     for device, title in enumerate(titles):
         lines.append(title)
@@ -63,7 +63,7 @@ _LETTERS: Final = 36
 
 
 def draw_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) -> str:
-    """Return an SVG with a column for the caller and each device. A segment is below the segments it waits for."""
+    """Return an SVG with one column for the caller and one per device. A segment is below the segments it waits for."""
     rows = find_rows(cut.segments)
     boxes = {number: (segment.device, rows[number]) for number, segment in enumerate(cut.segments)}
     boxes[CALLER] = (CALLER, 0)
@@ -104,7 +104,7 @@ def find_rows(segments: Sequence[GraphSegment]) -> list[int]:
 
 
 def _find_edges(cut: CutGraph) -> dict[tuple[int, int], list[str]]:
-    """Return the values by pair of segments; no values if the second segment only waits for the first."""
+    """Return the values sent between each pair of segments; an empty list if the second just waits for the first."""
     maker = {value: number for number, segment in enumerate(cut.segments) for value in segment.outputs}
     edges: dict[tuple[int, int], list[str]] = {}
     for number, segment in enumerate(cut.segments):

@@ -1,11 +1,12 @@
-"""Split a graph of operations over devices, by pure rules on names that are tested without tensors.
+"""Split a graph of operations over devices. Pure: operations and values are names, without tensors.
 
-Edges between two devices become transfers: one for each value and destination, even if the destination has several
-users of the value. TensorFlow's partitioner does the same (``graph_partition.cc``; Abadi et al., OSDI 2016, section
-3.3). In backward, the same transfers return the gradients, summed over the operations at the destination.
+A value that another device uses is sent in a transfer: one for each value and destination, even if several operations
+at the destination use the value. TensorFlow's partitioner sends values in the same way (``graph_partition.cc``; Abadi
+et al., OSDI 2016, section 3.3). In backward, each transfer returns the value's gradient, summed over the operations at
+the destination.
 
 A segment is a sequence of operations on one device between transfers. It runs as soon as its inputs have arrived. A
-value that is sent ends its segment, so that the value leaves at once.
+segment ends with an operation whose value is sent, so that the value is sent immediately.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from functools import cached_property
 from typing import Final
 
 CALLER: Final = -1
-"""The device number that stands for the caller, which has the arguments."""
+"""The device number of the caller, where the arguments are."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a graph, which has one value."""
+    """An operation of a graph. Its result is one value."""
 
     name: str
     inputs: tuple[str, ...] = ()
@@ -69,7 +70,7 @@ class CutGraph:
 
 
 def cut_graph(operations: Sequence[Operation], devices: Mapping[str, int], outputs: Collection[str]) -> CutGraph:
-    """Cut a graph whose operations are placed on devices.
+    """Cut a graph, given the device of each operation.
 
     `operations` are in a valid order of execution; `devices` has the device number of each operation. Inputs that are
     not operations are arguments. `outputs` are the values that the graph returns, which stay on their devices.
@@ -90,9 +91,9 @@ def _find_segments(
     """Return the segment of each operation, identified by the name of an operation in the segment.
 
     The level of an operation is the largest number of segment ends on a path to it. Connected operations with the same
-    device and level form a segment. No path leaves such a segment and returns to it, because it would cross the end of
-    a segment, and levels never decrease. An operation without inputs, such as a parameter, joins the first operation on
-    its device that uses it.
+    device and level form a segment. No path leaves such a segment and returns to it: the path would cross the end of a
+    segment, which increases the level, and levels never decrease along a path. An operation without inputs, such as a
+    parameter, joins the first operation on its device that uses it.
     """
     levels: dict[str, int] = {}
     leader: dict[str, str] = {}

@@ -32,7 +32,7 @@ _OPERATIONS: Final = ("call_function", "call_method", "call_module", "get_attr")
 
 
 def bind_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Return a call's arguments. None, booleans and texts are constants; a forward may depend on them."""
+    """Return a call's arguments. None, booleans and strings are constants, because the graph may depend on them."""
     return bind(model, args, kwargs, lambda leaf: leaf is not None and not isinstance(leaf, (bool, str)))
 
 
@@ -42,14 +42,14 @@ class MeasuredGraph:
 
     captured: CapturedGraph
     root: fx.GraphModule
-    """The module with the modules, parameters and buffers that operations use by name."""
+    """The module that contains the submodules, parameters and buffers which operations use, by name."""
     operations: tuple[Operation, ...]
     paths: dict[str, str]
     """The path of the module that contains each operation."""
     nodes: dict[str, fx.Node]
     costs: dict[str, Cost] = field(default_factory=dict)
     shapes: dict[str, str] = field(default_factory=dict)
-    """The type and shape of each value that is a tensor, as text."""
+    """The dtype and shape, as text, of each value that is a tensor."""
     shared: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """For each operation, the inputs whose memory its value shares."""
     changed: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class MeasuredGraph:
         return [node.name for node in self.captured.output.graph_nodes]
 
     def name_values(self, arguments: CallArguments) -> dict[str, Any]:
-        """Return a call's values by name in the graph. Raises UsageError if the graph does not support them."""
+        """Return the values of a call by their names in the graph. Raises UsageError for values of another graph."""
         values = list(arguments.values.values())
         failure = self.captured.check(values)
         if failure is not None:
@@ -86,10 +86,11 @@ class MeasuredGraph:
 
 
 def measure_graph(model: nn.Module, arguments: CallArguments) -> MeasuredGraph:
-    """Measure the graph of a model for these arguments. Raises UsageError without a graph."""
+    """Measure the graph of a model for these arguments. Raises UsageError if the model has no graph."""
     with undone(model):
         measured = _measure(model, capture(model, arguments, opens_torch_modules=False), arguments)
-        if not measured.captured.is_exported and _changes_buffers(measured):  # other nodes may read the buffers
+        # A graph of torch.fx does not order a buffer's change and other nodes that read the buffer.
+        if not measured.captured.is_exported and _changes_buffers(measured):
             refusal = "its forward changes a buffer"
             exported = capture(model, arguments, opens_torch_modules=False, refusal=refusal)
             measured = _measure(model, exported, arguments)
@@ -101,7 +102,7 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
     """Run the graph twice to find costs, shapes, and shared or changed memory."""
     graph = captured.graph
     for node in graph.find_nodes(op="placeholder"):
-        node.target = node.name  # torch.fx uses the target as a Python name
+        node.target = node.name  # torch.fx uses the target as a Python name, which the argument's name may not be
     root = captured.root if isinstance(captured.root, fx.GraphModule) else fx.GraphModule(model, graph)
     nodes = {node.name: node for node in graph.nodes}
     paths = {node.name: _path(node) for node in graph.nodes if node.op in _OPERATIONS}
@@ -114,7 +115,7 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
 
 def _operations_of(root: fx.GraphModule, graph: fx.Graph) -> tuple[Operation, ...]:
     operations: list[Operation] = []
-    last: dict[Any, str] = {}  # the last operation for each ordered effect
+    last: dict[Any, str] = {}  # for each state that operations change in order, the last of them
     for node in graph.nodes:
         if node.op in _OPERATIONS and (node.users or node.op != "get_attr"):
             effects = _ordered_effects(root, node)
@@ -135,7 +136,7 @@ _RANDOM = "random numbers"
 
 
 def _ordered_effects(root: fx.GraphModule, node: fx.Node) -> list[Any]:
-    """Return the states that an operation changes in order: a module's state, or the random numbers'."""
+    """Return the states whose changes must keep their order: a module with buffers, the random generator."""
     effects: list[Any] = []
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is not None and any(True for _ in module.buffers()):
@@ -160,7 +161,7 @@ class _Given(nn.Module):
 
 
 def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]) -> list[str]:
-    """Make parameters (`given`: names to paths) inputs of a module's operation; return the reading operations."""
+    """Make parameters (`given`: names to paths) inputs of a module's operation; return the operations that read one."""
     node, root = measured.nodes[name], measured.root
     wrapper = f"given_{name}"
     root.add_submodule(wrapper, _Given(root.get_submodule(str(node.target)), list(given)))

@@ -28,17 +28,17 @@ def partition(
     placement: Mapping[str, int | str | torch.device] | None = None,
     *,
     memory: Sequence[int] | None = None,
-    compile: bool | str = False,  # shadows the builtin, because torch.nn.Module.compile made this name usual
+    compile: bool | str = False,  # shadows the built-in function, because PyTorch's users know this name
 ) -> PartitionedModel:
     """Split a model's graph over several devices of this process; return a model with the same behavior.
 
     `example` has the arguments of a call: a tensor, a tuple of positional arguments, or a dictionary of keyword
     arguments. A device may occur several times in `devices`; each entry has a thread. `placement` maps names of modules
-    and operations to devices or to indexes of `devices`, as in ``{"encoder": 0, "decoder": "cuda:1"}``. A name covers
-    everything inside the module; other operations run on the device of their inputs. Without `placement` a planner
-    measures the operations with `example` and minimizes the time of a forward. All devices then get about the same
-    number of bytes of parameters, or at most the number given in `memory`. `compile` compiles each segment with
-    ``torch.compile``: True, or the name of a backend.
+    and operations to devices or to indexes of `devices`, as in ``{"encoder": 0, "decoder": "cuda:1"}``. The device of a
+    module applies to everything inside it; other operations run on the device of their inputs. Without `placement`, a
+    planner measures the operations with `example`, and chooses the devices with the shortest forward. Each device gets
+    about the same number of bytes of parameters or, with `memory`, at most the number given there. `compile` compiles
+    each segment with ``torch.compile``: True, or the name of a backend.
 
     The parameters move to their devices and stay the same objects, so an existing optimizer remains valid. An output is
     on the device that computed it. Outputs, gradients and the CPU's random numbers equal those of the original model.
@@ -66,7 +66,7 @@ def _checked_devices(devices: Sequence[str | torch.device]) -> tuple[torch.devic
     for device in devices:
         try:
             checked.append(torch.empty(0, device=device).device)
-        except (RuntimeError, AssertionError) as error:  # torch raises either error for an unsupported kind of device
+        except (RuntimeError, AssertionError) as error:  # torch raises one of them for an unsupported kind of device
             raise UsageError(f"devices: {device} cannot be used: {str(error).splitlines()[0]}") from None
     return tuple(checked)
 
@@ -107,7 +107,7 @@ def _plan(measured: MeasuredGraph, devices: Sequence[torch.device], memory: Sequ
 
 
 def _groups(measured: MeasuredGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
-    """Return groups of operations that have the same objects; operations without objects are in no group."""
+    """Return the groups of operations that have objects (`held_by`) in common; no group for operations without any."""
     leader: dict[int, int] = {}
 
     def leader_of(key: int) -> int:
@@ -148,7 +148,7 @@ class PartitionedModel(nn.Module):
     def __init__(self, model: nn.Module, example: CallArguments, program: Program) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._whole = (model, example)  # a tuple, because a module would become a submodule
+        self._whole = (model, example)  # in a tuple, because nn.Module would register the model as a submodule
         self.training = model.training
         self._submodules = list(model.named_modules())
         self._programs = {self._key(example): program}
@@ -192,7 +192,7 @@ class PartitionedModel(nn.Module):
         Path(path).write_text(draw_cut(program.cut, program.titles(), program.measured.shapes), encoding="utf-8")
 
     def _program(self, arguments: CallArguments | None = None) -> Program:
-        """Return the program for a call (None: the example); a forward depends on modes, constants and structures."""
+        """Return the program for a call (None: the example). Other modes, constants or structures need another one."""
         model, example = self._whole
         arguments = arguments or example
         key = self._key(arguments)

@@ -38,9 +38,10 @@ def place_by_name(
 ) -> dict[str, int]:
     """Return the device of each operation, given the devices of modules and single operations.
 
-    `paths` has each operation's module. A module's device applies to everything inside without its own device. Other
-    operations run on the device of their last input that has one, else of their first user, else on device 0. Raises
-    UsageError for a name in `placement` that is neither a module nor an operation.
+    `paths` has the module of each operation. A module's device applies to all operations and modules inside it that are
+    not in `placement`. Any other operation runs on the device of its last input with a device, else on the device of
+    its first user, else on device 0. Raises UsageError for a name in `placement` that is neither a module nor an
+    operation.
     """
     known = {operation.name for operation in operations}
     known |= {prefix for path in paths.values() for prefix in _prefixes(path)}
@@ -62,7 +63,7 @@ def place_by_name(
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return the paths of the modules around a module, from the model's empty path to the module's own path."""
+    """Return the paths of a module and the modules around it, from the model's (empty) path to the module's own."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
@@ -95,10 +96,10 @@ def plan(
 ) -> dict[str, int]:
     """Return devices for the operations such that the last operation ends early.
 
-    This is a list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002). It takes operations in the order of
-    their longest path to the end, and places each operation on the device where it ends first. `together` has groups of
-    operations that share memory and need one device, `group_bytes` the memory of each group, and `room` the available
-    bytes of each device. Raises UsageError if a group does not fit.
+    This is a list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002). It places the operations with the
+    longest path to the end first, each on the device where it ends first. `together` has groups of operations that
+    share memory and need one device, `group_bytes` the memory of each group, and `room` the available bytes of each
+    device. Raises UsageError if a group does not fit.
     """
     group_of = {name: number for number, group in enumerate(together) for name in group}
     to_end = _seconds_to_end(operations, costs, times)
@@ -141,7 +142,7 @@ def plan(
 def _seconds_to_end(
     operations: Sequence[Operation], costs: Mapping[str, Cost], times: TransferTimes
 ) -> dict[str, float]:
-    """Return the longest path from the start of each operation to the end, in seconds."""
+    """Return the seconds of the longest path from the start of each operation to the end of the graph."""
     after_value: dict[str, float] = {}
     to_end: dict[str, float] = {}
     for operation in reversed(operations):
@@ -161,9 +162,10 @@ def place_evenly(
     num_devices: int,
     times: TransferTimes,
 ) -> dict[str, int]:
-    """Return the result of :func:`plan` with about equal memory on all devices; exactly equal if groups permit.
+    """Return the result of :func:`plan` with about the same memory on all devices.
 
-    A device gets at most the even share plus the largest group, so a group always fits.
+    The limit per device starts at an equal share. It grows, if no plan fits, to an equal share plus the largest group,
+    for which a plan always exists.
     """
     share, largest = -(-sum(group_bytes) // num_devices), max(group_bytes, default=0)
     for room in sorted({max(int(share * more), largest) for more in (1.0, 1.05, 1.1, 1.25)}):

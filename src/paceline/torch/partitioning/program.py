@@ -42,12 +42,12 @@ class Program:
                 backend = "inductor" if compile is True else compile
                 self._run_segments.append(torch.compile(module, backend=backend))
             else:
-                self._run_segments.append(module.forward)  # calling the module itself would print its exception
+                self._run_segments.append(module.forward)  # a call of the GraphModule itself would print exceptions
         self._threads = DeviceThreads(self.devices, "part")
 
     @property
     def placement(self) -> dict[str, int]:
-        """The device of each module, parameter and buffer that an operation uses, by path."""
+        """The device number of each module, parameter and buffer that an operation uses, by path."""
         measured, devices = self.measured, self._homes.by_operation
         return {
             measured.paths[name]: device
@@ -88,7 +88,7 @@ class Program:
 
 
 class _Homes:
-    """The device of each parameter and buffer: its first operation's. Other devices receive it through a transfer."""
+    """The device of each parameter and buffer: that of its first operation. Transfers send it to other devices."""
 
     def __init__(self, measured: MeasuredGraph, by_operation: Mapping[str, int]) -> None:
         self.by_operation = dict(by_operation)
@@ -122,16 +122,16 @@ class _Homes:
 
 
 class _Call:
-    """One run of a program: the values that have arrived, and the segments that may run on each device."""
+    """One run of a program: the values that were computed or received, and the segments that may run on each device."""
 
     def __init__(self, program: Program, arguments: Mapping[str, Any]) -> None:
         self._program = program
         self._arrivals = Arrivals(program.cut.segments)
         self._lock = threading.Lock()
         self._ready: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in program.devices]
-        """Numbers of segments by device; None ends the queue."""
+        """For each device, the numbers of the segments that may run; None ends the queue."""
         self.values: dict[str, Any] = dict(arguments)
-        """Values by name, on the devices that computed them."""
+        """Values by name, each on the device that computed it."""
         self._arrived: dict[tuple[str, int], Any] = {}
         for name, value in arguments.items():
             self._send(name, value)
@@ -172,11 +172,11 @@ class _Call:
 
 
 def _raising_operation(error: Exception, operations: Sequence[str]) -> str:
-    """Return the operation whose line of code raised, or the first and last operation if it is unknown."""
+    """Return the name of the operation that raised the error; if it is unknown, the first and the last name."""
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if code.co_filename.startswith("<eval_with_key>"):  # each line of torch.fx's code assigns one value
+        if code.co_filename.startswith("<eval_with_key>"):  # a line of torch.fx's code assigns one operation's value
             name = linecache.getline(code.co_filename, traceback.tb_lineno).partition(" = ")[0].strip()
             if name in operations:
                 return name

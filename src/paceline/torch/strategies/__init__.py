@@ -1,1 +1,1 @@
-"""Strategies for distributing one training loop: a file per strategy, over a small base class."""
+"""Strategies for distributing a training loop. Each strategy is a subclass of `base.Strategy`."""

@@ -1,4 +1,4 @@
-"""One process per device: all-reduce averages gradients during backward, and every rank updates its copy."""
+"""One process per device: all-reduce averages gradients during backward; every rank updates its copy of the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AllReduce(Strategy):
       ``torch.distributed``, its backend is used.
     - `join`: allow ranks to have different numbers of batches. A rank without data contributes zero gradients (the mean
       is still over all ranks). At the end of the epoch all ranks get the values and the optimizer state of the rank
-      with the most batches; per-step schedulers of ranks that ran out of batches lag behind.
+      with the most batches. Schedulers that step once per batch have made fewer steps on ranks with fewer batches.
     - `compression` of gradients: ``fp16``, ``bf16`` or ``powersgd:R``.
     - `filters` of gradients, as an alternative to `compression` (:func:`paceline.torch.filter_hook`); default:
       ``paceline run --filters``.
@@ -98,7 +98,7 @@ class AllReduce(Strategy):
         self._find_unused_parameters = find_unused_parameters
         self._static_graph = static_graph
         self._bucket_mb = bucket_mb
-        self._wraps = backend is not None or self.world_size > 1  # a single rank has nothing to average
+        self._wraps = backend is not None or self.world_size > 1  # a single rank has no gradients to average
         self._replicas: list[Replica] = []
         self._reached: list[Reached] = []
 
@@ -156,7 +156,7 @@ class AllReduce(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which ``backward()`` only adds to this rank's gradients; run forward inside too."""
+        """Return a context in which ``backward()`` only adds to this rank's gradients. Run the forward in it too."""
         with contextlib.ExitStack() as contexts:
             for replica in self._replicas:
                 contexts.enter_context(replica.no_sync())
@@ -164,7 +164,7 @@ class AllReduce(Strategy):
 
     @contextlib.contextmanager
     def epoch(self, num_batches: int | None) -> Iterator[None]:
-        """Return a context for the training loader's iteration: with ``join`` it waits for the ranks with more data."""
+        """Return a context for one epoch of the training loader. With ``join``, its end waits for ranks with more."""
         if not self.takes_uneven or not self._replicas:
             yield
             return
@@ -182,7 +182,7 @@ class AllReduce(Strategy):
         waiting: AbstractContextManager[None] = self._replicas[0].join()
         try:
             yield
-            with warnings.catch_warnings():  # torch changes the process's warning filters
+            with warnings.catch_warnings():  # undo torch's changes of the process's warning filters
                 waiting.__exit__(None, None, None)
         finally:
             if hook is not None:
@@ -219,7 +219,7 @@ class AllReduce(Strategy):
 
 
 def broadcast_values(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers; placeholders get the same values on each rank later."""
+    """Copy rank 0's parameters and buffers to every rank, except placeholders, whose values are set later."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel() and not is_stand_in(tensor):
             dist.broadcast(tensor.detach(), 0)

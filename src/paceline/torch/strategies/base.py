@@ -39,13 +39,13 @@ class Strategy(Closing, ABC):
     """
 
     name: ClassVar[str]
-    """As in ``paceline run --strategy``."""
+    """The name for ``paceline run --strategy``."""
     shards_data: ClassVar[bool] = True
-    """Whether each rank reads its own part of the data."""
+    """Whether each rank reads only a part of the data, not all of it."""
     fills_in_parts: ClassVar[bool] = False
-    """Whether a model built on the meta device gets only the values that this rank holds."""
+    """Whether a rank of a model built on the meta device sets only the values that this rank holds."""
     takes_sparse: ClassVar[bool] = False
-    """Whether parameters and buffers may have a layout that is not dense."""
+    """Whether parameters and buffers may be sparse."""
     takes_uneven: bool = False
     """Whether ranks may have different numbers of batches in an epoch."""
 
@@ -58,20 +58,20 @@ class Strategy(Closing, ABC):
         self.module: nn.Module | None = None
         """The prepared model without wrappers; several models as a ``ModuleList``, in the order of :meth:`prepare`."""
         self.optimizers: list[Optimizer] = []
-        """The prepared optimizers, as passed."""
+        """The optimizers that the program passed to :meth:`prepare`."""
         self.schedulers: list[Any] = []
         self.loaders: list[Loader] = []
         """The prepared loaders, whose positions checkpoints contain."""
         self.deferred: DeferredValues | None = None
-        """Sets the values of modules from the meta device, for the last prepared models; None if there are none."""
+        """Sets the values of the last prepared models' modules from the meta device; None without such modules."""
         self.embedder: Embedder | None = None
-        """Serves the models' embeddings; None if they have none."""
+        """Connects the models' embeddings with their tables; None without embeddings."""
         self._step_guard: Any = None
-        """Handle of the hook that rejects steps within backward, for strategies that need it."""
+        """Handle of the hook that rejects optimizer steps within backward; None for strategies without the hook."""
 
     @property
     def rank(self) -> int:
-        """Number of this process among all."""
+        """Number of this process among all processes."""
         return self._ranks.rank
 
     @property
@@ -91,12 +91,12 @@ class Strategy(Closing, ABC):
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """The part of the data that this process reads, and the number of parts."""
+        """The number of the part of the data that this process reads, and the number of parts."""
         return self.rank, self.world_size
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The first prepared optimizer, as passed."""
+        """The first optimizer that the program passed to :meth:`prepare`."""
         return self.optimizers[0] if self.optimizers else None
 
     def prepare(
@@ -110,7 +110,7 @@ class Strategy(Closing, ABC):
         """Return models, optimizers, loaders and schedulers, in the given order, prepared for this strategy.
 
         A single object is returned without a tuple, and None is left out. For several models (a GAN, a teacher and a
-        student) call it once, or once per model; pass an optimizer with its models or after them.
+        student), call this method once, or once per model; pass each optimizer with its models or after them.
 
         A model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. Modules built
         under ``torch.device("meta")`` get their values from ``reset_parameters``. `loader` is a
@@ -190,17 +190,17 @@ class Strategy(Closing, ABC):
 
     @abstractmethod
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
-        """Return models and optimizers for the loop, given new models, which are on the device, and new optimizers."""
+        """Return models and optimizers for the loop, given new models, already on the device, and new optimizers."""
 
     def _row_tables(self) -> RowTables:
         """Return the store of the embeddings' rows."""
         return ReplicatedTables(self._ranks.group)
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which ``backward()`` only adds to the gradients, without messages. Do not step in this
-        context.
+        """Return a context in which ``backward()`` only adds to the gradients, without messages. Do not step in it.
 
-        ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` around forward and backward sends every fourth time.
+        With `is_last`, ``backward()`` sends the gradients as usual. Put forward and backward into
+        ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` to send the sum of four backwards.
         """
         return contextlib.nullcontext() if is_last else self.no_sync()
 
@@ -209,7 +209,7 @@ class Strategy(Closing, ABC):
         return contextlib.nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of the whole batch of all ranks as ``torch.nn.utils.clip_grad_norm_``; return their norm.
+        """Clip the gradients of all ranks' batch like ``torch.nn.utils.clip_grad_norm_``; return their norm.
 
         Call it between ``backward()`` and ``optimizer.step()``. Embeddings' rows are not clipped.
         """
@@ -217,11 +217,11 @@ class Strategy(Closing, ABC):
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
     def epoch(self, num_batches: int | None) -> AbstractContextManager[None]:
-        """Return a context for the training loader's iteration; `num_batches` is this rank's number, if known."""
+        """Return a context for one epoch of the training loader; `num_batches` is its length on this rank, if known."""
         return contextlib.nullcontext()
 
     def _ran_out(self) -> None:
-        """React to the end of the training loader's data, before the end of :meth:`epoch`."""
+        """Called when the training loader has no more data, before the end of the context of :meth:`epoch`."""
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
         """Return `value` reduced over all ranks, on each rank: a number, a tensor, or a dictionary (for metrics).
@@ -246,12 +246,12 @@ class Strategy(Closing, ABC):
         self._ranks.barrier()
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print and flush, on rank 0 only; `options` are the options of the built-in `print`."""
+        """Print on rank 0 only, and flush; `options` are those of the built-in `print`."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
-        """Write a checkpoint, for any strategy and world size; every rank calls it, rank 0 writes, all wait.
+        """Write a checkpoint for any strategy and world size. Every rank calls this method; rank 0 writes, all wait.
 
         It contains the model, the states of optimizers and schedulers, the positions of the prepared loaders, the
         embeddings' tables, and `extra` (JSON values such as the epoch). It replaces an old checkpoint atomically.
@@ -270,18 +270,17 @@ class Strategy(Closing, ABC):
         return load(self, directory)
 
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return the state of optimizer `number`, by parameter number. Every rank calls it; only rank 0's result is
-        complete."""
+        """Return optimizer `number`'s state, by parameter number; complete on rank 0. Every rank calls this method."""
         state: dict[int, dict[str, Any]] = self.optimizers[number].state_dict()["state"]
         return state
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
-        """Load an optimizer state in the form of :meth:`gather_optimizer_state`, which every rank has."""
+        """Load an optimizer state in the form of :meth:`gather_optimizer_state`; every rank passes a complete state."""
         optimizer = self.optimizers[number]
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
     def gather_values(self) -> dict[str, torch.Tensor]:
-        """Return the current parameters and persistent buffers by name, unsharded, on rank 0; every rank calls it.
+        """Return the complete parameters and persistent buffers by name, on rank 0; every rank calls this method.
 
         Except under ``sharded``, rank 0's module has these values afterwards.
         """
@@ -289,7 +288,7 @@ class Strategy(Closing, ABC):
         return state_of(self.module)
 
     def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Load unsharded values by name, which are the same on every rank, into the model; every rank calls it."""
+        """Load complete values by name into the model; every rank calls this method with the same values."""
         assert self.module is not None
         own = state_of(self.module)
         with torch.no_grad():
@@ -346,7 +345,7 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the trained parameters, without the empty anchors of embeddings."""
+    """Yield the parameters that are trained, without the empty anchors of embeddings."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel():
             yield name, parameter

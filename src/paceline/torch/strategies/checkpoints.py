@@ -48,7 +48,7 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
             description[_key("optimizer", number)] = to_json(stored, "optimizer")
         for number, scheduler in enumerate(strategy.schedulers):
             description[_key("scheduler", number)] = to_json(scheduler.state_dict(), "scheduler")
-        # With `join`, a rank that ran out of data has received fewer batches than the others.
+        # Save the furthest position: with `join`, a rank that ran out of data has received fewer batches than others.
         furthest = [
             max(places, key=lambda place: (place["epoch"], place["items"])) for places in zip(*positions, strict=True)
         ]
@@ -114,7 +114,7 @@ def _wait_for_rows(strategy: Strategy) -> None:
     """Wait until the servers have applied every rank's updates to embeddings' rows."""
     if strategy.embedder is not None:
         for table in strategy.embedder.tables.values():
-            len(table)  # servers answer a rank's requests in order, so the reply follows its updates
+            len(table)  # servers process a rank's requests in order, so they have applied its updates before they reply
     strategy.barrier()
 
 
@@ -202,7 +202,7 @@ def _check_optimizer(
 
 
 def _options(group: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's saved options, in the types of the group's options."""
+    """Return the saved options of a parameter group, converted to the types of the group's own options."""
     return {key: like(group.get(key), value) for key, value in stored.items() if key != "params"}
 
 
@@ -225,7 +225,7 @@ def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
 
 
 def _flatten(state: dict[int, dict[str, Any]], names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split an optimizer's state into tensors and other values, by ``parameter/entry``; `names` are by number."""
+    """Split an optimizer's state into tensors and other values, by ``parameter/entry``; `names[i]` is parameter i."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     for number, entries in state.items():
@@ -283,7 +283,7 @@ def _load_tables(strategy: Strategy, saved: SavedModel) -> None:
     for table in saved.manifest.tables:
         own = strategy.embedder.tables[table.spec.name]
         if own.is_shared and not strategy.is_main:
-            continue  # rank 0 writes for all
+            continue  # rank 0 writes the rows that all ranks share
         own.clear()
         for keys, records in saved.records(table):
             values = np.ascontiguousarray(records[:, : own.spec.dim]) if _is_stateless(own.spec) else records
@@ -291,7 +291,7 @@ def _load_tables(strategy: Strategy, saved: SavedModel) -> None:
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Return hyperparameters, a state or a user's value as JSON. Raises UsageError, with the name `where`.
+    """Return hyperparameters, a state or a user's value as JSON. Raises UsageError that names the value `where`.
 
     Infinity, NaN and keys other than text become objects whose only key starts with a dollar sign.
     """
@@ -314,7 +314,7 @@ def to_json(value: Any, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return the argument of :func:`to_json`, with lists for tuples."""
+    """Return the value that :func:`to_json` converted; its tuples are lists now."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -327,7 +327,7 @@ def from_json(value: Any) -> Any:
 
 
 def like(own: Any, value: Any) -> Any:
-    """Return a saved value in the types of the program's `own` value: tensors, tuples, counters, also nested."""
+    """Convert a saved value to the types of the program's `own` value: tensors, tuples, counters, at every level."""
     if isinstance(own, torch.Tensor):
         return torch.as_tensor(value, dtype=own.dtype, device=own.device)
     if isinstance(own, (list, tuple)) and isinstance(value, list):

@@ -19,7 +19,7 @@ def class_of(spec: StrategySpec) -> type[Strategy]:
 
 
 def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a strategy, without options of others that do not change the result."""
+    """Return the options for a strategy, without other strategies' options that do not change the result."""
     known = {
         name
         for base in kind.__mro__
@@ -38,7 +38,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
 
     A `name` takes precedence. Without a choice it is ``hybrid`` if the environment names parameter servers,
     ``all-reduce`` if it names several ranks (torchrun, mpirun, Slurm), else ``one-device``. `options` are the arguments
-    of the class; all classes have ``device`` and ``seed``. So that one script runs under all strategies, each of them
+    of the class; all classes have ``device`` and ``seed``. So that one script runs under all strategies, a strategy
     ignores options of other strategies that do not change the result (``find_unused_parameters=True``, which
     parameter-server treats as ``unused="skip"``, ``bucket_mb``, ``timeout``).
 

@@ -17,16 +17,16 @@ from paceline.errors import UsageError, first_line
 
 
 class DeferredValues:
-    """The modules of a model without values. Their tensors are placeholders: expanded NaN, without memory."""
+    """The modules of a model whose values are not set yet. Their parameters are placeholders: one NaN, expanded."""
 
     def __init__(self, modules: dict[str, nn.Module], seed: int) -> None:
-        """`modules` are by name, innermost first."""
+        """`modules` has the modules by name, inner modules before the modules that contain them."""
         self._modules = modules
         self._seed = seed
 
     @classmethod
     def of(cls, model: nn.Module, seed: int) -> DeferredValues | None:
-        """Replace tensors on the meta device by placeholders; None if there are none. Raises UsageError."""
+        """Replace tensors on the meta device by placeholders; return None if the model has no such tensor."""
         found = {
             name: module for name, module in model.named_modules() if any(t.is_meta for t in _own(module).values())
         }
@@ -46,12 +46,12 @@ class DeferredValues:
                 if isinstance(tensor, nn.Parameter):
                     torch.utils.swap_tensors(tensor, nn.Parameter(stand_in(tensor), tensor.requires_grad))  # type: ignore[no-untyped-call]
                 else:
-                    # Buffers are small, and processes share their values later.
+                    # Buffers get memory, because they are small, and every process needs their values.
                     module._buffers[name] = torch.full(tensor.shape, _nothing(tensor.dtype), dtype=tensor.dtype)
         return cls(dict(reversed(found.items())), seed)
 
     def fill(self, is_needed: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        """Set the values, once, of each module with a tensor for which `is_needed` is true. Raises UsageError."""
+        """Set the values of each module with a tensor for which `is_needed` is true, once. Raises UsageError."""
         for name, module in list(self._modules.items()):
             own = _own(module)
             if not any(is_needed(tensor) for tensor in own.values()):
@@ -76,7 +76,7 @@ class DeferredValues:
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """Return a placeholder for a tensor of the same shape without memory: one NaN, expanded."""
+    """Return a placeholder: a tensor of the same shape that needs no memory, because it is one NaN, expanded."""
     return torch.full((), _nothing(tensor.dtype), dtype=tensor.dtype).expand(tensor.shape)
 
 
@@ -91,7 +91,7 @@ def make_room(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def lent_memory(tensors: Iterable[Any]) -> Iterator[None]:
-    """Return a context in which placeholders have memory, and typical values of a layer."""
+    """Return a context in which placeholders have memory, with random numbers like those of a trained layer."""
     lent = [
         (parameter, parameter.data)
         for parameter in tensors
@@ -128,7 +128,7 @@ def _nothing(dtype: torch.dtype) -> float:
 
 @contextmanager
 def _seeded(text: str) -> Iterator[None]:
-    """Return a context with random numbers seeded by a text; the random state is restored at its end."""
+    """Return a context whose random numbers depend only on a text. At its end the random state is restored."""
     generator = torch.default_generator
     state = generator.get_state()
     try:

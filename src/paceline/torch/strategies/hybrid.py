@@ -25,18 +25,18 @@ from paceline.torch.strategies.server.cluster import check_cluster, check_is_fir
 
 
 class Hybrid(AllReduce):
-    """One process per device: servers store the embeddings' rows, all-reduce averages the dense part.
+    """One process per device: servers store embeddings' rows, all-reduce averages the gradients of other parameters.
 
-    The default for models with Paceline's embeddings. An ``optimizer.step()`` sends the gradients of this rank's rows
-    and ends its iteration; the rows of the next batch are fetched during the computation. The cluster's consistency
-    determines when servers apply gradients: on arrival under ``bounded:4``, the default of ``paceline run``; averaged
-    over the ranks, once per iteration, under ``sequential``.
+    The default for models with Paceline's embeddings. ``optimizer.step()`` sends this rank's gradients of rows, and
+    ends the rank's iteration. The rows of the next batch are requested during the computation of the current batch. The
+    cluster's consistency determines when servers apply gradients: on arrival under ``bounded:4``, the default of
+    ``paceline run``; averaged over the ranks, once per iteration, under ``sequential``.
 
     Options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
     `min_replicas` of `ParameterServer`. `filters` (a list, or a text such as ``key-caching,quantize:8``; default:
-    ``paceline run --filters``) apply to embeddings' rows, unless an embedding has its own; those for gradients also
-    apply to averaged gradients. `pull_filters` apply to pulled rows (default: those of `filters` that work on values
-    and bytes).
+    ``paceline run --filters``) apply to embeddings' rows, unless an embedding has its own filters. Filters for
+    gradients also apply to the gradients that all-reduce averages. `pull_filters` apply to pulled rows (default: the
+    filters of `filters` that work on values and bytes).
 
     A model without embeddings is trained by all-reduce, with a warning on standard error.
 
@@ -76,7 +76,7 @@ class Hybrid(AllReduce):
         atexit.register(self._leave)
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
-        embedder, self.embedder = self.embedder, None  # servers update its rows, not all-reduce
+        embedder, self.embedder = self.embedder, None  # all-reduce must not update the rows, because the servers do
         if embedder is None and self.is_main:
             warn("strategy hybrid: this model has no embeddings of paceline.torch, so the servers are not used")
         spread = super()._spread(models, optimizers)
@@ -96,7 +96,7 @@ class Hybrid(AllReduce):
     @contextmanager
     @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
-        """Take part in the servers' iterations while this rank has batches.
+        """Return a context for one epoch: this rank takes part in the servers' iterations while it has batches.
 
         The other ranks do not wait for this rank when it has no data left, evaluates, or writes a checkpoint.
         """

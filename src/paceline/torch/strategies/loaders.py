@@ -1,4 +1,4 @@
-"""Data loaders under a strategy: every rank reads its part, in the same shuffled order, on its device."""
+"""Data loaders under a strategy: all ranks shuffle alike, and each rank reads its part to its device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Position:
-    """Position in an epoch: the items that all ranks received, and the generator's state at its beginning."""
+    """Position in an epoch: the number of items that all ranks received, and the generator's state before the epoch."""
 
     epoch: int
     items: int
@@ -32,11 +32,11 @@ class _Position:
 class Loader:
     """One rank's part of a ``torch.utils.data.DataLoader``, in batches on the strategy's device.
 
-    *Map dataset*: all options of the loader are kept. Rank r of W reads the samples r, r + W, … of each epoch, so the
-    ranks' batches number t together are batch t of one process with W times the batch size. A shuffling loader draws
-    from (seed, epoch), the same under every strategy; epochs are counted automatically. Of a user's own sampler or
-    batch sampler the rank takes every W-th item. It must yield the same items on every rank (its ``set_epoch`` is
-    called), or be a ``DistributedSampler`` for these ranks, which is used unchanged.
+    *Map dataset*: all options of the loader are kept. Rank r of W reads the samples r, r + W, … of each epoch, so batch
+    t of all ranks together is batch t of one process with W times the batch size. The order of a shuffling loader
+    depends only on (seed, epoch), under every strategy; epochs are counted automatically. A user's own sampler or batch
+    sampler must yield the same items on every rank, which takes every W-th of them (its ``set_epoch`` is called). A
+    ``DistributedSampler`` for these ranks is used unchanged.
 
     *Iterable dataset*: every rank reads the whole stream and takes the batches r, r + W, …. If the dataset yields each
     rank's own part already, pass ``shard=False``.
@@ -64,7 +64,7 @@ class Loader:
         self._skip = 0
         """Items to leave out of the next epoch, because the training loop received them before the checkpoint."""
         self._reading: _Position | None = None
-        """Position in the epoch that has begun and not ended."""
+        """Position in the running epoch; None between epochs."""
         self._given = loader
         self.inner: DataLoader[Any] = loader if self._is_stream else self._with_sampler()
         if trains:
@@ -97,7 +97,9 @@ class Loader:
             batch_sampler = share(batch_sampler)
         else:  # the dataset yields batches
             sampler = share(sampler)
-        other = copy.copy(loader)  # DataLoader makes these read-only, and its constructor loses a subclass's attributes
+        # Set the samplers of a copy, because DataLoader makes them read-only, and its constructor would drop attributes
+        # of a subclass.
+        other = copy.copy(loader)
         other.__dict__.update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
         return other
 
@@ -120,9 +122,10 @@ class Loader:
         return self.inner.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, from 0; then count from it.
+        """Set the number of the next epoch, from 0; later epochs count on from this number.
 
-        The number that a checkpoint has set keeps the position in the epoch; another number starts at its beginning.
+        After a checkpoint was loaded, the checkpoint's epoch continues at its position; any other epoch starts at its
+        beginning.
         """
         if epoch != self._epoch:
             self._skip = 0
@@ -164,7 +167,7 @@ class Loader:
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state["generator"])), dtype=torch.uint8))
 
     def _generator(self) -> torch.Generator | None:
-        """Return the generator that the user gave to the sampler; one of :func:`seeded` is set by the epoch."""
+        """Return the generator of the user's sampler, if any. (The epoch seeds the generators of :func:`seeded`.)"""
         sampler = getattr(self._given.batch_sampler, "sampler", None) or self._given.sampler
         return getattr(sampler, "generator", None)
 
@@ -173,7 +176,7 @@ class Loader:
         return None if generator is None else base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
     def _num_items(self) -> int | None:
-        """Return the number of items in an epoch of all ranks; None for a stream, or if it is unknown."""
+        """Return the number of items of all ranks in an epoch; None for a stream, or if the number is unknown."""
         if self._is_stream:
             return None
         return len_or_none(self._given.batch_sampler if self.batch_size is None else self._given.sampler)
@@ -256,7 +259,7 @@ class Loader:
         return None if self._is_stream else len_or_none(self.inner)
 
     def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a stream, and check before each one that every rank has one."""
+        """Yield the batches of a stream. Before each batch, check that every rank has a batch."""
         group, size = self._strategy._ranks.group, self._strategy.world_size
         assert group is not None
         nothing = object()
@@ -311,7 +314,7 @@ def len_or_none(items: Any) -> int | None:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on `device`; a copy from pinned memory does not wait."""
+    """Return a batch with its tensors on `device`. Copies from pinned memory are asynchronous."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
     if hasattr(batch, "to"):  # packed sequences, and batches of other libraries
@@ -399,7 +402,8 @@ def set_epoch(sampler: Any, epoch: int) -> None:
 def seeded(sampler: Any, seed: int) -> Any:
     """Return a sampler that draws the same items in every process: `sampler` itself unless it uses global state.
 
-    A shuffling loader's order depends only on seed and epoch. A user's sampler without a ``generator`` is unchanged.
+    A shuffling loader's order then depends only on the seed and the epoch. A user's sampler without a ``generator`` is
+    unchanged.
     """
     if type(sampler) is BatchSampler:
         inner = seeded(sampler.sampler, seed)
@@ -411,7 +415,7 @@ def seeded(sampler: Any, seed: int) -> Any:
 
 
 def is_sharded(sampler: Any, rank: int, size: int) -> bool:
-    """Return whether a sampler yields only this rank's share. Raises UsageError if it is for other ranks."""
+    """Return whether a sampler yields only this rank's part. Raises UsageError for a part of other ranks."""
     if isinstance(sampler, BatchSampler):
         sampler = sampler.sampler
     if not isinstance(sampler, DistributedSampler):

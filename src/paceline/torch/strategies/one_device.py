@@ -26,7 +26,7 @@ def only_rank(name: str) -> Ranks:
 
 
 class OneDevice(Strategy):
-    """The unchanged loop on one device, with embeddings' rows in this process: the reference for other strategies."""
+    """Runs the loop unchanged on one device, with embeddings' rows in this process. Tests compare others with it."""
 
     name: ClassVar[str] = "one-device"
     takes_sparse: ClassVar[bool] = True

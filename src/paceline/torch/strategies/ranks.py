@@ -23,7 +23,7 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000  # below the ports that operating systems
 
 
 class Ranks:
-    """The ranks of a training. `group` (None for one rank) is separate from the program's groups."""
+    """The ranks of a training. `group` (None for one rank) is used only by the strategy, not by the program."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, group: Group | None = None) -> None:
         self.rank = rank
@@ -34,9 +34,10 @@ class Ranks:
 
     @classmethod
     def meet(cls, timeout: timedelta = DEFAULT_TIMEOUT, *, backend: str | None = None) -> Ranks:
-        """Meet the ranks in the environment of torchrun, mpirun or Slurm; without RANK, this process is the only rank.
+        """Connect the ranks that torchrun, mpirun or Slurm has started. Without RANK, this process is the only rank.
 
-        With a `backend`, the ranks meet through ``torch.distributed``, and it is initialized unless the program did so.
+        With a `backend`, the ranks connect through ``torch.distributed``, which is initialized unless the program has
+        initialized it.
         """
         settings = environment()
         if settings.rank is None and not dist.is_initialized():
@@ -72,11 +73,11 @@ class Ranks:
             self.group.barrier()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's `value` (of a type that msgpack supports), by rank."""
+        """Return the `value` of every rank, by rank. Its type must be supported by msgpack."""
         return [value] if self.group is None else self.group.all_gather_objects(value)
 
     def exchange_as(self, doing: str, value: Any) -> list[Any]:
-        """Exchange values, and raise UsageError on every rank unless all ranks are at the position `doing`."""
+        """Exchange values. Raises UsageError on every rank unless all ranks pass the same `doing`, such as "saves"."""
         places = self.exchange([doing, value])
         for rank, (place, _) in enumerate(places):
             if place != places[0][0]:
@@ -84,28 +85,28 @@ class Ranks:
         return [value for _, value in places]
 
     def agree(self, value: Any, describe: Callable[[int, Any, Any], str]) -> None:
-        """Raise UsageError on every rank, with ``describe(rank, value, first)``, unless all have the same `value`."""
+        """Raise UsageError on every rank, with ``describe(rank, value, first)``, unless all values are equal."""
         values = self.exchange(value)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise UsageError(describe(rank, other, values[0]))
 
     def report_failure(self, error: BaseException) -> None:
-        """Publish for the other ranks that this rank ends by an exception."""
+        """Report to the other ranks that this rank ends with an exception."""
         if self.group is not None:
             text = f"rank {self.rank} has ended by {first_line(error)}"
-            with contextlib.suppress(PacelineError):  # another rank was first, or the rank with the store has ended
+            with contextlib.suppress(PacelineError):  # another rank has reported first, or the store's rank has ended
                 self.group._world.store.set(f"{_FAILURE} {self.group._world.name}", text.encode())
 
     def failure(self) -> str | None:
-        """Return the report of a rank that has ended by an exception; None without a report."""
+        """Return the report of a rank that has ended with an exception; None without a report."""
         if self.group is not None:
             with contextlib.suppress(PacelineError):
                 return self.group._world.store.get(f"{_FAILURE} {self.group._world.name}", time.monotonic()).decode()
         return None
 
     def close(self) -> None:
-        """Leave the group, and ``torch.distributed`` if it was initialized here. Idempotent."""
+        """Leave the group, and also ``torch.distributed`` if :meth:`meet` initialized it. Idempotent."""
         group, self.group = self.group, None
         if group is not None:
             group.close()
@@ -115,12 +116,12 @@ class Ranks:
 
 
 def _is_placeless(settings: Environment) -> bool:
-    """Return whether a launcher such as mpirun has started several ranks without a meeting address."""
+    """Return whether a launcher such as mpirun has started several ranks without an address for them to meet."""
     return (settings.world_size or 1) > 1 and not (settings.master_addr and settings.master_port)
 
 
 def _place(settings: Environment) -> str:
-    """Return ``host:port`` for the ranks of mpirun or srun; the port depends on the job. Raises UsageError."""
+    """Return ``host:port`` where the ranks of mpirun or srun meet. The port depends on the job. Raises UsageError."""
     host, port = settings.master_addr, settings.master_port
     if host is None and settings.local_world_size == settings.world_size:
         host = "127.0.0.1"

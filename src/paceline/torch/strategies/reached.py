@@ -1,7 +1,7 @@
 """Track parameters with new gradients since the last step, and average gradients that torch does not average.
 
-DistributedDataParallel averages only in the first backward after a forward, and does not report other gradients. This
-module averages or rejects them.
+DistributedDataParallel averages gradients only in the first backward after a forward, and does not report other
+gradients. This module averages or rejects the gradients of later backwards.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.errors import UsageError
 from paceline.torch.strategies.base import warn
 
 _AT_ONCE = 1 << 20  # elements
-_NUM_CHECKED = 256  # elements of each gradient: a non-finite value spreads through the layers
+_NUM_CHECKED = 256  # first elements of each gradient; enough, because a non-finite value spreads through the layers
 
 
 class Reached:
-    """Watches the parameters of a model under DistributedDataParallel, in one of several processes."""
+    """Records which parameters of a model under DistributedDataParallel have new gradients, on one of several ranks."""
 
     def __init__(self, rank: int, group: Group, model: nn.Module) -> None:
         self.model = model
@@ -34,11 +34,11 @@ class Reached:
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
         self._since_step: set[nn.Parameter] = set()
-        self._sums: dict[nn.Parameter, Tensor] = {}  # over the first elements of this rank's own gradients
+        self._sums: dict[nn.Parameter, Tensor] = {}  # sums of the first elements of this rank's own gradients
         self._has_warned = False
-        self._is_averaged = False  # by DistributedDataParallel, in the next backward
+        self._is_averaged = False  # whether DistributedDataParallel averages in the next backward
         self._is_held = False
-        self._backward = -1  # torch's number of the running backward
+        self._backward = -1  # torch's number of the last backward
 
     def watch(self, parameters: list[nn.Parameter]) -> None:
         self.close()
@@ -52,7 +52,7 @@ class Reached:
         self._hooks = []
 
     def forward(self, *, syncs: bool) -> None:
-        """Record a forward's start; its backward averages gradients, or accumulates them in ``no_sync``."""
+        """Record the start of a forward. Its backward averages gradients (`syncs`), or adds to them in ``no_sync``."""
         self._is_averaged, self._is_held = syncs, not syncs
         self._sums.clear()
 
@@ -77,7 +77,7 @@ class Reached:
             (parameter, value.item()) for parameter, value in self._sums.items() if not value.isfinite()
         )
         if not found.detach().isfinite().all():
-            return  # the cause is older, perhaps on another rank
+            return  # the value comes from an earlier step, perhaps of another rank, so do not warn
         name = next(name for name, parameter in self.prepared.items() if parameter is found)
         warn(
             f"rank {self._rank}: the gradient of {name!r} contains {value}, and so does the mean over the ranks in "
@@ -114,7 +114,7 @@ class Reached:
 
 
 def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) -> Any:
-    """Make optimizers of `model` reject steps within backward; return the hook's handle, and remove `before`."""
+    """Make optimizers of `model` reject steps within backward, in place of the hook `before`; return the new handle."""
     if before is not None:
         before.remove()
     own = {id(parameter) for parameter in model.parameters()}
@@ -133,7 +133,7 @@ def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) ->
 
 @torch.no_grad()
 def average_gradients(group: Group, parameters: list[nn.Parameter]) -> None:
-    """Average gradients over all ranks; a missing gradient counts as zero if another rank has one."""
+    """Average gradients over all ranks. A missing gradient counts as zero if another rank has the gradient."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
     is_present = group.all_reduce(flags, "max").tolist()
     average_present(group, [parameter for parameter, has in zip(parameters, is_present, strict=True) if has])
@@ -145,7 +145,7 @@ def average_present(
     gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
     set_gradient: Callable[[nn.Parameter, Tensor], None] = lambda parameter, grad: setattr(parameter, "grad", grad),
 ) -> None:
-    """Average the gradients of all these parameters over all ranks; a missing gradient counts as zero."""
+    """Average the gradients of all `parameters` over all ranks; a missing gradient counts as zero."""
     chunk: list[nn.Parameter] = []
     for parameter in parameters:
         if chunk and sum(member.numel() for member in chunk) + parameter.numel() > _AT_ONCE:
@@ -181,7 +181,7 @@ def _average(
 
 
 def mean_of_closure(group: Group, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a closure for the mean loss over all ranks, so that all optimizers compare the same loss."""
+    """Return a closure that computes the mean loss over all ranks, so that all ranks' optimizers see the same loss."""
 
     def compute() -> Any:
         loss = closure()

@@ -1,4 +1,4 @@
-"""Split a batch into parts, and join the parts' outputs. Pure; on flat lists of leaves, as in pytrees."""
+"""Split a batch into parts, and join the parts' outputs, given as flat lists of a pytree's leaves. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     """Return the leaves of each part: every tensor split along dimension 0 by ``torch.chunk``, other values repeated.
 
     There may be fewer parts than `num_parts` (10 rows in 8 parts are 2,2,2,2,2), but no empty part. Tensors without
-    dimensions go to every part; alone they make one part. Raises UsageError for unequal sizes and an empty batch.
+    dimensions go to every part; if no tensor has a dimension, there is one part. Raises UsageError for unequal sizes
+    and an empty batch.
     """
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not shapes:
@@ -88,7 +89,7 @@ def gather(column: Sequence[torch.Tensor], device: torch.device, shares: Sequenc
 
 
 def scatter(gradient: torch.Tensor, like: Sequence[torch.Tensor], shares: Sequence[float] = ()) -> list[torch.Tensor]:
-    """Return the gradients of the parts that :func:`gather` joined, each on the device of its tensor in `like`."""
+    """Return the gradients of the parts that :func:`gather` joined, each on the device of the part in `like`."""
     if like[0].dim():
         parts: Sequence[torch.Tensor] = gradient.split_with_sizes([len(tensor) for tensor in like])
     else:

@@ -1,4 +1,4 @@
-"""One model over several processes: its layers are cut into stages, and batches pass the stages in microbatches.
+"""Split a model over processes: each process runs a range of layers (a stage), on one microbatch after another.
 
 ``plan`` chooses cuts and schedule. ``run`` executes the actions of a rank. ``loop`` keeps the user's training loop
 unchanged. ``runner`` connects these packages.

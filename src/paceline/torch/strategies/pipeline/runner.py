@@ -1,4 +1,4 @@
-"""Calls of a pipelined model: all ranks agree, the first call makes the plan, then a step runs."""
+"""Run calls of a pipelined model: check that all ranks agree, make the plan in the first call, run the step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from paceline.torch.update_rules import rule_of
 
 @dataclass(slots=True)
 class BatchKind:
-    """Descriptions for batches of one shape, in one mode."""
+    """Descriptions of values and outputs for batches of one shape, in one mode (training or evaluation)."""
 
     values: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Descriptions of the values in messages, by (route, microbatch)."""
@@ -75,14 +75,14 @@ class BatchKind:
 
 @dataclass(slots=True)
 class TracedStages:
-    """A traced forward and this rank's stages of it."""
+    """A traced forward, and the stages of it that run on this rank."""
 
     partition: Partition
     stages: dict[int, Stage]
     _row_shapes: RowShapes | None = None
 
     def row_shapes(self, batch: Mapping[str, Any]) -> RowShapes:
-        """Return the places of rows in the model's values; `batch`: the arguments of any whole batch."""
+        """Return the batch dimensions of the model's values, given the arguments `batch` of any whole batch."""
         if self._row_shapes is None:
             self._row_shapes = RowShapes(self.partition.graph, batch)
         return self._row_shapes
@@ -113,7 +113,7 @@ class Runner:
         self.plan: PipelinePlan | None = None
         self.ownership: Ownership | None = None
         self.averages = True
-        """Whether the next backward averages gradients over the pipelines."""
+        """Whether the next backward averages gradients over parallel pipelines."""
         self._graphs: dict[str, list[TracedStages]] = {}
         self._kinds: dict[str, BatchKind] = {}
         self._measurements = Measurements(options.stages)
@@ -124,7 +124,7 @@ class Runner:
         return int(self.group.rank())
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's output; in training its values may be computed later."""
+        """Return the model's output. In training, its values may be computed later, at first use."""
         with self._failures.raised_everywhere():
             called = bind(self.module, args, kwargs)
             leaves = list(called.values.values())
@@ -174,7 +174,7 @@ class Runner:
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> None:
-        """Run this rank's actions; after a backward the gradients are those of one process."""
+        """Run this rank's actions. After a backward, each gradient equals the gradient in one process."""
         with self._failures.raised_everywhere():
             self._agree(doing, "")
             goes_back = any(action.kind != "F" for action in orders[self._rank])
@@ -253,7 +253,7 @@ class Runner:
         return describe_measured(self.plan, self._measurements)
 
     def _agree(self, doing: str, detail: str, value: Any = None) -> list[Any]:
-        """Return every rank's value. Raise UsageError everywhere if the ranks are at different program positions."""
+        """Return every rank's value. Raises UsageError on all ranks if they are at different program positions."""
         if self.group.size() == 1:
             self._measurements.by_rank = [self._measurements.own]
             return [value]
@@ -307,7 +307,7 @@ class Runner:
         if self._deferred is not None:
             local_ids = self.ownership.local_ids()
             self._deferred.fill(lambda tensor: id(tensor) in local_ids)
-            self.ownership.release()  # a module may have parameters on several ranks
+            self.ownership.release()  # `fill` also sets other ranks' parameters of the same modules
         if self._optimizer is not None:
             ownership = self.ownership
             self._optimizer.register_step_pre_hook(lambda *_: ownership.before_step())
@@ -357,7 +357,7 @@ class Runner:
         return make_plan(measured, self._options, rows, link, self._state_bytes(), cuts_for)
 
     def _state_bytes(self) -> float:
-        """Return the memory per byte of parameters, with its gradient and optimizer state."""
+        """Return the bytes of a parameter, its gradient and its optimizer state, per byte of the parameter."""
         if self._optimizer is None:
             return 1.0
         try:
@@ -368,7 +368,7 @@ class Runner:
     def _stages(
         self, called: CallArguments, arguments: Sequence[Mapping[str, Any]], graph: LayerGraph | None = None
     ) -> TracedStages:
-        """Return the stages for a call with these arguments, by microbatch; trace if no earlier graph fits."""
+        """Return the stages for a call; trace the model if no known graph supports the `arguments` (by microbatch)."""
         modes = "".join("et"[inner.training] for inner in self.module.modules())
         known = self._graphs.setdefault(f"{modes} {torch.is_grad_enabled()} {called.kind}", [])
         for traced in known:
@@ -387,7 +387,7 @@ class Runner:
         return known[-1]
 
     def _orders(self, rows: int) -> Orders:
-        """Return the plan's orders; for a batch with fewer rows than microbatches, all forwards first."""
+        """Return the plan's orders. A batch with fewer rows than microbatches gets an order with all forwards first."""
         assert self.plan is not None
         count, num_ranks = self.plan.microbatches, self._options.stages
         if rows >= count:
@@ -396,7 +396,7 @@ class Runner:
 
 
 def _pending_output(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], needs_grad: bool) -> Tensor:
-    """Return one tensor of a later output. A number that needs a gradient is a loss of the model."""
+    """Return one tensor of an output that is computed later. A number that needs a gradient is a loss of the model."""
     if shape or not needs_grad:
         return PendingOutput(call, leaf, shape=shape, dtype=dtype)
     term = ReturnedLoss(leaf=leaf, weights=call.number_weights)
@@ -404,7 +404,7 @@ def _pending_output(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[
 
 
 def _key(called: CallArguments, training: bool, grads: bool) -> str:
-    """Return the text that must be equal on all ranks of a pipeline: shapes, constants and modes."""
+    """Return a text with the call's shapes, constants and modes, which must be equal on all ranks of a pipeline."""
     shapes = [
         f"{name}={str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for name, leaf in called.values.items()
     ]

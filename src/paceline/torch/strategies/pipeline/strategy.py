@@ -1,4 +1,4 @@
-"""The strategy ``pipeline``: a model's layers over several processes, batches through them in microbatches."""
+"""The strategy ``pipeline``: each process runs some layers of the model, on the microbatches of each batch."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Pipeline(Strategy):
     """Pipeline parallelism over the schedules of ``torch.distributed.pipelining``.
 
     The first call cuts the model into stages; each process holds the parameters of its stages. Every process of a
-    pipeline runs the whole loop on the same batches. The result is that of one process on the batch, except for
-    BatchNorm, which normalizes over microbatches.
+    pipeline runs the whole loop on the same batches. The result equals one process on the same batch, except that
+    BatchNorm normalizes over microbatches.
 
     `stages`: number of processes of a pipeline. `data_parallel`: number of pipelines, each with its part of the data;
     their gradients are averaged. `schedule`: a key of :data:`~paceline.strategies.SCHEDULES` or ``auto``.
-    `microbatches`: number per batch; None: chosen by prediction. `split`: names of modules that begin a stage.
-    `stage_memory`: bytes for parameters, optimizer and activations on a process. The defaults are the options of
-    ``paceline run``.
+    `microbatches`: number of parts of a batch; None: the number with the shortest predicted step. `split`: names of
+    modules that begin a stage. `stage_memory`: limit in bytes for parameters, optimizer state and activations on a
+    process. The default of each option is its value in ``paceline run``.
 
     Sources: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
     GPU Clusters Using Megatron-LM" (1F1B), SC 2021; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
@@ -85,7 +85,7 @@ class Pipeline(Strategy):
     @property
     @override
     def data_place(self) -> tuple[int, int]:
-        """The place among the readers of data; a pipeline counts as one."""
+        """The number of this process's part of the data, and the number of parts: one part per pipeline."""
         return self.rank // self.options.stages, self.options.data_parallel
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
@@ -108,7 +108,7 @@ class Pipeline(Strategy):
     @contextlib.contextmanager
     @override
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which ``backward()`` does not average gradients over the pipelines."""
+        """Return a context in which ``backward()`` does not average gradients over parallel pipelines."""
         assert self._runner is not None
         before, self._runner.averages = self._runner.averages, False
         try:
@@ -118,16 +118,16 @@ class Pipeline(Strategy):
 
     @override
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Return the reduction over all pipelines; all processes of a pipeline have one value, which counts once."""
+        """Return the reduction over all pipelines. The processes of a pipeline have one value, which counts once."""
         found = super().reduce(value, op)
-        if op != "sum" or isinstance(value, Mapping):  # the base class reduces the values of a mapping by this method
+        if op != "sum" or isinstance(value, Mapping):  # of a mapping, the base class reduces each value by this method
             return found
         once = found / self.options.stages
         return once.to(value.dtype) if isinstance(value, torch.Tensor) else once
 
     @override
     def gather_values(self) -> dict[str, torch.Tensor]:
-        """Return all values. The module on rank 0 holds them until the next call of the model; every rank calls it."""
+        """Return all values on rank 0, whose module has them until the model's next call. All ranks call this."""
         runner = self._runner
         if runner is not None and runner.ownership is not None and self.data_place[0] == 0:
             runner.ownership.gather_values(runner.group)
@@ -151,7 +151,7 @@ class Pipeline(Strategy):
 
     @override
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return torch's own optimizer state, by the parameter's number, on rank 0; every rank calls it."""
+        """Return the optimizer state in torch's form, by parameter number, on rank 0. Every rank calls this method."""
         state = super().gather_optimizer_state(number)
         runner = self._runner
         if runner is None or runner.ownership is None or self.data_place[0] != 0 or self.options.stages == 1:
@@ -179,7 +179,7 @@ class Pipeline(Strategy):
         return None if self._runner is None else self._runner.plan
 
     def report(self) -> str | None:
-        """Return the measured times of stages and steps beside the predicted ones; None before the fourth step."""
+        """Return a text with the measured and the predicted times of stages and steps; None before the fourth step."""
         return None if self._runner is None else self._runner.report()
 
     @override
@@ -193,9 +193,8 @@ class Pipeline(Strategy):
 
 
 class PipelinedModel(nn.Module):
-    """The replacement of a model whose layers run on several processes, with the model's own parameters.
-
-    A parameter of another process has its shape here, and its values read as NaN.
+    """A model whose layers run on several processes. Its parameters are those of the original model; if only another
+    process needs a parameter, its values read as NaN here.
     """
 
     def __init__(self, module: nn.Module, runner: Runner) -> None:

@@ -16,12 +16,12 @@ from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
 
 
 class CentralStorage(ReplicaStrategy):
-    """The variables and their optimizer are on the device `storage`; replicas on several devices compute.
+    """The variables and the optimizer's state are on the device `storage`; replicas on several devices compute.
 
     A replica fetches the variables in every forward and frees them after backward; its gradients are copied to the
-    storage device and added there, where the optimizer steps. Other devices need no memory for the optimizer's state,
-    at the price of a copy of the variables in every step. Replicas on the storage device share the variables: on a
-    machine without CUDA this equals :class:`~paceline.torch.strategies.replicas.mirrored.Mirrored`.
+    storage device and added there, and the optimizer updates the variables there. Other devices need no memory for the
+    optimizer's state, at the price of a copy of the variables in every step. Replicas on the storage device share the
+    variables: on a machine without CUDA this equals :class:`~paceline.torch.strategies.replicas.mirrored.Mirrored`.
 
     `replicas`, `devices`, `device`, `seed` and errors are as for Mirrored.
     """
@@ -46,7 +46,7 @@ class CentralStorage(ReplicaStrategy):
 
 
 class Fetched(ReplicaValues):
-    """Parameters that are fetched for one forward and its backward."""
+    """Parameters that each replica fetches for one forward and its backward."""
 
     def __init__(self, devices: Sequence[torch.device], storage: torch.device) -> None:
         self._devices = devices

@@ -1,4 +1,4 @@
-"""One process, several devices: a replica of the model and a copy of its variables on each."""
+"""One process, several devices: each device has a replica of the model and a copy of the model's variables."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class Mirrored(ReplicaStrategy):
 
     The model's variables are on the first device. Each other device has a copy, updated in the first forward after
     ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added on the first
-    device, so a mean over the model's output gives the gradient of the complete batch, as under
+    device, so a loss that is a mean over the model's output has the gradient of the complete batch, as under
     :class:`~paceline.torch.strategies.one_device.OneDevice`. Layers with statistics of the batch (BatchNorm) see only
     their replica's part.
 
-    `devices` are the replicas' devices; repeated ones are virtual devices. Alternatively `replicas` is their number: on
-    the CUDA devices in turn, else on the CPU, where each gets its share of the cores. The default number is that of
-    ``paceline run --replicas`` or ``PACELINE_REPLICAS``, else the number of CUDA devices, else of cores, up to 4.
-    `device` selects a kind, ``cpu`` or ``cuda``, or one device for all replicas.
+    `devices` are the replicas' devices; a device may occur several times. Alternatively `replicas` is the number of
+    replicas: they are on the CUDA devices in turn or, without CUDA, on the CPU, with an equal share of the cores each.
+    The default number comes from ``paceline run --replicas`` or ``PACELINE_REPLICAS``; otherwise it is the number of
+    CUDA devices or, without CUDA, of cores (at most 4). `device` selects a kind, ``cpu`` or ``cuda``, or one device for
+    all replicas.
 
     Raises UsageError for 0 replicas, missing devices, and contradictory settings.
     """
@@ -54,15 +55,15 @@ _State = tuple[int | None, int, int]
 class Mirrors(ReplicaValues):
     """Copies of the parameters on every device except the first.
 
-    The first forward after an optimizer step updates them, including writes through ``.data``. The parameter's version
-    reveals other writes in place. Without an optimizer, each forward makes new copies.
+    The first forward after an optimizer step updates the copies, which also covers writes through ``.data``. Other
+    writes in place are detected by the parameter's version. Without an optimizer, each forward makes new copies.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._num_steps: int | None = None  # of the optimizers; None without one
+        self._num_steps: int | None = None  # steps of all optimizers; None without an optimizer
         self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, _State]] = {}
-        """By replica and the parameter's identity: the parameter, its copy, and its state when it was copied."""
+        """By (replica, id of the parameter): the parameter, its copy, and its state when it was copied."""
 
     def is_shared(self, replica: int) -> bool:
         return self._devices[replica] == self._devices[0]

@@ -47,7 +47,7 @@ def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mo
             if isinstance(reduced, str):
                 return reduced
             make, arguments, *remainder = reduced
-            if make is _NEW_OBJECT and arguments == (Replicated,):  # pickle compares its class with the object's
+            if make is _NEW_OBJECT and arguments == (Replicated,):  # because pickle requires the object's own class
                 return (copyreg._reconstructor, (plain, object, None), *remainder)  # type: ignore[attr-defined]
             return (make, tuple(plain if argument is Replicated else argument for argument in arguments), *remainder)
 
@@ -59,8 +59,8 @@ def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mo
 class ReplicaModule:
     """A replica of a module, like those of ``torch.nn.DataParallel``, but with real parameters.
 
-    Its modules are shallow copies. `values` are by the identity of the original parameters. Buffers are the originals
-    (``shares_buffers``), or copies on `device`.
+    Its modules are shallow copies. `values` has the replica's values by the id of the original parameter. Buffers are
+    those of the original (``shares_buffers``), or copies on `device`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ReplicaModule:
         for original in module.modules():
             copy = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
             copies[id(original)] = copy
-            copy._compiled_call_impl = None  # compiled code uses the original's parameters
+            copy._compiled_call_impl = None  # the compiled code would use the original's parameters
             self._pairs.append((original, copy))
         self.module = copies[id(module)]
         self.module.__class__ = replaced.plain
@@ -95,7 +95,7 @@ class ReplicaModule:
                 if id(parameter) not in self.parameters:
                     value = values[id(parameter)]
                     self.parameters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                setattr(copy, name, self.parameters[id(parameter)])  # a recurrent module lists them in a second place
+                setattr(copy, name, self.parameters[id(parameter)])  # also updates a recurrent module's own list
             for name, buffer in original._buffers.items():
                 if buffer is None or shares_buffers:
                     continue
@@ -113,7 +113,7 @@ class ReplicaModule:
         self._attributes = [dict(vars(copy)) for _, copy in self._pairs]
 
     def keep_state(self) -> None:
-        """Copy this replica's buffers (BatchNorm changes them without a new version) and changed attributes back."""
+        """Copy this replica's buffers and changed attributes back; BatchNorm changes buffers without a new version."""
         for (original, copy), attributes in zip(self._pairs, self._attributes, strict=True):
             for name, value in vars(copy).items():
                 if attributes.get(name, _MISSING) is not value:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel for the strategies, with the interface of the wrapped model."""
+"""A subclass of DistributedDataParallel for the strategies, with the attributes of the wrapped model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.torch.strategies.reached import Reached, mean_of_closure
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel with the wrapped model's attributes. Without gradients, a rank may call it alone."""
+    """DistributedDataParallel with the model's attributes. With gradients disabled, one rank may call it alone."""
 
     def __init__(self, module: nn.Module, *, reached: Reached | None = None, **options: Any) -> None:
         super().__init__(module, **options)
@@ -49,11 +49,11 @@ class Replica(DistributedDataParallel):
         raise UsageError(text)
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether a forward starts with rank 0's buffers; False in evaluation, where a rank may be alone."""
+        """Return whether a forward first copies rank 0's buffers; False in evaluation, which one rank may run alone."""
         return self.module.training and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def _wrap_again(self) -> None:
-        """Average the currently trained parameters. All ranks do this at the same time."""
+        """Wrap the model again, because other parameters are trained now. All ranks do this at the same time."""
         syncs, hooks = self.require_backward_grad_sync, self._comm_hooks
         module, reached, options, prepared = self.module, self._reached, self._options, self._prepared
         DistributedDataParallel.__init__(self, module, **options, init_sync=False)
@@ -105,10 +105,10 @@ def without_gradient(model: nn.Module) -> Iterator[str]:
 def check_steps(
     optimizer: Optimizer, optimizers: list[Optimizer], watched: list[Reached], ranks: Ranks, *, may_be_unused: bool
 ) -> None:
-    """Make every ``optimizer.step()`` raise UsageError if gradients are missing that all-reduce waits for.
+    """Make ``optimizer.step()`` raise UsageError if a gradient is missing for which other ranks wait.
 
-    `optimizers` and `watched` (one per model) are complete. The ranks' group is closed before the error, so that other
-    ranks stop waiting. A closure returns the mean loss over all ranks.
+    `optimizers` has all optimizers, `watched` one object for each model. The ranks' group is closed before the error,
+    so that other ranks stop waiting. If the step has a closure, it returns the mean loss over all ranks.
     """
 
     def check(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -2,8 +2,9 @@
 
 Every forward creates new replicas, so that changes of the model (mode, hooks, frozen parameters) apply to all of them.
 
-On the CPU, one thread walks an autograd graph. So each replica has its own graph in an ``autograd.Function``, whose
-backward walks all graphs at the same time and adds the gradients in the replicas' order.
+On the CPU, autograd uses one thread for a graph. So each replica has a graph of its own, inside one
+``autograd.Function``. The function's backward runs all replicas' backwards at the same time, and adds their gradients
+in the replicas' order.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ class ReplicaValues(ABC):
 
     @abstractmethod
     def is_shared(self, replica: int) -> bool:
-        """Return whether a replica uses the model's own parameters, on their device."""
+        """Return whether a replica computes with the model's own parameters, because it is on their device."""
 
     @abstractmethod
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the values of `parameter` for a replica, on its device, without a graph."""
+        """Return the values of `parameter` on a replica's device, detached from autograd."""
 
 
 class Replicas:
     """Replaces a model's forward by a computation on several devices; the model is otherwise unchanged.
 
-    The model's hooks receive the complete batch, hooks of submodules a replica's part. Compiled code of submodules is
-    not used, because it contains the model's own parameters. Tensors in the arguments are split along dimension 0 by
-    ``torch.chunk``, and outputs are joined on the first device. A number, such as a loss, becomes its mean over the
-    examples. Replica 0's state (buffers, attributes) is kept. Replicas on the CPU draw from one random generator, in
-    the order of their calls. Second derivatives are not supported.
+    The model's hooks receive the complete batch; hooks of submodules receive a replica's part. Compiled submodules run
+    uncompiled, because compiled code uses the model's own parameters. Tensors in the arguments are split along
+    dimension 0 by ``torch.chunk``, and outputs are joined on the first device. A number, such as a loss, becomes its
+    mean over the examples. After a forward, the model has the buffers and attributes of replica 0. Replicas on the CPU
+    draw from one random generator, in the order of their calls. Second derivatives are not supported.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], values: ReplicaValues) -> None:
@@ -57,7 +58,7 @@ class Replicas:
         self._values = values
         self._threads = DeviceThreads(self.devices, "replica")
         self._replaced = ReplacedForward(module, self.forward)
-        # Recurrent and attention layers have the time steps first by default.
+        # Compare the first batch with its parts if a recurrent or attention layer may have time steps in dimension 0.
         self._was_compared = not any(getattr(part, "batch_first", None) is False for part in module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +80,7 @@ class Replicas:
         return run.restore(_Replicated.apply(run, parts, structure, *trained, *inputs))  # type: ignore[no-untyped-call]
 
     def _compare_parts(self, parts: list[list[Any]], structure: Any, args: Any, kwargs: Any) -> None:
-        """Raise UsageError unless the model computes a batch like its parts. Dropout is off."""
+        """Raise UsageError if the output for a batch differs from the outputs for its parts, in evaluation mode."""
         cuda = {device.index for device in self.devices if device.type == "cuda"}
         before = [(part, dict(vars(part))) for part in self.module.modules()]
         state = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -89,7 +90,7 @@ class Replicas:
                 expected = tree_flatten(self._replaced.compute(*args, **kwargs))[0]
                 found = tree_flatten(_run_apart(self, parts, structure))[0]
         finally:
-            for part, attributes in before:  # restore its mode, and remove attributes set by the forward
+            for part, attributes in before:  # restore each module's mode, and remove attributes set by the forward
                 vars(part).clear()
                 vars(part).update(attributes)
             with torch.no_grad():
@@ -111,7 +112,7 @@ class Replicas:
 
 
 class _Pass:
-    """One forward of all replicas, with the data for its backward; without a graph if nothing is trained."""
+    """One forward of all replicas, and the data for its backward. Without trained parameters it has no graph."""
 
     def __init__(self, owner: Replicas, trained: Sequence[nn.Parameter], leaves: Sequence[Any]) -> None:
         self._owner = owner
@@ -119,9 +120,9 @@ class _Pass:
         self._sources = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._inputs = [leaves[i] for i in self._sources]
         self._starts: list[list[torch.Tensor | None]] = []
-        """The start of each replica's graph: one tensor per trained parameter, then one per trained input."""
+        """The leaves of each replica's graph: one tensor per trained parameter, then one per input with a gradient."""
         self._ends: list[Sequence[torch.Tensor]] = []
-        """The replicas' parts of each output tensor, with their graphs."""
+        """For each replica, its parts of the output tensors, with the replica's graph."""
         self._shares: list[float] = []
         self._output: list[Any] = []
         self._output_structure: Any = None
@@ -173,7 +174,7 @@ class _Pass:
         return tree_unflatten(leaves, self._output_structure)
 
     def backward(self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool) -> list[torch.Tensor | None]:
-        """Return the gradients of the trained parameters and inputs, given those of the output's tensors."""
+        """Return the gradients of the trained parameters and the inputs, given the gradients of the output tensors."""
         if not self._starts:
             raise UsageError(
                 "backward() was called twice through the same output of the model: pass retain_graph=True in the first "
@@ -199,8 +200,8 @@ class _Pass:
 
             owner._threads.run(walk, count)
         else:
-            # This thread may be autograd's thread for an accelerator. Waiting for other threads would then be a
-            # deadlock. Autograd walks the graphs of several devices at the same time anyway.
+            # Do not wait for other threads here: this may be autograd's thread for an accelerator, so waiting could be
+            # a deadlock. Autograd itself uses one thread per accelerator.
             torch.autograd.backward(
                 [end for one in ends for end in one],
                 [gradient for one in ends_gradients for gradient in one],
@@ -221,13 +222,13 @@ class _Pass:
 
 
 class _Replicated(torch.autograd.Function):
-    """The replicas' graphs as one node of the program's graph."""
+    """The node of the program's autograd graph that contains the replicas' graphs."""
 
     @staticmethod
     def forward(
         ctx: Any, run: _Pass, parts: list[list[Any]], structure: Any, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the joined outputs; `tensors` are the trained parameters and inputs, arguments for their gradients."""
+        """Return the joined outputs. Backward has gradients for `tensors`, the trained parameters and the inputs."""
         ctx.run = run
         ctx.set_materialize_grads(False)
         joined = run.forward(parts, structure)
@@ -260,7 +261,7 @@ def _take_gradient(start: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _sum(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    """Return the sum of the gradients other than None, in order; it may reuse the first one's memory."""
+    """Return the sum of the gradients that are not None, in order. It may be in the memory of the first gradient."""
     total: torch.Tensor | None = None
     for gradient in gradients:
         if gradient is not None:

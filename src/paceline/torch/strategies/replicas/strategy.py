@@ -17,7 +17,7 @@ from paceline.torch.strategies.one_device import only_rank
 from paceline.torch.strategies.replicas.replica_set import Replicas, ReplicaValues
 
 MOST_BY_DEFAULT = 4
-"""Default limit of replicas on a CPU with many cores: each replica adds a set of gradients to sum."""
+"""Largest default number of replicas on a CPU, because each replica adds gradients that must be summed."""
 
 
 class ReplicaStrategy(Strategy):

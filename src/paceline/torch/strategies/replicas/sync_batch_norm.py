@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks, on the CPU; torch's own supports only GPUs."""
+"""Batch normalization over the batches of all ranks, on the CPU. torch's ``SyncBatchNorm`` supports only GPUs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Normalize(torch.autograd.Function):
                 "ranks, expected 2 or more; make the batch larger"
             )
         mean = (counts * means).sum(0) / total
-        # Combine the variances and the distances of the means (Chan, Golub and LeVeque, 1979), without cancellation.
+        # Combine the ranks' variances and means by Chan, Golub and LeVeque (1979), which avoids cancellation.
         variance = (counts * (variances + (means - mean).square())).sum(0) / total
         inverse = (variance + eps).rsqrt().to(wide.dtype)
         normalized = (wide - mean.to(wide.dtype).view(shape)) * inverse.view(shape)

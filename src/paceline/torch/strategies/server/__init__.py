@@ -1,1 +1,1 @@
-"""The `ParameterServer` strategy: dense tables, staging and the optimizer on the servers."""
+"""The strategy `ParameterServer`: parameters in dense tables, copies to and from messages, updates on the servers."""

@@ -16,7 +16,7 @@ _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def check_is_first(name: str) -> None:
-    """Raise UsageError if this process, a rank of a launcher, has another open strategy with servers."""
+    """Raise UsageError if this process already has an open strategy with servers, although it is a launcher's rank."""
     if environment().rank is not None and any(not client.servers.is_closed for client in _clients):
         raise UsageError(
             f"strategy {name}: this process already has a strategy with servers, which trains one model: for several "
@@ -44,7 +44,7 @@ def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Clie
 def check_cluster(
     client: Client, name: str, consistency: Consistency | None, replicas: int | None, min_replicas: int | None = None
 ) -> None:
-    """Raise UsageError unless the servers have the requested settings, or more replicas; None accepts any value."""
+    """Raise UsageError unless the servers have the requested settings (or more replicas). None accepts any value."""
     for option, value in (("replicas", replicas), ("min_replicas", min_replicas)):
         if value is not None and value < 0:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""A model's dense parameters on servers: gradients are sent during backward, and values are received."""
+"""A model's dense parameters on servers: send gradients during backward, and receive the new values."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class DenseParameters:
         is_sequential = isinstance(self._consistency, Sequential)
         self.hands_on = HandsOn(ranks, joins=is_sequential, overlaps=overlaps)
         self.holds = False
-        """Whether gradients are only added up, without sending."""
-        # Average the workers' gradients here if the servers sum them.
+        """Whether backwards only add to the gradients, without sending them."""
+        # Servers that sum the workers' gradients need gradients that are divided by the number of workers.
         adds_up = isinstance(self._consistency, Sequential) and self._consistency.aggregate == "sum"
         staging = Staging(device, 1.0 / ranks.size if adds_up else 1.0)
         self._push_pull = PushPull(client, staging, ranks.rank)
@@ -78,10 +78,10 @@ class DenseParameters:
         self._undo.append(make_wait(model, wait_for_values))
 
     def add(self, optimizer: Optimizer, groups: Sequence[Sequence[Slot]], order: Mapping[nn.Parameter, Any]) -> None:
-        """Write rank 0's values and the state of `optimizer` to the servers, which own them afterwards.
+        """Write rank 0's values and the state of `optimizer` to the servers, which update them from now on.
 
-        `groups` has at least one slot for every parameter group, `order` the models' parameters in order.
-        Raises UsageError for a parameter of another optimizer.
+        `groups` has the slots of every parameter group, at least one per group; `order` has the models' parameters in
+        order. Raises UsageError for a parameter of another optimizer.
         """
         places = {parameter: place for place, parameter in enumerate(order)}
         slots = [slot for group in groups for slot in group]
@@ -99,7 +99,7 @@ class DenseParameters:
         self.hands_on.add(slots)
         tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in slots})
         for slot in slots:
-            optimizer.state.pop(slot.parameter, None)  # it is on the servers now
+            optimizer.state.pop(slot.parameter, None)  # the servers have this state now
             watch(slot)
             slot.wait_for_values = functools.partial(self._wait_for, slot.parameter)
             self._undo.append(functools.partial(unwatch, slot))
@@ -134,13 +134,13 @@ class DenseParameters:
                 self._push_pull.push(bucket)
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """Prepare to send the iteration's last gradients. Raises UsageError for gradients that cannot be sent."""
+        """Prepare to send the iteration's remaining gradients. Raises UsageError for gradients that cannot be sent."""
         tables, slots, _ = self._parts[optimizer]
         self._check(slots)
         self.hands_on.end(slots)
-        # After reading its values this worker is at the iteration on every server: the last iteration is fully applied,
-        # and the current one is not until the worker ticks. So under sequential consistency new hyperparameters apply
-        # to exactly this iteration, and otherwise to all gradients that arrive later.
+        # When this worker has received its values, every server has applied the last iteration completely, and applies
+        # the current iteration only after this worker's tick. So under sequential consistency new hyperparameters apply
+        # to exactly this iteration. Under other consistencies they apply to all gradients that arrive later.
         self.wait_all()
         self.write_back()
         if self._ranks.rank == 0:
@@ -161,9 +161,9 @@ class DenseParameters:
         return optimizer in self._parts
 
     def drop_pushes(self) -> None:
-        """Restore the servers' values after gradients were pushed for a step that does not follow."""
+        """Restore the servers' values if gradients were pushed, but the optimizer's step does not follow."""
         if any(slot.num_backward for slot in self._slots) and not self._find_written():
-            self._push_pull.pull(self._buckets)  # after the pushes in flight
+            self._push_pull.pull(self._buckets)  # these pulls follow the pushes in flight
         self.wait_all()
 
     def begin_iteration(self) -> None:
@@ -215,16 +215,16 @@ class DenseParameters:
                 slot.values.seal()
 
     def _depart(self, slots: Sequence[Slot]) -> None:
-        """Mark the parameters as waiting for new values, which counts as a change."""
+        """Make accesses to the parameters wait for their new values, and give the parameters a new version."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([slot.parameter for slot in slots])
         for slot in slots:
             slot.values.reset()
             depart(slot)
-        if _is_compiling_code():  # compiled code reads parameters without an access that could wait
+        if _is_compiling_code():  # compiled code reads the memory without an access that waits
             self.wait_all()
         for slot in slots:
-            if slot.values.is_exposed:  # an alias of its memory is also read and written without an access
+            if slot.values.is_exposed:  # the program can use the memory through an alias, without an access that waits
                 self._wait_for(slot.parameter)
                 slot.values.seal()
 
@@ -235,8 +235,9 @@ class DenseParameters:
     def write_back(self, *, all_present: bool = False) -> None:
         """Send the program's writes to parameters to the servers.
 
-        Under sequential consistency rank 0's values precede all updates of this iteration, because this rank has not
-        ticked. Otherwise updates arrive at any time, so only the first iteration can start with writes.
+        Under sequential consistency the servers apply rank 0's values before this iteration's updates, because this
+        rank has not ticked yet. Under other consistencies updates may arrive at any time, so writes are allowed only
+        before the first step.
         """
         written = self._find_written()
         if not written:
@@ -249,18 +250,18 @@ class DenseParameters:
             self._ranks.barrier()
 
     def write_values(self) -> None:
-        """Write the module's values, equal on every rank, to the servers; every rank calls it."""
+        """Write the module's values, which are equal on all ranks, to the servers. Every rank calls this method."""
         for part in self._parts.values():
             part.tables.write(None)
         self.pull_all()
 
     def read_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-        """Return an optimizer's state on the servers; a rank may call it alone."""
+        """Return the state of an optimizer from the servers. A rank may call this method alone."""
         self.wait_all()
         return self._parts[optimizer].tables.read_state() if optimizer in self._parts else {}
 
     def write_state(self, optimizer: Optimizer, state: dict[int, dict[str, Any]]) -> None:
-        """Write an optimizer's state, equal on every rank, to the servers; every rank calls it."""
+        """Write an optimizer's state, which is equal on all ranks, to the servers. Every rank calls this method."""
         if optimizer not in self._parts:
             return
         self.wait_all()
@@ -280,7 +281,7 @@ def _is_compiling_code() -> bool:
 def check_may_write(
     slot: Slot, ranks: Ranks, tables: DenseTables, consistency: Consistency, *, all_take_part: bool
 ) -> None:
-    """Raise UsageError if writing to a slot's parameter cannot have the same effect as on one device."""
+    """Raise UsageError if the program's write to a slot's parameter would have another effect than on one device."""
     problem = f"rank {ranks.rank}: parameter {slot.name!r} was written to after prepare()"
     if ranks.size > 1 and not isinstance(consistency, Sequential) and tables.num_steps:
         raise UsageError(
@@ -294,7 +295,7 @@ def check_may_write(
 
 
 def write_back(written: Sequence[Slot], ranks: Ranks, tables: DenseTables) -> None:
-    """Write rank 0's values of `written` to the servers. Raises UsageError unless all ranks wrote the same."""
+    """Write rank 0's values of the slots `written` to the servers. Raises UsageError if ranks have different values."""
     checksums_by_rank = ranks.exchange_as(
         "has written to parameters", [[slot.name, _checksum(slot)] for slot in written]
     )

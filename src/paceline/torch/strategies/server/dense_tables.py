@@ -1,8 +1,8 @@
 """Store a model's parameters in dense tables on servers: layout and buckets.
 
-Every parameter group is one float32 table, with its parameters in the model's order, which is approximately the order
-of forward. A *bucket* is a range of a table that is pushed and pulled in one message: several small parameters, or a
-part of a large parameter.
+Every parameter group is one float32 table. Its parameters have the model's order, which is approximately the order in
+which the forward uses them. A *bucket* is a range of a table that is pushed and pulled in one message: several small
+parameters, or a part of a large parameter.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _WRITTEN_AT_ONCE = 1 << 21  # elements
 
 
 class Slot:
-    """The location of a parameter: elements [start, start + size) of the table of its group."""
+    """The location of a parameter: elements [start, start + size) of its parameter group's table."""
 
     def __init__(self, parameter: nn.Parameter, name: str, number: int, group: int, start: int) -> None:
         self.parameter = parameter
         self.name = name
-        self.number = number  # among the optimizer's parameters, as in its state_dict()
+        self.number = number  # the parameter's number in the optimizer's state_dict()
         self.group = group
         self.start = start
         self.size = parameter.numel()
         self.kind = (parameter.shape, parameter.dtype, parameter.device)
         self.buckets: list[Bucket] = []
-        self.num_backward = 0  # number of gradients from backward in this iteration
+        self.num_backward = 0  # backwards that reached the parameter in this iteration
         self.is_averaged = False  # whether its gradient is the mean over the ranks
         self.gradient = GradientWatch(parameter)
         self.values = ValueWatch(parameter)
@@ -66,12 +66,12 @@ def _describe(shape: Any, dtype: Any, device: Any) -> str:
 
 
 class Bucket:
-    """Elements [start, stop) of a group's table, with their parameters."""
+    """Elements [start, stop) of a parameter group's table, and the parameters that they belong to."""
 
     __slots__ = ("group", "is_current", "num_missing", "slots", "start", "stop", "table", "was_pushed")
 
     table: DenseTable
-    """Set by :class:`DenseTables`."""
+    """The group's table; :class:`DenseTables` sets it."""
 
     def __init__(self, group: int, start: int, stop: int, slots: Sequence[Slot]) -> None:
         self.group = group
@@ -152,7 +152,8 @@ class DenseTables:
         self._ranks = ranks
         self._optimizer = optimizer
         self.groups = groups
-        # This name is unique among the trainings on these servers, because tables exist until the servers end.
+        # The tables' names must be new on these servers, because tables of earlier trainings remain until the servers
+        # end.
         token = ranks.exchange(secrets.token_hex(4))[0]
         self.rules: list[UpdateRule] = [rule_of(optimizer, group) for group in optimizer.param_groups]
         self.tables: list[DenseTable | None] = [
@@ -161,7 +162,7 @@ class DenseTables:
                 size=slots[-1].start + slots[-1].size,
                 update=rule,
                 filters=filters,
-                pull_filters=(),  # lossless, because a program may write pulled values back
+                pull_filters=(),  # no filters, because a program may write pulled values back
             )
             if slots
             else None
@@ -174,7 +175,7 @@ class DenseTables:
         self.num_steps = 0
 
     def follow_rules(self) -> None:
-        """Send changed hyperparameters of the optimizer to the servers; only rank 0 calls it."""
+        """Send the optimizer's changed hyperparameters to the servers. Only rank 0 calls this method."""
         for position, group in enumerate(self._optimizer.param_groups):
             table = self.tables[position]
             if table is None:
@@ -185,8 +186,8 @@ class DenseTables:
                 self.rules[position] = rule
 
     def write(self, state: Mapping[int, Mapping[str, Any]] | None) -> None:
-        """Write rank 0's module values and a torch optimizer state (None: unchanged); all ranks call it and wait."""
-        self._ranks.barrier()  # all pushes have ended
+        """Write rank 0's module values and the state of torch's optimizer (None: keep it). All ranks call this."""
+        self._ranks.barrier()  # so that no push arrives after the values
         if self._ranks.rank == 0:
             for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
                 if table is None:
@@ -201,7 +202,7 @@ class DenseTables:
         self._ranks.barrier()
 
     def assign(self, slots: Iterable[Slot]) -> None:
-        """Write the values of `slots`, not the optimizer's state; one rank calls it while no push is applied."""
+        """Write the values of `slots`, but no optimizer state. One rank calls it while the servers apply no push."""
         for slot in slots:
             table = self.tables[slot.group]
             assert table is not None
@@ -218,7 +219,7 @@ class DenseTables:
             write_records(self._client, table.spec, keys, np.column_stack([values[part], *planes[:, part]]))
 
     def read_all(self, table: DenseTable) -> Floats:
-        """Return a table's values and state planes, float32 [1 + num_planes, size]."""
+        """Return a table's values, and one plane of values for each optimizer state: float32 [1 + num_planes, size]."""
         return self._read(table, 0, table.size)
 
     def _read(self, table: DenseTable, start: int, stop: int) -> Floats:
@@ -231,7 +232,7 @@ class DenseTables:
         return planes[:, start:stop]
 
     def read_state(self) -> dict[int, dict[str, Any]]:
-        """Return the state of every parameter, as in torch's optimizer, by parameter number."""
+        """Return the state of every parameter by parameter number, in the form of torch's optimizer."""
         state: dict[int, dict[str, Any]] = {}
         for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
             if table is None or not num_planes(rule):
@@ -244,7 +245,7 @@ class DenseTables:
 
 
 def broadcast_tensors(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
-    """Give every rank rank 0's values of tensors of any dtype and device, in place."""
+    """Overwrite the tensors of every rank with the values of rank 0. The tensors may have any dtype and device."""
     if ranks.group is None:
         return
     with torch.no_grad():

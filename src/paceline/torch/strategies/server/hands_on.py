@@ -1,8 +1,8 @@
 """Observe whether a program changes gradients between ``backward()`` and ``optimizer.step()``.
 
-At first, ``optimizer.step()`` sends the gradients. If the servers join the gradients of all workers, every
-``backward()`` ends with averaging over the ranks, so that changes apply to the complete batch. After some steps without
-changes, each rank sends its gradients during backward. A later change raises UsageError.
+At first, ``optimizer.step()`` sends the gradients. If the servers make one update from all workers' gradients, every
+``backward()`` ends with averaging over the ranks, so that changes apply to the gradient of the complete batch. After
+three steps without changes, each rank sends its gradients during backward. A later change raises UsageError.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from paceline.torch.strategies.reached import average_present
 from paceline.torch.strategies.server.dense_tables import Slot
 from paceline.torch.strategies.server.watched import gradient_of, set_gradient
 
-_CALM_STEPS = 3  # steps without an access to gradients before they are sent early
-_NEVER = -(1 << 30)  # stays below 0 with any number of steps added
+_CALM_STEPS = 3  # after so many steps without an access to gradients, they are sent early
+_NEVER = -(1 << 30)  # so small that added steps never reach `_CALM_STEPS`
 _LOOP = "is in backward(), or past the loop"
 
 
 class HandsOn:
-    """The gradients of slots over the iterations, and the observations of the program.
+    """Observes the program's accesses to the gradients of slots, and decides when gradients are averaged and sent.
 
-    `joins`: servers make one step from all workers' gradients. Without `overlaps` gradients are never sent early.
+    `joins`: the servers make one update from all workers' gradients. Without `overlaps`, gradients are never sent early
+    (during backward).
     """
 
     def __init__(self, ranks: Ranks, *, joins: bool, overlaps: bool) -> None:
@@ -34,14 +35,14 @@ class HandsOn:
         self._joins = joins and ranks.group is not None
         self._num_calm = 0 if overlaps else _NEVER
         self._becomes_early = False
-        self._backward = -1  # torch's number of the running backward
+        self._backward = -1  # torch's number of the last backward
         self.is_early = False
         """Whether gradients are sent during backward."""
-        self._is_uneven = False  # ranks have different numbers of batches: some iterations lack ranks
+        self._is_uneven = False  # ranks have different numbers of batches, so some iterations lack ranks
         self._has_early_leaver = False  # a rank left the epoch before the end of its data
 
     def add(self, slots: Sequence[Slot]) -> None:
-        """Also watch the gradients of another optimizer's `slots`; then gradients are never sent early."""
+        """Watch the gradients of an optimizer's `slots`. With several optimizers, gradients are never sent early."""
         if self._slots:
             self._num_calm = _NEVER
             self.is_early = self._becomes_early = False
@@ -57,7 +58,7 @@ class HandsOn:
         return self._joins and not self.is_early and self.all_take_part
 
     def begin_epoch(self, *, is_early: bool, is_uneven: bool) -> None:
-        """`is_early`: all ranks send gradients early. `is_uneven`: their numbers of batches differ."""
+        """`is_early`: all ranks send gradients early. `is_uneven`: the ranks' numbers of batches differ."""
         self.is_early = is_early
         self._is_uneven = is_uneven
         self._has_early_leaver = False
@@ -67,7 +68,7 @@ class HandsOn:
         return not (self._is_uneven or self._has_early_leaver)
 
     def record_gradient(self, slot: Slot, *, is_held: bool) -> None:
-        """Record a gradient of backward. Raises UsageError if the parameter's gradient was sent already."""
+        """Record a gradient that backward computed. Raises UsageError if the parameter's gradient was already sent."""
         slot.is_averaged = False
         slot.gradient.keeps = self.is_early or self._joins
         slot.gradient.open()
@@ -91,7 +92,7 @@ class HandsOn:
         """Replace the gradients by their mean over all ranks, unless a rank has left the loop."""
         group = self._ranks.group
         assert group is not None
-        if any(slot.gradient.was_changed for slot in self._slots):  # by a hook after the strategy's hook
+        if any(slot.gradient.was_changed for slot in self._slots):  # by the program's own hook
             self._num_calm = _NEVER
         has_gradient = bytes(slot.grad is not None for slot in self._slots)
         states = self._ranks.exchange_as(_LOOP, [True, self._num_calm, has_gradient])
@@ -109,13 +110,13 @@ class HandsOn:
             slot.gradient.open()
 
     def meet(self) -> None:
-        """Wait until no rank averages. Call it before other exchanges, because some ranks may be in the loop."""
+        """Wait until no rank averages gradients. Call it before other exchanges, because ranks may be in the loop."""
         if self._joins and not self.is_early and not self._is_uneven:
             while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
                 pass
 
     def end(self, slots: Sequence[Slot]) -> None:
-        """Prepare for the step of the optimizer of `slots`. Raises UsageError for gradients changed too late."""
+        """Prepare for the step of the optimizer of `slots`. Raises UsageError for gradients that changed too late."""
         changed = [slot for slot in slots if slot.gradient.was_changed]
         for slot in changed:
             if self.is_early or (self._joins and not slot.is_averaged):

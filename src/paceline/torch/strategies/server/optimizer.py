@@ -1,4 +1,4 @@
-"""The optimizer in the training loop if servers update the parameters."""
+"""The optimizer that the training loop uses if servers update the parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.torch.strategies.server.dense_parameters import DenseParameters
 
 
 class ServerOptimizer(Optimizer):
-    """Replaces the user's optimizer, with the same groups, hooks and schedulers; its state is on the servers."""
+    """Replaces the user's optimizer, with the same groups, hooks and schedulers, and with the state on the servers."""
 
     _step_supports_amp_scaling = False  # GradScaler must divide the gradients itself, even for a fused optimizer
 
-    # Optimizer.__init__ is not called: all other attributes come from the user's optimizer.
+    # Optimizer.__init__ is not called, because all other attributes come from the user's optimizer.
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ServerOptimizer(Optimizer):
         self._dense = dense
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # during copying
+        if name == "inner":  # copy.copy() reads it before it is set
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -56,14 +56,14 @@ class ServerOptimizer(Optimizer):
         return {**self.inner.state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Write a state of torch's optimizer to the servers; every rank calls it."""
+        """Write a state of torch's optimizer to the servers. Every rank calls this method."""
         self.inner.load_state_dict({**state_dict, "state": {}})
         if self._dense is not None:
             self._dense.write_state(self.inner, state_dict["state"])
 
     @property
     def state(self) -> Any:
-        """Raise UsageError: the state is on the servers, and writing to a local one would have no effect."""
+        """Raise UsageError, because the state is on the servers, and a write to a local state would have no effect."""
         raise UsageError(
             "optimizer.state is on the servers: read it by optimizer.state_dict(), and set it by load_state_dict()"
         )
@@ -73,7 +73,7 @@ class ServerOptimizer(Optimizer):
         self.state  # noqa: B018
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UsageError: prepare() determines the parameters on the servers."""
+        """Raise UsageError, because only prepare() stores parameters on the servers."""
         raise UsageError("add_param_group() after prepare(): pass all parameters to the optimizer before prepare()")
 
     def __repr__(self) -> str:

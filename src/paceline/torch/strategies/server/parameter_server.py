@@ -1,4 +1,4 @@
-"""Parameters on servers: gradients are sent during backward, values are received during the next forward.
+"""Parameters on servers: ranks send gradients during backward, and receive values during the next forward.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI'14. The order of the pulls
 follows Hashemi et al., "TicTac", and Jayarajan et al., "Priority-based Parameter Propagation", both MLSys'19.
@@ -41,29 +41,29 @@ class ParameterServer(Strategy):
     """One process per device; servers store the parameters and the optimizer's state, and make the updates.
 
     The servers store every parameter of the optimizer as float32, in a table per parameter group, and update it by the
-    optimizer's rule. ``backward()`` sends gradients in buckets of `bucket_mb` MiB as they are computed (a large
-    parameter from its own memory), ``optimizer.step()`` sends the rest. Then the values are received, the first layers'
-    first. Forward, like any other access, waits for exactly the parameters that it uses. The program may write to
-    parameters (clamping, initializing, loading): under sequential consistency at any time, else only before the first
-    step. The next step sends these values to the servers. Every rank must write the same.
-
-    Buffers (such as BatchNorm's statistics) are rank 0's at the start, each rank's own in training, and rank 0's in a
-    checkpoint. Ranks may have different numbers of batches: the other ranks do not wait for one that has run out, until
-    its next epoch.
+    optimizer's rule. ``backward()`` sends gradients in buckets of `bucket_mb` MiB as soon as a bucket is complete (a
+    large parameter without a copy); ``optimizer.step()`` sends the remaining gradients. Then the rank receives the new
+    values, those of the first layers first. Forward, like any other access, waits only for the parameters that it uses.
+    The program may write to parameters (clamping, initializing, loading): under sequential consistency at any time,
+    under other consistencies only before the first step. The next step sends these values to the servers. Every rank
+    must write the same values. Every rank starts with rank 0's buffers (such as BatchNorm's statistics); in training
+    each rank changes its own buffers, and a checkpoint contains rank 0's. Ranks may have different numbers of batches:
+    when a rank has no more batches, the other ranks continue without it until the next epoch.
 
     Changes of gradients between ``backward()`` and ``optimizer.step()`` (clipping, loss scaling) have the same effect
-    as on one device under sequential consistency: ``backward()`` ends with averaging over the ranks, and gradients are
-    sent in the step. If a program does not touch them for three steps, and runs ``backward()`` once per step, they are
-    sent during ``backward()`` from then on; a later change raises UsageError. `overlap=False` never sends early.
+    as on one device under sequential consistency, because ``backward()`` ends with averaging over the ranks, and
+    gradients are sent in the step. After three steps in which the program does not access gradients and runs
+    ``backward()`` once, gradients are sent during ``backward()``; a later change raises UsageError. With
+    `overlap=False` gradients are never sent during ``backward()``.
 
-    - `unused`: a parameter without a gradient is an ``"error"``, or with ``"skip"`` counts as a gradient of zero if
-      other ranks have one; if none has, it is not updated, as with torch's optimizers.
+    - `unused`: a parameter without a gradient is an ``"error"``, or is skipped (``"skip"``): its gradient counts as
+      zero if another rank has a gradient; otherwise the parameter is not updated, as with torch's optimizers.
     - `timeout`: time to wait for other processes.
     - `filters` of gradients and of embeddings' pushed rows (a list, or a text such as ``quantize:4``; default:
-      ``paceline run --filters``), unless an embedding has its own. Parameters' values are not filtered.
-    - `pull_filters` of embeddings' pulled rows (default: those of `filters` that work on values and bytes).
-    - `consistency` (``BoundedDelay(tau=4)``), `replicas` and `min_replicas` (this number or more): requirements of the
-      program. The launcher sets the servers' own, and a difference raises UsageError.
+      ``paceline run --filters``), unless an embedding has its own filters. Parameters' values are not filtered.
+    - `pull_filters` of embeddings' pulled rows (default: the filters of `filters` that work on values and bytes).
+    - `consistency` (``BoundedDelay(tau=4)``), `replicas` and `min_replicas` (this number or more): the settings that
+      the program requires. The launcher sets the servers' settings; if they differ, the constructor raises UsageError.
 
     Raises UsageError without servers: start the program with ``paceline run --strategy parameter-server``.
     """
@@ -199,9 +199,9 @@ class ParameterServer(Strategy):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the norm of the complete batch under sequential consistency.
 
-        Under bounded delay and eventual consistency it is the norm of this rank's own gradients, which are applied
-        separately. Raises UsageError if gradients were sent during ``backward()``, because the first steps did not
-        touch them, and if ranks have different numbers of batches.
+        Under bounded delay and eventual consistency, clip by the norm of this rank's own gradients, which the servers
+        apply separately. Raises UsageError if ``backward()`` has already sent the gradients, because the program did
+        not access them in the first steps, and if ranks have different numbers of batches.
         """
         hands_on = None if self.dense is None else self.dense.hands_on
         if hands_on is not None and hands_on.is_early:
@@ -222,8 +222,9 @@ class ParameterServer(Strategy):
     @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
         """Return a context for an epoch. Under sequential consistency all ranks start it together."""
-        # Sequential ranks lose no time by meeting here. Other ranks would, so they compare only once. A returning rank
-        # must join after all ranks have ended the last epoch, and before they train on.
+        # Under sequential consistency, ranks exchange their numbers of batches before every epoch, because they wait
+        # for each other anyway; otherwise only before the first epoch. A rank that returns must join after all ranks
+        # have ended the last epoch, and before they continue.
         has_retired, self._has_retired = self._has_retired, False
         any_retired = has_retired
         if self._is_sequential or self._is_uneven is None:
@@ -240,30 +241,30 @@ class ParameterServer(Strategy):
         if has_retired:
             self.client.join()
             if self.dense is not None:
-                self.dense.pull_all()  # other ranks may have trained on
+                self.dense.pull_all()  # other ranks may have trained without this rank
         if any_retired and self._is_sequential:
             self.barrier()
         self._num_epochs = number = self._num_epochs + 1
         try:
             yield
-        except GeneratorExit:  # `break` ended the loop; other ranks may continue
+        except GeneratorExit:  # the program ended the loop by `break`; other ranks may continue
             if number == self._num_epochs:
                 self._leave_epoch()
             raise
 
     def _leave_epoch(self) -> None:
-        """Leave the iterations before the end of the data, and drop pushes without a step."""
+        """Leave the iterations before the end of the data; drop gradients that were pushed without a following step."""
         dense = self.dense
         if self.world_size == 1 or self._has_retired or dense is None:
             return
-        with contextlib.suppress(PacelineError):  # the caller cannot catch it; the next call to the servers raises it
+        with contextlib.suppress(PacelineError):  # nothing catches an error here; the next request raises it again
             dense.drop_pushes()
             self.client.retire()
             self._has_retired = True
             dense.begin_iteration()
 
     def _meet(self) -> None:
-        """Wait until no rank averages gradients in a loop that this rank has left; call it before an exchange."""
+        """Wait until no rank averages gradients in a loop that this rank has left. Call this before an exchange."""
         if self.dense is not None:
             self.dense.hands_on.meet()
 
@@ -278,7 +279,7 @@ class ParameterServer(Strategy):
         return super().reduce(value, op)
 
     def _ran_out(self) -> None:
-        """Leave the iterations until the next epoch, unless all ranks end with the same iteration."""
+        """Leave the iterations until the next epoch, unless all ranks have the same number of batches."""
         if self._is_uneven and not self._has_retired:
             if self.dense is not None:
                 self.dense.wait_all()
@@ -296,13 +297,13 @@ class ParameterServer(Strategy):
             self.dense.wait_all()
             self._meet()
             self.dense.write_back(all_present=True)
-            self.barrier()  # afterwards the values include every rank's last push
+            self.barrier()  # so that the values include every rank's last push
             self.dense.pull_all()
         return super().gather_values()
 
     @override
     def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        self.gather_values()  # afterwards no message is in flight
+        self.gather_values()  # so that no message is in flight
         super()._scatter_values(values)
         if self.dense is not None:
             self.dense.write_values()
@@ -321,7 +322,7 @@ class ParameterServer(Strategy):
 
     @override
     def close(self) -> None:
-        """Disconnect after the values in flight have arrived."""
+        """Disconnect when all values in flight have arrived."""
         failure = self._end(at_once=False)
         if failure is not None:
             raise PeerError(failure)
@@ -335,7 +336,7 @@ class ParameterServer(Strategy):
             self._end(at_once=True, error=error)
 
     def _end(self, *, at_once: bool, error: BaseException | None = None, with_process: bool = False) -> str | None:
-        """Close; return another rank's report of its exception, unless this rank has ended by an exception too."""
+        """Close. Return another rank's report of its exception, unless this rank ends with an exception itself."""
         atexit.unregister(self._end)
         error = getattr(sys, "last_value", None) if with_process else error
         dense, self.dense = self.dense, None

@@ -14,11 +14,11 @@ from paceline.ps import Client, Ticket
 from paceline.torch.strategies.server.dense_tables import Bucket
 from paceline.torch.strategies.server.staging import Staging
 
-_PULLS_AT_ONCE = 3  # enough to keep a server busy; more would only take its memory for replies
+_PULLS_AT_ONCE = 3  # enough to keep a server busy; more pulls would only need memory for replies
 
 
 class PushPull:
-    """Pushes and pulls buckets in order, in a thread. Every later call raises a failure of the thread."""
+    """Pushes and pulls buckets in order, in a thread. If the thread fails, every later call raises its error."""
 
     def __init__(self, client: Client, staging: Staging, rank: int) -> None:
         self._client = client
@@ -27,8 +27,8 @@ class PushPull:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._num_unacknowledged = 0  # iterations
-        self._num_stale = 0  # buckets without the current values
+        self._num_unacknowledged = 0  # iterations whose pushes are not acknowledged
+        self._num_stale = 0  # buckets whose current values have not arrived
         self._pushes: list[Ticket] = []
         self._thread = threading.Thread(target=self._run, name="paceline-push-pull", daemon=True)
         self._thread.start()
@@ -40,7 +40,7 @@ class PushPull:
         self._jobs.put(lambda: self._push(bucket))
 
     def end_iteration(self, buckets: Sequence[Bucket]) -> None:
-        """Tick, and request the values of `buckets` in this order; return when the pushes are acknowledged."""
+        """End the iteration, and request the values of `buckets` in order. Return when the pushes are acknowledged."""
         self._staging.prepare_copies()
         self._mark_stale(buckets)
         self._num_unacknowledged += 1
@@ -76,14 +76,14 @@ class PushPull:
         raise error
 
     def close(self, *, at_once: bool) -> None:
-        """End the thread: immediately with `at_once`, else after the work in flight. Idempotent."""
+        """End the thread, with `at_once` immediately, otherwise after the work in flight. Idempotent."""
         self._jobs.put(None)
         if at_once:
             self._fail(UsageError("the strategy was closed while parameters were in flight"))
             self._client.abort()
         try:
             self._thread.join()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # for example KeyboardInterrupt
             self._client.abort()
             self._thread.join(5.0)
             raise
@@ -95,7 +95,7 @@ class PushPull:
                 return
             if self._failure is None:
                 try:
-                    with torch._C.DisableTorchFunctionSubclass():  # parameters would wait for this thread
+                    with torch._C.DisableTorchFunctionSubclass():  # else using a parameter would wait for this thread
                         job()
                 except BaseException as error:
                     self._fail(error)

@@ -1,7 +1,7 @@
 """Copy between parameters and the host memory of a client's messages.
 
-A bucket that is a part of one float32 parameter on the CPU uses the parameter's memory. Other buckets use a buffer of
-their size. For CUDA the buffer is pinned, and copied on a side stream.
+A bucket inside one float32 parameter on the CPU needs no copy. Any other bucket has a buffer of its size. For
+parameters on CUDA the buffer is in pinned memory, and is copied on a side stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Staging:
         self._copied: dict[Bucket, Any] = {}  # the event after a bucket's last copy on the side stream
 
     def collect(self, bucket: Bucket) -> None:
-        """Start copying a bucket's gradients; called by backward's thread when they are complete."""
+        """Start to copy a bucket's gradients. The thread of backward calls this when the gradients are complete."""
         if self._is_direct(bucket) and _is_plain(bucket.slots[0].grad):
             return
         self.prepare_copies()
@@ -62,7 +62,7 @@ class Staging:
                     buffer[target].mul_(self._factor)
 
     def gradients(self, bucket: Bucket) -> list[tuple[int, Floats]]:
-        """Return the gradients to push, in contiguous runs: (first element of the table, gradients)."""
+        """Return a bucket's gradients as contiguous runs: (number of the first element in the table, gradients)."""
         if self._is_direct(bucket):
             slot = bucket.slots[0]
             grad = slot.grad
@@ -84,7 +84,7 @@ class Staging:
         return [(bucket.start + a, buffer[a:b]) for a, b in runs]
 
     def prepare_copies(self) -> None:
-        """Make copies on the side stream wait for the device's queued work."""
+        """Make later copies on the side stream wait for the work that is queued on the device."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -113,7 +113,7 @@ class Staging:
                     values.copy_(buffer[target].view(values.shape))
 
     def wait(self, bucket: Bucket) -> None:
-        """Make later work of the device in this thread's stream wait for a bucket's values."""
+        """Make later work on this thread's stream wait until a bucket's values are on the device."""
         if bucket in self._copied:
             torch.cuda.current_stream(self._device).wait_event(self._copied[bucket])
 
@@ -140,7 +140,7 @@ def _is_plain(grad: torch.Tensor | None) -> bool:
 
 
 def _pieces(bucket: Bucket) -> list[tuple[Slot, slice, slice]]:
-    """Return a bucket's parameters, with the elements of each and their place in the bucket."""
+    """Return for each parameter of a bucket its slot, its elements in the bucket, and their place in the bucket."""
     pieces = []
     for slot in bucket.slots:
         start, stop = max(bucket.start, slot.start), min(bucket.stop, slot.start + slot.size)

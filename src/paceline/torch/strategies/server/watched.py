@@ -1,7 +1,7 @@
-"""Parameters that record the program's accesses to gradients and values, and accesses that wait for values in flight.
+"""Parameters that record the program's accesses to gradients and values, and make accesses wait for values in flight.
 
-A tensor's version counts neither changes through ``.data`` nor changes by some operations (``GradScaler``'s). All of
-these access an attribute of the parameter, which the parameter's class records here.
+Changes through ``.data`` and by some operations (``GradScaler``'s) do not change a tensor's version. But each such
+change first reads an attribute of the parameter, and the classes of this module record these accesses.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def set_gradient(parameter: nn.Parameter, grad: Tensor | None) -> None:
 
 
 def memory_of(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's memory as a tensor; writing to it does not change the parameter's version."""
+    """Return a parameter's memory as a tensor. Writes to this tensor do not change the parameter's version."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor = _data.__get__(parameter)
     return found
 
 
 class WatchedSlot(Protocol):
-    """The members of a slot that its parameter uses."""
+    """The attributes of a slot that a watched parameter uses."""
 
     parameter: nn.Parameter
     gradient: GradientWatch
@@ -49,11 +49,11 @@ class WatchedSlot(Protocol):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that records accesses to its gradient and memory in its slot. Copies have the original class."""
+    """A parameter that records in its slot accesses to its gradient and memory. Copies of it are not watched."""
 
     plain: type[nn.Parameter]
     arriving: type[WatchedParameter]
-    """The class during a transfer of values: every operation waits for them."""
+    """The class of the parameter while values are in flight: every operation waits for the values."""
 
     @property
     def data(self) -> Tensor:
@@ -191,7 +191,7 @@ class ValueWatch:
         self.reset()
 
     def reset(self) -> None:
-        """Record the current values, or those in flight, as the servers' values."""
+        """Record that the current values, or the values in flight, are the servers' values."""
         with torch._C.DisableTorchFunctionSubclass():
             self._version = self._parameter._version
         self._shown: Tensor | None = None
@@ -200,7 +200,7 @@ class ValueWatch:
         self._aliases = [alias for alias in self._aliases if alias() is not None]
 
     def expose(self, alias: Any) -> None:
-        """Record that the program gets a tensor or array of the memory, because NumPy's writes change no version."""
+        """Record that the program has an `alias` of the memory: NumPy arrays can be written without a new version."""
         memory = memory_of(self._parameter)
         if memory.device.type == "cpu" and memory.layout is torch.strided:
             self._aliases.append(weakref.ref(alias))
@@ -212,12 +212,12 @@ class ValueWatch:
         return any(alias() is not None for alias in self._aliases)
 
     def seal(self) -> None:
-        """Store a checksum of the memory, after its values have arrived."""
+        """Store a checksum of the memory. Call this method after the values have arrived."""
         if self._checksum is None:
             self._checksum = _checksum(memory_of(self._parameter))
 
     def show(self) -> None:
-        """Copy the memory before the program gets it, because the program can write to it without a new version."""
+        """Copy the memory before the program gets access, because the program can write without a new version."""
         if self._shown is None:
             self._shown = memory_of(self._parameter).clone()
 
@@ -241,7 +241,7 @@ class GradientWatch:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
-        self.keeps = False  # whether to copy a gradient before the program gets it, to detect a change
+        self.keeps = False  # whether to copy a gradient before the program gets access, to detect a change
         self.close()
 
     def open(self) -> None:
@@ -263,7 +263,7 @@ class GradientWatch:
             self._shown = None if grad is None else grad.detach().clone()
 
     def replace(self, grad: Tensor | None) -> None:
-        """Record that the program sets another gradient, before the step or instead of a backward."""
+        """Record that the program sets `grad` as the gradient, after a backward or instead of one."""
         if self._is_open:
             self.was_replaced = True
         elif grad is not None:
@@ -287,7 +287,7 @@ def _checksum(memory: Tensor) -> int:
 def _is_same(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided:
         one, other = one.to_dense(), other.to_dense()
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]  # NaN is NaN
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]  # as bits, NaN equals NaN
     return torch.equal(*bits)
 
 
@@ -297,7 +297,8 @@ _Wait = Callable[[nn.Parameter], None]
 class WaitingParameters(dict[str, Any]):
     """A module's own parameters; an access such as ``module.weight`` waits for the values.
 
-    It replaces the dictionary in ``nn.Module``, because hooks before forward would miss reads by other modules.
+    It replaces the dictionary in ``nn.Module``, because other modules may read the parameters without a forward, so
+    that hooks before forwards would miss the access.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: _Wait) -> None:
@@ -335,9 +336,9 @@ class WaitingParameters(dict[str, Any]):
 
 
 def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
-    """Make every access to the parameters of `model` wait; return a function that undoes it.
+    """Make every access to the parameters of `model` wait for values. Return a function that undoes this change.
 
-    Hooks before forwards cover recurrent modules, which also keep their parameters in other places.
+    Hooks before forwards are for recurrent modules, which also store their parameters in a list.
     """
     handles = []
     guarded: list[tuple[nn.Module, WaitingParameters]] = []
@@ -360,7 +361,7 @@ def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
 
 
 class _WaitBefore:
-    """A hook before a module's forward; a copy of the module does not wait."""
+    """A hook that waits for values before a module's forward. A copy of the module does not wait."""
 
     def __init__(self, parameters: WaitingParameters | None = None) -> None:
         self._parameters = parameters

@@ -1,7 +1,6 @@
-"""Compute calls of PyTorch functions that do not support shards with complete tensors.
-
-Every process makes such a call. The call gathers the shards in the arguments, and a tensor changed in place keeps its
-part of the result. The gradient of a gathered parameter is the mean over the processes.
+"""Call PyTorch functions that do not support shards with complete tensors instead. Every process must make such a call,
+which gathers the shards in the arguments. If the function changes a tensor in place, each process keeps its part of the
+result. The gradient of a gathered parameter is the mean over the processes.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from paceline.torch.strategies.base import Strategy
 
 _NUMBERS: Final = ("item", "tolist", "__bool__", "__float__", "__format__", "__index__", "__int__", "__reduce_ex__")
 _RANDOM: Final = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "rand_like", "randn_like", "dropout")
-"""Suffixes of functions' names. With shards, each process would draw the same numbers for its own shard."""
+"""Endings of random functions' names. These functions would draw the same numbers for each process's shard."""
 _IN_PLACE: Final = ("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__")
 _strategies: WeakKeyDictionary[DeviceMesh, Strategy] = WeakKeyDictionary()
 
 
 def compute_complete(mesh: DeviceMesh, strategy: Strategy) -> None:
-    """Compute calls with shards of `mesh` with complete tensors, if PyTorch does not support shards in them."""
+    """Make functions that do not support shards compute with complete tensors, for shards of `mesh`."""
     _strategies[mesh] = strategy
-    # Allow lists that contain unsharded tensors and shards.
+    # Lists may contain both unsharded tensors and shards, so this warning of PyTorch is wrong here.
     warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
     DTensor.__torch_function__ = classmethod(_call)  # type: ignore[assignment, method-assign]
 
 
 def as_shard(value: Any, like: Tensor) -> Any:
-    """Return this rank's part of a complete tensor of the shape of the sharded `like`; other values unchanged."""
+    """Return this rank's part of a complete tensor with the shape of the sharded `like`. Other values are unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:
@@ -66,9 +65,9 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
         target = args[0] if args else kwargs.get("tensor")
         _check(name, target, args, kwargs)
         if "foreach" in name:
-            if "amp" in name:  # PyTorch uses the mesh of the first tensor
+            if "amp" in name:  # PyTorch uses the mesh of the first tensor, so it must be a shard
                 args = (sorted(target, key=lambda tensor: not isinstance(tensor, DTensor)), *args[1:])
-            with implicit_replication():  # unsharded tensors are equal on all processes
+            with implicit_replication():  # allowed, because unsharded tensors are equal on all processes
                 return function(*args, **kwargs)
         if name == "__set__":
             value = as_shard(args[1], target)
@@ -87,7 +86,7 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
             except DistError:
                 raise
             except (NotImplementedError, RuntimeError):
-                pass  # PyTorch's reason concerns shards; any other error occurs again with complete tensors
+                pass  # try again with complete tensors; an error that does not concern shards occurs again
         strategy._ranks.exchange_as(f"computes with complete parameters in {name}()", None)
         return _compute(strategy, function, name, args, kwargs)
 
@@ -112,7 +111,7 @@ def _compute(strategy: Strategy, function: Any, name: str, args: Any, kwargs: An
 
 
 class _MeanGradient(torch.autograd.Function):
-    """The identity with the mean over the processes as gradient."""
+    """The identity function; its gradient is the mean of the gradients over the processes."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, strategy: Strategy) -> Tensor:
@@ -129,7 +128,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _check(name: str, target: Any, args: Any, kwargs: Any) -> None:
-    """Raise UsageError for a call whose result with shards would differ from the result with complete tensors."""
+    """Raise UsageError for calls whose results with shards differ from the results with complete tensors."""
     if name in ("backward", "grad") and kwargs.get("inputs", args[1:2]):
         _refuse(f"{name}(inputs=...)", "has no gradients for sharded parameters: use loss.backward() without inputs")
     if name in ("numpy", "__array__"):
@@ -149,7 +148,7 @@ def _refuse(call: str, reason: str) -> NoReturn:
 
 
 def _mark(result: Any, source: Any) -> Any:
-    """Mark results gathered from the shards of `source`, because changing them in place does not change `source`."""
+    """Mark results that were gathered from shards of `source`: a change of such a result does not change `source`."""
     if isinstance(source, DTensor):
         is_cut = any(isinstance(placement, Shard) for placement in source.placements)
         for leaf in tree_leaves(result):

@@ -19,7 +19,7 @@ _WITHOUT_SHARDS: Final = tuple(
     for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Rprop")
     if hasattr(torch.optim, name)
 )
-"""Optimizers that compute with complete parameters, or with operations that PyTorch does not have for shards."""
+"""Optimizers that need complete parameters, or operations that PyTorch does not support for shards."""
 
 
 class ReplacedParameter(nn.Parameter):
@@ -34,7 +34,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raise UsageError for a model without parameters, with hooks, several dtypes or sparse layers."""
+    """Raise UsageError for a model without parameters, or with hooks of parameters, several dtypes or sparse layers."""
     if not any(True for _ in model.parameters()):
         raise UsageError("strategy sharded: the model has no parameters, so there is nothing to shard")
     for name, parameter in model.named_parameters():
@@ -86,7 +86,7 @@ def _check_optimizer(optimizer: Optimizer, own: set[int]) -> None:
 
 
 def replace(optimizer: Optimizer, shards: Mapping[int, nn.Parameter]) -> None:
-    """Replace an optimizer's parameters by `shards`, by identity, together with their state."""
+    """Replace an optimizer's parameters and their state by `shards`, which has a shard for the id of each parameter."""
     for group in optimizer.param_groups:
         group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in shards]:
@@ -103,14 +103,14 @@ def retire(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def shard_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let ``load_state_dict`` accept complete values for shards: a hook of each module with parameters."""
+    """Convert complete values in `state` to shards. A hook before ``load_state_dict`` of modules with parameters."""
     for name, parameter in module._parameters.items():
         if parameter is not None and prefix + name in state:
             state[prefix + name] = as_shard(state[prefix + name], parameter)
 
 
 def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Let an optimizer's ``load_state_dict`` accept complete values for shards: a hook."""
+    """Convert complete values in `state` to shards. A hook before an optimizer's ``load_state_dict``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shards = {
         number: {key: as_shard(value, parameters[number]) for key, value in entries.items()}
@@ -120,7 +120,7 @@ def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_complete(value: Any, *, keep: bool) -> Any:
-    """Return a complete copy of a sharded tensor on the CPU; None unless `keep`. Every rank calls it."""
+    """Return a complete copy of a sharded tensor on the CPU; None unless `keep`. Every rank calls this function."""
     if not isinstance(value, DTensor):
         return value
     complete: Tensor = value.full_tensor().detach()
@@ -129,11 +129,11 @@ def as_complete(value: Any, *, keep: bool) -> Any:
 
 @torch.no_grad()
 def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float, group: Any) -> Tensor:
-    """Clip gradients by their total norm, over `group` for shards; return the norm. One message."""
+    """Clip gradients by their total norm, and return the norm. One all-reduce over `group` adds the shards' norms."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
     is_largest = norm_type == float("inf")
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # over shards, and over unsharded gradients
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # the sums over shards, and over unsharded gradients
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     for grad, local in zip(grads, locals_, strict=True):
         if local.numel():
@@ -150,7 +150,7 @@ def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: 
 
 
 def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return an output with copies of views, because in-place changes of views would remove ``fully_shard``'s hooks."""
+    """Copy the views in an output, because in-place changes of views would remove hooks of ``fully_shard``."""
     return tree_map_only(
         Tensor, lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output
     )
@@ -158,7 +158,7 @@ def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, _: Any) -> None:
-    """Give all ranks rank 0's persistent buffers before a training forward, as in DistributedDataParallel."""
+    """Copy rank 0's persistent buffers to all ranks before a forward in training, as in DistributedDataParallel."""
     if not (module.training and torch.is_grad_enabled()):
         return
     by_kind: dict[torch.dtype, list[Tensor]] = {}

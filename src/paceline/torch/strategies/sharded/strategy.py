@@ -43,8 +43,8 @@ class Sharded(Strategy):
     """Fully sharded data parallelism over PyTorch's ``fully_shard`` (FSDP2).
 
     Each process keeps 1/n of every parameter, of its gradient and of the optimizer's state. The parameters of a *unit*
-    (a block of the model) are gathered before its forward and again before its backward, and freed after each; its
-    gradients are averaged and scattered. The result is the same as under ``all-reduce``.
+    (a block of the model) are gathered before the unit's forward and again before its backward, and freed after each
+    pass. Each process then receives its part of the averaged gradients. The result is the same as under ``all-reduce``.
 
     - `units`: names of the modules that are gathered together, with ``*`` for any one part of a name (``blocks.*``);
       None: as in ``paceline run --shard``, else by :func:`~paceline.torch.strategies.sharded.units.choose_units`.
@@ -94,7 +94,7 @@ class Sharded(Strategy):
         for model in models:
             check_parameters(model)
         check_optimizers(optimizers, self.module)
-        inner = [getattr(model, "_orig_mod", model) for model in models]  # the models within torch.compile
+        inner = [getattr(model, "_orig_mod", model) for model in models]  # without torch.compile's wrapper
         units = [choose_units(model, self.options.units) for model in inner]
         self.units = [*self.units, *(name for names in units for name in names)]
         if self.world_size == 1:
@@ -140,7 +140,7 @@ class Sharded(Strategy):
             fully_shard(
                 unit,
                 mesh=mesh,
-                reshard_after_forward=True,  # the model's too, because gathered parameters are stale after a step
+                reshard_after_forward=True,  # also for the model, because gathered parameters are stale after a step
                 shard_placement_fn=place,
                 ignored_params=set(replicated),
             )
@@ -169,18 +169,17 @@ class Sharded(Strategy):
         parameter.grad.copy_(self.reduce(parameter.grad))
 
     def _meet_forward(self, called: nn.Module, _: Any) -> None:
-        """Detect a rank that calls a model alone, for example to evaluate it."""
-        if torch._C._current_graph_task_id() == -1:  # else backward repeats a forward
-            models = [getattr(model, "_orig_mod", model) for model in self.models]  # the models within torch.compile
+        """Raise UsageError if a rank calls a model alone, for example to evaluate it."""
+        if torch._C._current_graph_task_id() == -1:  # else a checkpointed forward is repeated within backward
+            models = [getattr(model, "_orig_mod", model) for model in self.models]  # without torch.compile's wrapper
             number = next(number for number, other in enumerate(models) if other is called)
             how = "train" if called.training and torch.is_grad_enabled() else "evaluate"
             self._ranks.exchange_as(f"calls model {number} to {how} it", None)
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context without effect: every backward averages and scatters gradients.
-
-        A rank has no memory for complete gradients. Adding several backwards in the shards has the same result.
+        """Return a context without effect, because a rank has no memory for complete gradients. Every backward averages
+        the gradients and adds them to the shards, which has the same result.
         """
         return contextlib.nullcontext()
 
@@ -194,7 +193,7 @@ class Sharded(Strategy):
     @override
     def gather_values(self) -> dict[str, Tensor]:
         """Return the complete parameters and persistent buffers by name, on rank 0; every rank calls it."""
-        # Meet first in the strategy's group, which reports a rank that saves alone.
+        # The strategy's own group comes first, because its error names a rank that saves alone.
         self._ranks.exchange_as("gathers the model's values, as save() does", None)
         values = {name: as_complete(value, keep=self.is_main) for name, value in super().gather_values().items()}
         return values if self.is_main else {}
@@ -207,7 +206,7 @@ class Sharded(Strategy):
 
     @override
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return torch's own optimizer state, complete, by parameter number, on rank 0; every rank calls it."""
+        """Return the complete optimizer state in torch's form, by parameter number, on rank 0. Every rank calls it."""
         return {
             position: {key: as_complete(value, keep=self.is_main) for key, value in entries.items()}
             for position, entries in super().gather_optimizer_state(number).items()

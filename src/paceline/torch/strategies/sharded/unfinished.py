@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 
 
 class Unfinished:
-    """Resets a sharded model's state after a pass that raised an exception on every process; keeps ``.grad``."""
+    """Resets a sharded model, except ``.grad``, before the first forward after a pass that failed on every process."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
@@ -34,7 +34,7 @@ class Unfinished:
 
     def _begin_forward(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # a checkpointed forward, repeated within backward
+            return  # backward repeats a checkpointed forward, which is no new pass
         if self._is_forward or self._is_backward:
             self._reset()
         self._is_forward = True
@@ -43,7 +43,7 @@ class Unfinished:
         self._model.reset_iter_state()
         units: list[Any] = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            unit.unshard()  # the gathered parameters have the gradients that were not scattered
+            unit.unshard()  # to reach the gradients of gathered parameters that were not scattered
             for parameter in unit.parameters():
                 if not isinstance(parameter, DTensor):
                     parameter.grad = None

@@ -1,6 +1,6 @@
-"""Choose the units of a sharded model, and the dimension along which a parameter is sharded. Pure.
-
-A process gathers one unit at a time, so it has at most one complete unit in addition to its shards.
+"""Choose the units of a sharded model (the blocks that are gathered as a whole), and the dimension along which a
+parameter is sharded. Pure. A process gathers one unit at a time, so it has at most one complete unit in addition to its
+shards.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, least: int =
 
 
 def _found(module: nn.Module, prefix: str) -> list[str]:
-    """Return the names of candidates below a module: items of containers, and modules without a container."""
+    """Return the names of possible units in a module: items of containers, and modules that contain no container."""
     names: list[str] = []
     for key, child in module.named_children():
         name = f"{prefix}{key}"
@@ -64,7 +64,7 @@ def _found(module: nn.Module, prefix: str) -> list[str]:
 
 
 def _matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the modules that match a pattern. Raises UsageError if none can be a unit."""
+    """Return the names of the modules that match a pattern. Raises UsageError if no such module can be a unit."""
     parts = pattern.split(".")
     matching = [
         name
@@ -107,8 +107,9 @@ def _shared(model: nn.Module, name: str) -> list[str]:
 def shard_dimension(shape: Sequence[int] | torch.Size, num_shards: int) -> int | None:
     """Return the dimension along which a parameter is sharded; None if every process keeps it complete.
 
-    It is dimension 0, unless shards would be empty and another dimension divides evenly: a layer of shape (1, n) is
-    sharded along its inputs. A small parameter with empty shards is not sharded.
+    The dimension is 0, unless shards would be empty. In that case it is the first other dimension whose size is a
+    multiple of the number of shards: a layer of shape (1, n) is sharded along its inputs. Without such a dimension, a
+    small parameter is not sharded.
     """
     rows = -(-shape[0] // num_shards) if shape and shape[0] else 0
     if rows and -(-shape[0] // rows) == num_shards:

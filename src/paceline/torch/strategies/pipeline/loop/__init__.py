@@ -1,1 +1,1 @@
-"""The view of the training loop: a model, outputs, losses and gradients as in one process."""
+"""The model, outputs, losses and gradients that the training loop sees; they behave as in one process."""

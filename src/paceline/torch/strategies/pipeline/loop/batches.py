@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 
 
 def batch_size(leaves: Sequence[Any]) -> int:
-    """Return the rows of a batch: the length of the first tensor with a dimension. Raises UsageError."""
+    """Return the number of rows of a batch: the length of the first tensor with a dimension. Raises UsageError."""
     size = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if not size:
         raise UsageError(
@@ -31,7 +31,7 @@ def batch_size(leaves: Sequence[Any]) -> int:
 
 
 def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
-    """Return a text about the arguments that are cut into microbatches and the others; "" if all are cut."""
+    """Return a text that lists the arguments that are cut into microbatches, and the others; "" if all are cut."""
     tensors = [
         (name, leaf)
         for name, value in arguments.items()
@@ -61,7 +61,7 @@ def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
 
 
 def row_bounds(size: int, parts: int) -> list[int]:
-    """Return the bounds of the parts of `size` rows. The first parts have one more row if there is a remainder."""
+    """Return the bounds of `parts` parts of `size` rows. If they cannot be equal, the first ones have one row more."""
     small, larger = divmod(size, parts)
     return [part * small + min(part, larger) for part in range(parts + 1)]
 

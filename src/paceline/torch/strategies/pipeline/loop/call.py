@@ -1,4 +1,4 @@
-"""A call of a pipelined model: its forwards and backwards run when the training loop needs values or gradients."""
+"""A call of a pipelined model. Its forwards and backwards run when the training loop needs values or gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepRunner(Protocol):
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> None:
-        """Carry out this rank's actions."""
+        """Run this rank's actions of `orders` in `step`; `doing` describes the loop's position for error messages."""
 
     def share_output(
         self, step: PipelineStep, rows: int, output_rows: OutputRows, known: Any, weights: NumberWeights
@@ -45,7 +45,7 @@ class StepRunner(Protocol):
 
 
 class ModelCall:
-    """One call of the model. It runs when values, or gradients of a loss, are requested."""
+    """One call of the model, which runs when the loop requests its values or the gradients of a loss."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ModelCall:
         *,
         grads: bool,
     ) -> None:
-        """`output` describes the result for the whole batch; None if it is not known yet."""
+        """`output` describes the result for the whole batch; None if the description is not known yet."""
         self.rows = rows
         self._output_rows = output_rows
         self._runner = runner
@@ -87,14 +87,15 @@ class ModelCall:
             )
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
-                # The parameters are in the graph, so that torch.autograd.grad() raises an error with the reason.
+                # Put the parameters into the graph. Then torch.autograd.grad() reaches _Joined, which raises
+                # UsageError.
                 parameters = [own for own in self._runner.module.parameters() if not own._backward_hooks]
                 tensors = list(_Joined.apply(self, anchor, len(parameters), *parameters, *tensors))  # type: ignore[no-untyped-call]
             self._joined = tensors
         return self._joined
 
     def train(self, terms: Sequence[PartialLoss], factor: float | Tensor) -> None:
-        """Run the whole schedule on the sum of some losses."""
+        """Run the whole schedule, with backward from the sum of `terms` times `factor`."""
         self._check_graph()
         bases = list(dict.fromkeys(term.base for term in terms))
         sums: dict[int, Tensor] = {}
@@ -129,7 +130,7 @@ class ModelCall:
         return torch.stack([self._losses[term.base] * term.scale for term in terms]).sum()
 
     def backward(self, grads: Sequence[Tensor | None]) -> None:
-        """Go backward from gradients of the whole output, after :meth:`values`."""
+        """Run the backwards, given the gradients of the whole output. Call it after :meth:`values`."""
         self._check_graph()
         bounds = row_bounds(self.rows, self._number_of_parts)
         by_part = {
@@ -148,7 +149,7 @@ class ModelCall:
             )
 
     def number_weights(self, leaf: int) -> Sequence[float]:
-        """Return the weight of each microbatch's number in the batch's number, on the last stage's rank."""
+        """Return the weight of each microbatch's number (such as its loss) in the batch's, on the last stage's rank."""
         if leaf not in self._weights:
             bounds = row_bounds(self.rows, self._number_of_parts)
             rows = [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -167,7 +168,7 @@ class ModelCall:
 
 
 class _Joined(torch.autograd.Function):
-    """The output's tensors in the loop's graph; its backward runs the stages' backwards."""
+    """The node with the output's tensors in the loop's autograd graph. Its backward runs the stages' backwards."""
 
     @staticmethod
     def forward(ctx: Any, call: ModelCall, anchor: Tensor, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Losses in parts: the sum of the microbatches' parts is exactly the loss of the whole batch.
 
-The divisor is the count of the whole batch, which depends on the targets alone. So parts of unequal size, ignored
-targets and class weights give the result of one process.
+Each part is divided by the number of targets in the whole batch, which depends on the targets alone. So microbatches of
+unequal size, ignored targets and class weights do not change the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class RowOperation:
-    """A call on a tensor without values yet, for each of its microbatches."""
+    """A call of a function on a pending output, to be repeated for each microbatch."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -48,10 +48,10 @@ class RowOperation:
 def as_operation(
     function: Any, shape: Sequence[int], rows: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[RowOperation, list[int]] | None:
-    """Return the operation for a call that treats all rows alike, and the result's shape; None for other calls.
+    """Return the operation for a call that treats every row separately, and the result's shape; None for other calls.
 
-    `shape` is the shape of the whole tensor, for a batch of `rows`. A view keeps examples apart if its result has the
-    same number of first-dimension rows per example for several sizes of batches.
+    `shape` is the shape of the whole tensor, for a batch of `rows`. A view keeps examples apart if the length of its
+    first dimension is proportional to the number of examples.
     """
     name = getattr(function, "__name__", "")
     if not shape or shape[0] % rows or name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING):
@@ -69,7 +69,7 @@ def as_operation(
         for size in (rows, rows + 1, 2 * rows + 3):
             result = operation(torch.empty([per_example * size, *shape[1:]], device="meta"))
             shapes.append((size, list(result.shape)))
-    except Exception:  # a view of a fixed size, for the whole batch only
+    except Exception:  # for example a view with a fixed number of rows
         return None
     whole = shapes[0][1]
     if not whole or whole[0] % rows:
@@ -82,16 +82,16 @@ def as_operation(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialLoss(ABC):
-    """Abstract: a term of a loss that is a sum of the microbatches' parts."""
+    """Abstract: a term of a loss. Its value is the sum of one part per microbatch."""
 
     leaf: int
     base: int = field(default_factory=lambda: next(_numbers))
-    """A unique number; multiples of the term share it."""
+    """A unique number of the term; its multiples have the same number."""
     scale: float | Tensor = 1.0
 
     @abstractmethod
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
-        """Return microbatch `number`'s part of the loss without `scale`, for a batch of `rows` in `parts`."""
+        """Return the part of microbatch `number`, without `scale`, for a batch of `rows` in `parts` microbatches."""
 
     def times(self, factor: float | Tensor) -> Self:
         return replace(self, scale=self.scale * factor)
@@ -102,24 +102,24 @@ class ReturnedLoss(PartialLoss):
     """A loss that the model itself returns."""
 
     weights: Callable[[int], Sequence[float]]
-    """The function returns the weight of each microbatch's number, given the leaf."""
+    """A function that returns the weight of each microbatch's loss, given the leaf."""
 
     @override
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
         weight = self.weights(self.leaf)[number]
-        return output * weight if weight else output.nan_to_num() * 0.0  # the mean of no targets is NaN
+        return output * weight if weight else output.nan_to_num() * 0.0  # a microbatch without targets has the mean NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLoss(PartialLoss):
-    """One loss over a model's output, as a sum over examples."""
+    """One loss function of a model's output, as a sum over examples."""
 
     operations: tuple[RowOperation, ...]
     function: Callable[..., Tensor]
     target: Tensor
     options: Mapping[str, Any]
     norm: float | Tensor
-    """The factor of the sum: 1 over the count for a mean."""
+    """The factor of the sum; for a mean, 1 divided by the number of targets."""
 
     @override
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
@@ -140,7 +140,7 @@ def as_term(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> OutputLoss | None:
-    """Return the loss of a call of one of :data:`LOSSES` on an output; None if it is not a sum over rows."""
+    """Return the loss for a call of one of :data:`LOSSES` on an output; None if the loss is not a sum over rows."""
     if function not in LOSSES or not shape:
         return None
     bound = inspect.signature(function).bind(None, *args, **kwargs)
@@ -171,8 +171,8 @@ def as_term(
 
 
 def count_targets(target: Tensor, ignored: int, weight: Tensor | None) -> float | Tensor:
-    """Return the divisor of the mean of a loss by class, as in PyTorch; `weight`: the weights of the classes."""
-    if target.is_floating_point():  # probabilities of classes, in dimension 1 if there are rows
+    """Return the divisor of a classification loss's mean, as in PyTorch; `weight`: the weights of the classes."""
+    if target.is_floating_point():  # targets are class probabilities; with rows, the classes are in dimension 1
         return float(target.numel() // target.shape[1 if target.dim() > 1 else 0])
     counted = target[target != ignored]
     return float(counted.numel()) if weight is None else weight[counted].sum()

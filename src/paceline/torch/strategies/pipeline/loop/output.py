@@ -1,8 +1,8 @@
 """The output of a pipeline in the training loop: a tensor whose values are computed at first use.
 
-If the loop calls ``backward()`` on a loss of this output, the whole schedule runs at that time, if microbatches can
-compute their parts of the loss. If the loop reads values earlier, all microbatches go forward first; the backward is
-then ordinary PyTorch.
+If the loop calls ``backward()`` on a loss of this output, and microbatches can compute parts of the loss, the whole
+schedule runs in ``backward()``. If the loop reads values earlier, all forwards run at that time, and the backwards run
+later, in PyTorch's ordinary backward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN: Final = (
     "__len__",
     "is_sparse", "is_floating_point", "is_complex", "element_size", "is_cpu", "is_quantized", "is_nested", "is_meta",
 )  # fmt: skip
-"""Attributes and functions that need no values of a tensor."""
+"""Attributes and functions that do not need the values of a tensor."""
 
 
 class _PendingTensor(torch.Tensor):
@@ -38,7 +38,7 @@ class _PendingTensor(torch.Tensor):
         raise NotImplementedError
 
     def follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a call without values, or ``NotImplemented`` if it needs them."""
+        """Return the result of a call that needs no values of this tensor; ``NotImplemented`` for other calls."""
         return NotImplemented
 
     @classmethod
@@ -124,7 +124,7 @@ class PendingOutput(_PendingTensor):
 
 
 class PendingLoss(_PendingTensor):
-    """A loss of outputs that are not computed yet. ``backward()`` runs the schedule and computes the value."""
+    """A loss of outputs that are not computed yet. Its ``backward()`` runs the schedule, which computes the value."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class PendingLoss(_PendingTensor):
             if name in ("div", "true_divide", "__truediv__"):
                 return self._times(1 / other, 1 / other)
             if name in ("add", "__add__", "__radd__") and not isinstance(other, Tensor) and other == 0:
-                return self  # the start of sum([...])
+                return self  # the built-in sum() adds the first loss to 0
         elif name in ("neg", "__neg__") and len(args) == 1:
             return self._times(-1.0, -1.0)
         return NotImplemented

@@ -1,8 +1,8 @@
-"""Combine the outputs of microbatches to the output of the batch: rows, and numbers such as the model's own loss.
+"""Combine the outputs of microbatches into the output of the batch: join rows, add numbers such as a loss.
 
-A number's rule follows from the graph. A sum over rows is the sum of the parts. A mean is the mean of the parts,
-weighted by their rows, or by their counted targets for a loss by class. The targets depend on the model's arguments
-alone, so the weights are known before the forward.
+The graph determines how a number is computed. If it is a sum over rows, the microbatches' numbers are added. If it is a
+mean, their mean is weighted by the number of rows or, for a classification loss, of targets that are not ignored. The
+targets depend on the model's arguments alone, so the weights are known before the forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.torch.strategies.splitting import check_outputs
 _PASSING: Final = {"alias", "clone", "contiguous", "detach", "double", "float", "neg", "squeeze", "to", "_to_copy"}
 _BY_CLASS: Final = {*(loss.__name__ for loss in BY_CLASS), "cross_entropy_loss", "nll_loss_nd"}
 _ELEMENTWISE: Final = {*(loss.__name__ for loss in ELEMENTWISE), "soft_margin_loss", "kl_div"}
-_REDUCTIONS: Final = ("none", "mean", "sum")  # by the numbers in operations
+_REDUCTIONS: Final = ("none", "mean", "sum")  # PyTorch's operations use the index in this tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class NumberRule:
 
     kind: Literal["constant", "sum", "mean over rows", "mean over targets"]
     counted: fx.Node | None = None
-    """For a mean over targets: the targets, or the divisor of a sum."""
+    """For a mean over targets: the node of the targets, or of the number by which the model divides a sum."""
     ignored: int | None = None
     by_class: fx.Node | None = None
     plain: Mapping[fx.Node, Any] = field(default_factory=dict, compare=False)
-    """Numbers that are equal in all batches."""
+    """Values of the nodes whose numbers are equal in all batches."""
     terms: tuple[NumberRule, ...] = ()
-    """For a sum of numbers: the rules of its terms, whose weights must be equal."""
+    """For a sum of two numbers: the rules of both, which must give equal weights."""
 
     def weights(self, graph: LayerGraph, arguments: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[float]:
-        """Return the factor of each microbatch's number, given the microbatches' arguments and rows."""
+        """Return the weight of each microbatch's number, given the microbatches' arguments and numbers of rows."""
         if self.terms:
             first, second = (term.weights(graph, arguments, rows) for term in self.terms)
             if first != second:
@@ -73,7 +73,7 @@ class NumberRule:
 
 
 def rule_of(node: fx.Node, graph: LayerGraph, shapes: RowShapes) -> NumberRule:
-    """Return the rule of a number that a graph computes. Raises UsageError if there is none."""
+    """Return the rule for a number that a graph computes. Raises UsageError if no rule applies."""
     rule = _find(node, graph, shapes)
     if rule is None:
         raise UsageError(
@@ -184,7 +184,7 @@ def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any], pl
 
 
 NumberWeights = Callable[[int], Sequence[float]]
-"""The function returns the weights of the microbatches' numbers, given the leaf of the output."""
+"""A function that returns the weights of the microbatches' numbers, given the leaf of the output."""
 
 
 class OutputRows:
@@ -193,17 +193,17 @@ class OutputRows:
     def __init__(
         self, graph: LayerGraph, shapes: Callable[[], RowShapes] | None, arguments: Sequence[Mapping[str, Any]]
     ) -> None:
-        """`shapes`: None on a rank without the last stage. `arguments`: the model's, by microbatch."""
+        """`shapes` is None on a rank without the last stage. `arguments` are the model's arguments by microbatch."""
         self._graph = graph
         self._shapes = shapes
         self._arguments = arguments
 
     def dimension(self, leaf: int) -> int | None:
-        """Return the batch dimension of an output tensor; 0 on ranks without the last stage; None if unknown."""
+        """Return the batch dimension of an output tensor; None if it is unknown, 0 on ranks without the last stage."""
         return 0 if self._shapes is None else self._shapes().output_dimension(leaf)
 
     def number_weights(self, leaf: int, rows: Sequence[int]) -> list[float]:
-        """Return the weight of each microbatch's number in the batch's. Raises UsageError if it is unknown."""
+        """Return the weight of each microbatch's number in the batch's number. Raises UsageError without a rule."""
         assert self._shapes is not None
         shapes = self._shapes()
         return rule_of(shapes.output_node(leaf), self._graph, shapes).weights(self._graph, self._arguments, rows)

@@ -1,4 +1,4 @@
-"""The parameters of each process: values for its own stages, and placeholders for the other stages."""
+"""The parameters on each process of a pipeline: values for its own stages, placeholders for other stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.torch.strategies.deferred import stand_in
 from paceline.torch.strategies.pipeline.run.partition import Partition, shared_parameters
 
 NormOf = Callable[[str, float], float]
-"""The function returns the norm of a parameter's gradient, given the parameter's name and the order of the norm."""
+"""A function that returns the norm of a parameter's gradient, given the parameter's name and the norm's order."""
 
 _PLAIN: Final = (
     "shape", "size", "dim", "ndim", "numel", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad_fn",
@@ -27,8 +27,8 @@ _PLAIN: Final = (
 class AbsentGrad(torch.Tensor):
     """The gradient of a parameter of another process. It has a shape and norms, but no values.
 
-    Norm functions such as ``torch.nn.utils.clip_grad_norm_`` work as in one process. Elementwise changes in place have
-    no effect here, because the process with the gradient applies them.
+    Norm functions such as ``torch.nn.utils.clip_grad_norm_`` work as in one process. An elementwise change in place has
+    no effect here, because the process with the gradient runs the same call.
     """
 
     @staticmethod
@@ -50,7 +50,7 @@ class AbsentGrad(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call functions that need no values, and norms; reject all others."""
+        """Run functions that need no values, and compute norms; raise UsageError for all other functions."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
@@ -120,7 +120,7 @@ class Ownership:
         self._earlier_grads: dict[str, Tensor | None] = {}
         self.is_released = False
         self.known_norms: dict[float, dict[str, float]] = {}
-        """The norms, by order, of all gradients that were requested since the last backward."""
+        """The norms of all gradients by order of the norm, for orders requested since the last backward."""
 
     def is_local(self, name: str) -> bool:
         return self._rank in self._ranks[name]
@@ -136,7 +136,7 @@ class Ownership:
         return [parameter for name, parameter in self._module.named_parameters() if self.is_local(name)]
 
     def release(self) -> None:
-        """Free the values of parameters on other ranks only. The parameters keep their shape and read as NaN."""
+        """Free the parameters that only other ranks need. They keep their shape, and their values read as NaN."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
                 parameter.data = stand_in(parameter)
@@ -152,7 +152,7 @@ class Ownership:
         self.is_released = False
 
     def gather_values(self, group: Any) -> None:
-        """Collect all values on rank 0; every rank of the pipeline calls it."""
+        """Collect all parameters and buffers on rank 0. Every rank of the pipeline calls this method."""
         tensors = dict((*self._module.named_parameters(), *self._module.named_buffers()))
         if self._rank == 0:
             self.hold_all()
@@ -169,7 +169,7 @@ class Ownership:
                     tensor.copy_(buffer)
 
     def before_backward(self) -> None:
-        """Set the gradients of shared parameters aside, because only new gradients are summed over ranks."""
+        """Save the earlier gradients of shared parameters, because only new gradients are summed over ranks."""
         self.known_norms.clear()
         for name in self._shared:
             parameter = self._module.get_parameter(name)
@@ -177,7 +177,7 @@ class Ownership:
                 self._earlier_grads[name], parameter.grad = parameter.grad, None
 
     def after_backward(self, group: Any, norm_of: NormOf) -> None:
-        """Sum the gradients of shared parameters over their ranks, and set placeholders for other ranks' gradients."""
+        """Sum new gradients of shared parameters over their ranks. Parameters of other ranks get an AbsentGrad."""
         for name, ranks in self._shared.items():
             if self._rank in ranks:
                 parameter = self._module.get_parameter(name)
@@ -190,7 +190,7 @@ class Ownership:
                 parameter.grad = AbsentGrad(parameter, name, norm_of)
 
     def before_step(self) -> None:
-        """Remove the placeholders, because the optimizer skips parameters without a gradient."""
+        """Remove the placeholders, so that the optimizer skips other ranks' parameters."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
                 parameter.grad = None
@@ -223,7 +223,7 @@ def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any
 def gather_state(
     state: Mapping[int, Mapping[str, Any]], keepers: Sequence[int], rank: int, pg: Any
 ) -> dict[int, dict[str, Any]]:
-    """Return on rank 0 the optimizer state of all parameters by number, each from its keeper."""
+    """Return the optimizer state of all parameters by number, on rank 0. Rank `keepers[i]` has that of parameter i."""
     own = {number: entries for number, entries in state.items() if keepers[number] == rank}
     described = [
         [number, name, describe_entry(value)] for number, entries in own.items() for name, value in entries.items()

@@ -18,25 +18,26 @@ from paceline.torch.strategies.pipeline.loop.batches import batch_size
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 
 RowRole = Literal["constant", "size", "rows", "mixed"]
-"""A value's relation to the rows: none; their number; separate rows; or a combination of several rows."""
+"""A value's relation to the rows: independent of them, their number, one item per row, or a mix of rows."""
 
 _SIZED: Final = {
     "arange", "as_strided", "broadcast_to", "empty", "expand", "flatten", "full", "getitem", "narrow", "new_empty",
     "new_full", "new_ones", "new_zeros", "ones", "repeat", "reshape", "resize", "slice", "split", "tile", "unflatten",
     "view", "zeros", "_unsafe_view",
 }  # fmt: skip
-"""Operations with sizes of tensors among their arguments."""
+"""Operations whose arguments may be sizes of tensors."""
 
 _ALONG: Final = {
     "argsort": 1, "cummax": 1, "cummin": 1, "cumprod": 1, "cumsum": 1, "diff": 2, "flip": 1, "log_softmax": 1,
     "logcumsumexp": 1, "normalize": 2, "roll": 2, "softmax": 1, "_log_softmax": 1, "_softmax": 1, "sort": 1,
 }  # fmt: skip
-"""Operations that keep a tensor's shape and combine the items along one dimension, with the position of that argument.
+"""Operations that keep a tensor's shape and combine the items along one dimension, with the position of the argument
+for the dimension.
 """
 
 
 class RowShapes:
-    """The shapes of a graph's values, for a batch with one more row and with two more."""
+    """The shapes of a graph's values for two batches, with one and two rows more than the given batch."""
 
     def __init__(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> None:
         self._root = graph.captured.root
@@ -70,7 +71,7 @@ class RowShapes:
         return node
 
     def output_dimension(self, leaf: int) -> int | None:
-        """Return an output's first dimension that grows with the rows (LSTM's state: 1); 0: none; None: unknown."""
+        """Return an output's first dimension that grows with the rows (LSTM's state: 1), or else 0; None if unknown."""
         node = self._outputs[leaf]
         return (self.dimension(node) or 0) if self._is_known(node) else None
 
@@ -126,7 +127,7 @@ class RowShapes:
         return "rows" if is_sized and self._keeps_rows(node, grown) else "mixed"
 
     def _keeps_rows(self, node: fx.Node, grown: list[list[int]]) -> bool:
-        """Return whether tensors grow proportionally in one dimension, and no operation combines the rows in it."""
+        """Return whether one dimension of the tensors is proportional to the rows, and the node combines no rows."""
         small, large = (
             [leaf for leaf in pytree.tree_leaves(values[node]) if isinstance(leaf, Tensor)] for values in self._values
         )
@@ -165,7 +166,7 @@ class _ShapeRun(fx.Interpreter):
             return _Unknown
         try:
             return super().run_node(n)
-        except Exception:  # a module may raise anything if it has shapes alone
+        except Exception:  # a module may raise any error for tensors without values
             return _Unknown
 
 

@@ -1,7 +1,6 @@
-"""Check with values that a model computes rows independently and repeatably, because results would differ otherwise.
-
-Shapes do not show a batch in another dimension than the first (``batch_first=False``). So the first call runs the rows
-of two microbatches through the model together and separately.
+"""Check on values that a model computes rows independently and repeatably, because a pipeline would change its results.
+Shapes do not show whether the batch is in another dimension than the first (``batch_first=False``). So the first call
+runs the rows of two microbatches through the model twice: together and separately.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from paceline.errors import UsageError
 from paceline.torch.capture.graph import CallArguments, undone, unfold
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Relative to the largest value. Rounding causes a hundredth of this difference."""
-_COARSE: Final = 0.05  # for 16-bit numbers
+"""Largest difference of equal results, relative to the largest value: about 100 times the effect of rounding."""
+_COARSE: Final = 0.05  # the tolerance for 16-bit dtypes
 
 
 def check_repeatable(module: nn.Module, called: CallArguments) -> None:
-    """Raise UsageError if a second call with the same batch differs, because a pipeline traces the forward once."""
+    """Raise UsageError if two calls with one batch have different results, because a pipeline traces one call only."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     args, kwargs = called.fill(list(called.values.values()))
     for trains in (False, True):
         if trains and all(mode for _, mode in modes):
-            return  # the same as the first round
+            return  # the first round has checked the training mode already
         states, outputs = [_state_of_python(module)], []
         try:
             for submodule, mode in modes:
@@ -42,7 +41,7 @@ def check_repeatable(module: nn.Module, called: CallArguments) -> None:
                 states.append(_state_of_python(module))
         except UsageError:
             raise
-        except Exception:  # the trace reports it
+        except Exception:  # the trace raises the same error, with its reason
             return
         finally:
             for submodule, mode in modes:
@@ -97,7 +96,7 @@ def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, 
                 raise UsageError(_describe(module, called, together, both, rows, part))
         except UsageError:
             raise
-        except Exception:  # if the error matters, the pipeline raises it later
+        except Exception:  # evaluation mode may fail although training works
             return
         finally:
             for submodule in trained:
@@ -105,7 +104,7 @@ def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, 
 
 
 class _DrawsError(Exception):
-    """The model draws random numbers in evaluation."""
+    """The model draws random numbers in evaluation mode."""
 
 
 def _rows_of(values: Mapping[str, Tensor], rows: int, first: int, count: int) -> dict[str, Tensor]:
@@ -127,7 +126,7 @@ def _outputs(module: nn.Module, called: CallArguments, values: Mapping[str, Tens
 def _are_other(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     shape, of_part = list(whole.shape), list(parts[0].shape)
     grown = [k for k, (a, b) in enumerate(zip(shape, of_part, strict=False)) if a != b]
-    if len(grown) > 1:  # pairs of rows, as in a contrastive model
+    if len(grown) > 1:  # results for pairs of rows, as in a contrastive model
         return True
     if not whole.is_floating_point() or not grown or shape[grown[0]] != 2 * of_part[grown[0]]:
         return False
@@ -169,7 +168,7 @@ def _matters(
     both: Mapping[str, Tensor],
     part: int,
 ) -> bool:
-    """Return whether the second rows of one argument change the output of the first rows."""
+    """Return whether the second microbatch's rows of one argument change the output for the first microbatch's rows."""
     changed: Any = torch.cat([both[name][:part]] * 2)
     outputs = _outputs(module, called, {**both, name: changed})
     pairs = [pair for pair in zip(together, outputs, strict=True) if pair[0].is_floating_point() and pair[0].dim()]

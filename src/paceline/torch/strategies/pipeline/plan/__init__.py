@@ -1,1 +1,1 @@
-"""The plan of a pipeline: measured layers, cuts, orders of schedules, predicted steps."""
+"""Plan a pipeline: measure the layers, choose cuts and a schedule, predict the time of a step."""

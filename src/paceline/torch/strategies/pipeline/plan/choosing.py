@@ -1,4 +1,4 @@
-"""Choose schedule, microbatches and cuts by prediction from measured layers, and compare it with measured steps."""
+"""Choose the schedule, microbatches and cuts with the shortest predicted step; compare it with measured steps."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from paceline.transport import register_type
 _AUTO_SCHEDULES = ("1f1b", "interleaved", "zbv")
 """The schedules for ``auto``, in the order of preference."""
 _WORTH_IT = 0.98
-"""A schedule with more messages must have at most this share of the predicted time."""
+"""A later schedule of this list is chosen if its predicted step takes at most this share of the best earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """The settings of a pipeline, and its predicted times and memory."""
+    """The settings of a pipeline, and the predictions of its times and memory."""
 
     schedule: str
     microbatches: int
     cuts: tuple[int, ...]
-    """The first layers of stages 1, 2, …"""
+    """The numbers of the first layers of stages 1, 2, …"""
     times: tuple[StageTimes, ...]
     """Times of one microbatch, by stage."""
     memory_bytes: tuple[float, ...]
     timeline: Timeline
     seed: int = 0
-    """For random numbers, such as dropout."""
+    """The seed of random numbers in the model, such as dropout."""
 
     @classmethod
     def decode(cls, fields: dict[str, Any]) -> PipelinePlan:
@@ -56,10 +56,10 @@ class Measured:
 
     by_rows: dict[int, list[LayerCost]]
     crossing: dict[int, list[int]]
-    """By rows, the bytes that cross a cut before each layer."""
+    """The bytes that cross a cut before each layer, by the number of rows of a microbatch."""
 
     def at(self, rows: float) -> list[LayerCost]:
-        """Return the costs of layers at any size, by linear interpolation."""
+        """Return the costs of layers for a microbatch of any number of rows, by linear interpolation."""
         sizes = sorted(self.by_rows)
         if len(sizes) == 1:
             return [_scaled(cost, rows / sizes[0]) for cost in self.by_rows[sizes[0]]]
@@ -111,7 +111,7 @@ def make_plan(
     `rows` is the size of a batch. `state_bytes` is the memory per byte of parameters, including gradient and optimizer
     state. ``cuts_for(stages)`` returns the user's cuts, or None to find them.
 
-    Raises UsageError if no plan is possible, with the reason of the first attempt.
+    If no plan is possible, raises UsageError with the reason why the first attempt failed.
     """
     plans: list[PipelinePlan] = []
     first: UsageError | None = None
@@ -222,17 +222,17 @@ _WARM_UP = 2
 
 
 class Measurements:
-    """Sums over steps: this rank's sums, and the last received sums of all ranks."""
+    """Sums of measurements over steps: this rank's sums, and all ranks' sums as last received."""
 
     def __init__(self, num_ranks: int) -> None:
         self.own: list[Any] = [0, 0.0, {}]
-        """Sums over steps: their number, seconds, and seconds of computing a microbatch by ``F3`` or ``B3``."""
+        """The number of measured steps, their seconds, and the seconds of computing a microbatch by ``F3``, ``B3``."""
         self.by_rank: list[list[Any]] = [[0, 0.0, {}] for _ in range(num_ranks)]
         self._num_seen = 0
         self._update_began = 0.0
 
     def add(self, took_s: float, busy_s: dict[str, float], num_parts: int, *, is_whole: bool) -> None:
-        """Add a run of `num_parts` microbatches if it is a whole training step; the first steps are warm-up."""
+        """Add a run of `num_parts` microbatches if it is a whole training step. The first steps are not counted."""
         if not is_whole or len({key[0] for key in busy_s}) < 2:
             return
         self._num_seen += 1
@@ -244,7 +244,7 @@ class Measurements:
         self.own = [steps + 1, seconds + took_s, {**by_stage, "all": whole}]
 
     def begin_update(self) -> None:
-        """Start to measure an optimizer's step, whose time :meth:`end_update` adds to the last step."""
+        """Start to measure an optimizer's update; :meth:`end_update` adds its time to the last step."""
         self._update_began = time.perf_counter()
 
     def end_update(self) -> None:

@@ -1,7 +1,7 @@
-"""Measure the costs of layers, messages between ranks, and agreements of all ranks.
+"""Measure the costs of layers, of messages between ranks, and of exchanges in which all ranks agree.
 
 Each layer runs alone, on all ranks at the same time, because ranks share memory and caches. The cache is flushed
-between calls, because the weights of a stage are out of the cache when the next microbatch arrives.
+between calls, because in a pipeline the weights of a stage are no longer in the cache when the next microbatch arrives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.torch.strategies.pipeline.run.values import put_together, take_apa
 
 _REPEATS: Final = 8
 _FIRST_OF: Final = 3
-"""One of this number of calls of a layer starts without gradients."""
+"""Every third call of a layer starts without gradients, like the first microbatch of a step."""
 _UPDATES: Final = 3
 _LONG_S: Final = 0.5
 _MAX_COLD_BYTES: Final = 32 << 20
@@ -40,7 +40,7 @@ _AGREEMENTS: Final = 3
 _SMALL, _LARGE = 1 << 8, 1 << 18  # elements of float32
 
 Filling = Callable[[Sequence[str]], AbstractContextManager[None]]
-"""The function returns a context in which the named parameters and buffers have memory."""
+"""A function that returns a context in which the named parameters and buffers have memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class _LayerRun:
     backward_s: float
     weights_s: float
     wall_s: float
-    """Forward and backward, with waits for a core; the other times are processor time."""
+    """Wall time of forward and backward, which includes waits for a core. The other times are processor time."""
     is_first: bool
-    """Whether the parameters had no gradients before."""
+    """Whether the parameters had no gradients before the call."""
 
 
 def measure_layers(
@@ -112,7 +112,7 @@ def measure_layers(
 
 
 def mean_costs(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[LayerCost]:
-    """Return the mean costs of layers over the ranks; a rank's are dictionaries of the fields."""
+    """Return the mean costs of layers over the ranks. A rank's costs are dictionaries with the fields of LayerCost."""
     means = []
     for same in zip(*by_rank, strict=True):
         times = {name: statistics.fmean(cost[name] for cost in same) for name in same[0] if name.endswith("_s")}
@@ -129,7 +129,7 @@ def _runs(
     *,
     splits: bool = False,
 ) -> Iterator[_LayerRun]:
-    """Yield calls of a layer after a warm-up call; some start without gradients. A slow layer gets fewer calls."""
+    """Yield measured calls of a layer, after a warm-up call. Some start without gradients; slow layers have fewer."""
     end = time.perf_counter() + _LONG_S
     for number in range(1 + _REPEATS):
         is_first = number % _FIRST_OF == 0
@@ -196,9 +196,9 @@ def _median_of(runs: Sequence[_LayerRun]) -> LayerCost:
 
 
 def _stretched(layers: Sequence[LayerCost], runs: Sequence[Sequence[_LayerRun]]) -> list[LayerCost]:
-    """Return costs whose sum is the wall time of all calls.
+    """Multiply the layers' costs by one factor, so that their sum is the wall time of all calls.
 
-    Layers are compared by processor time, which does not depend on other work of the machine; a step's duration does.
+    The processor time of a layer does not depend on other work of the machine, but the duration of a step does.
     """
     processor_s = sum(layer.seconds for layer in layers)
     wall_s = sum(statistics.fmean(run.wall_s for run in layer_runs if not run.is_first) for layer_runs in runs)
@@ -208,7 +208,7 @@ def _stretched(layers: Sequence[LayerCost], runs: Sequence[Sequence[_LayerRun]])
 
 
 def _update_s(optimizer: Optimizer | None, weights: Sequence[nn.Parameter], cold: Tensor) -> float:
-    """Return the time of an optimizer's update, on copies of parameters with gradients."""
+    """Return the time of an optimizer's update, measured on copies of the parameters with gradients."""
     if optimizer is None:
         return 0.0
     updated = {id(weight) for weight in weights if weight.grad is not None}
@@ -224,7 +224,7 @@ def _update_s(optimizer: Optimizer | None, weights: Sequence[nn.Parameter], cold
         began = time.thread_time()
         try:
             twin.step()
-        except Exception:  # it needs a closure, or has more state than torch's base class
+        except Exception:  # the optimizer needs a closure, or keeps state outside of `state`
             return 0.0
         times.append(time.thread_time() - began)
     return statistics.median(times[1:] or [0.0])
@@ -255,7 +255,7 @@ def _saved_bytes(
 
 
 def _cold_bytes(module: nn.Module) -> int:
-    """Return the bytes to write so that a model's weights leave the caches."""
+    """Return the number of bytes whose writing removes the model's weights from the caches."""
     size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
     return min(max(2 * size, 64), _MAX_COLD_BYTES)
 
@@ -275,12 +275,12 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a value with leaves of autograd as tensors; they need a gradient if the value's own tensors do."""
+    """Return a copy of a value whose tensors are leaves of autograd. A tensor needs a gradient if the original does."""
     return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def measure_link(group: Any, rank: int) -> MessageCost:
-    """Return the times of messages between the first two ranks of a group; both call it."""
+    """Return the times of messages between the first two ranks of a group. Both ranks call this function."""
     small, large = (_trip(group, rank, size) for size in (_SMALL, _LARGE))
     (latency_s, per_byte), (sending_s, sending_per_byte) = (
         (of_small, max(of_large - of_small, 0.0) / ((_LARGE - _SMALL) * 4))

@@ -1,4 +1,4 @@
-"""The actions of every process of a pipeline, in order, from torch's own pipeline schedules. Pure."""
+"""Convert torch's own pipeline schedules to the ordered actions of every process. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 def place_stages(schedule: str, num_ranks: int) -> list[int]:
-    """Return the rank of each stage: round robin, or in a V (0, 1, 1, 0) if the schedule needs it."""
+    """Return the rank of each stage: in turn (0, 1, 0, 1), or in a V (0, 1, 1, 0) if the schedule needs a V."""
     parts = SCHEDULES[schedule].parts_per_rank
     if schedule in _V_SHAPED:
         return [*range(num_ranks), *reversed(range(num_ranks))]
@@ -71,12 +71,12 @@ def backward_part(orders: Orders) -> Orders:
 
 
 def split_backwards(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return the (stage, microbatch) whose backward a rank makes in two halves."""
+    """Return the pairs (stage, microbatch) whose backward is split into two halves."""
     return frozenset((action.stage, action.microbatch) for action in row if action.kind == "I")
 
 
 def most_in_flight(row: Sequence[Action]) -> int:
-    """Return the maximum number of microbatches of a rank between forward and backward, over its stages."""
+    """Return the maximum number of microbatches that wait for their backward on a rank, over all its stages."""
     count = most = 0
     for action in row:
         count += 1 if action.kind == "F" else -1 if action.kind in ("B", "W") else 0

@@ -22,7 +22,7 @@ class LayerCost(StageTimes):
     name: str
     parameter_bytes: int = 0
     activation_bytes: int = 0
-    """The memory that is used until backward."""
+    """The memory that the layer needs between forward and backward."""
 
     @property
     def seconds(self) -> float:
@@ -31,14 +31,14 @@ class LayerCost(StageTimes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageCost:
-    """Times of a message between two ranks, in total and at the sender."""
+    """Times of a message between two ranks: until the receive ends, and until the sender is free."""
 
     latency_s: float = 0.0
     seconds_per_byte: float = 0.0
     sending_s: float = 0.0
     sending_s_per_byte: float = 0.0
     agreement_s: float = 0.0
-    """Time of a step's agreements of all ranks: two on the program's position, one on the loss."""
+    """Time of the exchanges of all ranks in a step: two on the program's position, one on the loss."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time from the beginning of a send to the end of the receive."""
@@ -54,11 +54,11 @@ class StageLimits:
     """The limits of a stage."""
 
     memory_bytes: int | None = None
-    """None: no limit."""
+    """Bytes per process; None: no limit."""
     bytes_per_parameter_byte: float = 2.0
-    """Parameters, gradients and the optimizer's state, as a multiple of the parameters."""
+    """The bytes of parameters, gradients and optimizer state, divided by the bytes of the parameters."""
     in_flight: int = 1
-    """Number of microbatches whose activations are held at once."""
+    """Number of microbatches whose activations are in memory at the same time."""
 
 
 def split_layers(
@@ -67,7 +67,7 @@ def split_layers(
     crossing_s: Callable[[int], float],
     limits: StageLimits = StageLimits(),
 ) -> list[int]:
-    """Return the numbers of the first layers of stages 1, 2, … with the least time of the slowest stage.
+    """Return the numbers of the first layers of stages 1, 2, … such that the slowest stage is as fast as possible.
 
     ``crossing_s(c)`` is the time to send the values that cross a cut before layer `c`, and to return the gradients. A
     stage's time is the sum of its layers and its two cuts. Among equally fast splits the total crossing time decides.
@@ -84,7 +84,7 @@ def split_layers(
     memory = [0.0, *itertools.accumulate(stage_bytes([layer], limits) for layer in layers)]
     crossing = [0.0, *(crossing_s(cut) for cut in range(1, count)), 0.0]
     worst = (float("inf"), float("inf"))
-    # best[j]: slowest stage and total crossing of the best split of layers 0..j into the stages so far.
+    # best[j]: the slowest stage's time and the total crossing time in the best split of the first j layers so far.
     best = [(0.0, 0.0), *[worst] * count]
     begins: list[list[int]] = []
     for stage in range(num_stages):
@@ -92,7 +92,7 @@ def split_layers(
         for end in range(stage + 1, count - (num_stages - stage - 1) + 1):
             for first in range(end - 1, stage - 1, -1):
                 if limits.memory_bytes is not None and memory[end] - memory[first] > limits.memory_bytes:
-                    break  # memory only grows with earlier layers
+                    break  # a stage that begins earlier needs even more memory
                 if best[first] == worst:
                     continue
                 time = seconds[end] - seconds[first] + crossing[first] + crossing[end]

@@ -16,11 +16,11 @@ class StageTimes:
     forward_s: float
     backward_s: float
     weights_s: float = 0.0
-    """The part of backward that zero-bubble schedules can defer."""
+    """The part of the backward's time that zero-bubble schedules can defer."""
     halving_s: float = 0.0
-    """The extra time of forward and backward if backward is split."""
+    """The additional time of forward and backward if the backward is split into halves."""
     first_s: float = 0.0
-    """The extra time of a step's first backward, which allocates the gradients."""
+    """The additional time of a step's first backward, which allocates the gradients."""
     update_s: float = 0.0
 
     def of(self, action: Action) -> float:
@@ -41,7 +41,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of waiting in the time of all ranks."""
+        """The share of all ranks' time in which they wait."""
         return 1 - sum(self.busy_s) / (self.step_s * len(self.busy_s)) if self.step_s else 0.0
 
 

@@ -1,1 +1,1 @@
-"""The stages at work: layers, their cut, messages between stages, and the actions of one rank."""
+"""Run the stages of a rank: layers, the cut into stages, messages between stages, and the actions of a step."""

@@ -1,4 +1,4 @@
-"""The work of one rank as actions."""
+"""Define the actions of a rank: forwards and backwards of its stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward; or its two halves, gradients of the inputs and of the weights."""
+"""Forward (F), backward (B), or the two halves of a split backward: gradients of the inputs (I), of the weights (W)."""
 
 
 @dataclass(frozen=True, slots=True)

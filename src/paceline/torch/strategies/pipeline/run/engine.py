@@ -1,4 +1,4 @@
-"""One rank's part of a step: its actions in order, with the messages of values and gradients."""
+"""Run one rank's part of a step: its actions in order, and the messages with values and gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.torch.strategies.pipeline.run.values import put_together, take_apa
 from paceline.torch.strategies.pipeline.run.weights import WeightProducts
 
 _AHEAD = 2
-"""Number of actions whose receives are posted ahead of their turn."""
+"""Number of following actions whose receives are posted already."""
 
 LossOf = Callable[[int, Any], Tensor]
-"""The function returns the part of the loss, given a microbatch's number and the model's output."""
+"""A function that returns a microbatch's part of the loss, given its number and the model's output for it."""
 
 
 class PipelineStep:
@@ -37,7 +37,7 @@ class PipelineStep:
         number: int,
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`arguments` are the model's by microbatch; `split` has the (stage, microbatch) with a backward in halves."""
+        """`arguments` are the model's, by microbatch; `split` has the (stage, microbatch) with a backward in halves."""
         self._partition, self._routes = partition, partition.routes
         self._stages = stages
         self._rank = rank
@@ -49,7 +49,7 @@ class PipelineStep:
         self._inputs: dict[tuple[str, int], Any] = {}
         """Values of earlier stages, by (name, microbatch): leaves of this rank's autograd graph."""
         self._sent_tensors: dict[tuple[str, int], Any] = {}
-        """Tensors of this rank's stages for other stages, with their autograd graph."""
+        """Tensors that this rank's stages computed for other stages, by (name, microbatch), with autograd graphs."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self.outputs: dict[int, Any] = {}
         """The model's output by microbatch, on the rank of the last stage."""
@@ -63,9 +63,9 @@ class PipelineStep:
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> Self:
-        """Execute actions in order. Raises ActionError, and the process group's errors if other ranks fail.
+        """Run the actions in order. Raises ActionError for an own failure, the process group's errors for other ranks'.
 
-        The last stage goes backward from the result of `loss_of`, or from `output_grads` (by microbatch).
+        The backward of the last stage starts from the result of `loss_of`, or from `output_grads` (by microbatch).
         """
         for number, action in enumerate(actions):
             for following in actions[number : number + _AHEAD + 1]:
@@ -184,13 +184,13 @@ class PipelineStep:
         return [grad for grad, needed in zip(output_grads[microbatch], needs, strict=True) if needed]
 
     def _return_grads(self, action: Action) -> None:
-        """Return gradients of values to their sources, after the last backward of their users on this rank."""
+        """Send the gradients of received values to the values' sources, once no backward on this rank adds to them."""
         for route in self._routes.inputs_of(action.stage):
             if action.stage != self._routes.first_user_on(route, self._rank):
                 continue
             source = self._routes.places[route.source]
             if source == self._rank:
-                continue  # the source reads them from the leaves
+                continue  # the source is on this rank, and reads the gradients from the leaves
             leaves = [
                 leaf for leaf in _tensors(self._inputs.pop((route.value, action.microbatch))) if leaf.requires_grad
             ]
@@ -198,7 +198,7 @@ class PipelineStep:
             self._messages.send_grads(grads, self._number_of(route), action.microbatch, source)
 
     def _post_receives(self, action: Action) -> None:
-        """Post the receives of an action, if the shapes are known."""
+        """Post the receives for an action, if the shapes of its values are known."""
         microbatch = action.microbatch
         if action.kind == "F":
             for route in self._routes.inputs_of(action.stage):

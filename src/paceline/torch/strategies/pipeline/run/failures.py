@@ -1,4 +1,4 @@
-"""One error on every rank: a failing rank reports the error to all ranks, then aborts their waits."""
+"""Raise one error on every rank: the failing rank publishes its error, then aborts the waits of the other ranks."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _PATIENCE = timedelta(milliseconds=200)
 
 
 class Failures:
-    """Reports of failures, between this rank and the other ranks."""
+    """Publishes this rank's failure, and raises other ranks' failures."""
 
     def __init__(self, rank: int, groups: Sequence[Any]) -> None:
-        """`groups`: the process groups in which other ranks may wait."""
+        """`groups` are the process groups in which other ranks may wait for this rank."""
         self._rank = rank
         self._groups = groups
-        # The program's next pipeline may use the same store.
+        # Another pipeline of this program may use the same store, so the key contains a new number.
         life = dist.distributed_c10d._get_default_store().add(f"{_KEY} lives of rank {rank}", 1)
         self._key = f"{_KEY} {life}"
         self._stages: list[str] = []
         self._places: list[int] = []
         self.cut = ""
-        """The present call's arguments that are cut, as text for errors."""
+        """A text for error messages: which arguments of the current call are cut into microbatches."""
 
     def name_stages(self, names: Sequence[str], places: Sequence[int]) -> None:
         self._stages, self._places = list(names), list(places)
 
     @contextlib.contextmanager
     def raised_everywhere(self) -> Iterator[None]:
-        """Raise an error of the block on every rank, with the traceback of the first rank that failed."""
+        """Return a context whose error is raised on every rank, with the traceback of the first rank that failed."""
         try:
             yield
         except (PeerError, dist.DistBackendError) as error:
@@ -62,7 +62,7 @@ class Failures:
         except UsageError as error:
             self._report(f"rank {self._rank}: {error}")
             raise
-        except Exception as error:  # an error in outputs, for example: the other ranks would wait forever
+        except Exception as error:  # report any error, because the other ranks would wait forever
             self._report(f"rank {self._rank} failed: {self._with_traceback(error)}")
             raise
 
@@ -88,7 +88,7 @@ class Failures:
         )
 
     def _with_traceback(self, error: BaseException) -> str:
-        """Return an error with its traceback, indented so that the launcher also shows the preceding text."""
+        """Return an error with its traceback. The indentation makes the launcher show the text before the traceback."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
         return f"{type(error).__name__}: {error}{self.cut}\n{textwrap.indent(trace, '  ')}"
 

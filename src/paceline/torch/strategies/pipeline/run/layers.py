@@ -1,4 +1,4 @@
-"""The layers of a model and the values between them, found in the graph of its forward."""
+"""Find the layers of a model, and the values between layers, in the graph of the model's forward."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from paceline.torch.capture.tracing import capture
 
 @dataclass(slots=True)
 class ModelLayer:
-    """Nodes that stay together: the call of a module, and all operations before the next call."""
+    """The smallest part of a stage: the call of a module, and all operations before the next call."""
 
     name: str
     nodes: list[fx.Node]
     modules: set[str] = field(default_factory=set)
-    """Paths of the modules around its first node, and its own name."""
+    """Paths of the modules around the layer's first node, and the layer's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +41,21 @@ class LayerGraph:
     marks: tuple[int, ...]
     """Numbers of the layers after a ``pipe_split()``."""
     free: frozenset[fx.Node]
-    """Nodes that depend on the model's arguments alone. Every stage that uses such a node computes it."""
+    """Nodes that depend only on the model's arguments. Each stage that uses such a node computes the node itself."""
 
     def place_of(self, layer: ModelLayer) -> tuple[str, int]:
         same = [other for other in self.layers if other.name == layer.name]
         return layer.name, same.index(layer)
 
     def number_of(self, name: str, occurrence: int) -> int | None:
-        """Return the layer number for a place, else the first layer in a module of this name, else None."""
+        """Return the number of the `occurrence`-th layer `name`, else the first layer in module `name`, else None."""
         same = [number for number, layer in enumerate(self.layers) if layer.name == name]
         if occurrence < len(same):
             return same[occurrence]
         return next((number for number, layer in enumerate(self.layers) if name in layer.modules), None)
 
     def begin_of(self, name: str, module: nn.Module) -> int:
-        """Return the number of the first layer of a module. Raises UsageError with the reason if there is none."""
+        """Return the number of the first layer of a module. Raises UsageError, with the reason, if it has no layer."""
         for number, layer in enumerate(self.layers):
             if name in layer.modules:
                 return number
@@ -73,7 +73,7 @@ class LayerGraph:
 
 
 def key_of(node: fx.Node) -> str:
-    """Return the key of a node's value. Arguments of the model get a prefix, because nodes may have the same names."""
+    """Return the key of a node's value. The model's arguments get a prefix, because a node may have the same name."""
     return f"argument {node.target}" if node.op == "placeholder" else node.name
 
 
@@ -118,7 +118,7 @@ def _find_layers(captured: CapturedGraph) -> LayerGraph:
 
 
 def _free_nodes(captured: CapturedGraph) -> frozenset[fx.Node]:
-    """Return the nodes that depend on arguments alone, draw no random numbers, and share no memory that changes."""
+    """Return the nodes that depend only on arguments, draw no random numbers, and share no memory that changes."""
     graph, root = captured.graph, captured.root
     changed: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
@@ -146,7 +146,7 @@ def _name(node: fx.Node) -> str:
         return str(node.target)
     stack = modules_around(node)
     if stack and (isinstance(node.target, torch._ops.OpOverload) or node.target is F.linear):
-        return stack[-1]  # an exported graph has a module's operations only
+        return stack[-1]  # in an exported graph, the module around the operation names the layer
     function = getattr(node.target, "__name__", str(node.target))
     return f"{stack[-1]}:{function}" if stack else function
 

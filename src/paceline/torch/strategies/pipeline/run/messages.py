@@ -1,7 +1,6 @@
-"""Messages between the ranks of a pipeline: values forward, gradients back, each with a unique tag.
-
-Shapes are equal in all steps with one kind of batch. So only the first batch of a kind sends descriptions of values;
-later, receives are posted before the values are needed.
+"""Messages between the ranks of a pipeline: values in forwards, gradients in backwards, each with a unique tag. Shapes
+are equal in all steps with the same kind of batch. So descriptions of values are sent only for the first batch of a
+kind. For later batches, receives are posted before the values are needed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Messages:
     """The messages of one rank in one step."""
 
     def __init__(self, group: Any, known: dict[tuple[int, int], Any], *, is_new: bool) -> None:
-        """`known` has the descriptions of values by (route, microbatch); with `is_new` they are still to be sent."""
+        """`known` has the descriptions of values by (route, microbatch). With `is_new`, messages contain them."""
         self._group = group
         self._known = known
         self._is_new = is_new
@@ -35,7 +34,7 @@ class Messages:
         self._posted: dict[tuple[int, int, int, int], list[tuple[Any, Tensor]]] = {}
 
     def send_value(self, value: Any, label: str, route: int, microbatch: int, to: int) -> None:
-        """Begin to send a value to a rank. Raises UsageError for a value that cannot travel."""
+        """Begin to send a value to a rank. Raises UsageError for a value that cannot be sent."""
         description, tensors = take_apart(value, label)
         if len(tensors) > _MAX_TENSORS:
             raise UsageError(f"{label} has {len(tensors)} tensors: a value may have at most {_MAX_TENSORS}")
@@ -53,7 +52,7 @@ class Messages:
         self._post(key, tensors_of(self._known[route, microbatch]))
 
     def receive_value(self, route: int, microbatch: int, source: int) -> Any:
-        """Wait for a value. Its tensors are leaves, and need a gradient if the source's tensors do."""
+        """Wait for a value. Its tensors are leaves of autograd, and need gradients if the source's tensors do."""
         key = (route, microbatch, FORWARD, source)
         if self._is_new:
             length = torch.zeros(1, dtype=torch.int64)
@@ -72,7 +71,7 @@ class Messages:
         return put_together(description, tensors)
 
     def send_grads(self, grads: Sequence[Tensor], route: int, microbatch: int, to: int) -> None:
-        """Begin to return the gradients of a value's tensors that need one to its source."""
+        """Begin to send gradients to the source of a value: one for each tensor of the value that needs a gradient."""
         for number, grad in enumerate(grads):
             self._send(grad.contiguous(), to, _tag(route, microbatch, BACK, number))
 
@@ -87,7 +86,7 @@ class Messages:
         return self._wait_for((route, microbatch, BACK, source))
 
     def wait_sends(self, *, wait: bool) -> None:
-        """Release the tensors that are sent; with `wait`, wait for all of them."""
+        """Release tensors whose send has ended; with `wait`, wait for the end of all sends."""
         pending = []
         for work, tensor in self._sending:
             if wait:

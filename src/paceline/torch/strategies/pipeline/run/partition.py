@@ -24,10 +24,10 @@ class ValueRoute:
 
 @dataclass(frozen=True, slots=True)
 class ValueRoutes:
-    """All values that cross stages, and the rank of each stage. Each value is sent once to every rank that uses it.
+    """All values that one stage sends to others, and the rank of each stage. A rank receives each value once.
 
-    Gradients return the same way, summed over the users on a rank. Source: TensorFlow's graph partition
-    (``core/graph/graph_partition.cc``).
+    Each rank returns one gradient per value: the sum over the rank's stages that use the value. Source: TensorFlow's
+    graph partition (``core/graph/graph_partition.cc``).
     """
 
     routes: tuple[ValueRoute, ...]
@@ -45,16 +45,16 @@ class ValueRoutes:
         return sorted({self.places[user] for user in route.users} - {own})
 
     def first_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the first stage on a rank that uses a value. This stage goes backward last."""
+        """Return the first stage on a rank that uses a value. Its backward is the last of these stages."""
         return min((user for user in route.users if self.places[user] == rank), default=None)
 
     def last_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the last stage on a rank that uses a value. This stage goes forward last."""
+        """Return the last stage on a rank that uses a value. Its forward is the last of these stages."""
         return max((user for user in route.users if self.places[user] == rank), default=None)
 
 
 def route_values(made_by: Mapping[str, int], used_by: Iterable[tuple[str, int]], places: Sequence[int]) -> ValueRoutes:
-    """Return the routes, given the stage that computes each value, and (value, stage) of each use."""
+    """Return the routes, given the stage that computes each value, and a pair (value, stage) for each use."""
     users: dict[str, set[int]] = {}
     for value, stage in used_by:
         if stage != made_by[value]:
@@ -64,7 +64,7 @@ def route_values(made_by: Mapping[str, int], used_by: Iterable[tuple[str, int]],
 
 
 def shared_parameters(used_by: Mapping[str, Iterable[int]], places: Sequence[int]) -> dict[str, list[int]]:
-    """Return the parameters that stages on several ranks use, with these ranks: their gradients are summed."""
+    """Return the parameters that several ranks use, and these ranks, over which their gradients are summed."""
     all_ranks = {name: sorted({places[stage] for stage in stages}) for name, stages in used_by.items()}
     return {name: ranks for name, ranks in all_ranks.items() if len(ranks) > 1}
 
@@ -76,7 +76,7 @@ class Partition:
     graph: LayerGraph
     stages: tuple[tuple[ModelLayer, ...], ...]
     preludes: tuple[tuple[fx.Node, ...], ...]
-    """By stage, the nodes of other stages that this stage computes too, because they depend on the arguments alone."""
+    """For each stage, the nodes of other stages that it computes too, because they depend only on the arguments."""
     routes: ValueRoutes
     parameters: dict[str, list[int]]
     """The stages that use each parameter, by its name."""
@@ -96,7 +96,7 @@ def cut(
 ) -> Partition:
     """Cut a graph before the layers numbered `cuts`.
 
-    `repeats`: each stage computes values that depend on the arguments alone, instead of receiving them.
+    With `repeats`, each stage computes the values that depend only on the arguments, instead of receiving them.
     """
     bounds = [0, *cuts, len(graph.layers)]
     stages = tuple(tuple(graph.layers[a:b]) for a, b in itertools.pairwise(bounds))
@@ -124,7 +124,7 @@ def cut(
 
 
 def _with_inputs(wanted: set[fx.Node], made_by: Mapping[fx.Node, int], stage: int) -> tuple[fx.Node, ...]:
-    """Return these nodes and their inputs from other stages, in the graph's order."""
+    """Return the nodes `wanted`, and their inputs from other stages than `stage`, in the graph's order."""
     for node in reversed(list(made_by)):
         if node in wanted:
             wanted |= {arg for arg in node.all_input_nodes if arg in made_by and made_by[arg] != stage}

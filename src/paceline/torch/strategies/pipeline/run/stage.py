@@ -1,4 +1,4 @@
-"""One stage for one microbatch: forward through its nodes, and gradients backward. No communication."""
+"""Run one stage for one microbatch: the forward of its nodes, and the backward. Without communication."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from paceline.torch.strategies.pipeline.run.weights import WeightProducts, is_la
 
 
 class LayerError(Exception):
-    """The forward of a layer failed. The message is the layer's name, the cause its exception."""
+    """The forward of a layer failed. The message is the name of the layer; the cause is the layer's exception."""
 
 
 @dataclass(slots=True)
 class Saved:
-    """A stage's state of a microbatch between forward and backward."""
+    """The state of one microbatch in a stage between forward and backward."""
 
     outputs: list[Tensor]
     """The outputs that need a gradient."""
@@ -57,7 +57,7 @@ class Stage:
         self._has_large_weights = any(weight.dim() == 2 and is_large(weight) for weight in weights)
 
     def products(self, *, defers: bool) -> WeightProducts | None:
-        """Return the weights' products of a microbatch; None: autograd computes them. `defers`: split the backward."""
+        """Return an object that computes weight gradients; None: autograd does it. `defers`: split the backward."""
         if not torch.is_grad_enabled() or not (defers or self._has_large_weights):
             return None
         return WeightProducts(defers=defers)
@@ -92,7 +92,7 @@ class Stage:
         return {name: values[name] for name in self._returned if name in values}, output
 
     def backward(self, saved: Saved, grads: Sequence[Tensor | None]) -> None:
-        """Add to the gradients of the parameters and the inputs. `grads`: the gradients of ``saved.outputs``."""
+        """Add gradients to the parameters and the inputs, given the gradients `grads` of ``saved.outputs``."""
         pairs = [(o, g) for o, g in zip(saved.outputs, grads, strict=True) if g is not None]
         saved.outputs = []
         if not pairs:

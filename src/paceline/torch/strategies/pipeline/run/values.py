@@ -15,7 +15,7 @@ from paceline.torch.capture.graph import of_class
 
 
 def take_apart(value: Any, label: str) -> tuple[Any, list[Tensor]]:
-    """Return a description of a value, and its tensors in order. Raises UsageError if it cannot travel."""
+    """Return a description of a value, and its tensors in order. Raises UsageError for a value that cannot be sent."""
     tensors: list[Tensor] = []
 
     def describe(part: Any) -> Any:
@@ -57,7 +57,7 @@ def put_together(description: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def tensors_of(description: Any) -> list[tuple[torch.dtype, list[int], bool]]:
-    """Return dtype, shape, and whether a gradient is needed, of each tensor of a description."""
+    """Return for each tensor of a description: the dtype, the shape, and whether the tensor needs a gradient."""
     (kind, content), *_ = description.items()
     if kind == "t":
         return [(getattr(torch, content[0]), list(content[1]), bool(content[2]))]
@@ -94,7 +94,7 @@ def _build(description: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _as_named(module: str, name: str, value: Any) -> Any:
-    """Return a tuple or dictionary as an object of a class. Raises UsageError if this process has no such class."""
+    """Convert a tuple or dictionary to class `name` of `module`. Raises UsageError if the class is missing here."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)

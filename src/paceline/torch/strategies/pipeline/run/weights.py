@@ -1,12 +1,12 @@
-"""Gradients of linear layers' weights: added in place, and deferred if the schedule splits backwards.
+"""Compute the weight gradients of linear layers in place; defer them if the schedule splits backwards.
 
 For a weight of n bytes, autograd moves 5n bytes per microbatch: the gradient goes to new memory and is then added. A
 product that adds in place moves 2n (Megatron-LM: gradient accumulation fusion). Deferred products are the second half
 of a split backward (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024).
 
-A call costs 0.1 ms of Python, so autograd handles small weights, unless they are deferred. Processor time per step, in
-place and by autograd: 236 and 275 ms (3 layers of 2048 x 2048, 32 rows), 162 and 145 ms (4 transformer layers of width
-256, 64 rows).
+A product costs 0.1 ms of Python code, so autograd computes the gradients of small weights, unless they are deferred.
+Processor time per step, in place and by autograd: 236 and 275 ms (3 layers of 2048 x 2048, 32 rows), 162 and 145 ms (4
+transformer layers of width 256, 64 rows).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _top_hooks: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hook
 class WeightProducts(TorchFunctionMode):
     """The gradients of weights from one microbatch's backward through one stage.
 
-    Enter it around the forward, and :meth:`active` around the backward. Other backwards work as usual.
+    Run the forward in this context, and the backward in the context :meth:`active`. In other backwards, autograd
+    computes the gradients as usual.
     """
 
     def __init__(self, *, defers: bool) -> None:
@@ -49,7 +50,7 @@ class WeightProducts(TorchFunctionMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Return a context whose backward records the gradients of weights here."""
+        """Return a context in which the backward gives the gradients of weights to this object."""
         self.is_open = True
         try:
             yield
@@ -57,7 +58,7 @@ class WeightProducts(TorchFunctionMode):
             self.is_open = False
 
     def add(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None:
-        """Add the product of an output's gradient and an input, both as matrices, to a weight's gradient."""
+        """Add to a weight's gradient the product of an output's gradient and an input, both as matrices."""
         if self._puts_off:
             self._deferred.append((weight, grad, x))
         else:
@@ -76,7 +77,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, products: WeightProducts, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.products, ctx.parameter = products, weight
         ctx.save_for_backward(x, weight)
-        # The output of F.linear may be a view, and a view from a custom function cannot be changed in place.
+        # Not F.linear, because it may return a view, and a view from a custom function cannot be changed in place.
         output = x.new_empty(*x.shape[:-1], weight.shape[0])
         rows, into = x.reshape(-1, x.shape[-1]), output.view(-1, weight.shape[0])
         if bias is None:
@@ -102,7 +103,7 @@ def is_large(weight: Tensor) -> bool:
 
 
 def _is_plain(x: Any, weight: Any) -> bool:
-    """Return whether only the optimizer uses this weight's gradient, and no mode changes its computation."""
+    """Return whether no hook or mode would notice that the weight's gradient is computed here, not by autograd."""
     return (
         type(weight) is nn.Parameter
         and weight.requires_grad
@@ -115,7 +116,7 @@ def _is_plain(x: Any, weight: Any) -> bool:
         and not getattr(weight, "_post_accumulate_grad_hooks", None)
         and not torch.is_autocast_enabled("cpu")
         and torch._C._functorch.peek_interpreter_stack() is None
-        and _top_hooks(True) is None  # torch.utils.checkpoint computes again outside this mode
+        and _top_hooks(True) is None  # under torch.utils.checkpoint, the forward is repeated outside this mode
     )
 
 
