@@ -70,7 +70,7 @@ class SimulatedScheduler(MessageProcess):
             self._feed(events.ProcessEnded(member.incarnation))
 
     def _find_ended(self) -> None:
-        for member in self.core.cluster.awaited:
+        for member in self.core.cluster.missing_members:
             if not self.settings.is_one_host:
                 self._probe(member.node, member.incarnation)
             elif member.node not in self.network.listeners:

@@ -1,7 +1,7 @@
 """The rules of Paceline as pure state machines: typed events in, typed instructions out.
 
 The machines do no I/O, read no clock and draw no random numbers. The runtimes (``paceline.ps``, ``paceline.data``) and
-the simulator drive them. Modules for servers and schedulers only are imported on first use.
+the simulator drive them. The modules that only servers or schedulers need are imported on first use.
 
 ``docs/explanation/protocol.md`` describes the rules, with diagrams and limits.
 """

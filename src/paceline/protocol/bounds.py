@@ -13,11 +13,11 @@ from paceline.protocol.buckets import NUM_BYTES
 
 MAX_RANK: Final = 65535
 _MAX_NUMBER: Final = 1 << 62
-"""Upper bound for numbers from peers that are incremented later."""
+"""Upper bound of received numbers that this process increments, so that the results fit into 64 bits."""
 
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
 Term: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 42)]
-"""Leaves room below 2⁶² for the numbers of a term's jobs."""
+"""The number of a take-over by a scheduler. A job number is a term followed by 20 bits, and stays below 2⁶²."""
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
 """An incarnation, or the number of a view, a job or a lease."""
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]

@@ -132,13 +132,13 @@ def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
 
 
 VERSION_GAP: Final = 1000
-"""Gap after the newest known version at a scheduler's restart, because dead processes may have had later versions."""
+"""A restarted scheduler adds this gap to the newest known version, because dead processes may have had later ones."""
 
 _LOST: Final = Chain(())
 
 
 def groups_of(chains: Iterable[Chain]) -> tuple[ChainGroup, ...]:
-    """Group the chains of buckets 0, 1, … by equality, in the order of the first buckets."""
+    """Return one group for each distinct chain of buckets 0, 1, …, ordered by the first bucket of the group."""
     masks: dict[tuple[tuple[int, ...], int | None], int] = {}
     bit = 1
     for chain in chains:
@@ -179,9 +179,9 @@ def lost_buckets(groups: Iterable[ChainGroup]) -> int:
 class Planner:
     """The chains of all buckets, and the version, which rises with each change.
 
-    `replicas` is the number of replicas per bucket, if enough servers exist. A primary had the bucket when tables were
-    empty, or has been filled since. A change moves only the buckets that placement requires. A bucket is lost only when
-    all its members have died.
+    `replicas` is the number of replicas per bucket, if enough servers exist. Each primary either had the bucket when
+    all tables were empty, or has received it in a fill. A change moves only the buckets that placement requires. A
+    bucket is lost only when all its members have died.
     """
 
     def __init__(self, num_buckets: int = NUM_BUCKETS, replicas: int = 0) -> None:
@@ -191,8 +191,8 @@ class Planner:
         self._chains: list[Chain] = []
         self._living: frozenset[int] = frozenset()
         self._silent: frozenset[int] = frozenset()
-        self._wanted_of: dict[int, int] = {}  # the servers, incarnation → rank, that `_wanted` was made for
-        self._wanted: tuple[Chain, ...] = ()  # by placement; empty if no server remains
+        self._wanted_of: dict[int, int] = {}  # incarnation → rank of the servers in `_wanted`
+        self._wanted: tuple[Chain, ...] = ()  # the chains by placement; empty if no server remains
 
     @classmethod
     def rebuild(
@@ -261,7 +261,7 @@ class Planner:
         """Set the live servers (incarnation → rank); return the instructions, with at most one Changed at the end.
 
         Leaving servers are alive, but lose their buckets as soon as other servers have the buckets. Silent servers may
-        be alive: they stay in chains without other members. No effect before the start.
+        be alive: they stay in a chain only if it has no other members. Before :meth:`start` the call has no effect.
 
         Raises UsageError if two servers have the same rank; nothing is changed.
         """
@@ -273,14 +273,15 @@ class Planner:
         return self._update_chains(range(self._num_buckets))
 
     def filled(self, server: int, buckets: int) -> list[Instruction]:
-        """Record that `server` has all `buckets`, except those that it does not await; return the instructions."""
+        """Record that `server` has received all `buckets` of its fills; return the instructions. Others are ignored."""
         news = self._append(server, buckets)
         return self._update_chains(news, changed=bool(news))
 
     def restore(self, groups: Iterable[ChainGroup], filled: Iterable[tuple[int, int]] = ()) -> None:
-        """Restore these chains and undo later plans, except `filled`: servers and their buckets with finished fills.
+        """Restore these chains and undo later plans.
 
-        Call :meth:`servers_changed` next. The version does not decrease, because other processes may have it.
+        Then apply `filled`: servers, and the buckets that they have received. Call :meth:`servers_changed` next. The
+        version does not decrease, because other processes may have it.
         """
         self._chains = list(chains_of(groups))
         news = [self._append(server, buckets) for server, buckets in filled]
@@ -307,7 +308,7 @@ class Planner:
         self._wanted_of, self._wanted = dict(servers), wanted
 
     def _update_chains(self, buckets: Iterable[int], changed: bool = False) -> list[Instruction]:
-        """Change the chains of some buckets towards the wanted chains, as far as possible without a fill."""
+        """Change the chains of some buckets to the wanted chains; a server that lacks the data begins with a fill."""
         lost = 0
         for bucket in buckets:
             before = self._chains[bucket]
@@ -329,17 +330,18 @@ class Planner:
         living = tuple([server for server in chain.members if server in self._living])
         if not living:
             return _LOST
-        # Rule 4: a silent server leaves too, unless all members are silent, because the bucket would then be lost.
+        # Rule 4: a silent server leaves too. If all members are silent, they stay, because the bucket would be lost.
         members = tuple([server for server in living if server not in self._silent]) or living
         filling = chain.filling if chain.filling in self._living - self._silent else None
         if not self._wanted:
             return Chain(members, filling)  # all servers leave
-        # Rule 2: when all wanted servers are members, the chain is as wanted, and other members drop out.
+        # Rule 2: when all wanted servers are members, the chain becomes the wanted chain, without any other members.
         wanted = self._wanted[bucket]
         missing = [server for server in wanted.members if server not in members]
         if not missing:
             return wanted
-        # Rule 3: until then the members stay, and the missing servers are filled one after another.
+        # Rule 3: until all wanted servers are members, the present members stay, and missing servers are filled one by
+        # one.
         return Chain(members, filling if filling in missing else missing[0])
 
     def validate(self) -> None:

@@ -19,25 +19,26 @@ from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 
 class VectorClock:
-    """Worker id → number of finished iterations, with the minimum over the counted workers.
+    """The number of finished iterations of each worker (by id), and the minimum over the workers that count.
 
-    ``num_expected`` missing workers count with clock ``first_clock``, so that the first workers wait for them. If no
-    worker counts, the minimum is the highest clock so far. The minimum never decreases.
+    Until ``num_expected`` workers have joined, each missing one counts with clock ``first_clock``, so that the first
+    workers wait. If no worker counts, the minimum is the highest clock so far. The minimum never decreases.
     """
 
     def __init__(self, num_expected: int = 0, first_clock: int = 0) -> None:
         self._clocks: dict[int, int] = {}  # every member
-        self._finished: set[int] = set()  # members that do not count
-        self._seen: set[int] = set()  # workers that stood in for an expected one
+        self._finished: set[int] = set()  # members without work, which do not count
+        self._seen: set[int] = set()  # workers that took the place of a missing expected worker
         self._num_missing = num_expected
         self._first_clock = first_clock
-        self._tally: dict[int, int] = {first_clock: num_expected} if num_expected else {}  # clock → how many count
+        # clock → number of counted workers and missing workers at this clock
+        self._tally: dict[int, int] = {first_clock: num_expected} if num_expected else {}
         self._minimum = first_clock
         self._highest = first_clock
 
     @property
     def minimum(self) -> int:
-        """The smallest clock that counts. O(1)."""
+        """The smallest clock of the workers that count. O(1)."""
         return self._minimum
 
     @property
@@ -88,7 +89,10 @@ class VectorClock:
             self._add(start)
 
     def tick(self, worker: int, clock: int) -> bool:
-        """Raise a member's clock; return False for other workers and for no rise. O(1) for a rise by one."""
+        """Raise a member's clock; return False if the worker is no member or its clock does not rise.
+
+        O(1) for a rise by one.
+        """
         before = self._clocks.get(worker)
         if before is None or clock <= before:
             return False
@@ -116,8 +120,8 @@ class VectorClock:
             return
         del self._tally[clock]
         if clock == self._minimum:
-            # A worker that leaves the minimum by a tick of one is itself the next minimum, so this case is O(1). Only a
-            # leave, a finish or a jump searches the distinct clocks.
+            # If the last worker at the minimum ticks once, its new clock is the new minimum: O(1). Only after a leave,
+            # a finish or a jump of a clock must the distinct clocks be searched.
             self._minimum = clock + 1 if clock + 1 in self._tally else min(self._tally, default=self._highest)
 
     def validate(self) -> None:
@@ -134,8 +138,8 @@ class VectorClock:
 class Complete:
     """Sequential only: aggregate the pushes of ``workers`` in ``iteration``, in this order, and apply the sum once.
 
-    ``workers`` have ticked the iteration. Pushes of other workers are dropped, because these workers died or retired
-    before their tick.
+    ``workers`` are the workers that have ticked the iteration. Pushes of other workers are dropped, because these
+    workers died or retired before their tick.
     """
 
     iteration: int
@@ -172,8 +176,8 @@ class Gate:
     """Decides which worker may begin which iteration, at one server.
 
     The minimum stays at ``first_clock`` until ``expected_workers`` distinct workers have joined. A worker id is one
-    incarnation. A runtime that reuses ids (ranks) must drop the buffered pushes of an unfinished iteration at the
-    Depart.
+    incarnation. A runtime that reuses ids (ranks) must drop a worker's buffered pushes of unfinished iterations when
+    the worker leaves.
 
     Raises UsageError if ``expected_workers`` or ``first_clock`` is negative.
     """
@@ -189,11 +193,11 @@ class Gate:
         self._vector = VectorClock(expected_workers, first_clock)
         self._held: dict[int, list[tuple[int, object]]] = {}  # clock → workers and tickets, in order of arrival
         self._ticked: dict[int, set[int]] = {}  # incomplete iteration → the workers that ticked it
-        self._seen_minimum = first_clock  # up to here, iterations are complete and requests released
+        self._seen_minimum = first_clock  # all earlier iterations are complete, and their requests are released
 
     @property
     def minimum(self) -> int:
-        """Every counted worker has finished this many iterations. O(1)."""
+        """The number of iterations that every counted worker has finished. O(1)."""
         return self._vector.minimum
 
     @property
@@ -215,7 +219,7 @@ class Gate:
         return () if self._tau is None else self._vector.lagging(clock - self._tau)
 
     def begin(self, worker: int, clock: int, ticket: object) -> list[Instruction]:
-        """Request to begin iteration `clock`; the Unblock, now or later, returns `ticket`."""
+        """Request to begin iteration `clock`. An Unblock with `ticket` follows, now or from a later call."""
         if self.is_open(clock):
             return [Unblock(ticket)]
         self._held.setdefault(clock, []).append((worker, ticket))
@@ -250,7 +254,7 @@ class Gate:
         return self._advance()
 
     def resume(self, worker: int) -> list[Instruction]:
-        """Wait again for a finished worker, from the minimum clock or the worker's clock, whichever is higher."""
+        """Wait again for a finished worker, which continues at the minimum clock, or at its own if that is higher."""
         self._vector.resume(worker)
         return self._advance()
 

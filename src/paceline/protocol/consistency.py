@@ -1,4 +1,4 @@
-"""Settings: the maximum delay between workers, and the policy for stale gradients.
+"""Two settings of a cluster: the maximum delay between workers, and the policy for stale gradients.
 
 :mod:`paceline.protocol.clocks` enforces the consistency; the servers apply the policy. ``parse_consistency(str(c)) ==
 c`` and ``parse_stale_policy(str(p)) == p``.
@@ -18,8 +18,8 @@ class Sequential:
     """Every worker sees all updates of the previous iteration; the run equals one process on the joined batch.
 
     The gradients of one iteration are aggregated in rank order and applied once. Source: OSDI'14 "Scaling Distributed
-    Machine Learning with the Parameter Server", section 3.4 (bulk synchronous, Valiant 1990). Raises UsageError for
-    another `aggregate`.
+    Machine Learning with the Parameter Server", section 3.4 (bulk synchronous, Valiant 1990). Raises UsageError if
+    `aggregate` is neither "sum" nor "mean".
     """
 
     aggregate: Literal["sum", "mean"] = "sum"
@@ -46,7 +46,10 @@ class BoundedDelay:
     """
 
     tau: int
-    """The maximum delay in iterations; 0 waits as :class:`Sequential` does, but applies updates on arrival."""
+    """The maximum delay in iterations.
+
+    With 0, workers wait as under :class:`Sequential`, but servers apply updates on arrival.
+    """
 
     def __post_init__(self) -> None:
         _check_count("BoundedDelay", "tau", self.tau)
@@ -84,7 +87,7 @@ class DropStale:
     """Drop gradients whose staleness exceeds ``beyond`` (Ringmaster ASGD, 2025). Raises UsageError if negative."""
 
     beyond: int
-    """The largest staleness still applied, in iterations."""
+    """The largest staleness of a gradient that is still applied, in iterations."""
 
     def __post_init__(self) -> None:
         _check_count("DropStale", "beyond", self.beyond)
@@ -149,7 +152,7 @@ def parse_stale_policy(text: str) -> StalePolicy:
     if name == "compensate":
         try:
             return DelayCompensate(strength=float(argument))
-        except ValueError:  # not a number, or out of DelayCompensate's range: the message below covers both
+        except ValueError:  # not a number, or out of DelayCompensate's range; the message below is for both cases
             pass
     raise UsageError(
         f"Unknown policy for stale gradients {text!r}: expected 'accept', 'drop:N' with N the largest "

@@ -16,7 +16,7 @@ from paceline.errors import StaleEpochError, UsageError
 from paceline.protocol.buckets import ALL, buckets_in
 
 _MANY: Final = 64
-"""After this many additional sets, the sets are made disjoint."""
+"""If an incarnation has this number of sets more than after the last clean-up, its sets are made disjoint."""
 _NOTHING: Final[dict[int, int]] = {}
 
 
@@ -25,7 +25,7 @@ class Delivery:
 
     Preconditions: sequence numbers are at least 0. The pushes of one incarnation reach each bucket in ascending order,
     apart from repeats: a client waits for a bucket's acknowledgement before a later push to the bucket, or sends both
-    on one ordered connection. An incarnation is never reused. Gaps are legal.
+    on one ordered connection. An incarnation is never reused. Numbers may be skipped.
 
     Incarnations of dead processes are retained, because their pushes may still be in flight along a chain. Each
     incarnation needs about 200 bytes for each set of buckets in its last pushes.
@@ -34,8 +34,8 @@ class Delivery:
     def __init__(self, buckets: int = ALL) -> None:
         self._buckets = buckets
         # Incarnation → set of buckets → its last push, in ascending order. If a bucket is in several sets, the last set
-        # counts; a bucket in no set has had no push. No set and no inner dictionary is empty. Only many sets are made
-        # disjoint, because that takes time proportional to their number.
+        # counts; a bucket in no set has had no push. No set and no inner dictionary is empty. The sets are made
+        # disjoint only when there are many, because this takes time proportional to their number.
         self._seen: dict[int, dict[int, int]] = {}
 
     @property
@@ -43,7 +43,7 @@ class Delivery:
         return self._buckets
 
     def admit(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        """Record a push as applied; return the given buckets for which the push is new. 0: a duplicate.
+        """Record a push as applied; return the given buckets for which the push is new (0 if it is a duplicate).
 
         ``buckets=None`` means all buckets of this server. The push counts as delivered to all given buckets, including
         buckets without any of its keys. O(1) on average if the push is newer than all earlier pushes.
@@ -97,7 +97,7 @@ class Delivery:
             self._seen[incarnation] = {part: last for last, part in reversed(list(self._runs(incarnation)))}
 
     def _runs(self, incarnation: int) -> Iterator[tuple[int, int]]:
-        """Yield (last sequence, its buckets) with disjoint buckets, the highest sequence first."""
+        """Yield (sequence, the buckets whose last push has this sequence), the highest sequence first."""
         later = 0
         for seen, last in reversed(self._seen[incarnation].items()):
             if left := seen & ~later:
@@ -105,7 +105,7 @@ class Delivery:
                 later |= seen
 
     def export(self, buckets: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the filter of some buckets, to send with their data: (incarnation, last sequence, its buckets).
+        """Return the filter of some buckets, to send with their data: (incarnation, last sequence, buckets).
 
         Raises UsageError for a bucket of another server.
         """

@@ -5,15 +5,15 @@ chain with the incarnation AGGREGATE, so a bucket's duplicate filter has the num
 move. Reads of the next iteration wait until the chain has the sum.
 
 A *takeover* begins when a server becomes primary of more buckets. The server lacks the buffered pushes of the former
-primary. Workers resend their retained pushes, followed by `Synced`. The server completes and reads nothing until all
-workers have done so. Under bounded delay reads wait too, because a worker's tick may arrive before its resent pushes;
-the server then has :class:`OnArrival` instead.
+primary. Workers resend their retained pushes, followed by `Synced`. The server completes no iteration and answers no
+read until all workers have sent `Synced`. Under bounded delay reads wait too, because a worker's tick may arrive before
+its resent pushes; the server then has :class:`OnArrival` instead.
 
 While a chain is shorter than `min_replicas` requires, its iterations are complete but not durable: reads of the next
 iteration wait, and workers retain their pushes.
 
 Workers retain pushes only while a primary has successors. So the fill of the first successor is reported only when the
-workers retain all pushes that only this server has. Until then no other server may become primary of the bucket.
+workers retain all pushes that only this server has. Before the report no other server may become primary of the bucket.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.3 (replication after
 aggregation).
@@ -29,7 +29,7 @@ from paceline.protocol.delivery import Delivery
 from paceline.protocol.replication import AGGREGATE, Replication
 
 _KEPT_ITERATIONS: Final = 4096
-"""The maximum number of iterations by which a successor may be ahead of its primary."""
+"""A replica stores the workers of this number of complete iterations, because it may be ahead of its primary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Takeover:
 
     @property
     def is_over(self) -> bool:
-        """Whether this server has all pushes that were acknowledged or ticked before."""
+        """Whether this server has all pushes that its predecessor acknowledged, and all pushes of ticked iterations."""
         return not self._pending_workers
 
     def lead(self, version: int, buckets: int, workers: Collection[int]) -> None:
@@ -84,7 +84,7 @@ class Takeover:
 
 
 class OnArrival:
-    """The counterpart of :class:`Iterations` if pushes are applied on arrival: only the takeover."""
+    """The counterpart of :class:`Iterations` if pushes are applied on arrival: only the takeover delays reads."""
 
     first_clock = 0
 
@@ -117,7 +117,10 @@ class OnArrival:
 
 
 class Iterations:
-    """The incomplete or not durable iterations of one server; `first_clock` is the initial minimum of its gate."""
+    """The iterations of one server that are not yet complete or durable.
+
+    `first_clock` is the first minimum of its gate.
+    """
 
     def __init__(self, replication: Replication, first_clock: int = 0) -> None:
         self._replication = replication
@@ -130,7 +133,7 @@ class Iterations:
         self._safe = 0  # the durable iterations when the chains last had enough replicas
         self._version = 0
         self._unaware: set[int] = set()  # workers that may not have a view with this server's successor
-        # Once all workers have: possibly only this server has pushes of iterations below this one.
+        # Set once all workers have this view: pushes of earlier iterations may exist only on this server.
         self._unretained_below: int | None = None
         self._orphaned_below = 0  # pushes below this iteration may be of workers that ticked it and then left
 
@@ -144,7 +147,7 @@ class Iterations:
 
     @property
     def durable(self) -> int:
-        """All earlier iterations are complete, in a chain with enough replicas; 0 during a takeover."""
+        """The number of iterations that are complete in a chain with enough replicas; 0 during a takeover."""
         in_chain = self._in_chain
         return min(in_chain, self._safe) if self._replication.place.short else in_chain
 
@@ -172,17 +175,18 @@ class Iterations:
             return False
         if self.durable >= clock:
             return True
-        # Rule 7: a chain is short until a fill is reported. The report may wait for iterations, so these continue.
+        # Rule 7: a chain is short until a fill is reported. The report may wait for iterations, so these must not wait
+        # for it.
         return self._unretained_below is not None and clock < self._unretained_below and self._in_chain >= clock
 
     def may_report(self, buckets: int) -> bool:
-        """Whether the fill of a successor with these buckets may be reported to the scheduler.
+        """Return whether this server may report to the scheduler that a successor has received all these `buckets`.
 
         After the report the successor may become primary, and the workers must resend the pushes buffered here.
         """
         if not buckets & self._replication.primary:
             return True
-        # Rule 5: first the chain has all pushes that their senders did not retain.
+        # Rule 5: before the report, the chain must have all pushes that their senders did not retain.
         return self._unretained_below is not None and self._in_chain >= self._unretained_below
 
     def missing(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
@@ -190,7 +194,7 @@ class Iterations:
 
         A push for an iteration that its bucket has completed is not new.
         """
-        # Rule 1: a push of a complete iteration is either part of its sum or too late.
+        # Rule 1: a push of a complete iteration is either already in the iteration's sum, or too late.
         left = self._replication.delivery.missing(AGGREGATE, iteration + 1, buckets)
         return self._parts.missing(worker, sequence, left)
 
@@ -223,7 +227,7 @@ class Iterations:
         :class:`~paceline.protocol.replication.Lead`. Returns the sums to push if no wait is necessary.
         """
         follows, self._version = version == self._version + 1, version
-        if not self._replication.has_successors or not follows:  # workers may have had a view without retention
+        if not self._replication.has_successors or not follows:  # workers may not retain their pushes yet
             self._unaware, self._unretained_below = set(workers), None
         elif self._unretained_below is None:
             self._unaware = set(workers)
@@ -233,11 +237,13 @@ class Iterations:
             self._parts.release(before & ~buckets)
         if buckets & ~before:
             self._parts.adopt(buckets & ~before, ())
-        if buckets & ~before & self._replication.place.short:  # the former primary's withheld iterations are unknown
+        # this server does not know which iterations of the former primary were durable
+        if buckets & ~before & self._replication.place.short:
             self._safe = 0
         self._record_safe()
         was_over = self._takeover.is_over
-        # Rule 2: pushes in flight to the former primary come again before anything is completed or read here.
+        # Rule 2: workers resend the pushes to the former primary before this server completes an iteration or answers
+        # reads.
         self._takeover.lead(version, buckets, {*workers, *followers})
         return self._complete_known() if buckets & ~before or not was_over else []
 
@@ -259,7 +265,7 @@ class Iterations:
             self._pushed[iteration].discard(worker)
             if not self._pushed[iteration]:
                 del self._pushed[iteration]
-        if self._unretained_below is not None:  # the dropped pushes may never be completed
+        if self._unretained_below is not None:  # the iterations of the dropped pushes may never complete
             self._unretained_below = min(self._unretained_below, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:
@@ -284,7 +290,7 @@ class Iterations:
     def _complete_known(self) -> list[Sum]:
         if not self._takeover.is_over:
             return []
-        # Rule 3: after a takeover the iterations that any bucket lacks are completed in order.
+        # Rule 3: after a takeover, iterations that are not complete in every bucket are completed in order.
         known = sorted({*self._complete, *self._pushed})
         return [item for iteration in known if iteration < self._next for item in self._sum(iteration)]
 

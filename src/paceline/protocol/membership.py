@@ -21,7 +21,7 @@ from paceline.errors import UsageError
 from paceline.protocol.bounds import Number, Rank
 
 INCARNATION_RANGE: Final = 1 << 20
-"""More incarnations than one scheduler assigns."""
+"""The size of the range of incarnations of one scheduler, which is more than it will assign."""
 
 
 class Role(Enum):
@@ -33,14 +33,15 @@ class Role(Enum):
 
 
 Address = TypeVar("Address", default=Any)
-"""The type of members' addresses, which the protocol only passes on. The product has the transport's Endpoint."""
+"""The type of members' addresses, which the protocol only passes on: :class:`paceline.transport.Endpoint` in Paceline.
+"""
 
 
 class ProcessIdentity(Struct, frozen=True, array_like=True):
-    """Identity of one process, unique for all time."""
+    """Identity of one process, which no other process ever has."""
 
     host: str
-    """The boot of the machine, and the namespace of the process ids."""
+    """The machine, its current boot, and the namespace of the process ids."""
     pid: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     started: int
     """Start time, in the units of the host's kernel."""
@@ -81,9 +82,10 @@ class Membership:
         self._members: dict[int, Member] = {}  # by incarnation
         self._by_node: dict[str, Member] = {}
         self._by_rank: dict[Role, dict[int, Member]] = {role: {} for role in Role}
-        self._free_rank = dict.fromkeys(Role, 0)  # no rank below it is free
+        self._free_rank = dict.fromkeys(Role, 0)  # role → a rank below which no rank is free
         self._heartbeat_s: dict[int, float] = {}
-        # Incarnations that the former scheduler may have assigned without a view: their members may still reconnect.
+        # Incarnations that the former scheduler may have assigned after its last view. Their processes may still
+        # reconnect.
         self._unknown = range(0)
         self._unknown_until_s = 0.0
 
@@ -100,8 +102,9 @@ class Membership:
     ) -> Membership:
         """Restore the membership with these members, as if their heartbeats came at `time_s`.
 
-        Of two members with the same name or rank the later incarnation counts. Members with incarnations after
-        `last_known` and before `first_incarnation` are in no view; they may reconnect within the timeout.
+        Of two members with the same name or rank, the member with the higher incarnation is used. Members with
+        incarnations after `last_known` and before `first_incarnation` are in no view; they may reconnect within the
+        timeout.
         """
         self = cls(expected_servers, heartbeat_timeout_s, first_incarnation=first_incarnation)
         for member in sorted(members, key=lambda member: -member.incarnation):
@@ -114,7 +117,7 @@ class Membership:
 
     @property
     def last_incarnation(self) -> int:
-        """Non-members with this incarnation or an earlier one have left or died."""
+        """Every process with an incarnation up to this number that is not a member has left or died."""
         return self._unknown.start - 1 if self._unknown else self._next_incarnation - 1
 
     def is_unknown(self, incarnation: int) -> bool:
@@ -122,7 +125,7 @@ class Membership:
         return incarnation in self._unknown
 
     def expire_unknown(self, time_s: float) -> bool:
-        """Give up processes that are in no view after their timeout; return whether it has just passed."""
+        """After the timeout, give up the processes that are in no view; return whether this call gave them up."""
         is_over = bool(self._unknown) and time_s >= self._unknown_until_s
         if is_over:
             self._unknown = range(0)
@@ -168,7 +171,7 @@ class Membership:
         """
         known = self._by_node.get(node)
         if known is not None:
-            # Rule 1: a name is one process. If it registers again, it has not received its welcome.
+            # Rule 1: a name belongs to one process. A process that registers again has not received its welcome.
             self.record_heartbeat(known.incarnation, time_s)
             return known
         taken = self._by_rank[role]
@@ -224,7 +227,8 @@ class Membership:
             del self._by_node[member.node], self._by_rank[member.role][member.rank], self._heartbeat_s[incarnation]
             self._free_rank[member.role] = min(member.rank, self._free_rank[member.role])
             if incarnation > self.last_incarnation:
-                self._unknown = range(0)  # `last_incarnation` must reach it, so that views exclude it
+                # so that `last_incarnation` is at least this incarnation, and views exclude it
+                self._unknown = range(0)
         return member
 
     def _find_rank(self, role: Role) -> int:

@@ -1,8 +1,8 @@
 """Placement of buckets on servers by rendezvous (highest random weight) hashing.
 
 Each bucket ranks all servers by a hash of (bucket, server): the first server is the primary, the next are the replicas.
-So a join moves buckets only to the new server. If a server leaves, each of its buckets moves to the next server in the
-bucket's ranking, which has the first replica.
+So a new server only takes buckets over, and no bucket moves between other servers. If a server leaves, each of its
+buckets moves to the next server in the bucket's ranking, which already has a replica.
 
 Source: Thaler and Ravishankar 1998 "Using name-based mappings to increase hit rates"; chains as in OSDI'14 "Scaling
 Distributed Machine Learning with the Parameter Server", section 4.3; mixing by splitmix64 (Steele, Lea, Flood 2014).
@@ -37,14 +37,16 @@ def place(num_buckets: int, servers: Sequence[int], replicas: int = 0) -> tuple[
     chains = []
     for bucket in range(num_buckets):
         mixed = _mix(bucket)
-        # The highest weight first; equal weights by the smaller server id.
+        # The server with the highest weight comes first; of equal weights, the server with the smaller id.
         ranked = sorted((-_mix(mixed ^ seed), server) for seed, server in seeds)
         chains.append(tuple(server for _, server in ranked[: 1 + replicas]))
     return tuple(chains)
 
 
 def _mix(value: int) -> int:
-    """The splitmix64 step: a bijection of 64-bit integers, each bit in flips each bit out half of the time.
+    """The splitmix64 step: a bijection of 64-bit integers.
+
+    A change of one input bit changes each output bit half of the time.
 
     >>> hex(_mix(0))
     '0xe220a8397b1dcdaf'

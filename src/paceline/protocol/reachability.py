@@ -25,8 +25,8 @@ from paceline.protocol.chains import ChainGroup
 class Silence:
     """One server's links without incoming messages.
 
-    A server is unreachable after ``num_polls`` consecutive silent polls. Polls are counted instead of seconds, because
-    a stopped or busy process polls only once in its own pause.
+    A server is unreachable after ``num_polls`` consecutive silent polls. Polls are counted instead of seconds, so that
+    a pause of this process itself counts as one silent poll only.
     """
 
     def __init__(self, num_polls: int = 5) -> None:
@@ -61,7 +61,7 @@ class Reachability:
         if not patience_s > 0:
             raise UsageError(f"Reachability(patience_s={patience_s}): expected more than 0.")
         self._patience_s = patience_s
-        self._complaints: dict[int, dict[int, float]] = {}  # server → unreachable server → since when
+        self._complaints: dict[int, dict[int, float]] = {}  # server → unreachable server → time of the first report
         self._since_s: dict[int, float] = {}  # start of a server's uninterrupted heartbeats
         self._last_s: dict[int, float] = {}
 
@@ -73,9 +73,10 @@ class Reachability:
         self._complaints[server] = {other: former.get(other, time_s) for other in unreachable if other != server}
 
     def decide(self, living: Collection[int], groups: Iterable[ChainGroup], time_s: float) -> Unreachable | None:
-        """Return the server to expel, if any. Only one at a time, because the next decision uses the chains without it.
+        """Return the server to expel, if any.
 
-        `living` are the members; records of other servers are dropped. `groups` are the current chains.
+        A call returns one server, because the next decision needs the chains without it. `living` are the members;
+        records of other servers are dropped. `groups` are the current chains.
         """
         for known in (self._complaints, self._since_s, self._last_s):
             for dead in known.keys() - set(living):
@@ -84,24 +85,25 @@ class Reachability:
         due = {server for pair, since_s in at_odds.items() if time_s - since_s >= self._patience_s for server in pair}
         if not due:
             return None
-        # Rule 2: the last server with a bucket is never expelled: waiting for the network is better than data loss.
+        # Rule 2: the last server with a bucket is never expelled, because waiting for the network is better than data
+        # loss.
         expendable = due - self._last_to_have(groups, time_s)
         if not expendable:
             return None
-        # Rule 1: expel the server in most pairs: its own link is probably cut.
+        # Rule 1: expel the server that is in the most pairs, because its own link is probably cut.
         num_pairs = Counter(server for pair in at_odds for server in pair)
-        # Rule 3: of several such servers expel the youngest: it has the least data.
+        # Rule 3: of several such servers expel the youngest, because it has the least data.
         expelled = max(expendable, key=lambda server: (num_pairs[server], server))
         return Unreachable(expelled, tuple(sorted(sum(pair) - expelled for pair in at_odds if expelled in pair)))
 
     @property
     def in_doubt(self) -> frozenset[int]:
-        """The servers in any reported pair: each may be expelled."""
+        """The servers in any reported pair. Each of them may be expelled later."""
         pairs = ((server, other) for server, complaints in self._complaints.items() for other in complaints)
         return frozenset(end for pair in pairs for end in pair)
 
     def _last_to_have(self, groups: Iterable[ChainGroup], time_s: float) -> set[int]:
-        """Return the servers whose removal would or might lose a bucket.
+        """Return the servers whose removal could lose a bucket.
 
         A member without a recent heartbeat does not count as a copy, because the member may be dead.
         """
@@ -118,8 +120,9 @@ class Reachability:
     def _at_odds(self, time_s: float) -> dict[tuple[int, int], float]:
         """Return the pairs in which one server does not reach the other server, with the start time.
 
-        Rule 4: a pair counts only while both servers send heartbeats, from the later of their first heartbeats. The
-        heartbeat timeout covers silent servers, and a resumed server has not answered its peers yet.
+        Rule 4: a pair counts only while both servers send heartbeats without interruption, and its start time is not
+        earlier. Servers without heartbeats are removed by the heartbeat timeout, and a server that resumes needs time
+        to answer its peers.
         """
         pairs: dict[tuple[int, int], float] = {}
         for server, complaints in self._complaints.items():

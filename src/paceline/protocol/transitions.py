@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 OUTSIDE: Final = "[*]"
-"""The state of an object before the machine has it, and after the machine has dropped it."""
+"""The state of an object before the machine knows the object, and after the machine has dropped it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Transition:
     instruction: str = ""
     """The name of the resulting instruction; empty without one."""
     when: str = ""
-    """The condition, if one event has several rows. Only readers use it; no test checks it."""
+    """The condition, if one event has several rows. The condition is only for readers; no test checks it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,6 @@ class StateTable:
     transitions: tuple[Transition, ...]
 
     def target(self, source: str, event: str) -> str:
-        """Return the next state, for an event with one row in this state."""
+        """Return the next state. The event must have exactly one row in this state."""
         (row,) = [row for row in self.transitions if (row.source, row.event) == (source, event)]
         return row.target

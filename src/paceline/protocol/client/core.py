@@ -6,11 +6,11 @@ server with the worker's clock.
 
 Servers detect duplicate pushes by number, so a repeated push is harmless, but a later push to a bucket must not
 overtake an earlier push. The parts of one push for the same server are merged into one request, because the server
-would treat a second frame with the same number as a duplicate. A push that also reads is replaced by a push and a
-pull, because the push may have ended the iteration and the resync sends the clock.
+would treat a second frame with the same number as a duplicate. A request that pushes and pulls is replaced by a push
+and a pull: it may have ended the iteration, but its replacement does not, because the resync sends the clock.
 
-Source: as :mod:`paceline.protocol.replication`; the clocks as in Ho et al. 2013 "More Effective Distributed ML via a
-Stale Synchronous Parallel Parameter Server".
+Source: views as in :mod:`paceline.protocol.replication`; clocks as in Ho et al. 2013 "More Effective Distributed ML via
+a Stale Synchronous Parallel Parameter Server".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close the connection to a server that has left all chains. Its session has only calls, which fail."""
+    """Close the connection to a server that has left all chains. The calls in its session fail."""
 
     session: ServerSession
 
@@ -90,10 +90,10 @@ class _Push:
 def replace(
     given_up: Iterable[Request], before: Iterable[ServerSession], after: Mapping[int, ServerSession], follows: bool
 ) -> Iterator[Transmit]:
-    """Yield the replacements of abandoned requests and of the pushes retained in the sessions `before`.
+    """Yield the replacements of abandoned requests, and of the pushes that the sessions `before` retain.
 
-    The `leads` of the new view's sessions `after` determine the split. `follows` means that no view was missed.
-    Retained pushes stay with servers that still lead their buckets.
+    A replacement goes to the sessions `after`, of the new view, that lead its buckets. `follows` means that no view was
+    missed. Retained pushes stay with servers that still lead their buckets.
     """
     pushes: dict[int, _Push] = {}
     pulls: list[Request] = []
@@ -106,7 +106,7 @@ def replace(
             pushes.setdefault(request.sequence, _Push()).unanswered.append(request)
         if request.kind in READS:
             pulls.append(request)
-    # A pull has the number of the last push before it.
+    # A pull has the number of the last push before it, so it follows this push.
     ordered: list[tuple[int, int, _Push | Request]] = [(sequence, 0, push) for sequence, push in pushes.items()]
     ordered += [(pull.sequence, 1, pull) for pull in pulls]
     ordered.sort(key=lambda entry: entry[:2])
@@ -172,8 +172,8 @@ def _leads(session: ServerSession, after: Mapping[int, ServerSession]) -> Bucket
 class ClientCore:
     """One client's state.
 
-    Observers (`is_worker` is False) take no part in iterations. With `is_sequential`, pushes are applied when their
-    iteration completes, so an answered push may be lost with its server.
+    Observers (`is_worker` is False) take no part in iterations. With `is_sequential`, servers apply pushes when their
+    iteration completes, so an answered push is lost if its server dies before.
     """
 
     def __init__(self, *, is_worker: bool, is_sequential: bool) -> None:
@@ -182,7 +182,7 @@ class ClientCore:
         self.sessions: dict[int, ServerSession] = {}
         self.lost: Buckets = 0
         self.clock = 0
-        """The worker's current iteration: the number of finished ones."""
+        """The worker's current iteration, which is the number of its finished iterations."""
         self.sequence = 0
         self.takes_part = False
         """Whether servers wait for this worker's ticks."""
@@ -194,18 +194,18 @@ class ClientCore:
         self._joined: dict[int, int] | None = None  # server → its iteration in this round
 
     def report(self, request: Request) -> None:
-        """Record that the caller receives a request's error."""
+        """Record that the caller receives the error of this request, so that no later call raises it again."""
         request.is_reported = True
         if request in self.failures:
             self.failures.remove(request)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is unanswered, unstable, or failed with an unreported error."""
+        """Whether a request is unanswered, a push is retained, or an error of a request is unreported."""
         return bool(self.failures) or any(session.in_flight or session.retained for session in self.sessions.values())
 
     def unstable(self) -> ServerSession | None:
-        """Return a server with a retained push of a finished iteration, else None.
+        """Return the session of a server with a retained push of a finished iteration, else None.
 
         The server answers a read of the current iteration once the finished iterations are stable.
         """
@@ -220,10 +220,11 @@ class ClientCore:
         session.is_connected = True
         requests = list(session.unanswered())
         out: list[Instruction] = [Transmit(request) for request in requests if request.kind is not RequestKind.CALL]
-        # A server that has answered the call to join counts this worker. A resync would contradict that.
+        # A server that has answered the call to join counts this worker. A resync would make the server stop counting
+        # it.
         if session.sends_clock and server not in (self._joined or ()):
             out.append(self._resync(session))
-        # The last message counts, so a call to join comes after a resync without `takes_part`.
+        # The server applies the last message, so a call to join must follow a resync without `takes_part`.
         return out + [Transmit(request) for request in requests if request.kind is RequestKind.CALL]
 
     def change(self, version: int, groups: tuple[ChainGroup, ...], loss: Exception | None = None) -> list[Instruction]:
@@ -287,7 +288,7 @@ class ClientCore:
         return self.sequence
 
     def join(self) -> list[Instruction]:
-        """Join or rejoin the iterations at the servers' current one."""
+        """Join or rejoin the iterations at the servers' current iteration."""
         self._join_clock, self._joined = self.clock, {}
         return self._request_join()
 
@@ -296,9 +297,12 @@ class ClientCore:
         return self._joined is not None
 
     def joined(self, server: int, round_: int, clock: int) -> list[Instruction]:
-        """Record a server's answer. Servers may differ for a moment, so the latest iteration counts."""
+        """Record a server's answer to a call to join.
+
+        Servers may answer with different clocks; the highest one is used.
+        """
         if self._joined is None or round_ != self._round:
-            return []  # a view change since then has sent a resync without `takes_part` to every server
+            return []  # a view change after the call has sent a resync without `takes_part` to every server
         self._joined[server] = clock
         if self._joined.keys() < self.sessions.keys():
             return []
@@ -315,7 +319,7 @@ class ClientCore:
         self._joined = None
 
     def retire(self) -> list[Instruction]:
-        """Leave the iterations: later pushes are applied on arrival. The caller must notify the servers."""
+        """Leave the iterations: servers apply later pushes on arrival. The caller must notify the servers."""
         self.takes_part = False
         return list(self._retain({}))
 

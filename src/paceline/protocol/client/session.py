@@ -20,7 +20,7 @@ from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 
 class DueAnswers:
-    """Answers to requests that were sent twice on one connection, and to abandoned requests (orphans)."""
+    """Counts the answers that will still come to repeated requests and to abandoned requests (orphans)."""
 
     def __init__(self) -> None:
         self._repeated: dict[int, int] = {}
@@ -35,9 +35,9 @@ class DueAnswers:
             self._repeated[number] = due
 
     def given_up(self, number: int, *, is_due: bool) -> int:
-        """Record that a request is abandoned; return the number of due answers.
+        """Record that a request is abandoned; return the number of answers to it that will still come.
 
-        `is_due`: whether an answer is due if the request was sent once.
+        `is_due`: whether one answer will come if the request was sent only once.
         """
         due = self._repeated.pop(number, int(is_due))
         if due:
@@ -45,14 +45,14 @@ class DueAnswers:
         return due
 
     def orphan_received(self, number: int) -> bool:
-        """Record an answer to an abandoned request; return False if none was due."""
+        """Record an answer to an abandoned request; return False if no such answer was expected."""
         due = self._orphans.pop(number, 0)
         if due > 1:
             self._orphans[number] = due - 1
         return due > 0
 
     def disconnected(self) -> int:
-        """Drop all due answers; return the number of orphans among them."""
+        """Expect no more answers, because the connection broke; return the number of expected answers to orphans."""
         orphans = sum(self._orphans.values())
         self._orphans.clear()
         self._repeated.clear()
@@ -83,7 +83,7 @@ REQUEST: Final = StateTable(
         Transition("retained", "change", OUTSIDE, "Discard", when="no server could lead next"),
     ),
 )
-"""The states of a push or a pull. Its replacement is another request."""
+"""The states of a push or a pull. A replacement is another request with a state of its own."""
 
 
 class RequestKind(Enum):
@@ -112,9 +112,10 @@ class Payload(Protocol):
 
 
 class Request:
-    """One frame; a user's push or pull has one for each server. :meth:`ServerSession.request` creates it.
+    """One request to one server, sent as one frame. A user's push or pull has a request for each server.
 
-    `sequence` is the number of the push, for a pull that of the last push before.
+    :meth:`ServerSession.request` creates it. `sequence` is the number of the push; a pull has the number of the last
+    push before the pull.
     """
 
     __slots__ = (
@@ -140,17 +141,18 @@ class Request:
         self.payload = payload
         self.ends_iteration = ends_iteration
         self.has_body = kind in _WITH_BODY
-        """Whether its answer may have a body."""
+        """Whether the answer to this request may have a body."""
         self.is_done = False
         self.is_reported = False
-        """Whether the caller received its error, or waits for the request and will receive the error."""
+        """Whether the caller has received the error of this request, or is waiting for the request.
+        """
         self.error: Exception | None = None
         self.flags = 0
         self.replacements: list[Request] | None = None
-        """The replacements of this request since a view change."""
+        """The requests that replaced this request at a view change; None if it was not replaced."""
         self.parents: list[Request] | None = None
         self.held: Buckets | None = None
-        """For a retained push: the buckets that the server still has; None: all."""
+        """For a retained push: the buckets that the server still leads; None means all buckets of the push."""
 
     @property
     def held_buckets(self) -> Buckets:
@@ -173,7 +175,7 @@ class Request:
         self.complete_parents(failures)
 
     def complete_parents(self, failures: list[Request]) -> None:
-        """Complete the replaced requests whose last replacement this is."""
+        """Complete the requests that this request replaced, if all their other replacements are done."""
         for parent in self.parents or ():
             parent.complete_if_replaced(failures)
 
@@ -187,7 +189,7 @@ class ServerSession:
         self.in_flight: dict[int, Request] = {}
         """The unanswered requests by number, including blocked requests."""
         self.num_bodies = 0
-        """The number of due answers that may have a body."""
+        """The number of outstanding answers that may have a body."""
         self.is_connected = False
         self.awaits_view = False
         """Whether data requests are blocked."""
@@ -195,7 +197,7 @@ class ServerSession:
         """Whether answered pushes are retained until their iteration is stable."""
         self.retained: deque[Request] = deque()
         self.stable_clock = 0
-        """Iterations below it are stable at this server."""
+        """Iterations below this clock are stable at this server."""
         self.sends_clock = False
         """Whether the server was sent the worker's clock in this view; it is resent after a reconnection."""
         self._blocked: set[int] = set()
@@ -259,13 +261,14 @@ class ServerSession:
         self._finish(request)
 
     def withdraw(self, request: Request) -> None:
-        """Drop a request that could not be sent. Its caller has the error."""
+        """Drop a request that could not be sent; its caller received the error."""
         self._finish(request)
 
     def repeat_from(self, request: Request) -> list[Request]:
         """Return the requests to resend on the same connection, in order: `request` and all later requests.
 
-        The server has answered the first request and accepted none. It answers every repeat of a later request.
+        The server has rejected `request`, and rejects the later requests too. So each later request gets two answers:
+        the rejection, and the answer to the resent request.
         """
         later = dropwhile(lambda unanswered: unanswered is not request, self.unanswered())
         repeated = [unanswered for unanswered in later if unanswered.kind is not RequestKind.CALL]
@@ -312,7 +315,7 @@ class ServerSession:
                 given_up.append(request)
         self._blocked.clear()
         self.awaits_view = False
-        self.stable_clock = 0  # that applied to the buckets of the former view
+        self.stable_clock = 0  # the former value was for the buckets of the former view
         return given_up
 
     def _finish(self, request: Request) -> None:

@@ -20,7 +20,7 @@ _TERM_SHIFT: Final = 20  # bits of a job number that count the jobs of one term
 
 
 class JobCore:
-    """The latest job, and the workers that wait for the next. The cluster starts with `num_workers` workers."""
+    """The latest job, and the workers that wait for the next job. The cluster starts with `num_workers` workers."""
 
     def __init__(self, num_workers: int) -> None:
         self.ledger: JobLedger | None = None
@@ -29,8 +29,9 @@ class JobCore:
         """The highest job number that this scheduler or an earlier one may have used."""
         self._poster: object = None
         self._claimant: object = None
-        self._idle: dict[object, tuple[ReceivedRequest, int]] = {}  # peer → its GetJob, the job that it finished
-        self._busy: dict[int, int] = {}  # worker → its job, until it requests the next
+        # peer → its GetJob request, and the number of the job that it has finished
+        self._idle: dict[object, tuple[ReceivedRequest, int]] = {}
+        self._busy: dict[int, int] = {}  # worker → number of its job, until the worker requests the next job
         self._has_ended = False
 
     def handle(self, received: ReceivedRequest, membership: Membership, time_s: float) -> list[Answer]:
@@ -41,10 +42,11 @@ class JobCore:
         return [] if self.ledger is None else [*self.ledger.leases.take_answers(), *self._give(self.ledger)]
 
     def _give(self, job: JobLedger) -> list[Answer]:
-        """Give the job to idle workers, and again to workers that finished it if shards became free since.
+        """Give the job to idle workers. Workers that finished it receive it again if shards have become free.
 
-        No worker gets the job while another worker is at an earlier job. The last pushes of that worker may wait for
-        iterations of all workers, which would wait for it at the start of this job.
+        No worker gets the job while another worker is at an earlier job. The last pushes of the earlier job may wait
+        for iterations of all workers; workers that have started this job would not finish those iterations, and would
+        wait for that worker.
         """
         if not self._idle or any(at != job.number for at in self._busy.values()):
             return []
@@ -126,7 +128,7 @@ class JobCore:
             self.ledger.close()
             answers += self.ledger.leases.take_answers()
         ranks = [member.rank for member in membership.of(Role.WORKER)]
-        # Strided work is assigned by rank, so absent workers that are expected count too.
+        # Strided shards are assigned by rank, so expected workers that are absent count too.
         self.ledger = JobLedger(number, request.spec, max(self._num_workers, max(ranks, default=-1) + 1), ranks)
         self._poster = received.peer
         return answers
@@ -147,7 +149,7 @@ class JobCore:
         return self.ledger
 
     def _unless_over(self, number: int) -> JobLedger | None:
-        """Return a job; None if a later one was posted, or if its poster and its scheduler were lost."""
+        """Return a job by number; None if a later job was posted, or if the job's poster and scheduler were lost."""
         is_over = number <= self.last_number and (self.ledger is None or number != self.ledger.number)
         return None if is_over else self._current(number)
 
@@ -168,7 +170,7 @@ class JobCore:
         return self._answers()
 
     def take_news(self) -> JobRecord | None:
-        """Return the job's new facts, which the workers and the poster store; None if there are none."""
+        """Return the job's new facts, which the workers and the poster store; None without new facts."""
         return None if self.ledger is None else self.ledger.take_news()
 
     def record(self) -> JobRecord | None:
@@ -184,7 +186,7 @@ class JobCore:
         """Restore the latest job from the members' records. `dead` are the members that did not reconnect.
 
         The latest job may be unknown to the reconnected members, and its number must not be used again. So numbers
-        start above those of earlier terms; `term` is this scheduler's.
+        start above the numbers of earlier terms; `term` is the term of this scheduler.
         """
         memories = [known.memory for known in remembered if known.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))
@@ -209,7 +211,7 @@ class JobCore:
                 return
 
     def end(self) -> list[Answer]:
-        """Return answers to all workers: the cluster ends."""
+        """End all jobs, because the cluster ends; return answers to all workers."""
         self._has_ended = True
         answers = [Answer(received.call, Job(number=-1)) for received, _ in self._idle.values()]
         self._idle.clear()

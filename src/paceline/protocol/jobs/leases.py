@@ -13,8 +13,8 @@ from paceline.protocol.jobs.shards import Shards
 class Leases:
     """The leases of one job, by the rank of the worker. :meth:`take_answers` returns the answers to send.
 
-    A strided job starts when all `awaited` workers, which have joined the iterations by then, have requested a shard.
-    So no worker runs its first iterations alone, and the result does not depend on the workers' speed.
+    A strided job starts when all workers have requested a shard; workers join the iterations before this request. So no
+    worker runs its first iterations alone, and the result does not depend on the workers' speed.
     """
 
     def __init__(self, pool: Shards, absent: Collection[int]) -> None:
@@ -24,8 +24,8 @@ class Leases:
         self.at_work: set[int] = set()
         """The workers that have requested a shard and not finished the job."""
         self._absent = set(absent)
-        self._early: dict[int, tuple[object, bool]] = {}  # requests before all awaited workers came
-        self._granted: dict[int, Lease] = {}  # leases of workers without a pending call
+        self._early: dict[int, tuple[object, bool]] = {}  # requests of a strided job that has not started
+        self._granted: dict[int, Lease] = {}  # leases that became free for workers without a pending call
         self._calls: dict[int, object] = {}  # workers that wait for a shard
         self._is_exhausted = self._is_closed = False
         self._answers: list[Answer] = []
@@ -78,7 +78,7 @@ class Leases:
         return not self._is_closed and self.pool.has_free
 
     def give_away(self, rank: int) -> None:
-        """Give an absent worker's stride to the other workers until the absent worker comes."""
+        """Give an absent worker's shards of a strided job to the other workers until the absent worker comes."""
         self._carry_out(self.pool.worker_lost(rank))
 
     def rests(self, rank: int, time_s: float) -> None:
@@ -86,12 +86,12 @@ class Leases:
         if self.ended_s is not None or self.at_work:
             return
         done, total = self.pool.progress()
-        # The last worker may die before it receives Exhausted.
+        # All shards may be done without an Exhausted, because the last worker may die before it receives one.
         if self._is_exhausted or (self.started_s is not None and done == total):
             self.ended_s = time_s
 
     def resume(self, at_work: Collection[int], started_s: float | None) -> None:
-        """Continue a job under a new scheduler: its start time and the workers that have it."""
+        """Continue a job under a new scheduler, with its start time and the workers that have the job."""
         self.at_work = set(at_work)
         if started_s is not None:
             self._absent, self.started_s = set(), started_s
@@ -105,7 +105,10 @@ class Leases:
             self._send(rank, Lease(lease=ALL_DONE))
 
     def _worker_arrived(self, rank: int, time_s: float) -> None:
-        """Record that a worker came or left. Without awaited workers, answer all in the order of ranks."""
+        """Record that a worker came or left.
+
+        If no worker is absent any longer, answer all requests in the order of ranks.
+        """
         self._absent.discard(rank)
         if not self._absent:
             early, self._early = self._early, {}

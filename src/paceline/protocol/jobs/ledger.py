@@ -39,7 +39,10 @@ class Remembered:
 
 
 class JobLedger:
-    """The ledger of job `number`: `ranks` are the live workers, and `num_workers` share the shards of a strided job."""
+    """The ledger of job `number`.
+
+    `ranks` are the live workers; `num_workers` workers share the shards of a strided job.
+    """
 
     def __init__(self, number: int, spec: JobSpec, num_workers: int, ranks: Collection[int] = ()) -> None:
         self.number = number
@@ -51,7 +54,7 @@ class JobLedger:
         self.results = Results(number, spec.progress)
         self._facts = JobFacts(number)  # the facts that members have received
         self._news = JobFacts(number)
-        self._has_news = True  # the job itself
+        self._has_news = True  # the new job is itself news
 
     def _begin(
         self,
@@ -61,7 +64,7 @@ class JobLedger:
         held: Collection[shards.Granted] = (),
         last_lease: int = -1,
     ) -> Leases:
-        """Make the leases; other workers get the strides of absent workers until these come."""
+        """Create the leases. Until an absent worker comes, other workers get its shards of a strided job."""
         pool = Shards.restore(
             files,
             epochs=self.spec.epochs,
@@ -92,7 +95,8 @@ class JobLedger:
         """Restore the ledger of an earlier scheduler.
 
         `facts` are merged from all members; `posters` and `workers` are the records of the poster and of each live
-        worker; `dead` are the workers that did not reconnect. `num_workers` is used if no member has a number.
+        worker; `dead` are the workers that did not reconnect. If no member recorded the number of workers,
+        `num_workers` is used.
         """
         spec = posters.posted
         assert spec is not None
@@ -110,7 +114,8 @@ class JobLedger:
         files = [facts.ended.get(file, size) for file, size in enumerate(spec.files)]
         last_lease = max((memory.last_lease for memory in at_work.values()), default=-1)
         self.leases = self._begin([worker.member.rank for worker in workers], files, done, held, last_lease)
-        # Without shards, workers that finished the job do not request one again.
+        # In a job without shards, workers that have finished do not request a shard again, so the job counts as
+        # started.
         has_started = bool(done or held or posters.seconds) or self.leases.pool.progress() == (0, 0)
         self.leases.resume(at_work, time_s - posters.seconds if has_started else None)
         self._lost, self.failed = facts.lost, facts.failed
@@ -143,7 +148,7 @@ class JobLedger:
             self._record_done(found.later, found.incarnation, found.done_counters)
 
     def _record_done(self, keys: Collection[Key], incarnation: int, counters: Counters) -> None:
-        """Add finished shards, and the worker's counters then, to the news for members."""
+        """Add finished shards, and the worker's counters after these shards, to the news for members."""
         for key in keys:
             self._news.add_done(key)
         self._news.add_counters(incarnation, counters)
@@ -153,7 +158,10 @@ class JobLedger:
         return self.results.take_report()
 
     def removed(self, worker: Member, *, is_lost: bool, time_s: float) -> None:
-        """Free the leases of a worker that died or left. Its unfinished shards are read again and count once."""
+        """Free the leases of a worker that died or left.
+
+        Other workers read its unfinished shards again, so each shard counts once.
+        """
         if is_lost:
             self._lost += 1
             self._has_news = True
@@ -164,7 +172,10 @@ class JobLedger:
         self.leases.close()
 
     def fail(self, error: str, message: str) -> None:
-        """End the job with an error. The first error stays, also under the next scheduler."""
+        """End the job with an error.
+
+        If the job has already failed, its first error stays, also under a later scheduler.
+        """
         self.failed = self.failed or (error, message)
         self._has_news = True
         self.close()
@@ -181,7 +192,7 @@ class JobLedger:
     def record(self) -> JobRecord:
         """Return all facts that members have received, for a member that may have missed some.
 
-        Counters belong to the finished shards at that time, so a subset of the facts would be inconsistent.
+        Counters belong to the finished shards at that time, so all facts must be sent together.
         """
         return self._facts.export()
 

@@ -33,12 +33,12 @@ class MemberLedger:
         self.incarnation = 0
         self._facts = JobFacts(0)
         self._working = 0  # the number of this worker's latest job
-        self._is_busy = False  # it has not requested the next job
+        self._is_busy = False  # the worker has this job, and has not requested the next one
         self._leases: dict[int, Lease] = {}
         self._last_lease = -1
         self._progress: Counters = {}
-        self._reports: dict[int, tuple[messages.Report, Any]] = {}  # with their bodies
-        self._reported: set[Key] = set()  # the shards of reports
+        self._reports: dict[int, tuple[messages.Report, Any]] = {}  # by number, with their bodies
+        self._reported: set[Key] = set()  # the shards that have a report
         self._unknown: dict[int, messages.LeaseDone] = {}  # lease → its LeaseDone, until the poster has the report
         self._num_reports = 0
         self._posted: JobSpec | None = None
@@ -91,7 +91,8 @@ class MemberLedger:
                 self._leases[number] = answer
                 self._last_lease = max(self._last_lease, number)
             case messages.GetJob(), Job(number=number) if number <= self._working:
-                self._is_busy = number > 0  # its shards became free again
+                # with a positive number this worker requests its job again, whose shards became free
+                self._is_busy = number > 0
             case messages.GetJob(), Job(number=number):
                 self._is_busy = True
                 self._begin(number)
@@ -135,7 +136,7 @@ class MemberLedger:
         )
 
     def again(self) -> list[tuple[messages.Report | messages.LeaseDone, Any]]:
-        """Return the requests to send again to a new scheduler, with bodies: reports, then finished shards."""
+        """Return the requests to resend to a new scheduler, with their bodies: first Reports, then LeaseDones."""
         return [*self._reports.values(), *((done, ()) for done in self._unknown.values())]
 
     def _begin(self, number: int) -> None:

@@ -1,6 +1,6 @@
 """Requests about jobs to the scheduler; :mod:`paceline.protocol.jobs.records` has the answers.
 
-The answer to a request without a result is None, once the request is recorded.
+A request without a result is answered by None once the scheduler has recorded the request.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class FileEnded(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class Report(JobRequest, frozen=True, kw_only=True, tag=True):
-    """A worker's findings for the process that posted the job; the frame's body belongs to them."""
+    """A worker's results for the process that posted the job, in `fields` and in the body of the frame."""
 
     job: int
     fields: dict[str, Any]
     number: int = 0
-    """A worker numbers its reports from 1. The number identifies a report that is resent."""
+    """The worker's number of this report, from 1, by which the scheduler recognizes a repeat."""
     shard: Key | None = None
-    """The report counts once the worker has finished this shard; immediately if it is None."""
+    """The report is delivered once the worker has finished this shard; immediately if the shard is None."""
 
 
 class JobFailed(JobRequest, frozen=True, kw_only=True, tag=True):
@@ -87,7 +87,10 @@ OCCUPIED: Final = "another training uses this cluster. Wait for its end, or star
 
 
 class ClaimCluster(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Request that only this process posts jobs until it leaves. Answered by bool: False if another process does so."""
+    """Reserve the cluster: only this process may post jobs until it leaves. Answered by bool:
+
+    False if another process has reserved the cluster.
+    """
 
 
 class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):
@@ -103,7 +106,7 @@ class TakeReports(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """New facts of a job, which workers and poster store in case the scheduler dies."""
+    """New facts of a job, which the workers and the poster store for a new scheduler."""
 
     record: JobRecord
 

@@ -16,7 +16,7 @@ Key: TypeAlias = tuple[int, int, int]
 """Epoch, file and number of a shard. Shards are leased in this order."""
 
 Counters: TypeAlias = dict[str, float]
-"""A worker's counters in a job, by name. They only rise."""
+"""A worker's counters in a job, by name. Counters never decrease."""
 
 MAX_SHARDS: Final = 1 << 26
 """Limit of a job: the shards of all files in all epochs, plus one per file and epoch."""
@@ -34,7 +34,10 @@ def _check(name: str, number: int, highest: int, lowest: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A shard for a worker to read. The number may be NONE_FREE (request again with `wait`) or ALL_DONE."""
+    """A shard for a worker to read.
+
+    `lease` is the number of the lease, NONE_FREE (request again with `wait`) or ALL_DONE.
+    """
 
     lease: int
     epoch: int = 0
@@ -96,7 +99,8 @@ class JobSpec:
     assignment: str
     """An :data:`paceline.protocol.jobs.shards.Assignment`."""
     done: tuple[DoneShards, ...] = ()
-    """Shards that a snapshot contains; `progress` has their counters."""
+    """The shards whose pushes are in the snapshot that the job continues; `progress` has the counters of these shards.
+    """
     progress: Counters = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,7 +119,7 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """Facts of a job, to send."""
+    """Facts of a job, in the form in which processes send them."""
 
     number: int
     num_workers: int = 0
@@ -196,7 +200,7 @@ class JobMemory:
     progress: Counters = field(default_factory=dict)
     posted: JobSpec | None = None
     seconds: float = 0.0
-    """Time since the start of the job, by the clock of the process that posted it."""
+    """The poster's last known time since the start of the job."""
     taken: tuple[tuple[int, int], ...] = ()
     """Reports that this member has received as the job's poster: (incarnation of the worker, number of the report)."""
 

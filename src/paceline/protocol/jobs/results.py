@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from paceline.protocol.jobs.messages import Report
 from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport, later
 
-_BEFORE = -1  # in place of an incarnation: the counters of the snapshot that this job continues
+_BEFORE = -1  # stands for the snapshot that this job continues, in place of a worker's incarnation
 
 
 @dataclass(slots=True)
 class StoredReport:
-    """A report, the shards that the report completes for the poster, and the worker's counters at that time."""
+    """A report, the shards that count as finished when the poster has the report, and the worker's counters then."""
 
     incarnation: int
     report: Report
@@ -21,28 +21,30 @@ class StoredReport:
     done: list[Key] = field(default_factory=list)
     done_counters: Counters = field(default_factory=dict)
     num_sent: int = 0
-    """The number of completed shards that were sent with the report."""
+    """The number of shards of `done` that were sent with the report."""
 
     @property
     def later(self) -> list[Key]:
-        """The shards that were finished after the report was taken."""
+        """The shards of `done` that were added after the report was sent."""
         return self.done[self.num_sent :]
 
 
 class Results:
     """The counters and reports of one job, by the incarnation of the worker.
 
-    A shard counts as finished when the poster receives its report, because worker and scheduler may die before. The
-    same holds for the worker's later shards, because counters are totals over shards.
+    The poster is the process that posted the job. A shard counts as finished when the poster has the shard's report,
+    because worker and scheduler may die before. The worker's later shards count only then too, because counters are
+    totals over shards.
     """
 
     def __init__(self, number: int, progress: Counters) -> None:
         self._number = number
         self._current: dict[int, Counters] = {_BEFORE: progress} if progress else {}
-        self._of_done: dict[int, Counters] = {_BEFORE: progress}  # over the finished shards
+        self._of_done: dict[int, Counters] = {_BEFORE: progress}  # incarnation → counters of its finished shards
         self._reports: deque[StoredReport] = deque()
         self._held: dict[tuple[int, Key], list[StoredReport]] = {}  # reports of unfinished shards
-        self._unknown: dict[int, StoredReport] = {}  # the last report of each worker that completes a shard
+        # each worker's last report of a finished shard, until the poster has it
+        self._unknown: dict[int, StoredReport] = {}
         self._taken: StoredReport | None = None  # the last report sent, until the poster confirms it
         self._seen: set[tuple[int, int]] = set()  # reports: incarnation, number
 
@@ -60,7 +62,7 @@ class Results:
             self._current[incarnation] = later(self._current.get(incarnation, {}), counters)
 
     def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
-        """Record a finished shard; return whether members may know it before the poster has its report."""
+        """Record a finished shard; return whether members may record it now, or only when the poster has its report."""
         self._of_done[incarnation] = later(self._of_done.get(incarnation, {}), counters)
         completed = self._held.pop((incarnation, key), [])
         self._reports.extend(completed)
@@ -100,7 +102,7 @@ class Results:
         return report, stored.body
 
     def report_received(self) -> StoredReport | None:
-        """Record that the poster has its last report; return it if that completes further shards."""
+        """Record that the poster has the last sent report; return it if it also completes later shards."""
         stored, self._taken = self._taken, None
         if stored is None:
             return None
@@ -109,7 +111,7 @@ class Results:
         return stored if stored.later else None
 
     def forget_undone(self, incarnation: int) -> None:
-        """Drop a worker's reports and counters of unfinished shards: other workers will read these."""
+        """Drop a worker's reports and counters of unfinished shards, because other workers will read these shards."""
         self._held = {at: completed for at, completed in self._held.items() if at[0] != incarnation}
         self._current[incarnation] = self._of_done.get(incarnation, {})
 

@@ -50,7 +50,7 @@ class ShardStates:
         return size is not None and key[2] >= size
 
     def exists(self, key: Key) -> bool:
-        """Whether the shard may exist; True past the known part of a file of unknown size."""
+        """Whether the shard may exist. In a file of unknown size every shard may exist."""
         epoch, file, shard = key
         return 0 <= epoch < self.epochs and 0 <= file < len(self.sizes) and shard >= 0 and not self.is_past(key)
 
@@ -78,7 +78,7 @@ class ShardStates:
                 del states[num_shards:]
 
     def all(self, state: int) -> Iterator[Key]:
-        """The shards in a state other than free."""
+        """Yield the shards in this state, which must not be "free"."""
         for (epoch, file), states in self._states.items():
             yield from ((epoch, file, shard) for shard, known in enumerate(states) if known == state)
 

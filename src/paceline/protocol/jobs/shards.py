@@ -44,7 +44,7 @@ Instruction: TypeAlias = Granted | Exhausted
 
 @dataclass(slots=True)
 class _Cursor:
-    """The next unleased shard of one position."""
+    """The next shard that was not leased yet, of one position in the stride."""
 
     epoch: int
     file: int
@@ -52,7 +52,7 @@ class _Cursor:
 
 
 _LEASE_GAP: Final = 1 << 20
-"""Distance of a restored pool's lease numbers from earlier ones: more than any lost grants."""
+"""A restored pool numbers its leases this far above the known leases: the unknown leases are fewer."""
 
 
 class Shards:
@@ -63,8 +63,8 @@ class Shards:
 
     Under the `assignment` "first-come" each request gets the next shard. Under "strided" shard k in the order of an
     epoch belongs to worker k mod ``num_workers``, so that without losses every run deals the same shards to the same
-    workers. (In this order a file of unknown length takes no place, so that the order is known before the data is
-    read.) Other workers than 0..num_workers-1 get only shards of lost workers.
+    workers. (Files of unknown length are not counted in this order, so that the order is known before the data is
+    read.) Workers with a number of ``num_workers`` or above get only shards of lost workers.
 
     Raises UsageError for a number out of range or an unknown assignment.
     """
@@ -108,12 +108,13 @@ class Shards:
     ) -> Shards:
         """Restore the pool after the death of the scheduler, from the records of the members.
 
-        `files` include the ends found since. `done` are the finished shards as (epoch, file, shard); repetitions are
-        allowed. `held` are the leases of live workers; of two leases for one shard, the later counts. `last_lease` is
-        the highest recorded lease number.
+        `files` are the numbers of shards as in the constructor, with the numbers that workers have found since by
+        reading files to the end. `done` are the finished shards as (epoch, file, shard); repetitions are allowed.
+        `held` are the leases of live workers; of two leases for one shard, the later counts. `last_lease` is the
+        highest recorded lease number.
 
         Other leased shards are free again. New lease numbers are far above all earlier numbers, so that a late message
-        is about a lease in `held` or about none.
+        never refers to a new lease.
         """
         self = cls(files, epochs, assignment, num_workers)
         highest = last_lease
@@ -152,7 +153,7 @@ class Shards:
         return self._serve()
 
     def worker_lost(self, worker: int) -> list[Instruction]:
-        """Give the leases and, under "strided", the own shards of a worker that died or left to others."""
+        """Lease the shards of a worker that died or left to other workers; under "strided" also its later shards."""
         self._take_back(worker)
         return self._serve()
 
@@ -178,7 +179,7 @@ class Shards:
         return self._states.all(DONE)
 
     def progress(self) -> tuple[int, int | None]:
-        """Return the numbers of finished and of all shards; None for all while a file's number is unknown."""
+        """Return the number of finished shards, and of all shards (None while the size of a file is unknown)."""
         states = self._states
         total = None if None in states.sizes else states.epochs * sum(n or 0 for n in states.sizes)
         return states.num_done, total
@@ -219,7 +220,8 @@ class Shards:
                 key = cursor.epoch, cursor.file, cursor.shard
                 if self._states.of(key) == FREE:
                     return key
-                cursor.shard += self._stride  # only in a restored pool, whose cursors begin at the beginning
+                # already leased or done; only a restored pool has such shards after the cursor
+                cursor.shard += self._stride
                 continue
             cursor.file += 1
             if cursor.file == len(self._states.sizes):
@@ -245,7 +247,7 @@ class Shards:
         return instructions
 
     def _close(self, worker: int, lease: int) -> None:
-        # Rule 4: only an open lease can be done. A revoked lease counts when the shard is leased again.
+        # Rule 4: only an open lease can be done. The shard of a revoked lease is leased again, and counts then.
         if lease not in self._open:
             return
         holder, key = self._open[lease]
@@ -258,7 +260,8 @@ class Shards:
         self._states.move(key, "finish")
 
     def _take_back(self, worker: int) -> None:
-        # Rule 5: the leases of a lost worker are revoked. Under "strided" any worker gets its shards until it returns.
+        # Rule 5: the leases of a lost worker are revoked. Under "strided" other workers get the shards of this worker
+        # until it returns.
         self._waiting.pop(worker, None)
         for lease in [lease for lease, (holder, _) in self._open.items() if holder == worker]:
             _, key = self._open.pop(lease)

@@ -1,7 +1,7 @@
 """One server's part in chain replication: its place in every chain, forwarded pushes and acknowledgements.
 
-A *token* stands for each payload. The runtime stores the payload until an instruction acknowledges, refuses or forgets
-the token.
+Each payload is represented by a *token*. The runtime stores the payload until an instruction acknowledges, refuses or
+forgets the token.
 
 Guarantees: a push is acknowledged when every member of its buckets' chains has the push. Each member applies the push
 once, even if it arrives several times. A server that has left a chain cannot contribute to an acknowledgement, because
@@ -58,7 +58,7 @@ class Replication:
         self._me = me
         self._min_replicas = min_replicas
         self.version = 0
-        """The version of the view; 0 before the first."""
+        """The version of the view; 0 before the first view."""
         self.place = Place()
         self._up: set[int] = set()  # the connected servers
         self.delivery = Delivery(0)
@@ -86,7 +86,7 @@ class Replication:
 
     @property
     def has_successors(self) -> bool:
-        """Whether pushes must be forwarded. If not, a push of the right version only passes :attr:`delivery`."""
+        """Whether pushes must be forwarded. If not, a push of the current version only needs :attr:`delivery`."""
         return bool(self.place.successors)
 
     def checkable(self, target: int) -> int:
@@ -96,9 +96,9 @@ class Replication:
         return self.place.successors.get(target, 0) & ~self._fills.wanted(target) & ~self.pushes.ahead_of_primary()
 
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
-        """Return whether a bucket here equals the bucket of `source` at its message in view `version`.
+        """Return whether a bucket here must equal the bucket that `source` described in a message of view `version`.
 
-        While this server hands pushes up to `source`, this server is ahead.
+        While this server sends pushes upstream to `source` (rule 8), this server is ahead.
         """
         from_it = self.place.predecessors.get(source, 0) & self.delivery.buckets & ~self.place.filling
         if version != self.version or not from_it >> bucket & 1:
@@ -139,7 +139,7 @@ class Replication:
             case Confirmed(target, number):
                 return self._fills.reports(target, self.version) if self._fills.confirm(target, number) else []
             case LinkUp(target):
-                # Rule 6: messages in flight on the former link are lost, so they are sent again.
+                # Rule 6: messages in flight on the former link may be lost, so they are sent again.
                 self._up.add(target)
                 self._fills.forget_unconfirmed(target)
                 return [*self.pushes.send_again(target), *self._ready([target])]
@@ -159,7 +159,8 @@ class Replication:
             self.delivery.release(held & ~retained)
             instructions.append(Drop(held & ~retained))
         if members & ~retained:
-            # Rule 5: only the first view has members without data, because all buckets are still empty.
+            # Rule 5: only in the first view do members have a bucket without a fill, because all buckets are still
+            # empty.
             self.delivery.adopt(members & ~retained, ())
             instructions.append(Hold(members & ~retained))
         self.pushes.change(place, follows=follows)
@@ -181,10 +182,11 @@ class Replication:
     def next_fill(self, target: int) -> tuple[int, int, FilterState] | None:
         """Return the next complete bucket for `target`: number, bucket and filter; None if no bucket can be sent.
 
-        One bucket at a time, so that fills delay other messages little. The bucket counts as sent: send it before any
-        further message to this server. Call this again after a Change, LinkUp, Confirmed and Acknowledged.
+        One bucket at a time, so that fills delay other messages little. The bucket then counts as sent, so send it
+        before any further message to this server. Call this again after a Change, LinkUp, Confirmed and Acknowledged.
         """
-        # Rule 9: a bucket with pushes that the primary may lack is not sent: its receiver would be ahead.
+        # Rule 9: a bucket with pushes that the primary may lack is not sent, because its receiver would be ahead of the
+        # primary.
         left = self._fills.unsent(target) & ~self.pushes.ahead_of_primary()
         if not left or target not in self._up or self._fills.is_sending(target):
             return None

@@ -74,7 +74,7 @@ class StateReceived(Struct, frozen=True):
 
 
 class Apply(Struct, frozen=True):
-    """Apply the part of the push in `buckets`; the other parts were applied before."""
+    """Apply the part of the push in `buckets`; the other parts are already applied."""
 
     token: object
     buckets: int
@@ -92,20 +92,27 @@ class Forward(Struct, frozen=True):
 class Acknowledge(Struct, frozen=True):
     """Acknowledge the push to its sender: this server and all its successors have the push.
 
-    This ends the token, except for an Apply directly after it, because the last server of a chain answers first.
+    The runtime drops the token. Only an Apply directly after this may still use it, because the last server of a chain
+    answers before it applies.
     """
 
     token: object
 
 
 class Withhold(Struct, frozen=True):
-    """Do not answer yet, because the whole chain has the push, but is too short. Answer after a Change or `give_up`."""
+    """Do not answer the push yet: the whole chain has it, but the chain is too short.
+
+    The answer follows a Change or a timeout.
+    """
 
     token: object
 
 
 class RefusePush(Struct, frozen=True):
-    """Reject the push because the client's view is old; the client retries with the new one. Ends the token."""
+    """Reject the push because the client's view is old; the client retries in the new view.
+
+    The runtime drops the token.
+    """
 
     token: object
 
@@ -117,14 +124,14 @@ class Forget(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """Replace the bucket by the received bucket, and confirm it to the sender. Ends the token."""
+    """Replace the bucket by the received bucket, and confirm it to the sender. The runtime drops the token."""
 
     token: object
     bucket: int
 
 
 class Drop(Struct, frozen=True):
-    """Delete the data of `buckets`: other servers have them, or they will be sent again."""
+    """Delete the data of `buckets`, which other servers have or will send again."""
 
     buckets: int
 
@@ -136,7 +143,7 @@ class Hold(Struct, frozen=True):
 
 
 class Lead(Struct, frozen=True):
-    """This server is now the primary of exactly `buckets`; `gained` are the new ones."""
+    """This server is now the primary of exactly `buckets`; `gained` are the buckets that it did not lead before."""
 
     buckets: int
     gained: int
@@ -151,7 +158,7 @@ class Links(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """Notify the primary `target`, after the last push handed up to it in view `version`."""
+    """Notify the primary `target` that this server has sent it the last upstream push of view `version`."""
 
     target: int
     version: int

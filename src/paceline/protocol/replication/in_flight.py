@@ -25,7 +25,7 @@ _REPORT_BUCKETS: Final = 64
 
 
 class Fills:
-    """The fills of one server in one view. `numbers` yields numbers that identify buckets in confirmations."""
+    """The fills of one server in one view. `numbers` yields the numbers of sent buckets, for confirmations."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
@@ -43,7 +43,7 @@ class Fills:
         return self._wanted.get(target, 0)
 
     def unsent(self, target: int) -> Buckets:
-        """Return the buckets not yet sent to a server, which receives no pushes to these buckets."""
+        """Return the buckets that were not yet sent to a server. Pushes to these buckets are not forwarded to it."""
         return self._wanted.get(target, 0) & ~self._sent.get(target, 0)
 
     def change(self, wanted: Mapping[int, Buckets], *, follows: bool) -> None:
@@ -79,7 +79,9 @@ class Fills:
         return True
 
     def to_report(self, target: int) -> Buckets:
-        """Return the confirmed buckets if a report is due: all are confirmed, or many since the last one; else 0."""
+        """Return the confirmed buckets if they must be reported, because all or many are new since the last report;
+        else 0.
+        """
         confirmed = self._confirmed[target]
         news = confirmed & ~self._reported.get(target, 0)
         if not news or (confirmed != self._wanted[target] and news.bit_count() < _REPORT_BUCKETS):
@@ -134,13 +136,14 @@ def in_order(pushes: Iterable[PendingPush]) -> list[PendingPush]:
 class PendingPushes:
     """The pushes of one server that wait for acknowledgements of other servers.
 
-    `numbers` yields numbers that identify forwards in acknowledgements.
+    `numbers` yields the numbers by which acknowledgements refer to forwarded pushes.
     """
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
         self._pushes: dict[PendingPush, None] = {}
-        self._by_push: dict[tuple[int, int], list[PendingPush]] = {}  # incarnation, sequence → in parts
+        # incarnation, sequence → pending parts of this push
+        self._by_push: dict[tuple[int, int], list[PendingPush]] = {}
         self._by_number: dict[int, PendingPush] = {}
 
     def __iter__(self) -> Iterator[PendingPush]:
@@ -157,7 +160,7 @@ class PendingPushes:
         return [tuple(parts) for parts in self._by_push.values() if len(parts) > 1]
 
     def left(self) -> Buckets:
-        """Return the buckets of pushes from older views."""
+        """Return the buckets of pending pushes that were accepted in older views."""
         buckets = 0
         for push in self._pushes:
             if push.is_left:
@@ -184,7 +187,7 @@ class PendingPushes:
         return Forward(push.token, target, number, buckets)
 
     def acknowledged(self, target: int, number: int) -> PendingPush | None:
-        """Record an acknowledgement; return the push if it was the last one."""
+        """Record an acknowledgement; return the push if this was its last missing acknowledgement."""
         push = self._by_number.get(number)
         if push is None or push.waiting.get(target, (0, 0))[0] != number:
             return None
@@ -222,7 +225,7 @@ class ChainProgress:
         self._fills = fills
         self._place = Place()
         self._pending = PendingPushes(numbers)
-        self._withheld: dict[PendingPush, None] = {}  # pushes that the whole chain has, but it is too short
+        self._withheld: dict[PendingPush, None] = {}  # pushes that the whole chain has, while the chain is too short
         self._overtaken = 0  # buckets in which an upstream server may lack pending pushes of older views
 
     @property
@@ -235,12 +238,12 @@ class ChainProgress:
         return {push.token for push in self._pending} | {push.token for push in self._withheld}
 
     def forwarded(self, incarnation: int, sequence: int) -> list[tuple[object, Buckets]]:
-        """Return the tokens of a push that a successor may lack, with their buckets, the newest first."""
+        """Return the parts of one push that a successor may lack, as (token, buckets), the latest part first."""
         return [(push.token, push.buckets) for push in reversed(self._pending.of(incarnation, sequence))]
 
     @property
     def inherited(self) -> int | None:
-        """The number (iteration plus one) of a former primary's first sum that a successor may lack; else None."""
+        """The number (iteration plus one) of a former primary's first sum that a successor may lack, if any."""
         primary = self._place.primary
         sums = (push for push in self._pending if push.incarnation == AGGREGATE and not push.is_own)
         return min((push.sequence for push in sums if push.buckets & primary), default=None)
@@ -249,7 +252,7 @@ class ChainProgress:
         return self._pending.left()
 
     def ahead_of_primary(self) -> int:
-        """Return the buckets with pushes that the primary may lack: they are being handed up."""
+        """Return the buckets with pushes that the primary may lack while this server sends them upstream."""
         return self._pending.left() & self._overtaken if self._overtaken else 0
 
     def give_up(self, token: object) -> None:
@@ -266,7 +269,8 @@ class ChainProgress:
         instructions += self._forward(push)
         applied = [Apply(push.token, fresh)] if fresh else []
         if not push.waiting and not push.is_own:
-            # So is the acknowledgement to the predecessor: this server applies the push before its next message.
+            # The acknowledgement to the predecessor comes first too, because this server applies the push before its
+            # next message.
             return [*instructions, Acknowledge(push.token), *applied]
         instructions += applied
         if not push.waiting:
@@ -278,8 +282,8 @@ class ChainProgress:
         """Move the buckets of a repeated push from its pending parts of older views to the new push.
 
         The new push is forwarded again instead of waiting for the former parts. The former parts also wait for other
-        buckets, so servers could wait for each other in a circle. Parts that are handed up stay, because their order
-        relative to the repeat is unknown.
+        buckets, so servers could wait for each other in a circle. Parts that are being sent upstream stay, because
+        their order relative to the repeat is unknown.
         """
         taken = push.buckets & ~self._overtaken
         instructions: list[Instruction] = []
@@ -288,7 +292,8 @@ class ChainProgress:
                 continue
             self._pending.give_away(former, taken)
             if former.is_own and not push.is_own and not former.is_sum:
-                former.end = RefusePush  # the push was handed up without its client, which must retry
+                # another server now forwards the push and does not know the client, so the client must retry
+                former.end = RefusePush
             elif not former.buckets and not former.is_sum:
                 former.end = Forget
             if not former.waiting:
@@ -347,7 +352,7 @@ class ChainProgress:
         self._place = place
 
     def after_change(self) -> list[Instruction]:
-        """Return the instructions for all pushes after a view change, first for withheld ones."""
+        """Return the instructions for all pushes after a view change; those for withheld pushes come first."""
         instructions = self._withheld_after_change()
         # Rule 7: after a view change every server of a chain forwards again the pushes that its successors may lack,
         # because their predecessor and their client may be dead. The successors have changed, so the predecessor gets
@@ -367,7 +372,7 @@ class ChainProgress:
         instructions: list[Instruction] = []
         for push in list(self._withheld):
             if push.buckets & ~self._place.primary:
-                push.end = RefusePush  # the new primary has it, and acknowledges it when the client retries
+                push.end = RefusePush  # the new primary has the push, and acknowledges it when the client retries
             elif push.buckets & self._place.short:
                 continue
             del self._withheld[push]
@@ -375,7 +380,7 @@ class ChainProgress:
         return instructions
 
     def _merge(self, parts: Iterable[PendingPush]) -> list[Instruction]:
-        """Remove duplicate buckets from the parts of one push, except from parts that await an acknowledgement."""
+        """Remove duplicate buckets from the parts of one push; parts that will be acknowledged keep all buckets."""
         instructions: list[Instruction] = []
         covered = 0
         for push in sorted(parts, key=lambda push: push.end is not Acknowledge):

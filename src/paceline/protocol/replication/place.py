@@ -11,14 +11,14 @@ from paceline.protocol.chains import ChainGroup, in_chain
 
 @dataclass(slots=True)
 class Place:
-    """One server's sets of buckets by its position, and other servers with their buckets in the server's chains."""
+    """One server's position in all chains: the buckets at each position, and its neighbours with their buckets."""
 
     primary: Buckets = 0
     members: Buckets = 0
     filling: Buckets = 0
     """The buckets that the server is being filled with."""
     short: Buckets = 0
-    """The buckets that the server leads with too few replicas for an acknowledgement."""
+    """The buckets that the server leads, but with too few replicas to acknowledge a push."""
     shortages: dict[int, Buckets] = field(default_factory=dict)
     predecessors: dict[int, Buckets] = field(default_factory=dict)
     """The servers directly before this server."""

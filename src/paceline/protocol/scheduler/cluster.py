@@ -32,12 +32,12 @@ class Phase(Enum):
     """The phase of a scheduler."""
 
     FORMING = "forming"
-    """It waits for the first servers of the cluster."""
+    """The scheduler waits for the first servers of the cluster."""
     RECOVERING = "recovering"
-    """It waits for the members of a cluster whose scheduler died."""
+    """The scheduler waits for the members of a cluster whose scheduler died."""
     LEADING = "leading"
     SUPERSEDED = "superseded"
-    """Another scheduler has taken over from it."""
+    """Another scheduler has taken over the cluster of this scheduler."""
 
     def after(self, event: str) -> Phase:
         return Phase(PHASE.target(self.value, event))
@@ -59,7 +59,7 @@ PHASE: Final = StateTable(
         Transition("leading", "Rejoin", "superseded", "Superseded", when="of a later term"),
     ),
 )
-"""Names in lower case are consequences of any event that completes a condition."""
+"""The phases. Events with names in lower case are conditions, which any event may complete."""
 
 
 HEARTBEATS_PER_TIMEOUT: Final = 10
@@ -68,10 +68,10 @@ HEARTBEATS_PER_TIMEOUT: Final = 10
 class ClusterCore:
     """One scheduler's cluster.
 
-    `num_servers` is the number at the start of the cluster; `replicas` servers may fail without loss. A member is
-    overdue after `heartbeat_timeout_s` of silence. `name` is unique to a new cluster, `salt` to this scheduler.
-    `replaces`: members of a former scheduler's cluster will rejoin. `accepts_minority`: take over after the timeout
-    although too few members are back, which is safe only if the missing members are dead.
+    The cluster starts with `num_servers` servers; `replicas` servers may fail without loss. A member is overdue after
+    `heartbeat_timeout_s` of silence. `name` is unique to a new cluster, `salt` to this scheduler. With `replaces`,
+    members of a former scheduler's cluster will rejoin. With `accepts_minority`, this scheduler takes over after the
+    timeout even if too few members are back, which is safe only if the missing members are dead.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class ClusterCore:
         return self._leader.newcomers
 
     @property
-    def awaited(self) -> tuple[Member, ...]:
-        """While recovering, the members that are not back. Their processes may have ended."""
-        return self._recovery.awaited() if self.phase is Phase.RECOVERING else ()
+    def missing_members(self) -> tuple[Member, ...]:
+        """While recovering, the members that have not rejoined. Their processes may have ended."""
+        return self._recovery.missing_members() if self.phase is Phase.RECOVERING else ()
 
     @property
     def suspects(self) -> Suspects:
@@ -154,8 +154,8 @@ class ClusterCore:
     def handle(self, event: Event, time_s: float) -> list[Instruction]:
         """Handle one event; return the instructions, in order.
 
-        `time_s` is the time of any clock. At most two heartbeats count between two events, so a jump of the clock, or a
-        stopped scheduler, makes no member overdue.
+        `time_s` is the time by any clock. A longer time than two heartbeat intervals between two events counts as two
+        intervals, so neither a jump of the clock nor a pause of the scheduler makes members overdue.
         """
         self._pass_time(time_s)
         match self.phase, event:
@@ -177,7 +177,7 @@ class ClusterCore:
 
     def _pass_time(self, time_s: float) -> None:
         elapsed_s = 0.0 if self._last_s is None else max(time_s - self._last_s, 0.0)
-        if elapsed_s > self._timeout_s / 4:  # it was stopped: the servers' reports may be old
+        if elapsed_s > self._timeout_s / 4:  # this process was stopped, so the servers' reports may be old
             self.suspects.forget_reports()
         self._time_s += min(elapsed_s, 2 * self.heartbeat_s)
         self._last_s = time_s

@@ -2,9 +2,9 @@
 
 The scheduler stores no parameters, gradients or tables.
 
-Source: one configuration manager beside replicated data as in PacificA (Lin et al. 2008), its state soft as in OSDI'14
-"Scaling Distributed Machine Learning with the Parameter Server", section 4.4; views as in Viewstamped Replication
-Revisited (Liskov and Cowling 2012).
+Source: one configuration manager for replicated data as in PacificA (Lin et al. 2008); a state that members can restore
+as in OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.4; views as in Viewstamped
+Replication Revisited (Liskov and Cowling 2012).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from paceline.protocol.scheduler.views import View, ViewChange
 
 
 class SentViews:
-    """The last view sent on each connection. If only workers changed, workers receive no view."""
+    """The last view that was sent on each connection. Workers receive no view if only workers changed."""
 
     def __init__(self) -> None:
         self._for_workers = View(is_partial=True)
@@ -75,7 +75,7 @@ class SentViews:
             self._for_workers = partial
 
     def publish(self, peer: object, view: View) -> CommitView | ViewChange | None:
-        """Return the message that brings a member to the committed view; None if the member has it."""
+        """Return the message that gives a member the committed view; None if the member already has this view."""
         sent = self._sent.get(peer)
         if sent is None or sent is self._for_workers or sent.order >= view.order:
             return None
@@ -86,15 +86,18 @@ class SentViews:
 
 
 _MAY_DIFFER: Final = ("cluster", "heartbeat_timeout_s")
-"""The settings in which a scheduler may differ from its predecessor."""
+"""The settings that may differ between a scheduler and its predecessor."""
 
 
 class SchedulerCore:
-    """One scheduler. :class:`~paceline.protocol.scheduler.cluster.ClusterCore` takes the `options`."""
+    """The state of one scheduler.
+
+    The `options` are the parameters of :class:`~paceline.protocol.scheduler.cluster.ClusterCore`.
+    """
 
     def __init__(self, settings: SchedulerSettings, **options: Any) -> None:
         self.settings = settings
-        """Sent to each member; the name of the cluster changes with a take-over."""
+        """The settings sent to each member. Their name of the cluster changes with a take-over."""
         self.cluster = ClusterCore(
             num_servers=settings.num_servers,
             replicas=settings.replicas,
@@ -109,7 +112,7 @@ class SchedulerCore:
         # Messages that wait until the cluster is recovered.
         self._held: list[tuple[object, Any, MessageNumbers, bytes]] = []
         self._has_news = False
-        self._refused_clusters: set[str] = set()  # those with other settings
+        self._refused_clusters: set[str] = set()  # clusters with other settings than this scheduler's
 
     @property
     def heartbeat_s(self) -> float:
@@ -123,7 +126,7 @@ class SchedulerCore:
         self.sessions.connect(peer)
 
     def disconnected(self, peer: object, time_s: float) -> list[Instruction]:
-        """End a connection. Its process may live and connect again."""
+        """Record that a connection ended. Its process may live and connect again."""
         session = self.sessions.disconnect(peer)
         self._views.forget(peer)
         self._held = [message for message in self._held if message[0] is not peer]
@@ -146,7 +149,7 @@ class SchedulerCore:
     def receive(
         self, peer: object, message: Any, numbers: MessageNumbers, time_s: float, body: bytes = b""
     ) -> list[Instruction]:
-        """Handle a message that :meth:`check` accepts. A repeated message is only answered again."""
+        """Handle a message that :meth:`check` accepts. For a repeated message, only the stored answer is sent again."""
         session = self.sessions.connected[peer]
         if not session.end.receive(numbers.sequence, numbers.lowest):
             return [*session.repeat(numbers.request)]
@@ -239,10 +242,10 @@ class SchedulerCore:
         self.sessions.join(peer, request)
         self.sessions.connected[peer].end.is_foreign = True
         out = self.handle(MessageReceived(peer, rejoin), time_s)
-        return out + [events.WatchProcess(member, is_connected=False) for member in self.cluster.awaited]
+        return out + [events.WatchProcess(member, is_connected=False) for member in self.cluster.missing_members]
 
     def _differing_setting(self, rejoin: Rejoin) -> str | None:
-        """Return the first setting of a former scheduler's cluster that this scheduler does not have."""
+        """Return the first setting of a former scheduler's cluster that differs from this scheduler's setting."""
         for name in self.settings.__struct_fields__:
             if name not in _MAY_DIFFER and getattr(self.settings, name) != getattr(rejoin.settings, name):
                 return name

@@ -38,7 +38,7 @@ class Disconnected(Struct, frozen=True):
 
 
 class ProcessEnded(Struct, frozen=True):
-    """The process of this incarnation has certainly ended, according to the kernel of its host."""
+    """The process of this incarnation has certainly ended: the kernel of its host reported it."""
 
     incarnation: int
 
@@ -50,11 +50,11 @@ class Doubted(Struct, frozen=True):
 
 
 class NewsDue(Struct, frozen=True):
-    """The time has come to send the news of the job."""
+    """The delay after NewsSoon has passed: send the job's new facts to the members."""
 
 
 class Flush(Struct, frozen=True):
-    """Publish the changes that waited to be published together."""
+    """The delay after FlushSoon has passed: publish the changes that were collected."""
 
 
 class TimePassed(Struct, frozen=True):
@@ -79,13 +79,16 @@ class Reject(Struct, frozen=True):
 
 
 class SendElsewhere(Struct, frozen=True):
-    """Answer with Elsewhere, because this scheduler has another cluster. The member waits for its own cluster."""
+    """Answer with Elsewhere, because this scheduler has another cluster. The member then waits for its own cluster."""
 
     peer: object
 
 
 class DeclareDead(Struct, frozen=True):
-    """Notify a process that it is no longer a member, so that it stops. `reason` follows "declared dead"."""
+    """Notify a process that it is no longer a member, so that it stops.
+
+    The message for users is "declared dead" and then `reason`.
+    """
 
     peer: object
     reason: str
@@ -131,7 +134,7 @@ class Publish(Struct, frozen=True):
 
 
 class FlushSoon(Struct, frozen=True):
-    """Changes wait to be published together: send Flush in a moment."""
+    """Changes wait to be published together: pass Flush to the core after a short delay."""
 
 
 class ReleaseServer(Struct, frozen=True):
@@ -153,7 +156,7 @@ def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) ->
 
 
 class Superseded(Struct, frozen=True):
-    """Another scheduler has taken over the cluster in this term: end this one."""
+    """Another scheduler has taken over the cluster in this term: end this scheduler."""
 
     term: int
 
@@ -162,7 +165,7 @@ class Superseded(Struct, frozen=True):
 
 
 class SendMessage(Struct, frozen=True):
-    """Send a message, or an error, to a process: the answer to call `request`, or a notice if that is 0."""
+    """Send a message, or an error, to a process: the answer to call number `request`, or a notice if `request` is 0."""
 
     peer: object
     message: Any
@@ -172,20 +175,20 @@ class SendMessage(Struct, frozen=True):
 
 
 class Close(Struct, frozen=True):
-    """Close a connection. Its process waits for that."""
+    """Close a connection, because its process waits for the end of the connection."""
 
     peer: Any
 
 
 class WatchProcess(Struct, frozen=True):
-    """Watch the process of a member, which may end. Skip this if :meth:`SchedulerCore.is_watched` is false."""
+    """Watch the process of a member, and report its end. Skip this if :meth:`SchedulerCore.is_watched` is false."""
 
     member: Member
     is_connected: bool
 
 
 class WatchOnly(Struct, frozen=True):
-    """Watch no other processes any longer: there is a new cluster."""
+    """Watch only these processes from now on, because there is a new cluster."""
 
     incarnations: frozenset[int]
 
@@ -197,14 +200,14 @@ class MemberDisconnected(Struct, frozen=True):
 
 
 class ServeRequest(Struct, frozen=True):
-    """Serve a request that is the runtime's; answer by :meth:`SchedulerCore.reply`."""
+    """Serve a request that is not for the core, and pass the answer to :meth:`SchedulerCore.reply`."""
 
     call: object
     message: Any
 
 
 class NewsSoon(Struct, frozen=True):
-    """The job has news: send NewsDue in a moment."""
+    """The job has new facts for the members: pass NewsDue to the core after a short delay."""
 
 
 class ClusterEnded(Struct, frozen=True):

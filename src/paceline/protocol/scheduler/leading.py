@@ -29,8 +29,8 @@ class Leader:
         self.newcomers = Newcomers()
         self.peers = MemberPeers()
         self._taken_over: events.TakenOver | None = None
-        self._welcomes: list[tuple[object, Member]] = []  # members that wait for a view with them
-        self._removed: list[events.Removed] = []  # workers that wait for a view without them
+        self._welcomes: list[tuple[object, Member]] = []  # new members, until a view with them is committed
+        self._removed: list[events.Removed] = []  # removed members, until a view without them is committed
         self._has_changed = self._is_flushing = False
         self._time_s = 0.0
         self._out: list[Instruction] = []
@@ -91,7 +91,7 @@ class Leader:
                 self._ended(incarnation, events.PROCESS_ENDED)
             case MessageReceived(peer, Leave()):
                 self.newcomers.forget(peer)
-                # Its process ends, so a view without it needs no answer from it.
+                # The process ends, so the next view needs no answer from this member.
                 self._ended(self.peers.incarnation_of(peer), None)
             case events.Doubted(incarnation):
                 if self.membership.doubt(incarnation):
@@ -145,7 +145,7 @@ class Leader:
             self._plan()
 
     def _flush_soon(self) -> None:
-        """Publish a new worker, together with workers that register in the next moment."""
+        """Publish a new worker after a short delay, together with other workers that register by then."""
         if not self._is_flushing:
             self._is_flushing = True
             self._out.append(events.FlushSoon())
@@ -162,8 +162,8 @@ class Leader:
         incarnation = returned.member.incarnation
         member = self.membership.find(incarnation)
         if member is None:
-            # A process in no view registered just before the scheduler died, or is an observer. A worker that has
-            # worked is not readmitted, because its shards were reassigned and would count twice.
+            # A process that is in no view is an observer, or registered just before the scheduler died. A worker that
+            # has had shards is not readmitted, because its shards were reassigned and would count twice.
             is_new = self.membership.is_unknown(incarnation) and not returned.has_worked
             if is_new or returned.member.role is Role.OBSERVER:
                 member = self.membership.readmit(returned.member, self._time_s)
@@ -208,7 +208,7 @@ class Leader:
             self._remove(incarnation, reason)
 
     def _remove(self, incarnation: int, reason: str | None) -> None:
-        """Remove a member: dead for a reason, or None if the member leaves."""
+        """Remove a member, which is dead for this `reason`, or leaves (None)."""
         member = self.membership.remove(incarnation)
         if member is None:
             return
@@ -234,10 +234,10 @@ class Leader:
             if member.role is not Role.SERVER:
                 self._remove(member.incarnation, suspects.reason(member.incarnation))
         silent = {member.incarnation: member for member in overdue if member.role is Role.SERVER}
-        heard = self.membership.servers.keys() - silent.keys()
+        responsive = self.membership.servers.keys() - silent.keys()
         if silent.keys() <= suspects.silent:
             self._out += suspects.wait_no_more()
-        elif self.publication.may_follow(heard, self.next.ended):
+        elif self.publication.may_follow(responsive, self.next.ended):
             suspects.fall_silent(silent)
             self._plan()
         else:
@@ -256,7 +256,8 @@ class Leader:
                 self._commit(view, former, departing)
             case Proposed(proposal):
                 self._out.append(events.Prepare(self.peers.of(sorted(proposal.audience)), proposal.view))
-                self._has_changed = proposal.is_accepted(self.next.ended)  # if it needs no answers
+                # true if the view needs no answers from servers
+                self._has_changed = proposal.is_accepted(self.next.ended)
         if self.publication.proposal is not None:
             self._out += self.next.notes(self.publication.proposal.gaining, self.membership)
         released = self.next.drains.release_all(self.membership.servers, self.peers.connected)
@@ -264,7 +265,8 @@ class Leader:
 
     def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
         self._out += self.next.committed(view, former)
-        # Leases of a worker are reassigned only now, because a scheduler that took over may have it as a member.
+        # A removed worker's leases are reassigned only after the commit. Before, another scheduler may take over from a
+        # view in which the worker is still a member.
         self._out += [removed for removed in self._removed if removed.member.incarnation not in view.incarnations]
         self._removed = [removed for removed in self._removed if removed.member.incarnation in view.incarnations]
         for server, reason in departing.items():
@@ -274,7 +276,7 @@ class Leader:
         self._out += self.next.notes(self.next.suspects.silent, self.membership)
         for peer, registration in self.newcomers.take():
             self._register(peer, registration)
-        self._has_changed = True  # changes during the preparation have waited
+        self._has_changed = True  # publish the changes that came during the preparation
 
     def _finish(self) -> list[Instruction]:
         while self._has_changed:
@@ -313,7 +315,7 @@ def _check_room(membership: Membership, planner: Planner) -> None:
 
 
 def _dismiss(peer: object, returned: Rejoin) -> Instruction:
-    """Return the instruction for a removed process, which releases a server that wanted to leave."""
+    """Release a server that wanted to leave; declare any other process dead, because it is not readmitted."""
     if returned.is_leaving and returned.member.role is Role.SERVER:
         return events.ReleaseServer(peer)
     return events.DeclareDead(peer, "it did not reconnect in time")

@@ -23,11 +23,12 @@ from paceline.protocol.scheduler.messages import (
 )
 from paceline.protocol.scheduler.views import KnownViews, View, ViewChange
 
-_FIRST_HEARTBEAT_S: Final = 0.1  # until the welcome states the interval; short enough for the shortest timeout
+# used until the welcome arrives, which contains the interval; short enough for the shortest timeout
+_FIRST_HEARTBEAT_S: Final = 0.1
 
 
 class MemberState:
-    """One process's membership, from its registration on."""
+    """The membership of one process, which begins with its registration."""
 
     def __init__(self, num_buckets: int = NUM_BUCKETS) -> None:
         self.registration: Register | None = None
@@ -36,7 +37,7 @@ class MemberState:
         self.heartbeat_s = _FIRST_HEARTBEAT_S
         self.views = KnownViews()
         self.is_leaving = False
-        """Whether it has requested its release."""
+        """Whether the member has requested its release."""
         self.is_released = False
         self.is_over = False
         """Whether the membership has ended, by release or expulsion."""
@@ -49,14 +50,14 @@ class MemberState:
         return view
 
     def take(self, notice: object) -> tuple[View | None, Prepared | Promised | None]:
-        """Apply a notice; return the new view to act on, and the answer."""
+        """Apply a notice of the scheduler; return the new view to act on, and the answer to the scheduler."""
         match notice:
             case View() | ViewChange():
-                return self._commit(self._whole(notice)), None
+                return self._commit(self._full_view(notice)), None
             case PrepareView(view):
-                whole = self._whole(view)
-                is_stored = self.views.prepare(whole)
-                return None, Prepared(whole.term, whole.epoch) if is_stored else None
+                full = self._full_view(view)
+                is_stored = self.views.prepare(full)
+                return None, Prepared(full.term, full.epoch) if is_stored else None
             case Promise(term):
                 return None, Promised(term) if self.views.promise(term) else None
             case CommitView(term, epoch):
@@ -99,7 +100,7 @@ class MemberState:
         self._check(view)
         return view if self.views.commit(view) else None
 
-    def _whole(self, view: View | ViewChange) -> View:
+    def _full_view(self, view: View | ViewChange) -> View:
         if isinstance(view, ViewChange):
             base = self.views.committed
             if base is None:

@@ -66,8 +66,8 @@ MEMBER: Final = StateTable(
 )
 """The states of processes that register or rejoin, and the instructions about them.
 
-Lower-case names are consequences of any event that completes a condition: the scheduler forms a cluster, takes over,
-gives up a cluster without live servers, publishes a view, or welcomes the members in it.
+Names in lower case are conditions, which any event may complete: the scheduler forms a cluster, takes over, gives up a
+cluster without live servers, publishes a view, or welcomes the members in it.
 """
 
 
@@ -99,7 +99,7 @@ class Newcomers:
         self._waiting.pop(peer, None)
 
     def take(self) -> list[tuple[object, Register]]:
-        """Remove and return all: first those with a wanted rank, last the extra servers."""
+        """Remove and return all processes: first the processes with a requested rank, last the extra servers."""
         waiting, self._waiting = self._waiting, {}
         return sorted(waiting.items(), key=lambda item: (item[1].is_extra, item[1].rank is None))
 
@@ -115,7 +115,7 @@ class MemberPeers:
 
     def __init__(self) -> None:
         self._peers: dict[int, object] = {}  # incarnation → connection
-        self._incarnations: dict[object, int] = {}  # removed members included
+        self._incarnations: dict[object, int] = {}  # connection → incarnation, also of removed members
 
     def connect(self, incarnation: int, peer: object) -> None:
         former = self._peers.get(incarnation)
@@ -134,7 +134,7 @@ class MemberPeers:
         return self._peers.pop(incarnation, None)
 
     def incarnation_of(self, peer: object) -> int | None:
-        """Return the incarnation of a connection, of a removed member too."""
+        """Return the incarnation of the member on a connection, which may be a removed member."""
         return self._incarnations.get(peer)
 
     @property

@@ -1,4 +1,4 @@
-"""Messages between members and their scheduler: registration, heartbeats, views, the end.
+"""Messages between members and their scheduler: registration, heartbeats, views, and the end of the cluster.
 
 The same structs are the core's events, the frames on the wire and the messages of the simulator.
 """
@@ -21,14 +21,14 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """The settings of a cluster that concern its scheduler."""
 
     cluster: str = ""
-    """The unique name of the cluster, given by its scheduler."""
+    """The unique name of the cluster, which its scheduler chooses."""
     num_servers: int = 1
     num_workers: int = 1
-    """The first iteration completes when this number of workers have joined. More workers may join later."""
+    """The first iteration can complete only when this number of workers has joined. More workers may join later."""
     replicas: int = 0
-    """Copies of each row in addition to the primary's; this number of servers may die without loss."""
+    """The number of copies of each row on other servers than the primary; as many servers may die without loss."""
     heartbeat_timeout_s: float = 10.0
-    """A member that is silent for longer counts as dead."""
+    """A member without a heartbeat for a longer time counts as dead."""
 
 
 SettingsType = TypeVar("SettingsType", default=Any)
@@ -40,7 +40,7 @@ TableType = TypeVar("TableType", default=Any)
 
 
 class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
-    """A process joins the cluster; answered by Welcome, maybe later, or an error."""
+    """A process requests to join the cluster. Answered by Welcome once it is a member, or by an error."""
 
     node: str
     role: Role
@@ -52,7 +52,7 @@ class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
 
 
 class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_only=True, tag=True):
-    """A member rejoins with its record, for a scheduler that may have none. Answered by Welcome or Elsewhere.
+    """A member sends its record to a scheduler that may not know it. Answered by Welcome or Elsewhere.
 
     The answer is an error if this member was declared dead.
     """
@@ -62,11 +62,11 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
     view: View[Address]
     """The newest view that the member has received, committed or prepared."""
     promised: Term = 0
-    """The member has promised to prepare no view of a lower term."""
+    """The member has promised not to prepare a view of a lower term."""
     has_committed: bool = True
-    """Whether the view is known to be committed."""
+    """Whether the member knows that `view` is committed."""
     former: tuple[Member[Address], ...] = ()
-    """If the view is not committed, the servers of the view that the member acts on."""
+    """If `view` is not committed, the servers of the committed view that the member acts on."""
     is_leaving: bool = False
     """Whether the member is a server that waits for its release."""
     job: JobMemory | None = None
@@ -83,7 +83,7 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
     @property
     def job_number(self) -> int:
-        """The number of the latest job that the member knows; 0 without a job."""
+        """The number of the latest job in the member's record; 0 without a job."""
         return 0 if self.job is None else self.job.number
 
     @property
@@ -96,7 +96,7 @@ class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True, tag=True):
-    """NOTICE: a sign of life."""
+    """NOTICE: the member's process is running."""
 
     progress: dict[str, float] = {}
     unreachable: tuple[Number, ...] = ()
@@ -104,22 +104,22 @@ class Heartbeat(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Leave(Struct, frozen=True, kw_only=True, tag=True):
-    """NOTICE: the process leaves in good order."""
+    """NOTICE: the process has finished and leaves the cluster."""
 
 
 class Drain(Struct, frozen=True, kw_only=True, tag=True):
-    """NOTICE of a server that leaves once its buckets are on other servers. The server then receives Ended."""
+    """NOTICE of a server that wants to leave. Once its buckets are on other servers, it receives Ended."""
 
 
 class Prepared(Struct, frozen=True, tag=True):
-    """NOTICE of a server that has the view of this order (:attr:`View.order`)."""
+    """NOTICE of a server that has stored the prepared view with this :attr:`View.order`."""
 
     term: Term
     epoch: Number
 
 
 class Promised(Struct, frozen=True, tag=True):
-    """NOTICE of a server that prepares no view of a lower term from now on."""
+    """NOTICE of a server that will not prepare a view of a lower term."""
 
     term: Term
 
@@ -133,14 +133,14 @@ class GetSettings(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EndCluster(Struct, frozen=True, kw_only=True, tag=True):
-    """Request the end of all processes of the cluster, in good order. Answered by None."""
+    """Request that all processes of the cluster end without an error. Answered by None."""
 
 
 # From the scheduler.
 
 
 class Welcome(Struct, Generic[Address, SettingsType], frozen=True, kw_only=True, tag=True):
-    """The process is this member of this cluster."""
+    """Confirms that the process is a member, with its rank and incarnation."""
 
     rank: int
     incarnation: int
@@ -148,7 +148,7 @@ class Welcome(Struct, Generic[Address, SettingsType], frozen=True, kw_only=True,
     settings: SettingsType
     view: View[Address]
     received: int = -1
-    """The number of the last message of this member that the scheduler has; -1: none known."""
+    """The number of the last message of this member that the scheduler has; -1 if the scheduler has none."""
 
 
 class Elsewhere(Struct, frozen=True, kw_only=True, tag=True):
@@ -156,7 +156,7 @@ class Elsewhere(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Promise(Struct, frozen=True, tag=True):
-    """NOTICE to a server: prepare no view of a lower term from now on. Answered by Promised."""
+    """NOTICE to a server: do not prepare a view of a lower term in future. Answered by Promised."""
 
     term: Term
 
@@ -168,14 +168,14 @@ class PrepareView(Struct, Generic[Address], frozen=True, tag=True):
 
 
 class CommitView(Struct, frozen=True, tag=True):
-    """NOTICE to a server: act on the view of this order, which was prepared on this connection."""
+    """NOTICE to a server: act on the view with this :attr:`View.order`, which was prepared on this connection."""
 
     term: Term
     epoch: Number
 
 
 class Ended(Struct, frozen=True, kw_only=True, tag=True):
-    """NOTICE: end in good order."""
+    """NOTICE: the member is released or the cluster ends, so the process must end without an error."""
 
     reason: str = ""
 

@@ -1,4 +1,4 @@
-"""The next view: its chains, and the servers that leave by it."""
+"""The view after the committed view: its chains, and the servers that are no longer members in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.protocol.scheduler.views import View
 
 
 class Suspects:
-    """Members that may be alive, but are silent or unreachable for other servers.
+    """Members that may be alive, but send no heartbeats or are unreachable for other servers.
 
     A member is overdue after more than `timeout_s` of silence.
     """
@@ -22,9 +22,9 @@ class Suspects:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._reachability = Reachability(timeout_s / 2)
-        self._doubts: dict[int, str] = {}  # members that count as silent before they are overdue → reason
-        self._silent: dict[int, bool] = {}  # overdue servers → whether the wait for them was reported
-        self._cut_off: dict[int, str] = {}  # servers that others do not reach → reason for their removal
+        self._doubts: dict[int, str] = {}  # member that counts as silent before it is overdue → reason
+        self._silent: dict[int, bool] = {}  # overdue server → whether the wait for this server was reported
+        self._cut_off: dict[int, str] = {}  # server that other servers do not reach → reason for its removal
         self.needed: tuple[Member, ...] = ()
 
     @property
@@ -38,7 +38,7 @@ class Suspects:
 
     @property
     def at_odds(self) -> frozenset[int]:
-        """The servers that report another server as unreachable, and the reported ones: any may be suspected next."""
+        """The servers that report another server as unreachable, and the reported servers."""
         return self._reachability.in_doubt
 
     def reasons(self) -> dict[int, str]:
@@ -57,7 +57,7 @@ class Suspects:
             self._doubts[server] = "it did not rejoin the scheduler that took over"
 
     def record_heartbeat(self, incarnation: int) -> bool | None:
-        """Record a heartbeat. Return whether the wait for the member was reported; None if it was not silent."""
+        """Record a heartbeat; return whether the wait for the member was reported, None if it was not silent."""
         self._doubts.pop(incarnation, None)
         return self._silent.pop(incarnation, None)
 
@@ -72,12 +72,12 @@ class Suspects:
             known.pop(incarnation, None)
 
     def suspect_unreachable(self, ranks: dict[int, int], groups: Iterable[ChainGroup], time_s: float) -> bool:
-        """Suspect a live server that other live servers do not reach; return whether there is one."""
+        """Suspect a live server that other live servers do not reach; return False if there is no such server."""
         cut_off = self._reachability.decide(ranks.keys() - self._cut_off.keys(), groups, time_s)
         if cut_off is None:
             return False
-        others = " and ".join(f"server {ranks[other]}" for other in cut_off.peers)
-        reason = f"it and {others} could not reach each other for {self._timeout_s:g} s, although all are alive"
+        peers = " and ".join(f"server {ranks[other]}" for other in cut_off.peers)
+        reason = f"it and {peers} could not reach each other for {self._timeout_s:g} s, although all are alive"
         self._cut_off[cut_off.server] = reason
         return True
 
@@ -107,13 +107,14 @@ class Drains:
 
     def __init__(self) -> None:
         self.servers: set[int] = set()
-        self._are_all = False  # at the last request, all live servers wanted to leave
-        self._released: set[int] = set()  # while all servers are draining
+        self._are_all = False  # whether all live servers wanted to leave at the last request
+        self._released: set[int] = set()  # the servers that were released while all servers were draining
 
     def take_over(self, leaving: Iterable[int], servers: Collection[int], num_expected: int) -> None:
         """Continue with the members of `servers` that are in `leaving`.
 
-        If fewer servers than expected remain, the missing servers may have died, and their data must not be given up.
+        If fewer servers than expected remain, the missing servers may have died, so the remaining servers must keep the
+        data.
         """
         self.servers = set(leaving) & set(servers)
         self._are_all = set(servers) <= self.servers and len(servers) >= num_expected
@@ -168,7 +169,7 @@ class NextView:
 
     def filled(self, version: int, target: int, buckets: int) -> bool:
         """Record that a server has these buckets; return False for a report of another view."""
-        # A report of another view may be obsolete; servers repeat it for the committed view.
+        # A report of another view may be obsolete. Servers repeat valid reports for the committed view.
         if version != self.publication.committed.version:
             return False
         self._filled.append((target, buckets))
@@ -179,14 +180,14 @@ class NextView:
         if not committed.version:
             return
         doubtful = self.suspects.servers
-        # A doubtful server that is filled is a member only of chains that have no other: the view waits for it.
+        # A doubtful server counts as filled only in chains without a live member, and the next view waits for it.
         alone = sum(group.buckets for group in committed.groups if servers.keys().isdisjoint(group.members))
         filled = [(target, buckets & alone if target in doubtful else buckets) for target, buckets in self._filled]
         self.planner.restore(committed.groups, filled)
         self.planner.servers_changed(servers, self.drains.servers, doubtful)
 
     def departing(self) -> dict[int, str | None]:
-        """Return the servers that no chain needs, with the reason; None for servers that requested to leave.
+        """Return the servers to remove because no chain needs them, with the reason; None for a requested departure.
 
         A silent server with the only copy of a bucket stays, because its removal would lose the bucket.
         """
@@ -217,11 +218,11 @@ class NextView:
         self.drains.removed(incarnation)
 
     def notes(self, waited_for: Iterable[int], membership: Membership) -> list[NotifyOperator]:
-        """Return notes about waits for these servers, once for each silent server."""
+        """Return notes for the operator about waits for these servers: one for each silent server, and only once."""
         notes = []
         for server in self.suspects.report_waits(waited_for):
             member, num_buckets = membership.find(server), self.planner.member_of(server).bit_count()
-            if member is None:  # a foreign member with its rank has rejoined
+            if member is None:  # the server was replaced by a rejoined member with the same rank
                 continue
             notes.append(
                 NotifyOperator(

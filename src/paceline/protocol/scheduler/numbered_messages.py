@@ -4,8 +4,8 @@ Each end numbers and stores its messages until the other end has confirmed them 
 :class:`SchedulerEnd`). After a reconnection both ends continue.
 
 A new scheduler starts with an empty end, and gets the content of former messages from the members' Rejoin. Members
-resend the messages that the former scheduler may not have received. Some may arrive twice, because the new scheduler
-may have used a Rejoin of an earlier connection.
+resend the messages that the former scheduler may not have received. Some of these messages may arrive twice, because
+the new scheduler may have used a Rejoin of an earlier connection.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _MAX_ANSWERS: Final = 256
-"""The maximum number of stored answers of one process, which is more than its concurrent calls."""
+"""The maximum number of stored answers to one process. A process has fewer concurrent calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentMessage:
-    """A message of a process: a call, which is answered, or a notice. `content` is the runtime's."""
+    """A message of a process: a call, which is answered, or a notice.
+
+    `content` belongs to the runtime, and the core does not read it.
+    """
 
     number: int
     content: Any
@@ -28,7 +31,7 @@ class SentMessage:
     is_numbered: bool
     """Whether the message must be delivered exactly once."""
     supersedes: Hashable = None
-    """An earlier notice with the same value here is obsolete."""
+    """This notice makes earlier stored notices with the same value obsolete; None for other messages."""
 
 
 class MemberEnd:
@@ -36,8 +39,8 @@ class MemberEnd:
 
     def __init__(self) -> None:
         self._number = 0
-        self._calls: dict[int, SentMessage] = {}  # without an answer
-        self._notices: dict[int, SentMessage] = {}  # possibly not received
+        self._calls: dict[int, SentMessage] = {}  # number → call without an answer
+        self._notices: dict[int, SentMessage] = {}  # number → notice that the scheduler may not have received
 
     @property
     def lowest(self) -> int:
@@ -72,19 +75,19 @@ class MemberEnd:
         return [self._calls[number] for number in sorted(self._calls)]
 
     def since(self, received: int) -> list[SentMessage]:
-        """Return the messages to repeat for a scheduler that has all up to a number."""
+        """Return the messages to resend to a scheduler that has all messages up to the number `received`."""
         unsent = {**self._calls, **self._notices}
         return [unsent[number] for number in sorted(unsent) if number > received or not unsent[number].is_numbered]
 
 
 class SchedulerEnd:
-    """The messages and answers of one process. `is_foreign`: a member of a former scheduler's cluster."""
+    """The messages of one process and their answers. `is_foreign` marks a member of a former scheduler's cluster."""
 
     def __init__(self, *, is_foreign: bool = False) -> None:
         self.is_foreign = is_foreign
         self.received = 0
-        """The number of the last message."""
-        self._answers: dict[int, Any] = {}  # possibly not received
+        """The number of the last received message."""
+        self._answers: dict[int, Any] = {}  # number → answer that the process may not have received
 
     @property
     def welcome_number(self) -> int:

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from paceline.protocol.chains import VERSION_GAP
 from paceline.protocol.scheduler.views import Proposal, View, may_commit
 
-_TERM_BITS: Final = 16  # of a term that differ between two schedulers that took over from the same one
+_TERM_BITS: Final = 16  # the bits of a term that differ if two schedulers take over from the same scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """All members may act on the view now."""
+    """All members may act on the view view."""
 
     view: View
     former: View
@@ -33,7 +33,7 @@ Step: TypeAlias = Committed | Proposed | None
 
 
 def term_after(term: int, salt: int) -> int:
-    """Return the term of the next scheduler: higher, and unique by its salt."""
+    """Return the next scheduler's term, which is higher and unique, because it contains the scheduler's salt."""
     return ((term >> _TERM_BITS) + 1 << _TERM_BITS) | salt % (1 << _TERM_BITS)
 
 
@@ -48,39 +48,39 @@ class Publication:
         self.is_established = False
         self.proposal: Proposal | None = None
         self.epoch = 0
-        """The epoch of the newest view, committed or not."""
+        """The epoch of the newest view, which may be not committed."""
 
     def take_over(self, latest: View, term: int) -> None:
         self.term = term
         self.committed, self.epoch, self.proposal = latest, latest.epoch + VERSION_GAP, None
 
-    def may_follow(self, heard: Collection[int], ended: Collection[int]) -> bool:
-        return may_commit(self.committed.voters, ended, heard, self.replicas)
+    def may_follow(self, responsive: Collection[int], ended: Collection[int]) -> bool:
+        return may_commit(self.committed.voters, ended, responsive, self.replicas)
 
     def offer(self, wanted: View, *, released: Collection[int], ended: Collection[int]) -> Step:
-        """Return the step that makes this the view. Its term, epoch and version are assigned here.
+        """Return the next step to make `wanted` the committed view. This method assigns its term, epoch and version.
 
-        `released` servers leave by this view at their request; the processes of `ended` have ended.
+        `released` servers requested to leave and are not in `wanted`; the processes of `ended` have ended.
         """
         same_chains = wanted.groups == self.committed.groups and self.is_established
         version = self.committed.version if same_chains else wanted.version
         former = tuple(sorted(self.committed.voters))
-        now = replace(wanted, term=self.term, epoch=self.epoch + 1, version=version, former_voters=former)
-        if self.is_established and now.only_adds_workers(self.committed):
+        view = replace(wanted, term=self.term, epoch=self.epoch + 1, version=version, former_voters=former)
+        if self.is_established and view.only_adds_workers(self.committed):
             self.proposal = None
-            if (now.members, now.last_incarnation) == (self.committed.members, self.committed.last_incarnation):
+            if (view.members, view.last_incarnation) == (self.committed.members, self.committed.last_incarnation):
                 return None
-            return self._commit(now)
+            return self._commit(view)
         if not self.committed.version:  # no server has acted on any view
-            return self._commit(now)
-        if self.proposal is None or not now.same_servers(self.proposal.view):
-            self.epoch = now.epoch
-            self.proposal = Proposal(now, self.committed, self.replicas, frozenset(released))
+            return self._commit(view)
+        if self.proposal is None or not view.same_servers(self.proposal.view):
+            self.epoch = view.epoch
+            self.proposal = Proposal(view, self.committed, self.replicas, frozenset(released))
             return Proposed(self.proposal)
         return self._commit(self.proposal.view) if self.proposal.is_accepted(ended) else None
 
     def prepared(self, server: int, term: int, epoch: int) -> bool:
-        """Record that a server has the view of this order; return whether that view is being prepared."""
+        """Record that a server has stored the view of this order; return False if another view is being prepared."""
         if self.proposal is None or (term, epoch) != self.proposal.view.order:
             return False
         self.proposal.prepared.add(server)

@@ -24,25 +24,28 @@ from paceline.protocol.scheduler.views import View, may_take_over
 
 
 class Evidence:
-    """The records of one cluster's rejoined members, by connection. `ended` are ended incarnations."""
+    """The records of one cluster's rejoined members, by connection.
+
+    The parameter `ended` has the incarnations of ended processes.
+    """
 
     def __init__(self, by_peer: Mapping[object, Rejoin]) -> None:
         self.by_peer = dict(by_peer)
         self.returned = tuple(by_peer.values())
         newest = _newest(rejoin.view for rejoin in self.returned)
-        whole = _newest(rejoin.view for rejoin in self.returned if not rejoin.view.is_partial)
-        self.latest = newest if newest is whole else _with_workers(newest, whole)
+        complete = _newest(rejoin.view for rejoin in self.returned if not rejoin.view.is_partial)
+        self.latest = newest if newest is complete else _with_workers(newest, complete)
         """The newest view of all members, with the workers of the newest view that contains workers.
 
-        It is complete, because a worker is removed only by a view that a quorum of servers has prepared.
+        No worker is missing, because a worker is removed only by a view that a quorum of servers has prepared.
         """
         # The voters of every view from which the former scheduler may continue. If only workers have the newest view,
-        # which contains no workers, the voters of the newest view with workers count too, because they know later
-        # workers.
-        self._electorates = self._voters_of(newest) + (self._voters_of(whole) if newest is not whole else [])
+        # which contains no workers, the voters of the newest view with workers count too, because they may have stored
+        # views with later workers.
+        self._electorates = self._voters_of(newest) + (self._voters_of(complete) if newest is not complete else [])
 
     def _voters_of(self, view: View) -> list[Collection[int]]:
-        """Return the voters of a view, and of the view before if this view is possibly not committed."""
+        """Return the voters of a view and, if the view may be not committed, the voters of the view before it."""
         is_committed = any(rejoin.has_committed and rejoin.view.order == view.order for rejoin in self.returned)
         return [view.voters] if is_committed else [view.voters, view.former_voters]
 
@@ -50,31 +53,31 @@ class Evidence:
         return returned.member.role is Role.OBSERVER or not self.latest.excludes(returned.member.incarnation)
 
     def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """Return the members of the newest view that are neither back nor known to have ended."""
-        there = self._back() | set(ended)
-        return tuple(member for member in self.latest.members if member.incarnation not in there)
+        """Return the members of the newest view that have neither rejoined nor ended."""
+        known = self._back() | set(ended)
+        return tuple(member for member in self.latest.members if member.incarnation not in known)
 
-    def awaited(self, ended: Collection[int]) -> tuple[Member, ...]:
-        awaited = (*self.missing(ended), *self.missing_voters(ended))
-        return tuple({member.incarnation: member for member in awaited}.values())
+    def missing_members(self, ended: Collection[int]) -> tuple[Member, ...]:
+        members = (*self.missing(ended), *self.missing_voters(ended))
+        return tuple({member.incarnation: member for member in members}.values())
 
     @property
     def highest_term(self) -> int:
         return max((rejoin.highest_term for rejoin in self.returned), default=0)
 
     def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
-        """Whether enough servers are back, and have promised this term, to continue from the newest view."""
+        """Whether enough servers have rejoined, and promised this term, to continue from the newest view."""
         back = self._back(promised)
         return all(may_take_over(voters, ended, back, replicas) for voters in self._electorates)
 
     @property
     def has_voter(self) -> bool:
-        """Whether a voter is back of each view that may be the newest."""
+        """Whether each view that may be the newest has at least one voter that has rejoined."""
         back = self._back()
         return all(not back.isdisjoint(voters) for voters in self._electorates if voters)
 
     def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
-        """Return the voters that are neither back nor known to have ended."""
+        """Return the voters that have neither rejoined nor ended."""
         return frozenset().union(*self._electorates) - self._back() - set(ended)
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
@@ -84,9 +87,9 @@ class Evidence:
         return tuple(known[server] for server in sorted(self.absent_voters(ended)) if server in known)
 
     def is_complete(self, ended: Collection[int]) -> bool:
-        """Return whether all members of the newest view are back, and the poster of the latest job.
+        """Return whether all members of the newest view, and the poster of the latest job, have rejoined.
 
-        If no worker is back, a job may exist that only its poster knows.
+        If no worker has rejoined, there may be a job whose record only the poster has.
         """
         number = max((rejoin.job_number for rejoin in self.returned), default=0)
         has_poster = any(rejoin.has_posted and rejoin.job_number == number for rejoin in self.returned)
@@ -104,21 +107,21 @@ def _newest(views: Iterable[View]) -> View:
     return max(views, key=lambda view: (view.order, not view.is_partial), default=View())
 
 
-def _with_workers(partial: View, whole: View) -> View:
-    workers = tuple(member for member in whole.members if member.role is Role.WORKER)
+def _with_workers(partial: View, complete: View) -> View:
+    workers = tuple(member for member in complete.members if member.role is Role.WORKER)
     return replace(
-        partial, members=(*partial.members, *workers), last_incarnation=whole.last_incarnation, is_partial=False
+        partial, members=(*partial.members, *workers), last_incarnation=complete.last_incarnation, is_partial=False
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Succession:
-    """The cluster that the scheduler takes over now."""
+    """The outcome that the scheduler takes over this cluster."""
 
     evidence: Evidence
     term: int
     unwelcomed: frozenset[int]
-    """Members that never received their welcome, and register again."""
+    """Members that never received their welcome, and therefore register again."""
     ended: frozenset[int]
 
     @property
@@ -133,9 +136,9 @@ class Succession:
         return returned + [member for member in self.evidence.latest.members if member.incarnation in self.unwelcomed]
 
     def absent(self) -> list[Member]:
-        there = self.ended | {member.incarnation for member in self.present()}
+        known = self.ended | {member.incarnation for member in self.present()}
         servers = (member for member in self.evidence.latest.members if member.role is Role.SERVER)
-        return [member for member in servers if member.incarnation not in there]
+        return [member for member in servers if member.incarnation not in known]
 
     def leaving(self) -> list[int]:
         return [
@@ -145,7 +148,7 @@ class Succession:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """No cluster can be taken over."""
+    """The outcome that no cluster can be taken over."""
 
 
 Outcome: TypeAlias = (
@@ -154,10 +157,10 @@ Outcome: TypeAlias = (
 
 
 class Recovery:
-    """The members that are back, and the known ends of other members.
+    """The members that have rejoined, and the members whose processes have ended.
 
-    Recovery waits for all members until the timeout. With `accepts_minority` it then takes over with the present
-    members. With `replaces` members are known to exist. `salt` is unique to this scheduler.
+    Recovery waits for all members until the timeout. With `accepts_minority` it then takes over with the rejoined
+    members. `replaces` means that members of a former cluster exist. `salt` is unique to this scheduler.
     """
 
     def __init__(
@@ -169,11 +172,11 @@ class Recovery:
         self._replaces = replaces
         self._accepts_minority = accepts_minority
         self._returned: dict[object, Rejoin] = {}  # by connection
-        self._cluster = ""  # to be taken over
+        self._cluster = ""  # the cluster to take over
         self._ended: set[int] = set()
         self._doubted: set[int] = set()
-        self._term = 0  # of this scheduler, if it takes over
-        self._requested: set[object] = set()  # the servers that received the request to promise it
+        self._term = 0  # the term of this scheduler, if it takes over
+        self._requested: set[object] = set()  # the servers that received the request to promise this term
         self.needed: tuple[Member, ...] = ()
 
     def reset(self) -> None:
@@ -182,7 +185,7 @@ class Recovery:
         self._ended, self._doubted, self.needed = set(), set(), ()
 
     def is_hopeless(self, time_s: float) -> bool:
-        """Whether no server has rejoined in time. A server may have the only copy of its buckets."""
+        """Whether no server has rejoined in time, so that the cluster's data is missing."""
         has_servers = any(rejoin.member.role is Role.SERVER for rejoin in self._returned.values())
         return time_s >= self._deadline_s and not has_servers
 
@@ -223,7 +226,7 @@ class Recovery:
 
     @property
     def cluster(self) -> str:
-        """The cluster of most servers, or else of most members; empty without members."""
+        """The cluster with the most rejoined servers or, if equal, the most rejoined members; empty without members."""
         votes = Counter(rejoin.cluster for rejoin in self._returned.values())
         servers = Counter(rejoin.cluster for rejoin in self._returned.values() if rejoin.member.role is Role.SERVER)
         return max(votes, key=lambda name: (servers[name], votes[name]), default="")
@@ -240,8 +243,8 @@ class Recovery:
         """Reject all members, because this scheduler begins a new cluster."""
         return [events.SendElsewhere(peer) for peer in self._returned]
 
-    def awaited(self) -> tuple[Member, ...]:
-        return self.evidence().awaited(self._ended)
+    def missing_members(self) -> tuple[Member, ...]:
+        return self.evidence().missing_members(self._ended)
 
     def decide(self, registering: Collection[str], time_s: float) -> list[Outcome]:
         """Take over if the necessary members are back. `registering` are the names of the nodes that register."""
@@ -249,7 +252,8 @@ class Recovery:
         if not self._returned:
             return [Abandoned()] if is_late or not self._replaces else []
         if self.cluster != self._cluster:
-            if self._cluster:  # another cluster has more members here, with other incarnations
+            # the incarnations of the other cluster, which now has more members here, are other processes
+            if self._cluster:
                 self._ended, self._doubted = set(), set()
             self._cluster = self.cluster
         evidence = self.evidence()

@@ -97,7 +97,7 @@ class Sessions:
         """Return a member's session, and whether it continues on another connection; None without a connection."""
         session = self.connected.get(peer)
         if session is None:
-            return None  # the member will rejoin
+            return None  # the member is disconnected, and will rejoin
         member = self.members.setdefault(incarnation, session)
         member.incarnation = incarnation
         self.connected[peer] = member
@@ -106,7 +106,7 @@ class Sessions:
 
     def take_over(self, peer: object, incarnation: int) -> Session:
         session = self.connected.get(peer)
-        if session is None:  # its connection broke again; it will rejoin
+        if session is None:  # the connection broke again, and the member will rejoin
             session = Session(peer)
             session.end.is_foreign, session.peer = True, None
         session.incarnation = incarnation

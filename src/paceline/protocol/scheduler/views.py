@@ -1,24 +1,24 @@
 """Views of the cluster, and the quorums that prepare a view before members act on it.
 
 A :class:`View` has the members of the cluster and the chain of servers of each bucket. A view that does more than add
-workers is first *prepared*: the servers store it and answer. They act on it once it is *committed*. So the next
-scheduler finds every view that a member may have acted on. If two schedulers lead the same cluster, one of them can
-neither commit a view nor take over:
+workers is first *prepared*: the servers store the view and answer. They act on a view once it is *committed*. So the
+next scheduler finds every view that a member may have acted on. If two schedulers lead the same cluster, one of them
+can neither commit a view nor take over:
 
 * a view is committed once these servers have it: half of the voters of the former view, or all but `replicas` of them
   if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
 * a scheduler takes over with a majority of the voters of the newest known view, or with more than `replicas` of them
-  (:func:`may_take_over`), so that any two such sets intersect. If that view is possibly not committed, the former
-  scheduler may still continue from the view before, so the same holds for the voters of that view. If only workers
-  know the newest view (their views contain no workers), the same holds for the newest view with workers; otherwise a
-  removed worker could count as a member. All these voters have promised to prepare no view of a lower
+  (:func:`may_take_over`), so that any two such sets intersect. If the newest view may be not committed, the former
+  scheduler may still continue from the view before it, so the voters of that view must be enough too. If only workers
+  have the newest view (their views contain no workers), the voters of the newest view with workers must be enough too;
+  otherwise a removed worker could count as a member. All these voters have promised not to prepare a view of a lower
   term.
 
-Voters are the servers that have a bucket. The quorums neither await nor count a voter whose process has ended, because
-it may have ended under another scheduler.
+Voters are the servers that have a bucket. A voter whose process has ended is neither waited for nor counted, because it
+may have ended under another scheduler.
 
-Source: views and their change as in Viewstamped Replication Revisited (Liskov and Cowling 2012); the two quorums that
-need only intersect one another: Howard, Malkhi and Spiegelman 2016 "Flexible Paxos".
+Source: views and their change as in Viewstamped Replication Revisited (Liskov and Cowling 2012); the two kinds of
+quorums, which must intersect each other: Howard, Malkhi and Spiegelman 2016 "Flexible Paxos".
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
     last_incarnation: Number = 0
     """A process with an incarnation up to this number that is not a member is removed."""
     is_partial: bool = False
-    """Whether the workers were left out."""
+    """Whether the view was sent without the workers."""
     former_voters: tuple[Number, ...] = ()
-    """The voters of the previous view, as known when this view was prepared."""
+    """The voters of the view that was committed when this view was prepared."""
     num_waiting: Natural = 0
     """The number of servers that have registered, while the cluster is forming."""
 
@@ -177,7 +177,7 @@ class KnownViews:
         """The view that the member acts on; None before the first view."""
         self.prepared: View | None = None
         self.promised = 0
-        """The member prepares no view of a lower term."""
+        """The member has promised not to prepare a view of a lower term."""
 
     @property
     def newest(self) -> View | None:
@@ -211,7 +211,7 @@ class KnownViews:
         return self.promised == term
 
     def commit(self, view: View) -> bool:
-        """Store a committed view; return whether it is newer than the last view."""
+        """Store a committed view; return whether it is newer than the last committed view."""
         if self.committed is not None and view.order <= self.committed.order:
             return False
         self.committed = view
@@ -238,13 +238,13 @@ def may_take_over(voters: Collection[int], ended: Collection[int], returned: Col
 
 
 def _have(quorum: int, voters: Collection[int], ended: Collection[int], answered: Collection[int]) -> bool:
-    """Whether a quorum of the voters has answered, or all that have not ended."""
+    """Whether a quorum of the voters has answered, or all voters that have not ended."""
     living = [server for server in voters if server not in ended]
     return sum(server in answered for server in living) >= min(quorum, len(living))
 
 
 def gaining(before: Iterable[ChainGroup], after: Iterable[ChainGroup]) -> frozenset[int]:
-    """Return the servers that become members of the chain of a bucket."""
+    """Return the servers that are members of a bucket's chain `after`, but not `before`."""
     had: dict[int, int] = {}
     for group in before:
         for server in group.members:
@@ -272,7 +272,7 @@ class Proposal:
         return gaining(self.committed.groups, self.view.groups)
 
     def is_accepted(self, ended: Collection[int]) -> bool:
-        """Whether the view may be committed: a quorum has it, enough of them stay, and all gaining servers have it."""
+        """Whether a quorum has the view and enough of these servers stay, and all gaining servers have the view."""
         voters = self.committed.voters
         quorum = commit_quorum(len(voters), self.replicas)
         has_quorum = _have(quorum, voters, ended, self.prepared)

@@ -1,9 +1,9 @@
-"""A parameter server's protocol: the timing of requests, the way of a push, and the answers to reads.
+"""A parameter server's protocol: the timing of requests, the route of a push, and the answers to reads.
 
-The core composes the gate (:class:`~paceline.protocol.server.workers.Workers`), replication
+The core consists of the gate (:class:`~paceline.protocol.server.workers.Workers`), replication
 (:class:`~paceline.protocol.replication.Replication`) and iterations
-(:class:`~paceline.protocol.iterations.Iterations`). A token stands for each request; the core has no parameters or
-gradients.
+(:class:`~paceline.protocol.iterations.Iterations`). Each request is represented by a token; the core has no parameters
+or gradients.
 
 A request is first timed (:meth:`ServerCore.time`), and postponed if it is early. A push gets a verdict
 (:meth:`ServerCore.push`) and is then accepted (:meth:`ServerCore.admit`). A read that does not have to wait
@@ -36,7 +36,8 @@ from paceline.protocol.server.events import (
 from paceline.protocol.server.progress import EarlyRequests, Progress
 
 _CALLS = replication.CALLS
-_MAX_LEAP = 1 << 16  # iterations by which one frame may advance a worker's clock: more than its frames in flight
+# iterations by which one frame may advance a worker's clock; a worker never has so many frames in flight
+_MAX_LEAP = 1 << 16
 # Read once, because looking up a member of an Enum takes ten times as long as a global name.
 _DATA, _IMMEDIATE = TimingClass.DATA, Timing.IMMEDIATE
 _BUFFER, _CHAIN, _ALONE = Route.BUFFER, Route.CHAIN, Route.ALONE
@@ -48,7 +49,7 @@ class ServerCore:
     """One server's state.
 
     `expected_workers` must join before the first iteration can complete. `min_replicas` is the number of replicas that
-    must have a push before it is acknowledged. A runtime uses only properties and methods, not the parts.
+    must have a push before it is acknowledged. A runtime uses only the properties and methods of this class.
     """
 
     def __init__(
@@ -64,9 +65,12 @@ class ServerCore:
         self.early = EarlyRequests()
         self.epoch = -1
         self.has_copies = replicas > 0
-        """Whether other servers have or receive replicas. If not, a push counts for all buckets led here."""
+        """Whether other servers have or receive replicas.
+
+        If not, a push counts as delivered to all buckets of this server.
+        """
         self._me = 0
-        self._view_before: ViewChanged | None = None  # a view that came before the welcome
+        self._view_before: ViewChanged | None = None  # the view that arrived before the welcome, if any
 
     @property
     def consistency(self) -> Consistency:
@@ -114,11 +118,11 @@ class ServerCore:
         return self.replication.pushes.waiting
 
     def forwarded(self, worker: int, sequence: int) -> list[tuple[object, Buckets]]:
-        """Return the tokens of a push that a successor may lack, with their buckets, the newest first."""
+        """Return the parts of one push that a successor may lack, as (token, buckets), the latest part first."""
         return self.replication.pushes.forwarded(worker, sequence)
 
     def shortage(self, buckets: Buckets) -> tuple[int, int] | None:
-        """Return a bucket with too few replicas to acknowledge a push, and their number; else None."""
+        """Return a bucket with too few replicas to acknowledge a push, and its number of replicas; else None."""
         return self.replication.place.shortage(buckets)
 
     def is_readable(self, clock: int) -> bool:
@@ -188,7 +192,8 @@ class ServerCore:
             return Timing.EARLY
         if version == current or kind in (TimingClass.CALL, TimingClass.OTHER):
             return _IMMEDIATE
-        # Rule 4: sender and receiver have the same view; otherwise the older one changes its view first.
+        # Rule 4: a request is handled in the view in which it was sent. If this server's view is older, the request
+        # waits.
         if version > current:
             return Timing.EARLY
         if kind is TimingClass.CHAIN:
@@ -228,14 +233,14 @@ class ServerCore:
             fresh = iterations.missing(worker, sequence, iteration, counted)
             return Verdict(_BUFFER, worker, sequence, iteration, counted, fresh, takes_part)
         route = _CHAIN if place.successors or place.short else _ALONE
-        # A call may have been split by another view: it counts only for the buckets of its keys.
+        # A call may have been split between servers by another view, so it counts only for the buckets of its keys.
         if route is _ALONE and worker < _CALLS:
             counted = primary
         fresh = self.replication.delivery.missing(worker, sequence, counted)
         return Verdict(route, worker, sequence, iteration, counted, fresh, takes_part)
 
     def admit(self, verdict: Verdict, token: object = None) -> list[Instruction]:
-        """Accept the push of the last verdict and record it; return the instructions for `token`.
+        """Accept and record the push of the last call of :meth:`push`; return the instructions for `token`.
 
         Without a token, the caller applies or buffers the push and answers it; the route is not CHAIN then. O(1) if the
         push is newer than all earlier pushes of its worker.
@@ -352,7 +357,7 @@ class ServerCore:
             self._view_before = view
             return
         if view.epoch < self.epoch:
-            return  # older than the current view: a new worker that it lacks has not left
+            return  # an older view: a worker that is not in this view may be new, and has not left
         self.epoch = view.epoch
         for worker in self.workers.excluded_by(view):
             self.progress.leave(worker)

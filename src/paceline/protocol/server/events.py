@@ -20,17 +20,20 @@ class TimingClass(Enum):
     """The class of a request with respect to timing."""
 
     DATA = "data"
-    """A push or a read; rejected if it is of an older view."""
+    """A push or a read; rejected if it was sent in an older view."""
     TICK = "tick"
-    """A worker's clock; rejected if it is of an older view, and postponed until the server has the workers' clocks."""
+    """A worker's clock; rejected if sent in an older view, and postponed until the server has the workers' clocks."""
     SYNCED = "synced"
-    """A worker's clock after a resync. The worker repeats it for each view, so one of an older view is dropped."""
+    """A worker's clock after a resync.
+
+    The worker sends it again for each view, so the clock of an older view is dropped.
+    """
     CALL = "call"
-    """A worker's message that it joins or retires; belongs to no view."""
+    """A worker's message that it joins or retires; independent of the view."""
     CHAIN = "chain"
-    """A message of another server; replication handles older views."""
+    """A message of another server; the replication core checks its view."""
     OTHER = "other"
-    """A request of any process that belongs to no view."""
+    """A request of any process that is independent of the view."""
 
 
 class Timing(Enum):
@@ -38,30 +41,30 @@ class Timing(Enum):
 
     IMMEDIATE = "immediate"
     EARLY = "early"
-    """When this server receives the view that the request was sent in."""
+    """Later: when this server receives the view in which the request was sent."""
     UNNAMED = "unnamed"
-    """When a view contains the worker that sent it."""
+    """Later: when this server receives a view that contains the worker."""
     BEFORE_CLOCKS = "before clocks"
-    """When another server has sent the workers' clocks."""
+    """Later: when another server has sent the workers' clocks."""
     STALE = "stale"
-    """Never: it is of an older view and is rejected."""
+    """Never: the request was sent in an older view and is rejected."""
     REPEATED = "repeated"
-    """Never: the worker will send it again."""
+    """Never: the worker will send the request again."""
 
 
 class Route(Enum):
-    """The way of a push."""
+    """The treatment of a push."""
 
     BUFFER = "buffer"
-    """It is buffered until its iteration is complete, and answered immediately."""
+    """The push is buffered until its iteration is complete, and answered immediately."""
     CHAIN = "chain"
-    """It is applied and forwarded, and answered when all successors have it."""
+    """The push is applied and forwarded, and answered when all successors have it."""
     ALONE = "alone"
-    """It is applied and answered; no replicas exist."""
+    """The push is applied and answered; no replicas exist."""
     STALE = "stale"
-    """It is rejected: the client retries with the newest view."""
+    """The push is rejected: the client retries in the newest view."""
     EXPELLED = "expelled"
-    """It is rejected: its worker is not a member of the cluster."""
+    """The push is rejected: its worker is not a member of the cluster."""
 
 
 class Verdict(Struct):
@@ -73,7 +76,7 @@ class Verdict(Struct):
     iteration: int
     buckets: Buckets = 0
     fresh: Buckets = 0
-    """The buckets for which the push is new. 0: a duplicate."""
+    """The buckets for which the push is new; 0 for a duplicate."""
     takes_part: bool = False
 
 
@@ -81,7 +84,7 @@ class WaitReasons(NamedTuple):
     """The reasons why a read waits."""
 
     ranks: list[int]
-    """The ranks of workers that are late or must resend pushes."""
+    """The ranks of the workers that have not finished an earlier iteration, or must resend pushes."""
     num_missing: int
     by_chain: bool
     """Whether the read waits for successors."""
@@ -147,7 +150,7 @@ class WorkerTicked(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True):
-    """A read of iteration `clock`; `buckets` are its buckets, if known.
+    """A request for the values of iteration `clock`; `buckets` are the buckets of its keys, if known.
 
     Answered by Serve, Stale or RejectExpelled, or by Late after `deadline_s`.
     """
@@ -173,7 +176,7 @@ class ClocksReceived(Struct, frozen=True):
 
 
 class Time(Struct, frozen=True):
-    """The current time, by the clock of deadlines."""
+    """The current time, by the same clock as the deadlines."""
 
     time_s: float
 
@@ -189,7 +192,7 @@ Event: TypeAlias = (
 
 
 class ResumeRequest(Struct, frozen=True):
-    """Handle this postponed request."""
+    """Handle the postponed request of this token now."""
 
     token: object
 

@@ -1,6 +1,6 @@
-"""The connection of a server's gate, chains and iterations.
+"""The connection of a server's gate, chains and iterations. A tick can complete an iteration.
 
-A tick completes an iteration, its sum goes down the chain, and reads are answered when the chain has the sum.
+The iteration's sum then goes down the chain, and reads are answered when the whole chain has the sum.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EarlyRequests:
 
 
 class BlockedReads:
-    """The reads that wait: first for the gate, then for the end of a takeover and for the chain."""
+    """The reads that wait, first for the gate, then for the end of a takeover and for the sum on the whole chain."""
 
     def __init__(self) -> None:
         self._reads: dict[object, Read] = {}
@@ -103,7 +103,10 @@ class BlockedReads:
 
 
 class Progress:
-    """The gate, chains and iterations of one server; their instructions are appended to `out`, in order."""
+    """Connects one server's gate with its replication and its iterations.
+
+    The gate holds requests of workers that are too far ahead. The instructions of all three are appended to `out`.
+    """
 
     def __init__(self, consistency: Consistency, expected_workers: int, out: list[Instruction]) -> None:
         self._consistency = consistency
@@ -111,8 +114,8 @@ class Progress:
         self.workers = Workers(consistency, expected_workers)
         self.reads = BlockedReads()
         self.has_clocks = False
-        self._reports: dict[int, replication.Filled] = {}  # the reports that wait, by target
-        self._withheld: dict[object, float] = {}  # push → deadline
+        self._reports: dict[int, replication.Filled] = {}  # target → report of its fill that waits for iterations
+        self._withheld: dict[object, float] = {}  # token of a withheld push → deadline
         self.become(Replication(0))
 
     def become(self, chains: Replication) -> None:
@@ -130,7 +133,7 @@ class Progress:
             self.updates = OnArrival(self.replication, self._consistency.tau is None)
 
     def answer(self) -> None:
-        """Answer the reads and report the fills that no longer wait."""
+        """Answer the reads, and report the fills, that no longer have to wait."""
         if self.reads.has_passed_gate:
             self._out += [events.Serve(token) for token in self.reads.take_readable(self.updates.may_read)]
         if self._reports:
@@ -145,7 +148,7 @@ class Progress:
                     assert self.iterations is not None
                     sums = self.iterations.complete(iteration, workers)
                     self.sum_up(sums)
-                    if not sums and not self.iterations.pending_workers:  # else it is not applied yet
+                    if not sums and not self.iterations.pending_workers:  # otherwise the sum is not applied yet
                         self._out.append(events.Completed(iteration))
                 case clocks.Unblock(token):
                     self.reads.pass_gate(token)
@@ -173,7 +176,10 @@ class Progress:
             self.iterations.forget(worker, clock)
 
     def take_clocks(self, known: Clocks) -> None:
-        """Adopt another server's clocks unless this is a primary. Raises ProtocolError for impossible clocks."""
+        """Adopt another server's clocks of the workers, unless this server is a primary.
+
+        Raises ProtocolError for impossible clocks.
+        """
         if self.replication.primary:
             return
         self.workers.check_clocks(known)
@@ -184,9 +190,9 @@ class Progress:
         self.follow_gate(self.workers.take_clocks(known))
 
     def forget_workers(self) -> None:
-        """Drop the workers' clocks and pushes, because a server in no chain receives no more of them.
+        """Drop the workers' clocks and pushes, because a server that is in no chain no longer receives ticks.
 
-        A later fill of this server brings the clocks of that time.
+        When another server fills this server later, it also sends the current clocks.
         """
         self._out += [events.ForgetWorker(worker) for worker in self.workers.ranks]
         self._out.append(events.DropAllBuffered())
@@ -195,17 +201,20 @@ class Progress:
         self.has_clocks = False
 
     def change(self, view: events.ViewChanged) -> None:
-        # Reject reads first: a sum without successors then counts as durable, and their buckets may have moved.
+        # Reject reads first: they could be answered because sums without successors count as durable after the change,
+        # but their buckets may have moved.
         self._out += [events.Stale(token) for token in self.reads.take_all()]
         self._reports = {}
         self.replicate(self.replication.handle(replication.Change(view.version, view.groups)))
-        for target in self.replication.filling:  # in a missed view it may have been in no chain
+        # the target may have dropped the clocks in a view that this server missed
+        for target in self.replication.filling:
             self._out.append(events.SendClocks(target))
 
     def replicate(self, instructions: Iterable[replication.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case replication.Forward() | replication.Apply():  # first, since every push has them
+                # the first case, because each push causes these instructions
+                case replication.Forward() | replication.Apply():
                     self._out.append(instruction)
                 case replication.Acknowledge(events.SumUp(iteration)):
                     assert self.iterations is not None
@@ -227,7 +236,7 @@ class Progress:
     def _lead(self, buckets: int, followers: frozenset[int]) -> None:
         version = self.replication.version
         workers = self.workers.counted | self.workers.named
-        if version == 1:  # buckets had no primary before
+        if version == 1:  # in the first view there is no former primary to take over from
             workers, followers = set(), frozenset()
         self.sum_up(self.updates.lead(version, buckets, workers, followers))
 

@@ -12,7 +12,7 @@ _MAX_AHEAD = 1 << 20  # iterations by which one worker may be ahead of another i
 
 
 class Workers:
-    """The gate of one server and its workers. Instructions returned here are the gate's."""
+    """The gate of one server and its workers. The methods return instructions of the gate."""
 
     def __init__(self, consistency: Consistency, expected: int) -> None:
         self._consistency = consistency
@@ -22,18 +22,18 @@ class Workers:
         """Incarnation → rank of workers that have joined the iterations."""
         self.counted: set[int] = set()
         self.named: frozenset[int] = frozenset()
-        """The workers that are members in the newest view, or may be: only these can join."""
+        """The workers that are members in the newest view, or that a new scheduler may readmit. Only these can join."""
         self.last_incarnation = 0
         """Processes with incarnations up to this one that are not members have left or died."""
         self.departed: set[int] = set()
         """Former members. They never rejoin with the same incarnation."""
 
     def is_excluded(self, incarnation: int) -> bool:
-        """Whether a process is known to have left or died. 0, the incarnation of sums, never was a member."""
+        """Whether a process has left or died. 0, the incarnation of sums, counts as excluded."""
         return incarnation < 1 or incarnation in self.departed
 
     def is_unnamed(self, worker: int) -> bool:
-        """Whether a worker is newer than this server's view."""
+        """Whether a worker registered after this server's view was made."""
         return worker > self.last_incarnation and worker not in self.named
 
     def may_join(self, worker: int) -> bool:
@@ -44,10 +44,10 @@ class Workers:
         return worker in self.counted or (worker in self.ranks and iteration < self.gate.clocks[worker])
 
     def excluded_by(self, view: ViewChanged) -> list[int]:
-        """Apply a newer view; return the workers that it excludes, for :meth:`leave`."""
+        """Apply a newer view; return the workers that have left, for which the caller calls :meth:`leave`."""
         self.last_incarnation = view.last_incarnation
-        # A worker that joined and died between two views is in neither view, but the gate counts it. A worker above the
-        # last incarnation may still reconnect to a new scheduler.
+        # A worker that joined and died between two views is in neither view, but the gate counts it. A worker with an
+        # incarnation above `last_incarnation` may still reconnect to a new scheduler.
         absent = (self.named | self.counted) - view.members
         excluded = {worker for worker in absent if worker <= view.last_incarnation}
         self.named = view.workers | ((self.named & absent) - excluded)
@@ -56,7 +56,8 @@ class Workers:
     def leave(self, worker: int) -> list[clocks.Instruction]:
         self.departed.add(worker)
         joined: list[clocks.Instruction] = []
-        if worker not in self.ranks:  # it died before it joined: the other workers must not wait for it
+        # the worker died before it joined, so count it as joined: the other workers must not wait for it
+        if worker not in self.ranks:
             joined = self.gate.join(worker)
         self.counted.discard(worker)
         self.ranks.pop(worker, None)
@@ -85,7 +86,8 @@ class Workers:
 
     def take_clocks(self, known: Clocks) -> list[clocks.Instruction]:
         instructions: list[clocks.Instruction] = []
-        # Counted workers first, by ascending clock: the first one to join an empty gate sets the minimum.
+        # Counted workers join first, by ascending clock, because the first worker to join an empty gate sets the
+        # minimum.
         for worker, rank, clock, counts in sorted(known.workers, key=lambda entry: (not entry[3], entry[2])):
             if worker in self.departed or worker in self.ranks:
                 continue

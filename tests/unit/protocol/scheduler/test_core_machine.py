@@ -275,7 +275,7 @@ class Run:
                 self.start_scheduler(replaces=True)
                 self.end_scheduler(former)
             scheduler = self.scheduler
-            for member in (*scheduler.core.membership.members, *scheduler.core.awaited):
+            for member in (*scheduler.core.membership.members, *scheduler.core.missing_members):
                 if not self.by_name[member.node].is_alive:
                     scheduler.feed(events.ProcessEnded(member.incarnation))
             for node in self.alive:

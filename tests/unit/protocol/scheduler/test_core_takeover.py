@@ -48,7 +48,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     scheduler = successor(num_servers=2, replicas=1)
     scheduler.rejoin(w, a)
     assert scheduler.core.phase is Phase.RECOVERING
-    assert scheduler.core.awaited == (b.member,)
+    assert scheduler.core.missing_members == (b.member,)
     assert scheduler.said == []
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
@@ -63,7 +63,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     for node in (a, b, w):
         assert node.views.committed is not None
         assert node.views.committed.order == scheduler.view.order
-    assert scheduler.core.awaited == ()
+    assert scheduler.core.missing_members == ()
 
 
 def test_the_takeover_is_published_after_a_quorum_has_its_view() -> None:
@@ -183,7 +183,7 @@ def test_an_ended_member_is_not_awaited() -> None:
     scheduler.rejoin(a, v)
     scheduler.tell(events.ProcessEnded(b.incarnation), events.ProcessEnded(w.incarnation))
     assert scheduler.core.phase is Phase.RECOVERING
-    assert scheduler.core.awaited == (c.member,)
+    assert scheduler.core.missing_members == (c.member,)
     scheduler.rejoin(c)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation, c.incarnation}
@@ -211,7 +211,7 @@ def test_a_member_that_is_back_and_breaks_its_connection_is_waited_for_again() -
     a.wire.cut()
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.RECOVERING
-    assert scheduler.core.awaited == (a.member,)
+    assert scheduler.core.missing_members == (a.member,)
     scheduler.rejoin(a)
     assert scheduler.core.phase is Phase.LEADING
 
@@ -769,7 +769,7 @@ def test_a_voter_of_the_view_before_is_awaited_and_named_though_no_newer_view_na
     lose(former)
     scheduler = successor(num_servers=2, replicas=1)
     scheduler.rejoin(a)
-    assert scheduler.core.awaited == (b.member,)
+    assert scheduler.core.missing_members == (b.member,)
     scheduler.pass_time(TIMEOUT_S)
     assert scheduler.core.phase is Phase.RECOVERING
     assert "waits for server 1 (s1)" in scheduler.notes[-1]

@@ -226,7 +226,8 @@ class Run:
 
     def doubt(self) -> None:
         core = self.scheduler.core
-        for member in self.random.sample(members := (*core.membership.members, *core.awaited), min(len(members), 2)):
+        members = (*core.membership.members, *core.missing_members)
+        for member in self.random.sample(members, min(len(members), 2)):
             self.scheduler.feed(events.Doubted(member.incarnation))
 
     def is_ours(self, node: Node) -> bool:
