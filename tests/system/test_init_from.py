@@ -75,5 +75,5 @@ def test_columns_come_from_the_model_and_mismatches_are_rejected(
     assert "was trained on csv and has no features of criteo" in fail(*criteo)
     assert "same --update" in fail(*common, "--init-from", "model", "--update", "sgd")
     assert "with --model lr" in fail(*common, "--init-from", "model", "--model", "softmax")
-    assert "holds no model" in fail(*common, "--init-from", "nothing")
+    assert "does not exist" in fail(*common, "--init-from", "nothing")
     assert "--init-from starts one" in fail(*common, "--init-from", "model", "--resume", "snaps")

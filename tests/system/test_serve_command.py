@@ -86,4 +86,4 @@ def test_a_port_in_use_and_a_model_that_is_missing(paceline: Commands, tmp_path:
     assert running.wait().status == 0
     missing = paceline.run("serve", tmp_path / "no", "--port", "0")
     assert (missing.status, missing.err.count("\n")) == (1, 1)
-    assert f"{tmp_path / 'no'} holds no model" in missing.err
+    assert f"{tmp_path / 'no'} does not exist" in missing.err

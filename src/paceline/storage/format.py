@@ -73,7 +73,8 @@ def read_fields(folder: Path, kind: type[Manifest]) -> dict[str, Any]:
             "'paceline describe')"
         ) from None
     except FileNotFoundError:
-        raise ModelError(f"{folder} {kind.ABSENT}: it has no {MANIFEST}") from None
+        problem = f"{kind.ABSENT}: it has no {MANIFEST}" if folder.exists() else "does not exist"
+        raise ModelError(f"{folder} {problem}") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:

@@ -448,7 +448,7 @@ def test_new_directories_are_synced_into_those_above(tmp_path: Path, monkeypatch
 
 def test_no_model(tmp_path: Path) -> None:
     refused(tmp_path, "holds no model: .*manifest.json")
-    refused(tmp_path / "nowhere", "holds no model")
+    refused(tmp_path / "nowhere", "does not exist")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "is a file, but a Paceline model is a directory")
 

@@ -130,6 +130,18 @@ def check_an_epoch_continues_under_another_strategy(rank: int, size: int) -> Non
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-5)
 
 
+def check_models_and_optimizers_that_differ_between_ranks(rank: int, size: int) -> None:
+    def prepare(model: nn.Module, lr: float) -> Callable[[], Any]:
+        return lambda: strategy.prepare(model, torch.optim.SGD(model.parameters(), lr))
+
+    frozen = _model()
+    next(iter(frozen.parameters())).requires_grad_(rank != 1)
+    with AllReduce() as strategy:
+        _refused(strategy, prepare(_model(), 0.1 * (rank + 1)), "rank 1 has another optimizer", "lr=0.2", "lr=0.1")
+    with AllReduce() as strategy:
+        _refused(strategy, prepare(frozen, 0.1), "rank 1 has another model", "'0.weight' (frozen float32")
+
+
 def check_gloo(rank: int, size: int) -> None:
     with AllReduce(seed=5, backend="gloo") as strategy:
         assert dist.get_backend() == "gloo"

@@ -233,7 +233,7 @@ def test_every_strategy_loads_checkpoints_of_all_other_strategies(tmp_path: Path
     failures = [reports[rank][1] for rank in range(SIZE)]
     assert [len(said) for said in failures] == [3, 3], failures
     for said, (first, second) in zip(
-        ["nothing holds no model", "taken 0: it contains other files", "cannot save extra['thing'], of type object"],
+        ["nothing does not exist", "taken 0: it contains other files", "cannot save extra['thing'], of type object"],
         [(failures[0][number], failures[1][number]) for number in range(3)],
         strict=True,
     ):
@@ -349,7 +349,7 @@ def test_invalid_checkpoints_are_rejected(kept: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"save\(\) .*prepare\(\)"):
         chosen.save(kept)
     prepared(chosen)
-    with pytest.raises(ModelError, match=r"elsewhere holds no model: .*manifest\.json"):
+    with pytest.raises(ModelError, match="elsewhere does not exist"):
         chosen.load(tmp_path / "elsewhere")
     with paceline.local_cluster(servers=1) as cluster, cluster.connect() as client:
         client.sparse_table("w", dim=1, update=paceline.SGD(lr=0.1))

@@ -58,7 +58,7 @@ COMMANDS = [
 ]
 
 CALLS: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
-    (lambda: paceline.load("model"), paceline.ModelError, ["model holds no model", "no manifest.json"]),
+    (lambda: paceline.load("model"), paceline.ModelError, ["model does not exist"]),
     (lambda: open_dataset(["click.csv"]), paceline.DataError, ["click.csv does not exist"]),
     (lambda: paceline.FTRL(alpha=-1), paceline.UsageError, ["FTRL(alpha=-1)", "expected a number greater than 0"]),
     (lambda: paceline.local_cluster(servers=0), paceline.UsageError, ["servers=0", "at least 1 server"]),

@@ -81,7 +81,7 @@ def test_there_is_no_network(tmp_path: Path) -> None:
     save_model(tmp_path / "lr", [], {"kind": "lr", "finished": True, "format": "csv", "columns": None})
     with pytest.raises(UsageError, match="of kind 'lr', which has no network"):
         export_model(tmp_path / "lr", tmp_path / "x.onnx")
-    with pytest.raises(ModelError, match="nothing holds no model"):
+    with pytest.raises(ModelError, match="nothing does not exist"):
         export_model(tmp_path / "nothing", tmp_path / "x.onnx")
 
 
