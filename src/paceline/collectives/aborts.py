@@ -1,4 +1,4 @@
-"""The reason for the end of a group: sent to the other ranks, which raise the same error. Pure."""
+"""Define the reason why a group has ended. It is sent to the other ranks, so that they raise the same error. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MAX_TEXT: Final = 100_000
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
-    """The reason for the end of a group."""
+    """The reason why a group has ended."""
 
     kind: Literal["mismatch", "lost", "error"]
     message: str
     ranks: tuple[int, ...] = ()
-    """Lost ranks, or the rank that failed."""
+    """The ranks that were lost, or the rank that failed."""
     calls: dict[int, CollectiveCall] = {}
-    """For a mismatch: the known calls by rank."""
+    """For a mismatch, the known calls by rank; otherwise empty."""
     sequence: int = -1
 
     @classmethod

@@ -29,8 +29,8 @@ class ArrayMemory:
     __slots__ = ("_original", "address", "array", "count", "dtype", "item_bytes", "num_bytes", "shape")
 
     def __init__(self, array: Any, *, target: bool = False) -> None:
-        """`target`: the array receives the result. Raises UsageError for unsupported objects, dtypes, devices and
-        targets."""
+        """With `target`, the array receives a result. Raises UsageError for unsupported objects, dtypes and devices,
+        and for a result array that cannot be written."""
         self._original: Any = None
         if type(array) is not np.ndarray and isinstance(array, np.ndarray):
             array = _as_ndarray(array)
@@ -70,7 +70,7 @@ class ArrayMemory:
         return view_bytes(self.address, self.num_bytes, owner=self)
 
     def copy_back(self) -> None:
-        """Copy the result into the caller's array, if that array is not contiguous."""
+        """Copy the result into the caller's array, if the caller's array is not contiguous."""
         original = self._original
         if original is not None:
             if isinstance(self.array, np.ndarray):
@@ -91,7 +91,7 @@ def empty_like(array: Any, shape: Sequence[int]) -> Any:
 
 
 def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview:
-    """Return memory as writable bytes, which keep `owner` alive. Without one, the caller keeps the memory valid."""
+    """Return memory as writable bytes, which keep `owner` alive. Without `owner`, the caller keeps the memory valid."""
     if not num_bytes:
         return memoryview(bytearray())
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
@@ -100,7 +100,7 @@ def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview
 
 
 def words(tensor: Any, item_bytes: int) -> Any:
-    """Return the tensor's memory as an array. PyTorch's thread mode may reject writes to the tensor itself."""
+    """Return the tensor's memory as a NumPy array, because a mode of PyTorch may reject writes to the tensor."""
     strides = [stride * item_bytes for stride in tensor.stride()]
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)) + item_bytes
     memory = view_bytes(tensor.data_ptr(), reach if tensor.numel() else 0, owner=tensor)
@@ -108,12 +108,12 @@ def words(tensor: Any, item_bytes: int) -> Any:
 
 
 def distinct(array: Any) -> Any:
-    """Return the array. Raises UsageError if items share memory."""
+    """Return the array. Raises UsageError if several items of the array share memory."""
     offsets = zip(array.strides, array.shape, strict=True)
     axes = sorted((abs(stride), length) for stride, length in offsets if length > 1)
     reach = array.itemsize
     for stride, length in axes:
-        if stride < reach:  # rare: items overlap or interleave
+        if stride < reach:  # items overlap or interleave, which is rare
             break
         reach += (length - 1) * stride
     else:
@@ -140,7 +140,7 @@ def _is_disjoint(array: Any) -> bool:
 
 def _numpy_name(dtype: Any) -> str:
     name = str(dtype)
-    if name == "bfloat16":  # from ml_dtypes
+    if name == "bfloat16":  # the dtype of ml_dtypes
         return name
     plain = dtype.newbyteorder("=") if dtype.kind in "fiub" else dtype
     if plain in _NUMPY_NAMES and dtype.isnative:

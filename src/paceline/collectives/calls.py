@@ -15,7 +15,7 @@ import msgspec
 from paceline.errors import MismatchError, name_ranks
 
 _MOST_NUMBERS: Final = 128
-"""Largest number of sizes in a call. A message header and a rank's part of a segment have room for about 1.7 KB."""
+"""Largest number of sizes in a call, because message headers and shared segments have room for about 1.7 KB."""
 _SHOWN_NUMBERS: Final = 20
 
 
@@ -25,13 +25,13 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """The numbers that must be equal on all ranks: shape of the array, sizes."""
+    """The numbers that must be equal on all ranks: the array's shape, and sizes of parts."""
     reduction: str = ""
     root: int = -1
 
     @property
     def signature(self) -> int:
-        """Hash of the call in 63 bits; never 0."""
+        """A hash of the call in 63 bits; never 0."""
         digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1 or 1
 
@@ -43,7 +43,7 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shorten(call: CollectiveCall) -> CollectiveCall:
-    """Replace a long list of sizes by its length, hash and first sizes. Different calls stay different."""
+    """Replace a long list of sizes by its length, its hash and its first sizes. Different calls remain different."""
     shape = call.shape
     if len(shape) <= _MOST_NUMBERS:
         return call

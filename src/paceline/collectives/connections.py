@@ -40,7 +40,7 @@ class Connections:
         self._world, self._timeout_s, self._on_failure = world, timeout_s, on_failure
         self.layout = GroupLayout(name, ranks, world.rank, world.infos)
         self.at: tuple[int, CollectiveCall | None] = (-1, None)
-        """Number of the current or last call, and the current call, if any."""
+        """The number of the current call and the call; between calls, the number of the last call and None."""
         self._executor: ScheduleExecutor | None = None
         self._network: NetworkEngine | None = None
         self._point_to_point: PointToPoint | None = None
@@ -107,7 +107,7 @@ class Connections:
             self._executor.abort(_UNKNOWN_CALL, sequence, error)
 
     def interrupt(self, error: CollectiveError) -> None:
-        """End another thread's current call on this rank and the other ranks. The caller then calls :meth:`abort`."""
+        """End the current call of another thread, on this rank and the other ranks. Afterwards, call :meth:`abort`."""
         self._abort = self._abort or Abort.of(error)
         if self.shared is not None:
             self.shared.abort(error)
@@ -121,7 +121,7 @@ class Connections:
         return CollectiveError(_verdicts.failed(current, error).message)
 
     def end_all(self) -> None:
-        """End all calls of other threads, and report to the other ranks that this rank aborted."""
+        """End all calls of other threads, and report to the other ranks that this rank aborted the group."""
         with self._creating:
             self._is_closed = True
         if self.shared is not None:
@@ -141,7 +141,7 @@ class Connections:
                 part.close()
         self._world.node.forget(self._identity)
 
-    # status requests between ranks
+    # The following methods answer and send status requests between ranks.
 
     def _status(self) -> bytes:
         waiting_for = () if self._executor is None or self.at[1] is None else self._executor.status().waiting_for

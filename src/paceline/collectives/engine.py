@@ -1,7 +1,7 @@
 """Interface between :class:`~paceline.collectives.Group` and the engines for shared memory and networks.
 
-The caller has checked dtypes and shapes. Every rank of the group calls the same method with an equal
-:class:`CollectiveCall` and number, one call at a time. A method returns when this rank's part is done.
+The caller has already checked dtypes and shapes. All ranks of the group call the same methods in the same order, with
+an equal :class:`CollectiveCall` and sequence number. A method returns when this rank's part is done.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Reduction(NamedTuple):
     """Parameters of a reduction."""
 
     combiner: int
-    """Address of a function of `kernels.combine`."""
+    """The address of a compiled function of `kernels.combine`."""
     op: int
     scale: float
     item_bytes: int
 
 
 class Order(NamedTuple):
-    """One call for an engine."""
+    """One call, as the engine receives it."""
 
     call: CollectiveCall
     signature: int
     sequence: int
     timeout_s: float
     algorithm: str = ""
-    """Name of the schedule; empty if the engine chooses it."""
+    """Name of the algorithm; empty if the engine chooses the algorithm."""
 
 
 def copy(source: Area, target: Area) -> None:
@@ -59,7 +59,7 @@ class Engine(ABC):
 
     @abstractmethod
     def reduce(self, order: Order, source: Area, target: Area | None, reduction: Reduction, root: int) -> None:
-        """Reduce into the root's `target`."""
+        """Reduce `source` over all ranks into the root's `target`."""
 
     @abstractmethod
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
@@ -83,7 +83,7 @@ class Engine(ABC):
 
     @abstractmethod
     def all_to_all(self, order: Order, sources: Sequence[Area], targets: Sequence[Area], *, equal: bool) -> None:
-        """Copy source d of rank s to target s of rank d. `equal`: all areas on all ranks have one size."""
+        """Copy source d of rank s to target s of rank d. `equal`: all areas on all ranks have the same size."""
 
     @abstractmethod
     def close(self) -> None: ...

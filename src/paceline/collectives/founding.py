@@ -25,7 +25,7 @@ _MEET = CollectiveCall("meet")
 
 
 class _Attached(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's report after opening the segment."""
+    """A rank's report after it has tried to open the shared segment."""
 
     is_open: bool
     cores: tuple[int, ...]
@@ -42,7 +42,7 @@ class GroupLayout:
         self.infos = tuple(world_infos[rank] for rank in self.ranks)
         domains = [info.memory_domain for info in self.infos]
         self.hosts = tuple(sorted(set(domains), key=domains.index).index(domain) for domain in domains)
-        """Host number of every rank; ranks of one host can share memory."""
+        """For every rank, the number of its host. Ranks of one host can share memory."""
         self.local_ranks = tuple(rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank])
 
     @property
@@ -51,14 +51,14 @@ class GroupLayout:
 
 
 class Founding:
-    """Exchange values of a new group's ranks through the store. Raises RankLostError for missing ranks."""
+    """Prepares a new group: its ranks exchange values through the store. Raises RankLostError for missing ranks."""
 
     def __init__(self, world: World, layout: GroupLayout) -> None:
         self._world, self._layout = world, layout
         self._store = PrefixStore(world.store, f"group {layout.name}")
 
     def share(self, deadline: float) -> SharedMemory | None:
-        """Share memory with the other ranks of this host; return None without such ranks, or if it fails."""
+        """Share memory with the other ranks of this host. Return None if this rank is alone, or if sharing fails."""
         local = self._layout.local_ranks
         if len(local) < 2 or config.DISABLE_JIT:  # type: ignore[attr-defined]
             return None
@@ -98,7 +98,7 @@ class Founding:
         return engine
 
     def agree_on_layers(self, shared: SharedMemory | None, deadline: float) -> bool:
-        """Return whether several hosts, some with several ranks, all share memory among their ranks."""
+        """Return whether hierarchical calls are possible: on several hosts, if all share memory among their ranks."""
         if len(set(self._layout.hosts)) in (1, self._layout.size):
             return False
         alone = len(self._layout.local_ranks) == 1

@@ -30,17 +30,17 @@ from paceline.errors import GroupClosedError, UsageError
 _Array: TypeAlias = np.ndarray[Any, Any]
 
 _TAG: Final = 1 << 62
-"""First tag of the grid. Each axis has two tags: towards lower coordinates, and towards higher ones."""
+"""First tag of the grid's messages. Each axis has two tags: towards lower and towards higher coordinates."""
 _MAX_PLANS: Final = 256
 _LOW, _HIGH = -1, 1
 
 
 class Grid:
-    """The ranks of a group as the points of a grid, numbered row by row as in MPI.
+    """The ranks of a group as the points of a grid. Ranks are numbered row by row, as in MPI.
 
     Every rank creates the same grid and makes the same exchanges in the same order. Other calls, sends and receives of
-    the group may run in between; tags from 2^62 up are reserved for the grid. Use the grids of a group in one thread at
-    a time. After a failed exchange (RankLostError, MismatchError) the grid raises GroupClosedError.
+    the group may run between exchanges; tags from 2^62 are reserved for the grid. Use the grids of a group in one
+    thread at a time. After a failed exchange (RankLostError, MismatchError) the grid raises GroupClosedError.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Grid:
     ) -> None:
         """Arrange the ranks as `shape`, whose product is the group's size. :func:`dims_create` replaces zeros.
 
-        ``None`` means two axes of nearly equal length. On `periodic` axes the first point follows the last one. Sends
-        nothing. Raises UsageError.
+        ``None`` means two axes of nearly equal length. On `periodic` axes the first point follows the last one. The
+        constructor sends no messages. Raises UsageError.
         """
         self.group = group
         self.shape = dims_create(group.size, (0, 0) if shape is None else shape)
@@ -81,7 +81,7 @@ class Grid:
         return tuple(reversed(coordinates))
 
     def rank_of(self, coordinates: Sequence[int]) -> int:
-        """Return the rank at these coordinates, modulo the shape on periodic axes; else raise UsageError."""
+        """Return the rank at these coordinates, modulo the shape on periodic axes. Raises UsageError beyond an edge."""
         rank = self._find(coordinates)
         if rank is None:
             raise UsageError(
@@ -91,7 +91,7 @@ class Grid:
         return rank
 
     def neighbour(self, axis: int, step: int) -> int | None:
-        """Return the rank at distance `step` (may be negative) along an axis; None beyond an edge."""
+        """Return the rank at distance `step` along an axis (negative: to lower coordinates); None beyond an edge."""
         if not 0 <= axis < len(self.shape):
             raise UsageError(f"got axis {axis}, expected an axis from 0 to {len(self.shape) - 1}")
         coordinates = list(self.coordinates)
@@ -119,9 +119,9 @@ class Grid:
     def exchange_halos(self, array: _Array, width: int = 1, *, corners: bool = False) -> None:
         """Fill the ghost layers of this rank's block from its neighbours' cells, in place.
 
-        `array` is a writable NumPy array whose first axes are the axes of the grid. Along each of these it has `width`
-        ghost layers on both sides, and at least `width` own cells between. Further axes, such as components, are not
-        divided.
+        `array` is a writable NumPy array whose first axes are the axes of the grid. Along each of these axes it has
+        `width` ghost layers on both sides, and at least `width` own cells between them. Further axes, such as
+        components, are not divided.
 
         Without `corners`, all axes are exchanged at the same time, and corner cells (ghost cells on several axes) keep
         their values; a 5-point stencil does not read them. With `corners`, the axes are exchanged one after another,
@@ -227,7 +227,8 @@ class Grid:
             cut = [
                 slice(width, array.shape[other] - width)
                 if not corners or other > axis
-                # The neighbour has no values for ghost cells beyond the edge of the grid.
+                # Include ghost cells of earlier axes, except beyond an edge, where the neighbour has no values for
+                # them.
                 else slice(
                     width if self.neighbour(other, _LOW) is None else 0,
                     array.shape[other] - (width if self.neighbour(other, _HIGH) is None else 0),
@@ -249,12 +250,12 @@ class Grid:
         return phases if corners else [[side for sides in phases for side in sides]]
 
     def _transfer(self, sides: Sequence[_Side], outgoing: Sequence[_Array], incoming: Sequence[_Array]) -> None:
-        """Post the receives first, so that messages need no buffer."""
+        """Exchange the sides. Receives are posted before sends, so that arriving messages need no buffer."""
         if self._pending:
             raise GroupClosedError(
                 f"{self!r} refuses further exchanges because an earlier one failed; create a new group and grid"
             )
-        # The tickets use the buffers until the exchange is complete, so keep both after a failure.
+        # After a failure the tickets still use the buffers, so keep the tickets.
         tickets = self._pending
         try:
             for side, array in zip(sides, incoming, strict=True):
@@ -262,7 +263,7 @@ class Grid:
             for side, array in zip(sides, outgoing, strict=True):
                 tickets.append(self.group.send_async(_plain(array), side.neighbour, tag=side.send_tag))
         except GroupClosedError:
-            for ticket in tickets:  # the error of the failed ticket names the cause
+            for ticket in tickets:  # the failed ticket's error has the cause
                 ticket.wait()
             raise
         for ticket in tickets:
@@ -285,8 +286,8 @@ def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Replace the zeros in `shape` so that its product is `size`, like ``MPI_Dims_create``.
 
     The new numbers do not increase from axis to axis. They are as even as possible: the largest number is minimal, then
-    the second, and so on. (Some MPIs distribute prime factors greedily and get 12 x 6 for 72 instead of 9 x 8: Träff
-    and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
+    the second largest, and so on. (Some MPIs distribute prime factors greedily and get 12 x 6 for 72 instead of 9 x 8:
+    Träff and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
 
     Raises UsageError if no shape fits.
 
@@ -323,7 +324,7 @@ def split_evenly(n: int, parts: int) -> list[slice]:
 
 
 def _even_factors(size: int, num_factors: int, most: int) -> tuple[int, ...] | None:
-    """Return the lexically first non-increasing factorization without a factor above `most`."""
+    """Return the lexically first non-increasing factorization whose factors are at most `most`; None without one."""
     if not num_factors:
         return () if size == 1 else None
     for first in range(1, min(size, most) + 1):
@@ -345,6 +346,6 @@ def _buffer(cells: _Array) -> _Array | None:
 
 
 def _plain(array: _Array) -> _Array:
-    """Return a contiguous array as a vector of a sendable dtype: complex numbers as pairs."""
+    """Return a contiguous array as a vector that can be sent: complex numbers become pairs of real numbers."""
     flat = array.reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

@@ -26,12 +26,12 @@ _FORKED: Final = "it belongs to the parent of this forked process; a forked proc
 
 
 class Group(Closing):
-    """Ranks 0 to ``size - 1`` that make the same calls in the same order.
+    """A group of ranks, numbered 0 to ``size - 1``, that make the same calls in the same order.
 
     Arrays are NumPy arrays or PyTorch CPU tensors of float16, bfloat16, float32, float64, any integer dtype or bool;
-    results are of the same kind. Reductions: ``sum``, ``mean`` (floats), ``product``, ``min``, ``max``, and for
-    integers and bool ``bitwise_and``, ``bitwise_or``, ``bitwise_xor``. On one host, half precision is reduced in
-    float32. An all-reduce gives the same bits on every rank (if all hosts have the same kind of processor).
+    results are of the same kind as the arguments. Reductions: ``sum``, ``mean`` (floats), ``product``, ``min``,
+    ``max``, and for integers and bool ``bitwise_and``, ``bitwise_or``, ``bitwise_xor``. On one host, half precision is
+    reduced in float32. An all-reduce gives the same bits on every rank (if all hosts have the same kind of processor).
 
     Every call has a variant ``*_async`` that returns a :class:`CollectiveTicket`. All calls run in the order of their
     submission. A call waits at most :attr:`timeout`. If the calls of the ranks differ, all ranks raise MismatchError.
@@ -42,7 +42,7 @@ class Group(Closing):
     def __init__(
         self, world: World, ranks: Sequence[int], name: str, *, timeout: timedelta, algorithm: str | None = None
     ) -> None:
-        """Users call :func:`init` or :meth:`subgroup` instead."""
+        """Internal; users call :func:`init` or :meth:`subgroup`."""
         check_algorithm(algorithm)
         self._timeout_s = timeout.total_seconds()
         self.name = name
@@ -52,7 +52,7 @@ class Group(Closing):
         """This process's rank in the group."""
         self.size = self._connections.layout.size
         self.ranks = self._connections.layout.ranks
-        """World rank of every rank of the group."""
+        """For every rank of the group, its rank in the group of all ranks (its world rank)."""
         self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
         self._operations = Operations(self._connections, self._tuner, self._timeout_s)
         self._sequence = 0
@@ -70,7 +70,7 @@ class Group(Closing):
 
     @property
     def timeout(self) -> timedelta:
-        """Longest time that a call waits for the other ranks."""
+        """The longest time that a call waits for other ranks."""
         return timedelta(seconds=self._timeout_s)
 
     @property
@@ -129,8 +129,8 @@ class Group(Closing):
     def all_gather(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the arrays of all ranks, concatenated along the first axis (0-d arrays as a vector).
 
-        `sizes` are the numbers of rows of the ranks' arrays, the same list on all ranks. Pass it if they differ;
-        :meth:`gather_sizes` returns it.
+        `sizes` are the numbers of rows of the ranks' arrays, the same list on all ranks. Pass `sizes` if these numbers
+        differ; :meth:`gather_sizes` returns the list.
         """
         return self._run_blocking(self._operations.all_gather(array, sizes, out))
 
@@ -145,7 +145,7 @@ class Group(Closing):
         return [int(number) for number in self.all_gather(rows)]
 
     def gather(self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Like :meth:`all_gather`, on `root`; other ranks get None."""
+        """Return the result of :meth:`all_gather` on `root`, None on other ranks."""
         return self._run_blocking(self._operations.gather(array, root, sizes, out))
 
     def gather_async(
@@ -177,8 +177,8 @@ class Group(Closing):
     ) -> Any:
         """Send part d of `array` (along its first axis) to rank d; return the received parts in rank order.
 
-        `send_sizes` are the numbers of rows for every rank; by default all parts are equal. `receive_sizes`, the
-        numbers of rows from every rank, are optional: the ranks exchange them.
+        `send_sizes` are the numbers of rows for every rank; by default all parts are equal. `receive_sizes` are the
+        numbers of rows from every rank; if they are missing, the ranks exchange the numbers first.
         """
         return self._run_blocking(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
@@ -194,7 +194,7 @@ class Group(Closing):
         return self._submit(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
-        """Return the root's value: numbers, strings, bytes, lists and dicts. Does not use pickle."""
+        """Return the root's value, which may contain numbers, strings, bytes, lists and dicts. Does not use pickle."""
         return _objects.broadcast(self, value, root)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -221,7 +221,7 @@ class Group(Closing):
         return MessageTicket(pending, self.timeout, memory)
 
     def recv(self, out: Any, source: int | None = None, *, tag: int = 0) -> int:
-        """Fill `out` with a message of this tag, from `source` or any rank; return the sender's rank."""
+        """Fill `out` with a message of this tag from `source` (None: from any rank); return the sender's rank."""
         return int(self.recv_async(out, source, tag=tag).result())
 
     def recv_async(self, out: Any, source: int | None = None, *, tag: int = 0) -> CollectiveTicket:
@@ -245,7 +245,7 @@ class Group(Closing):
     def split(self, color: int | None, key: int = 0) -> Group | None:
         """Return the group of the ranks with the same `color`, ordered by `key`, then rank; None if `color` is None.
 
-        A collective call: every rank of this group must make it.
+        This is a collective call: every rank of this group must make the call.
         """
         try:
             own = np.array([[color is not None, color or 0, key]], np.int64)
@@ -259,21 +259,22 @@ class Group(Closing):
         return self._create_subgroup(tuple(self.ranks[rank] for rank in same), label="split")
 
     def union(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of the ranks of both, in the order of the world.
+        """Return the group of the ranks of both groups, in the order of world ranks.
 
-        `other` is a group or a list of world ranks. All ranks of the new group must call this method, on either group.
+        `other` is a group or a list of world ranks. All ranks of the new group must call this method, on one of the two
+        groups.
         """
         return self._create_subgroup(tuple(sorted({*self.ranks, *_world_ranks(other)})))
 
     def intersection(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of the ranks in both, in the order of the world; None on other ranks, or if it is empty.
+        """Return the group of the ranks in both groups, in the order of world ranks; None on other ranks.
 
         All ranks of the new group must call this method.
         """
         return self._create_subgroup(tuple(sorted({*self.ranks} & {*_world_ranks(other)})))
 
     def difference(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of this group's ranks that are not in `other`; None on other ranks, or if it is empty.
+        """Return the group of this group's ranks that are not in `other`; None on other ranks.
 
         All ranks of the new group must call this method.
         """
@@ -284,7 +285,7 @@ class Group(Closing):
         return self._tuner.explain(operation, nbytes)
 
     def candidates(self, nbytes: int, operation: str = "all_reduce") -> list[Candidate]:
-        """Return the rows of :meth:`explain`: (name, predicted seconds, measured seconds); None if unknown."""
+        """Return the rows of :meth:`explain`: name, predicted seconds, measured seconds (None for an unknown time)."""
         return self._tuner.candidates(operation, nbytes)
 
     def close(self) -> None:
@@ -294,7 +295,7 @@ class Group(Closing):
         """
         if self._failure == _FORKED:
             return
-        with self._submitting:  # no call can be queued after the end marker
+        with self._submitting:  # so that no call is queued after the end marker
             self._failure = self._failure or "it was closed"
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -312,8 +313,8 @@ class Group(Closing):
     def abort(self) -> None:
         """End all work in progress: this rank's current and later calls, tickets and messages raise GroupClosedError.
 
-        The other ranks raise RankLostError with this rank, in their first call that needs it. Returns immediately;
-        thread-safe and idempotent. :meth:`close` must still be called.
+        The other ranks raise RankLostError for this rank, in their first call that needs this rank. Returns
+        immediately; thread-safe and idempotent. :meth:`close` must still be called.
         """
         with self._submitting:
             self._failure = self._failure or _ABORTED
@@ -321,7 +322,7 @@ class Group(Closing):
             self._connections.end_all()
 
     def disown(self) -> None:
-        """Make the group unusable in a forked child. It belongs to the parent."""
+        """Make the group unusable in a forked child, because the group belongs to the parent process."""
         self._failure = _FORKED
 
     def __repr__(self) -> str:
@@ -352,7 +353,7 @@ class Group(Closing):
                 raise
 
     def _message_failed(self, error: CollectiveError, is_reported: bool) -> None:
-        """Refuse further work and end the current call: ``on_failure`` of :class:`PointToPoint`."""
+        """Refuse further work, and end the current call. This is ``on_failure`` of :class:`PointToPoint`."""
         if not self._failure:
             self._unreported = None if is_reported else error
             self._failure = f"a message failed: {error}"
@@ -363,7 +364,7 @@ class Group(Closing):
 
     def _report_failure(self, error: CollectiveError) -> None:
         self._connections.interrupt(error)
-        with self._lock:  # after the end of the interrupted call
+        with self._lock:  # wait for the end of the interrupted call
             self._connections.abort(error, self._sequence)
 
     def _run_blocking(self, work: Work) -> Any:
@@ -416,7 +417,8 @@ class Group(Closing):
             ):
                 return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
         except RankLostError as error:
-            # A late rank may join the next attempt, unless all ranks have agreed on the group in a call.
+            # A subgroup may fail because a rank is late, and the program may try again. But if all ranks agreed on the
+            # subgroup in a call of this group (`label`), or if a rank has ended, this group fails too.
             if label or (isinstance(error, EndedError) and set(error.ranks) & set(self.ranks)):
                 self._subgroup_failed(error)
             raise RankLostError(str(error), error.ranks) from error.__cause__

@@ -1,4 +1,4 @@
-"""Send the last message, the reason for a failure, on connections and close them."""
+"""Send a last message, with the reason for a failure, on connections, and close them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _CHUNK_BYTES = 1 << 18
 
 
 class ClosingConnection:
-    """Sends the last message of a connection, and reads until the other end closes it or for a short time.
+    """Sends the last message on a connection, then reads until the other end closes it, or the deadline passes.
 
-    Closing a socket with unread bytes would reset the connection, and the other end could lose the message.
+    Reading is necessary, because closing a socket with unread bytes resets the connection, and the other end could lose
+    the message.
     """
 
     def __init__(self, connected: socket.socket, message: Sequence[memoryview]) -> None:

@@ -213,7 +213,7 @@ class Operations:
         equal = sends is None and receives is None
         send_rows = self._rows(source.shape, sends, "all_to_all")
         expected = send_rows if equal else self._expected(receives, send_rows[self.rank])
-        target: ArrayMemory | None = None  # until the number of received rows is known
+        target: ArrayMemory | None = None  # None until the number of received rows is known
         if expected is not None:
             shape = (sum(expected), *source.shape[1:])
             out = empty_like(array, shape) if out is None else out
@@ -257,8 +257,8 @@ class Operations:
     def _exchange_sizes(
         self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
-        """Return the received numbers of rows. Ranks in another call detect the mismatch by the signature of `call`."""
-        numbers = np.array([sends, sends], np.int64)  # sent and received
+        """Return the number of rows from every rank. The signature of `call` reveals ranks that make another call."""
+        numbers = np.array([sends, sends], np.int64)  # row 0 is sent, row 1 receives
         if self.size > 1:
             source_area, target_area = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)
             engine, order = self._begin("all_to_all", numbers[0].nbytes, call, sequence)
@@ -325,7 +325,7 @@ class Operations:
     def _gathered(
         self, source: ArrayMemory, sizes: Sequence[int] | None
     ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-        """Return the rows of every rank, the shape of the result, and the sizes that must be equal on all ranks."""
+        """Return each rank's number of rows, the shape of the result, and the sizes that all ranks must agree on."""
         own = source.shape or (1,)
         if sizes is None:
             return [own[0]] * self.size, (own[0] * self.size, *own[1:]), source.shape
@@ -339,7 +339,7 @@ class Operations:
     def _begin(
         self, operation: str, num_bytes: int, call: tuple[CollectiveCall, int], sequence: int
     ) -> tuple[Engine, Order]:
-        """Return the tuner's choice for a call. `num_bytes` must be equal on all ranks."""
+        """Return the engine and the order for a call; the tuner chooses. `num_bytes` must be equal on all ranks."""
         self._connections.at = (sequence, call[0])
         order = Order(call[0], call[1], sequence, self._timeout_s)
         engine, algorithm = self._tuner.choose(operation, num_bytes, order)

@@ -28,9 +28,9 @@ def init(
     """Connect the ranks of this program and return the group of all ranks.
 
     Missing arguments come from the variables of PyTorch's launchers: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` (`address` is ``host:port``). `token` (``PACELINE_TOKEN``) is the secret of all ranks, required
-    between hosts. ``PACELINE_ALGORITHM`` is the default of `algorithm`. `timeout` limits the rendezvous and every later
-    call. `tls` (``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY``, ``PACELINE_TLS_CA``) encrypts all TCP traffic.
+    ``MASTER_PORT`` (`address` is ``host:port``). `token` (``PACELINE_TOKEN``) is a secret that all ranks share; it is
+    required between hosts. ``PACELINE_ALGORITHM`` is the default of `algorithm`. `timeout` limits the rendezvous and
+    every later call. `tls` (``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY``, ``PACELINE_TLS_CA``) encrypts all TCP traffic.
 
     Raises UsageError, AddressError (the port is in use), AuthenticationError (another token), DeadlineError (rank 0
     does not answer), RankLostError (missing ranks) or MismatchError (different algorithms).

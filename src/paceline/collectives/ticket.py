@@ -30,7 +30,7 @@ class CollectiveTicket:
     __slots__ = ("_callbacks", "_error", "_finished", "_lock", "_result", "_worker")
 
     def __init__(self, worker: threading.Thread | None = None) -> None:
-        """`worker` is the thread that runs the call. It must not wait for the ticket."""
+        """`worker` is the thread that runs the call; this thread must not wait for the ticket."""
         self._worker = worker
         self._finished = threading.Event()
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class CollectiveTicket:
         """Wait until the call is done. Raises the call's error.
 
         Raises DeadlineError after ``timeout``; the call continues. Raises UsageError in a callback of the same group,
-        because the call would run only after the callback.
+        because the group's thread would run the call only after the callback.
         """
         if not self._finished.is_set() and threading.current_thread() is self._worker:
             raise no_waiting_in_callbacks()
@@ -62,13 +62,13 @@ class CollectiveTicket:
         return self._result
 
     def exception(self) -> BaseException | None:
-        """Return the error of a failed call; ``None`` if it is running or done."""
+        """Return the error of a failed call; ``None`` if the call is running or has succeeded."""
         return self._error
 
     def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
         """Call ``callback(ticket)`` in the group's thread when the call ends, or immediately if it has ended.
 
-        The callback may start asynchronous calls of the group, but must not wait for them.
+        The callback may start asynchronous calls of the group, but must not wait for these calls.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -89,7 +89,7 @@ class CollectiveTicket:
 
 
 class MessageTicket(CollectiveTicket):
-    """A send or receive. Its result is the sender's rank."""
+    """The ticket of a send or receive. Its result is the sender's rank."""
 
     __slots__ = ("_is_copied_back", "_memory", "_pending", "_timeout")
 
@@ -147,7 +147,7 @@ class MessageTicket(CollectiveTicket):
 
 
 def no_waiting_in_callbacks() -> UsageError:
-    """Return the error for a callback that waits for a later call of its group's thread."""
+    """Return the error for a callback that waits for a call which its own thread can only run later."""
     return UsageError(
         "a callback of a group's ticket waits for another call of the group, which its own thread runs later; "
         "make the call asynchronous without waiting, or wait in another thread"

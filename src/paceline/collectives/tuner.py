@@ -1,9 +1,10 @@
 """Choose the algorithm of each operation of a group, and explain the choice.
 
-On one host the algorithms are ``shared`` (slots of a shared segment) and, for large all-reduces, ``direct`` (reads the
-other ranks' arrays). Both are timed once, because the faster one depends on the distance of the cores. Between hosts
-the tuner chooses the schedule with the shortest predicted time in the model α + nβ + nγ. The ranks measure these
-constants together, once, in 10 ms to 1 s. All ranks use the slowest rank's values, so that their choices are equal.
+On one host the algorithms are ``shared`` (data passes through slots of a shared segment) and, for large all-reduces,
+``direct`` (a rank reads the other ranks' arrays). Both are timed once, because it depends on the distance of the cores
+which one is faster. Between hosts the tuner chooses the schedule with the shortest predicted time in the model α + nβ +
+nγ. The ranks measure α, β and γ together, once, in 10 ms to 1 s. All ranks use the values of the slowest rank, so that
+their choices are equal.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found}
 _REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9, 1 << 26: 5}
 """Sizes at which both algorithms on one host are timed, and the number of repetitions."""
 _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
-"""From these sizes, ``direct`` is chosen if its time is below this multiple of the time of ``shared``.
+"""From each of these sizes, ``direct`` is chosen if it takes less than this multiple of the time of ``shared``.
 
-Virtual cores move while a program runs. On close cores ``direct`` is up to three times slower for small data and equal
-for large data; on distant cores equal and 1.5 to 4 times faster (2 and 4 ranks, 1 to 100 MB). So the limit grows with
-the size.
+The limit grows with the size, because the cores of a virtual machine may move while a program runs. On close cores
+``direct`` is up to three times slower for small data, and equally fast for large data. On distant cores ``direct`` is
+equally fast for small data, and 1.5 to 4 times faster for large data (2 and 4 ranks, 1 to 100 MB).
 """
 _MIN_TIMED_S: Final = 0.05
 _MAX_TIMED_BYTES: Final = 1 << 24
@@ -53,7 +54,7 @@ class Model(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One algorithm for an operation, with its times if known."""
+    """One algorithm for an operation, with its predicted and measured time, if known."""
 
     name: str
     predicted_s: float | None
@@ -66,10 +67,10 @@ def check_algorithm(name: str | None) -> None:
 
 
 class Tuner:
-    """Choose the algorithms of one group."""
+    """Chooses the algorithms of one group."""
 
     def __init__(self, connections: Connections, timeout_s: float, algorithm: str | None) -> None:
-        """`algorithm`, if given, is used for every operation that it supports."""
+        """If `algorithm` is not None, the tuner chooses it for every operation that it supports."""
         self.forced = algorithm
         self.model: Model | None = None
         """``None`` before the first operation between hosts."""
@@ -80,7 +81,7 @@ class Tuner:
         self._measured: dict[tuple[str, str, int], deque[float]] = {}
 
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
-        """Return engine and algorithm. A measurement begins with a barrier for `order`, to detect mismatches."""
+        """Return the engine and the algorithm. Before a measurement, a barrier for `order` detects mismatches."""
         name, _ = self._known_choice(operation, num_bytes)
         shared = self._preferred()
         if shared is not None:
@@ -147,7 +148,7 @@ class Tuner:
         return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.layout.hosts)
 
     def _known_choice(self, operation: str, num_bytes: int) -> tuple[str | None, str]:
-        """Return the algorithm, or None if it needs a measurement, and the reason."""
+        """Return the algorithm (None if the choice needs a measurement) and the reason for the choice."""
         shared = self._preferred()
         if shared is not None:
             if not self._may_be_direct(shared, operation, num_bytes):
@@ -225,7 +226,7 @@ class Tuner:
         return [name for name, known in ALGORITHMS[operation].items() if known.supports(self._connections.layout.size)]
 
     def measure(self) -> Model:
-        """Measure seconds per message, per byte and per reduced byte. A collective call around the ring of ranks."""
+        """Measure seconds per message, per byte and per reduced byte, by messages around the ring of all ranks."""
         network = self._connections.network(self._choose_schedule)
         alpha = self._time_shift(network, 8, 15)
         num_bytes, seconds = 1 << 16, 0.0

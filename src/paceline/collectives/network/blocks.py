@@ -1,5 +1,4 @@
-"""Map the block numbers of a schedule to bytes. Overlap is detected by address: input and output may be the same
-memory."""
+"""Map the block numbers of a schedule to memory. Overlaps are found by address, as input and output may be the same."""
 
 from __future__ import annotations
 
@@ -12,19 +11,19 @@ import numpy as np
 from paceline.collectives.schedules.base import Spans
 
 Ranges: TypeAlias = list[tuple[int, int]]
-"""Half-open ranges of addresses without empty ones, in the order of a message."""
+"""Half-open ranges of addresses, none of them empty, in the order in which a message contains their bytes."""
 
 
 class Blocks:
-    """The working memory of a schedule, in parts: input, output and scratch memory.
+    """The memory that a schedule works on, in parts: input, output and scratch memory.
 
-    A part is a writable buffer with the sizes of its blocks. Blocks are numbered across all parts.
+    A part is a writable buffer and the sizes of its blocks. Block numbers continue from part to part.
     """
 
     def __init__(self, parts: Sequence[tuple[memoryview, Sequence[int]]]) -> None:
         self._views = [view.cast("B") for view, _ in parts]
         self._addresses = [_address_of(view) for view in self._views]
-        # Offsets run through all parts, as if the parts were contiguous.
+        # Offsets of blocks continue from part to part, as if the parts were contiguous.
         self._offsets = list(accumulate((size for _, sizes in parts for size in sizes), initial=0))
         self._starts = [0]
         num_blocks = 0
@@ -50,7 +49,7 @@ class Blocks:
         return len(self._offsets) - 1
 
     def views(self, spans: Spans) -> list[memoryview]:
-        """Return the bytes of these blocks, in this order. Adjacent blocks are merged and empty ones left out."""
+        """Return the bytes of these blocks, in this order. Adjacent blocks are merged; empty blocks are left out."""
         return self.locate(spans)[0]
 
     def locate(self, spans: Spans) -> tuple[list[memoryview], Ranges]:
@@ -82,7 +81,7 @@ class Blocks:
 
 
 def collide(written: Iterable[tuple[int, int]], read: Iterable[tuple[int, int]]) -> bool:
-    """Return whether memory is written twice, or both written and read."""
+    """Return whether any byte is written twice, or both written and read."""
     reach_written = reach = 0
     for start, end, is_written in sorted([(*span, True) for span in written] + [(*span, False) for span in read]):
         if start < (reach if is_written else reach_written):
@@ -94,7 +93,7 @@ def collide(written: Iterable[tuple[int, int]], read: Iterable[tuple[int, int]])
 
 
 def remaining_overlaps(ranges: Ranges, done: int, low: int, high: int) -> bool:
-    """Return whether ``ranges`` without their first ``done`` bytes overlap low:high."""
+    """Return whether ``ranges``, without their first ``done`` bytes, overlap the addresses from ``low`` to ``high``."""
     for start, end in ranges:
         if done >= end - start:
             done -= end - start

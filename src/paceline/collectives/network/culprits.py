@@ -1,7 +1,8 @@
 """Find the ranks that cause a delay. The awaited rank is often not the cause, because it waits for another rank.
 
-The causes of a late call are the ranks that do not answer a poll, and the ranks outside a collective that have not made
-the call; else the ranks in an earlier call. The causes of a late message are the ends of the chain of waiting ranks.
+The causes of a late call are the ranks that do not answer a poll, and the ranks that have not made the call and do not
+wait in another. Without such ranks, the causes are the ranks that are still in an earlier call. The causes of a late
+message are at the end of the chain of ranks that wait for each other.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     """A rank's position in the sequence of its group's calls."""
 
     sequence: int
-    """Number of the current call, or of the last finished one between calls; -1 before the first call."""
+    """The number of the current call; between calls, the number of the last call; -1 before the first call."""
     call: CollectiveCall | None
     waiting_for: tuple[int, ...]
-    """In a call: the ranks that the last sleep waited for. Between calls: the other ranks of pending messages."""
+    """During a call, the ranks that the last sleep waited for; between calls, the other ranks of pending messages."""
     abort: Abort | None = None
 
 
 RequestStatus: TypeAlias = Callable[[int], Status | None]
-"""The function returns a rank's status, or None without an answer within about a second."""
+"""A function that returns a rank's status; None if the rank does not answer within about a second."""
 
 
 class Search:
@@ -58,7 +59,7 @@ class Search:
                 rank = self._pending.pop()
             try:
                 status = self._request_status(rank)
-            except Exception:  # any error means no answer
+            except Exception:  # an error of any kind counts as no answer
                 status = None
             with self._lock:
                 self._answers[rank] = status
@@ -72,7 +73,7 @@ def first_abort(answers: Mapping[int, Status | None]) -> Abort | None:
 
 
 def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Sequence[int]) -> dict[int, str]:
-    """Return the ranks that delay a message, with reasons: the ends of the chain of waiting ranks."""
+    """Return the ranks that delay a message, with reasons: those at the end of the chain of waiting ranks."""
     seen = {own}
     guilty: dict[int, str] = {}
     pending = list(waiting_for)
@@ -90,7 +91,7 @@ def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Seq
             pending += status.waiting_for
     if guilty:
         return dict(sorted(guilty.items()))
-    cycle = sorted(seen - {own})  # the ranks wait for one another
+    cycle = sorted(seen - {own})  # without an end of the chain, the ranks wait in a cycle
     return {rank: f"waits for {name_ranks(answers[rank].waiting_for)}" for rank in cycle}  # type: ignore[union-attr]
 
 

@@ -28,7 +28,7 @@ Choose = Callable[[str, int], str]
 
 
 class Layered:
-    """All-reduce for hosts with several ranks each, in which only leaders use the network.
+    """Runs all-reduces for hosts with several ranks each, in which only one rank per host uses the network.
 
     A host's first rank is its leader. The steps are a reduce to the leader in shared memory, an all-reduce among the
     leaders, and a broadcast from the leader.
@@ -37,7 +37,7 @@ class Layered:
     def __init__(
         self, executor: ScheduleExecutor, shared: SharedMemory | None, hosts: Sequence[int], rank: int
     ) -> None:
-        """`shared` is the engine for the ranks of this host; None if this rank is alone on it."""
+        """`shared` is the engine for the ranks of this host; None if this rank is alone on its host."""
         self._executor, self._shared = executor, shared
         self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
         self._is_leader = rank in self._leaders
@@ -64,7 +64,7 @@ class Layered:
                 scale(target, reduction)
             if self._shared is not None:
                 self._shared.broadcast(order, target, 0)
-        except BaseException as error:  # both layers must report the error
+        except BaseException as error:  # report the error in shared memory and in the network
             if self._shared is not None:
                 self._shared.abort(error)
             self._executor.abort(order.call, order.sequence, error)
@@ -72,7 +72,7 @@ class Layered:
 
 
 class NetworkEngine(Engine):
-    """The engine for ranks connected by links."""
+    """The engine for ranks that are connected by links (sockets)."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class NetworkEngine(Engine):
         choose: Choose,
         layered: Layered | None = None,
     ) -> None:
-        """`hosts` are the host numbers of the ranks. `layered`, if given, runs hierarchical all-reduces."""
+        """`hosts` has the number of each rank's host. `layered` runs hierarchical all-reduces; None: not supported."""
         self.rank, self.size = links.rank, links.size
         self._links = links
         self._executor = executor
@@ -118,7 +118,7 @@ class NetworkEngine(Engine):
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
         sizes = [source.num_bytes for source in sources]
         start, total = sources[0].address, sum(sizes)
-        work = bytearray(view_bytes(start, total))  # the input must not change
+        work = bytearray(view_bytes(start, total))  # schedules write to their memory; the input must not change
         blocks = Blocks([(memoryview(work), sizes)])
         self.run(order, "reduce_scatter", blocks, total, reduction=reduction)
         own = sum(sizes[: self.rank])
@@ -207,7 +207,7 @@ class NetworkEngine(Engine):
         self.run(order, collective, blocks, total, root=root, algorithm=algorithm)
 
     def _agree(self, order: Order) -> None:
-        """Run a barrier before the call, because a rank that only sends would not detect a mismatch."""
+        """Run a barrier before the call, because a rank that only sends data would not detect a mismatch."""
         self.execute(order, self._schedule("barrier", "dissemination", 0, 1), Blocks([]), None)
 
     def _only(self, own: Area) -> list[Area]:

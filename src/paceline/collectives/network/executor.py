@@ -1,4 +1,4 @@
-"""Run one rank's part of a schedule on non-blocking links, and end the group after an error.
+"""Run one rank's part of a schedule on non-blocking links (sockets), and end the group after an error.
 
 The first failing rank sends an ABORT as the last message on all its links. A rank that receives an ABORT forwards it
 once on all its links, so the ABORT reaches all connected ranks.
@@ -30,15 +30,15 @@ from paceline.collectives.schedules.base import Copy, Schedule
 from paceline.errors import CollectiveError, GroupClosedError, PacelineError, ProtocolError, RankLostError
 
 _ABORT_S: Final = 0.2
-"""Time limit for finding an ABORT in a broken link, and for sending one after the call's timeout."""
+"""Time limit for finding an ABORT on a broken link, and for sending an ABORT after the call's timeout."""
 _MAX_LINKED: Final = 1000
 _CHUNK_BYTES: Final = 1 << 17
 _CONNECT_S: Final = 2.5
-"""Time to wait for a connection before checking the other links."""
+"""Time that a rank waits for a connection before it checks the other links."""
 
 
 class ScheduleExecutor:
-    """Run the calls of one rank of a group, until the first error ends the group."""
+    """Runs the calls of one rank of a group, until the first error ends the group."""
 
     def __init__(self, links: Mesh, *, group: str, request_status: RequestStatus | None = None) -> None:
         self._links = links
@@ -46,7 +46,7 @@ class ScheduleExecutor:
         self._request_status = request_status
         self._peers: dict[int, PeerMessages] = {}
         self._linked: dict[int, Schedule] = {}
-        """Schedules with connected links, by ``id``; kept alive so that their ids stay unique."""
+        """The schedules whose links are connected, by ``id``. They are kept alive so that their ids stay unique."""
         self._loop = RoundLoop()
         self._scratch = Scratch()
         self._status = Status(-1, None, ())
@@ -67,11 +67,11 @@ class ScheduleExecutor:
         item_bytes: int,
         timeout_s: float,
     ) -> None:
-        """Run this rank's part of one call; all ranks must use an equal ``call`` and ``sequence``.
+        """Run this rank's part of one call. All ranks must pass an equal ``call`` and ``sequence``.
 
-        Other ranks may not be done at the return. After an error, this rank notifies the other ranks and closes its
-        links. Raises MismatchError, RankLostError (ranks died, left or did not make the call in time) or
-        CollectiveError.
+        When the method returns, other ranks may still be running the call. After an error, this rank notifies the other
+        ranks and closes its links. Raises MismatchError, RankLostError (ranks died, left or did not make the call in
+        time) or CollectiveError.
         """
         if self._failure:
             raise GroupClosedError(f"group {self._group!r} refuses further work: a call failed: {self._failure}")
@@ -110,7 +110,7 @@ class ScheduleExecutor:
     ) -> None:
         assert schedule.num_blocks == len(blocks)
 
-        if id(schedule) not in self._linked:  # before the first round, so that all ranks connect in the same order
+        if id(schedule) not in self._linked:  # connect before any round, so that all ranks connect in the same order
             self._connect(schedule, patience)
             if len(self._linked) >= _MAX_LINKED:
                 self._linked.clear()
@@ -124,7 +124,7 @@ class ScheduleExecutor:
             self._loop.finish(planner.begin(actions), patience.wake)
 
     def _connect(self, schedule: Schedule, patience: Patience) -> None:
-        """Connect in the order of the pairs of ranks, so that no cycle of waiting ranks is possible."""
+        """Connect to the schedule's peers in the order of the pairs of ranks, so that ranks cannot wait in a cycle."""
         own = self._links.rank
         needed = {action.peer for actions in schedule.rounds for action in actions if not isinstance(action, Copy)}
         for rank in sorted(needed - self._peers.keys(), key=lambda rank: (min(rank, own), max(rank, own))):
@@ -141,7 +141,7 @@ class ScheduleExecutor:
         for peer in self._peers.values():
             try:
                 peer.peek()
-            except LinkBroken:  # the rank may have finished its work; otherwise a later step fails
+            except LinkBroken:  # ignore it: the rank may have finished; otherwise a later step fails
                 pass
 
     def _fail(self, signal: UnexpectedMessage | LinkBroken | CallEnded, patience: Patience) -> NoReturn:

@@ -1,14 +1,14 @@
-"""Define the messages of collectives on a link. Pure: bytes in, values out.
+"""Define the messages of collectives on a link. Pure.
 
 A message is a header of 32 bytes, a text (msgpack) and the body (raw bytes of blocks)::
 
     0       2         3      4            8          16          24       32
     | magic | version | kind | text_bytes | sequence | signature | nbytes | text, padded to 16 | body |
 
-All fields are unsigned and little-endian. The text of DATA is the sender's call. It costs about 60 bytes per message,
-but lets the receiver of an unexpected message report both calls. The receiver knows the expected header, and compares
-32 bytes instead of parsing them. The text of ABORT is an :class:`Abort`. ABORT has no body and is the last message of a
-link. ``nbytes`` counts the body only.
+All fields are unsigned and little-endian. The text of a DATA message is the sender's call. The text adds about 60 bytes
+to each message, but the receiver of an unexpected message can report both calls. The receiver knows which header it
+expects, so it compares 32 bytes instead of parsing them. The text of ABORT is an :class:`Abort`. ABORT has no body and
+is the last message of a link. ``nbytes`` counts the body only.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Head(NamedTuple):
 
 
 class Heads:
-    """Heads (header and text) of one call's messages. They differ only in the length of the body."""
+    """The heads (header and text) of one call's messages, which differ only in the length of the body."""
 
     __slots__ = ("_heads", "_padded", "_sequence", "_signature", "_text_bytes", "head_bytes")
 

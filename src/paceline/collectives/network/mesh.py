@@ -1,4 +1,4 @@
-"""Connect the ranks of one group by sockets: Unix sockets in a host, TCP between hosts."""
+"""Connect the ranks of one group by sockets: Unix sockets on one host, TCP between hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.meeting.node import Node, NodeInfo, Purpose
 from paceline.transport.client import shut
 
 _MAX_BUFFERS = 64
-"""POSIX guarantees 16 in one call, Linux and macOS accept 1024."""
+"""Maximum number of buffers in one system call. POSIX guarantees 16; Linux and macOS accept 1024."""
 _PURPOSE: Purpose = "collective"
 _CHECK_S = 1.0
 """Interval at which a rank that waits for a connection checks that the other rank is alive."""
@@ -78,7 +78,7 @@ def connection_closed(rank: int, error: OSError | None) -> RankLostError:
 
 
 class Mesh:
-    """The links of one rank, created at first use. The lower rank of a pair connects, the higher one accepts."""
+    """The links of one rank, created at first use. The lower rank of a pair connects; the higher rank accepts."""
 
     def __init__(self, node: Node, group: str, rank: int, infos: Sequence[NodeInfo]) -> None:
         self.rank = rank
@@ -92,9 +92,8 @@ class Mesh:
         self._is_closed = False
 
     def link(self, rank: int, deadline: float) -> Link:
-        """Return the link to a rank, which must call this method too.
-
-        Raises RankLostError if the other rank is dead or late, AuthenticationError if it has another token.
+        """Return the link to a rank, which must call this method too. Raises RankLostError if the other rank is dead or
+        late, and AuthenticationError if the other rank has another token.
         """
         link = self._links.get(rank)
         if link is not None:

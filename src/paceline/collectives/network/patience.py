@@ -14,17 +14,17 @@ from paceline.collectives.network.rounds import Round
 from paceline.collectives.network.verdicts import CurrentCall
 
 LINGER_S: Final = 1.0
-"""Longest time for which a failed rank keeps its links open to notify the other ranks."""
+"""The longest time that a failed rank keeps its links open, to notify the other ranks."""
 _MIN_POLL_S: Final = 0.3
 _MAX_POLL_S: Final = 1.5
 _MAX_SLEEP_S: Final = 0.25
-"""Longest sleep of a call. After it, the call checks for failed messages of its group."""
+"""The longest sleep of a call. After each sleep, the call checks whether a message of its group has failed."""
 _FIRST_CHECK_S: Final = 2.0
 _ANSWER_S: Final = 1.2
 
 
 class CallEnded(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """The call cannot finish, for the reason ``abort``."""
+    """The call cannot finish; ``abort`` is the reason."""
 
     def __init__(self, abort: Abort) -> None:
         super().__init__(abort.message)
@@ -32,7 +32,7 @@ class CallEnded(Exception):  # noqa: N818  (a signal to the executor, which rais
 
 
 class Patience:
-    """The waits of one call.
+    """Controls the waits of one call.
 
     Ranks with different calls may wait for messages that will never be sent. So a long wait polls all ranks for their
     current calls: after two seconds, then at intervals that grow by a factor of 4, and before the timeout.
@@ -67,7 +67,7 @@ class Patience:
         return min(self.wait_for(tuple(sorted({peer.rank for peer in peers}))), time.monotonic() + _MAX_SLEEP_S)
 
     def wait_for(self, ranks: tuple[int, ...]) -> float:
-        """Return the time (``time.monotonic``) of the next check. Raises CallEnded, also after the timeout."""
+        """Return the time (``time.monotonic``) of the next check. Raises CallEnded after a failure or the timeout."""
         self._set_waiting_for(ranks)
         abort = self._interruption()
         if abort is not None:

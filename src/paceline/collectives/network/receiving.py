@@ -1,8 +1,8 @@
-"""The messages of one link: track them, receive them, and decide when their bytes may be written.
+"""Receive the messages of one link, and decide when their bytes may be written to memory.
 
-All sends of a round read the memory as it was at the round's beginning. So received bytes wait in scratch memory, piece
-by piece, until the bytes that they replace are sent. Receives to the same memory run in the order of their actions, so
-that floating-point sums are equal in every run.
+All sends of a round send the memory as it was at the beginning of the round. So received bytes wait in scratch memory,
+piece by piece, until the bytes that they overwrite have been sent. Receives into the same memory are applied in the
+order of the schedule's actions, so that floating-point sums are equal in every run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.collectives.network.sending import Blocker, OutgoingMessage
 from paceline.errors import ProtocolError, RankLostError
 
 Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
-"""Combine received bytes into the target, in place: ``(target, incoming, incoming_first)``.
+"""A function that combines received bytes with the target, in place: ``(target, incoming, incoming_first)``.
 
 The lower rank's value is the first operand on all ranks, so that ranks get the same sign of min(-0, 0) and the same
 NaN.
@@ -29,14 +29,14 @@ NaN.
 SMALL_BYTES: Final = 1 << 13
 """Bodies up to this size are received together with the head, by one system call."""
 PIECE_BYTES: Final = 1 << 17
-"""Bytes per combination. Meanwhile the next bytes arrive in the system's buffer. Should fit into the L2 cache."""
+"""Bytes that are combined at once, while the next bytes arrive in the system's buffer. They fit into the L2 cache."""
 _REUSED_BYTES: Final = 1 << 24
-_MIN_IN_PLACE_BYTES: Final = 1 << 14  # per view; for smaller ones a copy is cheaper than a system call per view
-_NUM_RECEIVES: Final = 8  # receive calls on one link before the next link
+_MIN_IN_PLACE_BYTES: Final = 1 << 14  # bytes per view; for smaller views, a copy is cheaper than a system call per view
+_NUM_RECEIVES: Final = 8  # receive calls on one link before the next link gets its turn
 
 
 class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """A peer sent a head that differs from the expected one."""
+    """A peer sent a head (header and text) that differs from the expected head."""
 
     def __init__(self, peer: PeerMessages) -> None:
         super().__init__(peer.rank)
@@ -52,7 +52,7 @@ class LinkBroken(Exception):  # noqa: N818
 
 
 class PeerMessages:
-    """Pending messages of one link, and the received part of the next head."""
+    """The pending messages of one link, and the part of the next head that has been received."""
 
     __slots__ = ("got", "link", "rank", "receives", "scanner", "sends", "stage")
 
@@ -103,7 +103,7 @@ class PeerMessages:
         return self.got >= HEADER_BYTES and not self.receives
 
     def peek(self) -> None:
-        """Check a link without a receive for an ABORT or a closed connection; keep the received bytes."""
+        """Check for an ABORT or a closed connection on a link without a pending receive. Keep the received bytes."""
         try:
             count = self.link.receive_nowait(self.stage[self.got : HEADER_BYTES]) if self.got < HEADER_BYTES else 0
         except RankLostError as error:
@@ -123,11 +123,12 @@ class PeerMessages:
         return self.scanner
 
     def _check_for_abort(self) -> None:
-        # A rank that ends the group sends its ABORT before it reads and discards this rank's remaining bytes.
+        # A rank that ends the group sends an ABORT first, and then discards this rank's bytes. So while this rank
+        # sends, an ABORT may have arrived.
         try:
             self.peek()
         except LinkBroken:
-            if self.sends:  # otherwise the peer may have received all bytes, finished and closed
+            if self.sends:  # with nothing left to send, the peer may have finished and closed the link
                 raise
 
     def _is_data(self) -> bool:
@@ -138,7 +139,7 @@ class PeerMessages:
 
 
 class Scratch:
-    """Reusable pieces of memory; keeps up to 16 MiB between calls."""
+    """Pieces of scratch memory, of which up to 16 MiB are kept for later calls."""
 
     def __init__(self) -> None:
         self._pieces: list[memoryview] = []
@@ -154,7 +155,7 @@ class Scratch:
 
 
 class IncomingMessage:
-    """One pending message."""
+    """One message to receive."""
 
     __slots__ = (
         "_applied",
@@ -193,7 +194,7 @@ class IncomingMessage:
         *,
         is_first: bool,
     ) -> None:
-        """`is_first`: the received value is the first operand."""
+        """`is_first`: the received value is the first operand of the reduction."""
         self._peer = peer
         self._head = head
         self._views = views
@@ -210,7 +211,7 @@ class IncomingMessage:
         self.nbytes = nbytes
         self.blockers: list[Blocker] = []
         self.got = 0
-        """Received bytes of the body."""
+        """Number of received bytes of the body."""
         self.has_head = self.is_done = False
 
     @property
@@ -252,7 +253,7 @@ class IncomingMessage:
         return True
 
     def _check_head(self) -> None:
-        # The header contains the call's signature, so that equal headers imply equal texts.
+        # Comparing headers is enough, because they contain the call's signature, so equal headers have equal texts.
         if self._peer.stage[:HEADER_BYTES] != self._head[:HEADER_BYTES]:
             raise UnexpectedMessage(self._peer)
 
@@ -291,7 +292,7 @@ class IncomingMessage:
                 self._backlog.append((piece, piece[:limit]))
                 self._piece = None
                 self._write_backlog()
-                if self._backlog or self.got == self.nbytes:  # the backlog waits for sends of other links
+                if self._backlog or self.got == self.nbytes:  # a backlog remains until sends on other links are done
                     break
         return moved
 

@@ -1,4 +1,4 @@
-"""Run a round to its end: try all links, poll briefly, then sleep until a link is ready."""
+"""Run a round of a schedule: try all links, poll for a short time, then sleep until a link is ready."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.transport.spinning import Spinner
 
 _IN = select.POLLIN
 _OUT = select.POLLOUT
-_MOVED = (-1, 0)  # an event without a descriptor: the links were already advanced
-_MAX_TRIED = 3  # links; with more links one poll is cheaper than trying each
+_MOVED = (-1, 0)  # stands for an event without a descriptor, if trying the links has already moved bytes
+_MAX_TRIED = 3  # with more links than this, one poll is cheaper than trying each link
 
 
 class RoundLoop:
-    """The loop of one executor. Descriptors stay registered from round to round."""
+    """The loop of one executor. Sockets stay registered for polling from round to round."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -27,7 +27,7 @@ class RoundLoop:
         self._spinner = Spinner()
 
     def finish(self, round_: Round, wake: Callable[[Round], float]) -> None:
-        """Run all actions. ``wake`` returns the latest end of a sleep (``time.monotonic``), or raises."""
+        """Run all actions of a round. ``wake`` returns when a sleep must end (``time.monotonic``), or raises."""
         sending: Sequence[PeerMessages] = round_.sending
         receiving: Sequence[PeerMessages] = round_.receiving
         while True:
@@ -65,7 +65,7 @@ class RoundLoop:
         return _ready(round_, events)
 
     def _watch(self, round_: Round) -> None:
-        """Register the links of a round. Links that only send are also read, because the other end may abort."""
+        """Register the links of a round. Links that only send are watched for reads too, as the other end may abort."""
         wanted = {peer.link.fileno(): _IN for peer in round_.receiving if peer.wants_bytes}
         for peer in round_.sending:
             fd = peer.link.fileno()
@@ -105,6 +105,6 @@ def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[P
     for peer in round_.sending:
         if ready.get(peer.link.fileno(), 0) & ~_OUT and not peer.receives:
             peer.peek()
-    if sending:  # received bytes may wait for these sends
+    if sending:  # received bytes on any link may wait for these sends
         return sending, round_.receiving
     return sending, [peer for peer in round_.receiving if peer.link.fileno() in ready]

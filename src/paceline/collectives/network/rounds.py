@@ -1,4 +1,4 @@
-"""Convert a round of a schedule into messages, in an order that protects unsent data."""
+"""Convert a round of a schedule into messages, such that no data is overwritten before it is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Read: TypeAlias = list[tuple[Blocker, Ranges]]
 
 
 class Round:
-    """The unfinished messages and copies of a round."""
+    """The messages and local copies of a round that are not finished."""
 
     __slots__ = ("copies", "receiving", "sending")
 
@@ -37,7 +37,7 @@ class Round:
 
 
 class RoundPlanner:
-    """Create the rounds of one call."""
+    """Creates the rounds of one call."""
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class RoundPlanner:
 
 
 def _order(read: _Read, written: _Written) -> None:
-    """Set the sends and earlier writes that each write must wait for. Usually there are none."""
+    """Set for each write the sends and earlier writes that it must wait for. Usually there is nothing to wait for."""
     spans_written = [span for _, ranges in written for span in ranges]
     if not spans_written or not collide(spans_written, [span for _, ranges in read for span in ranges]):
         return
     earlier = list(read)
     for write, ranges in written:
-        # Passes both lists as writes: one message writes no byte twice.
+        # Both lists are passed as if written, to find any overlap. One message alone never writes a byte twice.
         write.blockers.extend(blocker for blocker, earlier_ranges in earlier if collide(ranges, earlier_ranges))
         earlier.append((write, ranges))
 

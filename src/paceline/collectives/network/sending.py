@@ -8,11 +8,11 @@ from typing import Final, Protocol
 from paceline.collectives.network.blocks import Ranges, remaining_overlaps, scatter
 from paceline.collectives.network.mesh import Link
 
-_MAX_BUFFERS: Final = 512  # per sendmsg; IOV_MAX is 1024
+_MAX_BUFFERS: Final = 512  # buffers per sendmsg; the system's limit (IOV_MAX) is 1024
 
 
 class Blocker(Protocol):
-    """A pending use of memory that must end before the memory is written."""
+    """A use of memory (a send or an earlier write) that must end before the memory is written."""
 
     def holds(self, low: int, high: int) -> bool: ...
 
@@ -60,7 +60,7 @@ class OutgoingMessage:
 
 
 class LateCopy:
-    """A copy whose target is still being sent. The source is saved now, and the target written later."""
+    """A local copy that conflicts with a message. The source is saved now; the target is written when it is free."""
 
     def __init__(self, sources: Sequence[memoryview], targets: Sequence[memoryview], ranges: Ranges) -> None:
         self._saved = memoryview(b"".join(sources))

@@ -1,6 +1,6 @@
 """Create the ABORT message of a failed call, and the error that each rank raises. Pure.
 
-All ranks raise the same error. For a mismatch, each rank adds its own call.
+All ranks raise the same error, except that each rank adds its own call to the text of a mismatch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def failed(current: CurrentCall, error: BaseException) -> Abort:
 
 
 def of_error(current: CurrentCall, error: BaseException) -> Abort:
-    """Return the ABORT for an error; the text of a CollectiveError is unchanged."""
+    """Return the ABORT for an error. The text of a CollectiveError is used as it is."""
     if isinstance(error, CollectiveError):
         return msgspec.structs.replace(Abort.of(error), sequence=current.sequence)
     return failed(current, error)
@@ -92,7 +92,7 @@ def unexpected(current: CurrentCall, rank: int, frame: Head) -> Abort:
 
 
 def received(current: CurrentCall, abort: Abort) -> Abort:
-    """Return another rank's ABORT. For a mismatch, add this rank's call."""
+    """Return an ABORT that another rank sent. If it reports a mismatch, add this rank's call."""
     if abort.kind != "mismatch" or not abort.calls or abort.sequence != current.sequence:
         return abort
     return msgspec.structs.replace(abort, calls={**abort.calls, current.rank: current.call})

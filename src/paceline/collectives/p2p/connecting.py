@@ -47,11 +47,11 @@ class Streams(ConnectionReceiver):
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
         self.abort_message = b""
-        """The last message on every connection after a failure: the reason. Empty before."""
+        """After a failure, the last message on every connection, with the reason. Before a failure, it is empty."""
         self._num_expected: dict[int, int] = {}
         self._connectors: set[threading.Thread] = set()
 
-    # with the lock held
+    # Call the following methods with the lock held.
 
     @property
     def _has_ended(self) -> bool:
@@ -81,7 +81,7 @@ class Streams(ConnectionReceiver):
         self._progress.unwatch(incoming)
         incoming.connected.close()
 
-    # called by the node
+    # The node calls the following methods.
 
     @override
     def coming(self, rank: int) -> None:
@@ -102,7 +102,7 @@ class Streams(ConnectionReceiver):
                 return
         self._reject(connected)
 
-    # without the lock
+    # Call the following methods without the lock.
 
     def _connect(self, outgoing: Outgoing) -> None:
         connected: socket.socket | None = None
@@ -126,7 +126,7 @@ class Streams(ConnectionReceiver):
             self._connectors.discard(threading.current_thread())
 
     def send_abort(self) -> None:
-        self._progress.close("given up")  # afterwards no other thread uses the connections
+        self._progress.close("given up")  # after this, no other thread uses the connections
         message = memoryview(self.abort_message)
         closing = []
         with self._progress.lock:
@@ -153,5 +153,5 @@ class Streams(ConnectionReceiver):
                 self.drop(incoming)
             connectors = list(self._connectors)
         deadline = time.monotonic() + _LINGER_S
-        for connector in connectors:  # a connector that waits for a stopped rank ends later
+        for connector in connectors:  # a connector that still waits for a stopped rank ends by itself later
             connector.join(max(deadline - time.monotonic(), 0.0))

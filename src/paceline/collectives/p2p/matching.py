@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MAX_BUFFERED_BYTES = 64 << 20
-"""Limit for buffered messages of one rank without a receive."""
+"""Limit in bytes for buffered messages from one rank, which have no receive yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,13 +36,13 @@ class Message:
     description: str
     nbytes: int
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
-    """Buffer for a message that arrived before its receive was posted; otherwise empty."""
+    """The buffer of a message that arrived before its receive was posted; empty for other messages."""
     is_complete: bool = False
     receive: Posted | None = None
 
 
 class Matching:
-    """Receives without a message and messages without a receive, of one rank."""
+    """The receives of one rank that wait for a message, and the messages that wait for a receive."""
 
     def __init__(self, max_buffered_bytes: int = MAX_BUFFERED_BYTES) -> None:
         self._max_buffered_bytes = max_buffered_bytes
@@ -73,9 +73,8 @@ class Matching:
         return False
 
     def has_room(self, message: Message) -> bool:
-        """Return whether to buffer the message. Above the limit it waits in the network.
-
-        But if a receive waits for another message of the same rank, that message may follow this one.
+        """Return whether to buffer the message. Above the limit, a message waits in the network. But it is buffered if
+        a receive waits for another message from the same rank, because that message may be behind this one.
         """
         buffered = self._buffered_bytes.get(message.source, 0)
         return buffered + message.nbytes <= self._max_buffered_bytes or bool(self.awaiting(message.source))

@@ -20,13 +20,13 @@ HEADER: Final = struct.Struct("<2sBB4xqQ40s")
 MAGIC: Final = b"PM"
 MESSAGE: Final = 1
 ABORT: Final = 2
-"""The last message of a connection in either direction. Its body is an :class:`Abort`."""
+"""Kind of the last message on a failed connection, in either direction. Its body is an :class:`Abort`."""
 MAX_ABORT_BYTES: Final = 1 << 20
 _DESCRIPTION_BYTES: Final = 40
 
 
 class Waiting(Protocol):
-    """Owner of pending operations."""
+    """The owner of pending operations, which waits for them."""
 
     def wait(self, pending: Pending, timeout_s: float) -> None: ...
 
@@ -34,7 +34,7 @@ class Waiting(Protocol):
 
 
 class Pending(Waitable):
-    """A send or receive in progress. It owns its buffer until its end."""
+    """A send or receive in progress. The caller must not use the buffer before the operation ends."""
 
     def __init__(self, owner: Waiting) -> None:
         self._owner = owner
@@ -50,8 +50,8 @@ class Pending(Waitable):
     def wait(self, timeout_s: float) -> int:
         """Return the sender's rank when the operation is done. The message of a finished send may not have arrived yet.
 
-        Raises RankLostError (dead rank, timeout), MismatchError, another rank's error or GroupClosedError. All but the
-        last end the group: no later messages are transferred and no buffers written.
+        Raises RankLostError (dead rank, timeout), MismatchError, another rank's error or GroupClosedError. Every error
+        except GroupClosedError ends the group: later messages are not transferred, and no buffers are written.
         """
         if not self.finished:
             self._owner.wait(self, timeout_s)
@@ -63,20 +63,20 @@ class Pending(Waitable):
         return self.finished or self._owner.wait_for(self, timeout_s)
 
     def finish(self, source: int) -> None:
-        """Call with the lock held."""
+        """Mark the operation as done. The caller holds the lock."""
         if not self.finished:
             self.source = source
             self.finished = True
 
     def fail(self, error: CollectiveError) -> None:
-        """Call with the lock held."""
+        """Mark the operation as failed. The caller holds the lock."""
         if not self.finished:
             self.error = error
             self.finished = True
 
 
 class Sending(Pending):
-    """A send with its unsent parts."""
+    """A send, with the parts that are not sent yet."""
 
     def __init__(self, owner: Waiting, buffer: memoryview, to: int, tag: int, description: str) -> None:
         super().__init__(owner)

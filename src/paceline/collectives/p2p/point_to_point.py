@@ -27,7 +27,7 @@ from paceline.errors import CollectiveError, GroupClosedError, PeerError, RankLo
 from paceline.meeting.node import Node, NodeInfo
 
 _CHECK_S = 1.0
-"""Time until a waiting rank first checks the other rank; later intervals grow by a factor of 4."""
+"""Time after which a waiting rank first checks the other rank; later intervals grow by a factor of 4."""
 _ANSWER_S = 1.2
 _MIN_POLL_S = 0.3
 _MAX_POLL_S = 1.5
@@ -36,7 +36,7 @@ __all__ = ["Pending", "PointToPoint"]
 
 
 class PointToPoint(Ends):
-    """Sends and receives of one rank. Thread-safe; operations progress in the background."""
+    """Sends and receives messages of one rank. Thread-safe; operations progress in the background."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class PointToPoint(Ends):
         request_status: RequestStatus | None = None,
         on_failure: Callable[[CollectiveError, bool], None] | None = None,
     ) -> None:
-        """``group`` is unique, and equal on all its ranks.
+        """``group`` is the group's name: unique, and equal on all ranks of the group.
 
-        ``on_failure`` is called once, in any thread and with the lock held, with the first error and whether an
-        operation of this rank raises it.
+        ``on_failure`` is called once, in any thread and with the lock held. Its arguments are the first error, and
+        whether an operation of this rank raises this error.
         """
         self.rank = rank
         self.size = len(infos)
@@ -69,10 +69,10 @@ class PointToPoint(Ends):
         node.take(group, "p2p", self._streams)
 
     def send(self, buffer: memoryview, to: int, tag: int, description: str = "") -> Pending:
-        """Start a send; do not write to the buffer before its end.
+        """Start a send. Do not write to the buffer before the send has ended.
 
-        ``description`` (at most 40 bytes) is the type of the data, such as ``float32[1000]``, and equal on the
-        receiver.
+        ``description`` (at most 40 bytes) is the type of the data, such as ``float32[1000]``. The receiver must pass
+        the same description.
         """
         self._check_rank(to)
         sending = Sending(self, check(buffer, tag, description), to, tag, description)
@@ -126,7 +126,7 @@ class PointToPoint(Ends):
             self._end(error)
 
     def close(self, cause: str = "closed") -> None:
-        """Close every connection. Pending operations raise GroupClosedError with `cause` in its text. Idempotent."""
+        """Close every connection. Pending operations raise GroupClosedError, whose text has `cause`. Idempotent."""
         with self._progress.lock:
             reporter = self._reporter
         if reporter is not None:
@@ -136,7 +136,7 @@ class PointToPoint(Ends):
             self._fail_all(GroupClosedError(f"group {self.group!r} was {cause} while a message was pending"))
         self._streams.close()
 
-    # called by Pending
+    # Pending operations call the following methods.
 
     def wait(self, pending: Pending, timeout_s: float) -> None:
         start = time.monotonic()
@@ -172,7 +172,7 @@ class PointToPoint(Ends):
     def wait_for(self, pending: Pending, timeout_s: float) -> bool:
         return self._progress.wait(pending, time.monotonic() + timeout_s)
 
-    # with the lock held
+    # Call the following methods with the lock held.
 
     def _is_sending(self) -> bool:
         return any(outgoing.queue for outgoing in self._streams.outgoing.values())
@@ -215,7 +215,7 @@ class PointToPoint(Ends):
         failure = lost_connection(outgoing.to, error)
         if outgoing.fail(failure):
             self._end(failure, is_reported=True)
-        # The rank's last messages may still arrive. The end of the incoming connection then reports the loss.
+        # If messages of the rank may still arrive, the end of the incoming connection reports the loss later.
         elif not self._streams.may_deliver(outgoing.to):
             self._rank_lost(outgoing.to, failure)
 
@@ -237,9 +237,8 @@ class PointToPoint(Ends):
             self._end(error)
 
     def _check_peer(self, pending: Pending, deadline: float) -> bool:
-        """Check the awaited rank; return whether the operation has ended.
-
-        An ended process refuses connections. A rank that has ended the group reports so in its status.
+        """Check the awaited rank; return whether the operation has ended. If the rank's process has ended, a new
+        connection fails. If the rank has ended the group, its status contains the reason.
         """
         waiting_for = pending.to if isinstance(pending, Sending) else None
         with self._progress.lock:
@@ -260,7 +259,7 @@ class PointToPoint(Ends):
         return abort is not None
 
     def _end(self, error: CollectiveError, *, is_reported: bool = False) -> None:
-        """Fail all pending operations, and start to report the reason. Call with the lock held."""
+        """Fail all pending operations, and start to send the reason to other ranks. Call it with the lock held."""
         if self._error is not None or self._progress.is_closed:
             return
         self._error = error

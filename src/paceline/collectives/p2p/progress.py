@@ -1,10 +1,10 @@
 """Move the bytes of sends and receives in a waiting thread, or in a background thread if no thread waits.
 
-Waking another thread costs more than moving a small message, so a waiting thread runs the selector loop itself (leader
-and followers, Schmidt et al. 2000). A receive that is posted ahead does not start the background thread: a step with 16
-messages of 16 KB takes 10 ms, but 18 ms if the thread starts, because each wait must then take over the loop. Round
-trips of 8 bytes and 1 MB between two processes over Unix sockets on two cores: 24 and 162 µs, but 143 and 447 µs if the
-background thread always runs the loop.
+Waking another thread takes more time than moving a small message, so a waiting thread runs the selector loop itself
+(leader and followers, Schmidt et al. 2000). A receive that is posted before its wait does not start the background
+thread. If it did, each wait would have to take the loop over from that thread: a step with 16 messages of 16 KB takes
+18 instead of 10 ms. Round trips of 8 bytes and 1 MB between two processes over Unix sockets on two cores: 24 and 162
+µs, but 143 and 447 µs if the background thread always runs the loop.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ WRITE = selectors.EVENT_WRITE
 _Select: TypeAlias = Callable[[float | None], list[tuple[selectors.SelectorKey, int]]]
 _PARKED_S = 0.02
 _RECENT_S = 0.005
-"""The background thread stays idle for this time after a wait, because another wait is likely."""
+"""The background thread stays idle for this time after the last wait, because another wait is likely to follow."""
 
 
 class Watched(ABC):
-    """A socket watched by the loop. Its methods are called with the lock held."""
+    """A socket that the loop watches. The loop calls its methods with the lock held."""
 
     connected: socket.socket
 
     @abstractmethod
     def ready(self, events: int) -> None:
-        """Move bytes without waiting. Must not raise."""
+        """Move bytes without waiting. The method must not raise an error."""
 
 
 class Waitable:
@@ -46,10 +46,10 @@ class Waitable:
 
 
 class ProgressLoop:
-    """One selector loop, run by one thread at a time. ``lock`` protects it and the data of its users."""
+    """A selector loop that one thread at a time (the leader) runs. ``lock`` protects the loop and its users' data."""
 
     def __init__(self, is_sending: Callable[[], bool]) -> None:
-        """``is_sending`` returns whether unsent bytes remain. It is called with the lock held."""
+        """``is_sending`` returns whether unsent bytes remain. The loop calls it with the lock held."""
         self.lock = threading.Lock()
         self.is_closed = False
         self._cause = "closed"
@@ -80,7 +80,7 @@ class ProgressLoop:
             self._thread.start()
 
     def watch(self, watched: Watched, events: int) -> None:
-        """Call ``watched.ready`` on these events; 0 means never, until the next ``watch``."""
+        """Call ``watched.ready`` on these events from now on. With 0, it is not called until the next :meth:`watch`."""
         if self._wanted.get(watched, 0) == events:
             return
         self._wanted[watched] = events
@@ -91,15 +91,15 @@ class ProgressLoop:
             self._apply()
 
     def unwatch(self, watched: Watched) -> None:
-        # Other threads may do this during the leader's select: epoll and kqueue support it, and the loop skips removed
-        # sockets.
+        # A thread may remove a socket while the leader is in select(): epoll and kqueue allow this, and the loop skips
+        # removed sockets.
         self._wanted.pop(watched, None)
         self._stale.discard(watched)
         if not self.is_closed and watched.connected in self._selector.get_map():
             self._selector.unregister(watched.connected)
 
     def kick(self) -> None:
-        """Make the current or next leader notice a change soon."""
+        """Wake the leader, or a thread that becomes the leader, so that it applies changes."""
         if self._is_selecting:
             if not self._is_woken:
                 self._is_woken = True
@@ -108,7 +108,7 @@ class ProgressLoop:
             self._resume.set()
 
     def notify(self) -> None:
-        """Wake waiting threads after an operation has finished or failed outside the loop."""
+        """Wake waiting threads, after an operation was finished or failed by a thread outside the loop."""
         if self._num_waiting:
             self._changed.notify_all()
             self.kick()
@@ -116,7 +116,7 @@ class ProgressLoop:
     # without the lock
 
     def wait(self, operation: Waitable, deadline: float) -> bool:
-        """Return whether ``operation`` finishes before the deadline; run the loop if no other thread does."""
+        """Return whether ``operation`` finishes before the deadline. Run the loop if no other thread runs it."""
         with self.lock:
             self._num_waiting += 1
             if self._is_in_background:
@@ -140,7 +140,7 @@ class ProgressLoop:
         return True
 
     def close(self, cause: str = "closed") -> None:
-        """Stop the loop. Waiting threads raise GroupClosedError; `cause` is part of its text. Idempotent."""
+        """Stop the loop. Waiting threads raise GroupClosedError, whose text contains `cause`. Idempotent."""
         with self.lock:
             if self.is_closed:
                 return
@@ -157,7 +157,7 @@ class ProgressLoop:
         self._wakened.close()
 
     def _spin_and_select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Not Spinner.wait: measurements showed no benefit of longer spinning here.
+        # Not Spinner.wait, which spins longer: measurements showed no benefit here.
         return self._spinner.poll(self._selector.select) or self._selector.select(timeout)
 
     def _lead(self, timeout: float | None, select: _Select) -> None:

@@ -21,11 +21,11 @@ from paceline.transport.client import shut
 from paceline.transport.receiving import allocate
 
 _MAX_MOVED_BYTES = 1 << 22
-"""Bytes that one connection may move before the next connection."""
+"""Bytes that one connection may move before the next connection gets its turn."""
 
 
 class Ends(Protocol):
-    """Receiver of the events of both ends."""
+    """The owner of both ends, which receives their events."""
 
     def abort_received(self, abort: Abort) -> None: ...
 
@@ -77,14 +77,14 @@ class Incoming(Watched):
                 moved += got
                 self._into = self._into[got:]
                 if not self._into and self._received():
-                    return  # the next message has probably not arrived yet; the selector will report it
+                    return  # the next message has probably not arrived yet; the selector reports its arrival
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
             self._ends.incoming_lost(self, error)
 
     def resume(self) -> None:
-        """Check again, after a receive was posted, whether the waiting message has a receive or space."""
+        """Check again whether the waiting message has a receive or space, because a receive was posted."""
         if self.is_paused:
             self.is_paused = False
             try:
@@ -190,7 +190,7 @@ def fail_mismatched(message: Message, rank: int, ends: Ends) -> None:
 
 
 class Outgoing(Watched):
-    """The sender's end: sends messages in order; queues them until it is connected."""
+    """The sender's end: sends messages in order, and queues them until the connection exists."""
 
     def __init__(self, to: int, progress: ProgressLoop, ends: Ends) -> None:
         self.to = to
@@ -233,14 +233,14 @@ class Outgoing(Watched):
         except BlockingIOError:
             pass
         except OSError as error:
-            self._read()  # the received bytes may contain the reason
+            self._read()  # received bytes may contain the other rank's reason
             if self.is_connected:
                 self._ends.outgoing_lost(self, error)
             return
         self._progress.watch(self, READ | WRITE if self.queue else READ)
 
     def fail(self, error: RankLostError) -> bool:
-        """Fail all unsent and later messages; return whether any were unsent."""
+        """Fail all unsent and later messages. Return whether there was an unsent message."""
         self.error = error
         had_any = bool(self.queue)
         while self.queue:

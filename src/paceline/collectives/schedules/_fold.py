@@ -1,7 +1,7 @@
-"""Extend an all-reduce for powers of two to all sizes, by folding surplus ranks into their neighbours.
+"""Extend an all-reduce for powers of two to all sizes: surplus ranks give their data to a neighbour.
 
-With ``extra`` ranks above the power of two, each even rank below ``2 * extra`` sends its vector to the next odd rank,
-which takes part for both and returns the result. This adds two rounds, ``2 (α + n β) + n γ``.
+If there are ``extra`` ranks more than a power of two, each even rank below ``2 * extra`` sends its vector to the next
+rank, which takes part for both ranks and returns the result. This adds two rounds, ``2 (α + n β) + n γ``.
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 section on all-reduce, non-power-of-two sizes). In Rabenseifner 2004 both ranks of a pair add half of the vector:
@@ -16,7 +16,7 @@ from paceline.collectives.schedules.base import Receive, Schedule, Send, renamed
 
 
 def folded(rank: int, size: int, core_all_reduce: Callable[[int, int], Schedule]) -> Schedule:
-    """Return the schedule of ``rank``; ``core_all_reduce(position, core_size)`` handles powers of two."""
+    """Return the schedule of ``rank``. ``core_all_reduce(position, core_size)`` is the all-reduce for powers of two."""
     core_size = 1 << (size.bit_length() - 1)
     extra = size - core_size
     paired = rank < 2 * extra

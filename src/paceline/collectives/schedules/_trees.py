@@ -1,11 +1,11 @@
-"""Build trees of ranks with a timetable, and pipelines along them.
+"""Build trees of ranks with a timetable, and pipelines along these trees.
 
 A vector is divided into pieces that follow each other up the tree (reduce), down the tree (broadcast), or up and then
-down (all-reduce). Each edge has a step at which the first piece passes; piece k passes k steps later. A rank's rounds
-are its actions in the order of steps. Both ends of a message have the same step. Therefore the ranks cannot deadlock,
-even if a send waits for its receive: the ranks at the smallest step can always finish it.
-
-Two children never send the same piece to their parent at the same step, because the parent adds one at a time.
+down (all-reduce). Each edge has a step at which the first piece (number 0) passes; piece k passes k steps later. A
+rank's rounds are its actions in the order of steps. Both ends of a message have the same step. Therefore the ranks
+cannot deadlock, even if a send waits for its receive: ranks whose current step is the smallest can always finish this
+step. Two children never send the same piece to their parent at the same step, because the parent adds one piece at a
+time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Tree:
 
     parents: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
-    """Children of each rank. The child with the largest subtree is first, because it needs most time."""
+    """Children of each rank. The child with the largest subtree is first, because its subtree needs the most time."""
     up_steps: tuple[int, ...]
     down_steps: tuple[int, ...]
     """Step at which each rank receives piece 0 from its parent, if the root sends it at step 0."""
@@ -43,7 +43,7 @@ def tree_of(parents: Sequence[int]) -> Tree:
         if parent != NO_RANK:
             children[parent].append(rank)
     order = [parents.index(NO_RANK)]
-    for rank in order:  # the loop extends the list: parents come before their children
+    for rank in order:  # the loop itself extends the list, with children after their parents
         order.extend(children[rank])
     assert len(order) == num_ranks, "the parents make no tree"
     weights, ready = [1] * num_ranks, [0] * num_ranks

@@ -1,7 +1,8 @@
 """Define schedules: the actions of one rank, as data.
 
-An algorithm is a pure function ``(rank, size, ...) -> Schedule``. One executor runs schedules on channels, one
-evaluator predicts their times, and the checker of the tests proves them correct. All are independent of algorithms.
+An algorithm is a pure function ``(rank, size, ...) -> Schedule``. One executor runs schedules on connections, one
+evaluator predicts their times, and a checker in the tests proves that they are correct. All three work for every
+algorithm.
 
 Common rules:
 
@@ -30,7 +31,7 @@ from typing import NamedTuple, TypeAlias
 from paceline.errors import PacelineError
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open ranges of blocks, concatenated in this order in the message."""
+"""Half-open ranges of block numbers. A message contains these blocks in this order."""
 
 
 class ScheduleError(PacelineError, AssertionError):
@@ -38,14 +39,14 @@ class ScheduleError(PacelineError, AssertionError):
 
 
 class Send(NamedTuple):
-    """Send these blocks to ``peer``."""
+    """Send the blocks of ``spans`` to ``peer``."""
 
     peer: int
     spans: Spans
 
 
 class Receive(NamedTuple):
-    """Receive these blocks from ``peer``; ``reduce`` combines them with the current contents."""
+    """Receive the blocks of ``spans`` from ``peer``. With ``reduce``, combine them with the current contents."""
 
     peer: int
     spans: Spans
@@ -72,7 +73,7 @@ class Schedule:
 
 
 def wrapped(start: int, count: int, size: int) -> Spans:
-    """Return ``count`` blocks from ``start`` modulo ``size``: one span, or two at the wrap.
+    """Return ``count`` blocks from ``start`` on, modulo ``size``, as one span, or two if they continue at block 0.
 
     >>> wrapped(6, 3, 8)
     ((6, 8), (0, 1))
@@ -83,7 +84,7 @@ def wrapped(start: int, count: int, size: int) -> Spans:
 
 
 def merged(blocks: Iterable[int]) -> Spans:
-    """Return these blocks in this order, with neighbours merged into spans.
+    """Return spans of these blocks in this order; consecutive numbers are merged into one span.
 
     >>> merged([1, 2, 3, 7, 6])
     ((1, 4), (7, 8), (6, 7))

@@ -24,7 +24,7 @@ def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedu
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Reduce in ``pieces`` blocks; a parent adds its nearest child first."""
+    """Reduce in ``pieces`` blocks. A parent adds its nearest child's data first."""
     return pipelined(_trees.passed_up, [_tree(size, root)], rank, pieces)
 
 
@@ -50,7 +50,7 @@ def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _tree(size: int, root: int) -> Tree:
-    """Return the tree; the parent of v, counted from the root, is v without its lowest bit."""
+    """Return the tree. With ranks counted from the root, the parent of v is v without its lowest bit."""
     distances = [(rank - root) % size for rank in range(size)]
     return tree_of([((v & (v - 1)) + root) % size if v else NO_RANK for v in distances])
 

@@ -3,13 +3,14 @@
 All-gather: in round k each rank receives all blocks that the rank 2^k after it has: ``ceil(log2 p) α + (p - 1)/p n β``,
 where n is the gathered vector. Good for short blocks, with the minimal number of bytes.
 
-All-to-all: the block for the rank at distance o makes a hop of 2^k for each bit k of o:
-``ceil(log2 p) (α + n/2 β)``, where n is one rank's input. More bytes than pairwise, but far fewer messages: good for
+All-to-all: the block for the rank at distance o makes a hop of 2^k for each bit k of o: ``ceil(log2 p) (α + n/2 β)``,
+where n is one rank's input. All-to-all sends more bytes than the pairwise algorithm, but far fewer messages: good for
 short blocks. Blocks must have equal sizes, because ranks forward blocks of other ranks.
 
 Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997 "Efficient algorithms for all-to-all communications in multiport
-message-passing systems" (the sections on the index and the concatenation operation). Their first and last step
-rotate the blocks in memory; here spans that wrap send and receive each block at its final index.
+message-passing systems" (the sections on the index and the concatenation operation). The first and last step of the
+paper rotate the blocks in memory. Here, each block is sent and received at its final index, in spans that continue at
+block 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.collectives.schedules.base import Copy, Receive, Round, Schedule, 
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Send the blocks of the next 2^k ranks, this rank first, in round k."""
+    """In round k, send the blocks of this rank and the ranks after it: 2^k blocks."""
     rounds: list[Round] = []
     for hop in _hops(size):
         count = min(hop, size - hop)
@@ -30,7 +31,7 @@ def all_gather(rank: int, size: int) -> Schedule:
 
 
 def all_to_all(rank: int, size: int) -> Schedule:
-    """Keep the block at distance o in scratch block ``2 * size + o`` between its hops."""
+    """Send each block in hops. Between hops, the block for distance o is in scratch block ``2 * size + o``."""
     copy_own = Copy(((rank, rank + 1),), ((size + rank, size + rank + 1),))
     rounds: list[Round] = [] if size > 1 else [(copy_own,)]
     for hop in _hops(size):

@@ -24,7 +24,7 @@ def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedu
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Reduce in ``pieces`` blocks; the root adds in the order of ranks."""
+    """Reduce in ``pieces`` blocks. The root adds the ranks' data in the order of ranks."""
     return pipelined(_trees.passed_up, [_star(size, root)], rank, pieces)
 
 

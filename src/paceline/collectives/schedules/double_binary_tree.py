@@ -1,4 +1,4 @@
-"""Double binary tree: two trees with half of the vector each; inner ranks of one are leaves of the other.
+"""Double binary tree: each of two trees carries half of the vector; inner ranks of one tree are leaves of the other.
 
 In a single binary tree the leaves, half of all ranks, send nothing. Here every rank sends about as much as it receives.
 So broadcast and reduce approach ``n β``, and all-reduce ``2 n β``, in O(log p) steps of latency. With ``pieces`` in
@@ -26,12 +26,12 @@ def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Broadcast in ``2 * pieces`` blocks; the root is above both trees."""
+    """Broadcast in ``2 * pieces`` blocks, from the root to the tops of both trees."""
     return pipelined(_trees.passed_down, _trees_below(size, root), rank, pieces)
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Reduce in ``2 * pieces`` blocks; the root is above both trees."""
+    """Reduce in ``2 * pieces`` blocks, from the tops of both trees to the root."""
     return pipelined(_trees.passed_up, _trees_below(size, root), rank, pieces)
 
 
@@ -52,7 +52,7 @@ def _trees_below(size: int, root: int) -> tuple[Tree, Tree]:
 
 
 def _placed(parents: Sequence[int], ranks: Sequence[int], root: int) -> list[int]:
-    """Convert a tree of places to one of ranks: place i is ``ranks[i]``, below ``root``."""
+    """Convert a tree of places to a tree of ranks: place i is ``ranks[i]``, and the parent of its top is ``root``."""
     result = [NO_RANK] * (len(ranks) + 1)
     for position, parent in enumerate(parents):
         result[ranks[position]] = root if parent == NO_RANK else ranks[parent]
@@ -60,7 +60,7 @@ def _placed(parents: Sequence[int], ranks: Sequence[int], root: int) -> list[int
 
 
 def _parent_lists(size: int) -> tuple[list[int], list[int]]:
-    """Return the parents in both trees. Odd places are inner nodes of the first tree, even ones of the second."""
+    """Return the parents in both trees. Odd places are inner nodes of the first tree, even places of the second."""
     first = [_in_order_parent(position + 1, size) - 1 for position in range(size)]
     shifted = [first[(position + 1) % size] for position in range(size)]
     second = [NO_RANK if parent == NO_RANK else (parent - 1) % size for parent in shifted]
@@ -68,7 +68,7 @@ def _parent_lists(size: int) -> tuple[list[int], list[int]]:
 
 
 def _in_order_parent(number: int, size: int) -> int:
-    """Return the parent in the binary tree with in-order walk 1, 2, ..., size; 0 for the root.
+    """Return the parent in the binary tree whose in-order walk is 1, 2, ..., size; 0 for the root.
 
     The level of a number is the position of its lowest bit. A parent above ``size`` is replaced by its nearest
     ancestor.

@@ -37,14 +37,14 @@ def predict(
 ) -> float:
     """Return the seconds until the last rank has finished, if all ranks start together.
 
-    `schedules` has one for each rank, `block_bytes` one size for each block or for all blocks. Ranks with one number in
-    `hosts` share a port. Raises ScheduleError if the ranks deadlock.
+    `schedules` has one schedule for each rank. `block_bytes` is the size of all blocks, or has the size of each block.
+    Ranks with the same number in `hosts` share a port. Raises ScheduleError if the ranks deadlock.
     """
     return _Run(schedules, block_bytes, link, gamma_s_per_byte, hosts).until_all_finished()
 
 
 class _Run:
-    """One run of events in the order of time. Simultaneous events run in the order of their creation."""
+    """Simulates the schedules: events run in the order of time, simultaneous events in the order of their creation."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class _Run:
         self._combining_until_s: Final = [0.0] * size
         self._sending_until_s: Final = defaultdict[tuple[str, int], float](float)
         self._receiving_until_s: Final = defaultdict[tuple[str, int], float](float)
-        # By (source, target): messages before their receive, and receives before their message.
+        # By (source, target): messages that arrived before their receive, and receives that wait for their message.
         self._buffered: Final = defaultdict[tuple[int, int], int](int)
         self._posted: Final = defaultdict[tuple[int, int], deque[Receive]](deque)
         self._events: Final[list[tuple[float, int, Callable[[float], None]]]] = []

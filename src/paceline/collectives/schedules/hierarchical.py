@@ -1,10 +1,11 @@
 """Hierarchical: reduce within each host, then all-reduce between one leader per host.
 
 A binomial tree reduces within each host to its leader (the lowest rank), the leaders run an all-reduce, and each leader
-broadcasts within its host. For h hosts of g ranks, with links inside that cost α', β':
-``2 log2(g) (α' + n β') + log2(g) n γ`` and the all-reduce of h ranks. Each host's network port carries one rank's data
-only. The leaders use halving-doubling if their number is a power of two, else the ring. Both move the same bytes;
-halving-doubling has fewer rounds, but must fold at other sizes. Good if links within a host are much faster.
+broadcasts within its host. For h hosts of g ranks, with links inside that cost α', β': ``2 log2(g) (α' + n β') +
+log2(g) n γ`` and the all-reduce of h ranks. Each host's network port carries one rank's data only. The leaders use
+halving-doubling if their number is a power of two, else the ring. Both move the same number of bytes; halving-doubling
+has fewer rounds, but needs two additional rounds at other sizes. Good if links within a host are much faster than links
+between hosts.
 
 Source: Karonis et al. 2000 "Exploiting hierarchy in parallel computer networks to optimize collective operation
 performance" (the sections on multilevel trees).
@@ -20,7 +21,7 @@ from paceline.errors import UsageError
 
 
 def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
-    """All-reduce; ``hosts[r]`` is the number of rank r's host."""
+    """Run an all-reduce; ``hosts[r]`` is the number of rank r's host."""
     if len(hosts) != size:
         raise UsageError(f"{len(hosts)} host numbers for {size} ranks: expected one for each rank.")
     neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]

@@ -1,9 +1,9 @@
 """Pairwise: in round i each rank sends to the rank i after it and receives from the rank i before it.
 
-Every block is sent directly to its target: ``(p - 1) α + (p - 1)/p n β``, and ``(p - 1)/p n γ`` for the
-reduce-scatter, where n is one rank's whole vector. The fewest bytes, in p - 1 messages. Good for all-to-all of long
-blocks. All-gather and reduce-scatter cost as much as the ring, but no round depends on data of the previous one, and
-one rank adds each block, in a fixed order.
+Every block is sent directly to its target: ``(p - 1) α + (p - 1)/p n β``, and ``(p - 1)/p n γ`` for the reduce-scatter,
+where n is one rank's whole vector. No algorithm sends fewer bytes; each rank sends p - 1 messages. Good for all-to-all
+of long blocks. All-gather and reduce-scatter cost as much as the ring, but no round depends on data of the previous
+one, and one rank adds each block, in a fixed order.
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 sections on all-to-all and reduce-scatter).
@@ -15,7 +15,7 @@ from paceline.collectives.schedules.base import Copy, Receive, Round, Schedule, 
 
 
 def all_to_all(rank: int, size: int) -> Schedule:
-    """Send from input to output without scratch memory; copy the own block in the first round."""
+    """Send blocks from input to output, without scratch memory. The first round copies the rank's own block."""
     copy_own = Copy(_one(rank), _one(size + rank))
     if size == 1:
         return Schedule(3, ((copy_own,),))

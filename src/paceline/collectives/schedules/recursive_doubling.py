@@ -1,9 +1,9 @@
 """Recursive doubling: in round k each rank exchanges its data with the rank that differs in bit k.
 
 All-reduce: ``log2(p) (α + n β + n γ)`` for p a power of two; other sizes need two more rounds
-(:mod:`paceline.collectives.schedules._fold`). The fewest rounds, but with the whole vector in each: good for short
-vectors. All-gather: ``log2(p) α + (p - 1)/p n β``, for powers of two only (Bruck's algorithm has the same cost at all
-sizes).
+(:mod:`paceline.collectives.schedules._fold`). This is the smallest number of rounds, but each round sends the whole
+vector: good for short vectors. All-gather: ``log2(p) α + (p - 1)/p n β``, for powers of two only (Bruck's algorithm has
+the same cost at all sizes).
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 sections on all-gather and all-reduce).
@@ -21,7 +21,7 @@ def all_reduce(rank: int, size: int) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """All-gather for powers of two. Raises UsageError for other sizes."""
+    """Run an all-gather for a power of two. Raises UsageError for other sizes."""
     if size & (size - 1):
         raise UsageError(
             f"All-gather by recursive doubling among {size} ranks: expected a power of two. "

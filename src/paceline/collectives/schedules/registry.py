@@ -1,7 +1,5 @@
-"""List all algorithms in one table with a common interface.
-
-To add an algorithm, write its module and add a line here; ``tests/reference/schedules.py`` checks all algorithms of the
-table.
+"""List all algorithms in one table with a common interface. To add an algorithm, write its module and add a line to the
+table; ``tests/reference/schedules.py`` checks all algorithms of the table.
 """
 
 from __future__ import annotations
@@ -47,13 +45,13 @@ class Algorithm:
     name: str
     collective: str
     build: Callable[..., Schedule]
-    """Function of the algorithm's module, which takes only the options that it uses."""
+    """The function of the algorithm's module, whose parameters are only the options that the algorithm uses."""
     pipelined: bool = False
-    """Divides the vector into ``pieces`` that follow each other (the double binary tree into ``2 * pieces``)."""
+    """Whether the algorithm sends the vector in ``pieces``, one after another (double binary tree: ``2 * pieces``)."""
     hierarchical: bool = False
     powers_of_two_only: bool = False
     equal_blocks_only: bool = False
-    """Needs blocks of equal size, because ranks forward blocks of other ranks with unknown sizes."""
+    """Whether all blocks must have the same size, because ranks forward blocks of other ranks with unknown sizes."""
 
     @property
     def rooted(self) -> bool:

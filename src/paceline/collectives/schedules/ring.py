@@ -27,7 +27,7 @@ def all_reduce(rank: int, size: int) -> Schedule:
 
 
 def _pass_on(rank: int, size: int, *, first: int, reduce: bool) -> tuple[Round, ...]:
-    """Send block ``first`` in the first round, then the block received last."""
+    """Send block ``first`` in the first round; in later rounds send the block that was received last."""
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple(
         (

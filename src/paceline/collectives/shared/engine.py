@@ -25,7 +25,7 @@ from paceline.errors import GroupClosedError
 from paceline.kernels import peer_memory, shared, steps
 
 _SPINS: Final = 300
-"""About 5 microseconds. Afterwards a rank yields, which is nearly as fast and lets a rank on the same core run."""
+"""Spins before a rank yields its core: about 5 microseconds. Yielding is nearly as fast, and lets other ranks run."""
 _YIELDS: Final = 300
 _CLOSE_S: Final = 2.0
 _SCRATCH_BYTES: Final = 1 << 18
@@ -38,7 +38,7 @@ _NO_PUTS: Final = np.zeros((0, 2), np.uint64)
 _NO_TAKES: Final = np.zeros((0, 4), np.uint64)
 
 DIRECT_BYTES: Final = 1 << 18
-"""Below this size, reading other processes' memory is always slower."""
+"""Below this size, reading other processes' memory is always slower than copying through shared slots."""
 
 
 class SharedMemory(Engine):
@@ -54,7 +54,7 @@ class SharedMemory(Engine):
         num_cores: int,
         members: Sequence[int] | None = None,
     ) -> None:
-        """`processes` are the process ids of the ranks, `members` the ranks in error messages (default 0, 1, ...)."""
+        """`processes` has the ranks' process ids, `members` their numbers for error messages (default 0, 1, ...)."""
         size = len(processes)
         self.rank, self.size, self.name = rank, size, name
         self._segment = segment
@@ -77,11 +77,11 @@ class SharedMemory(Engine):
         """Whether every rank can read every other rank's memory; see :meth:`test_peer_reads`."""
         self._in_use = threading.Lock()
         self._mapping = threading.Lock()
-        """Prevents writes to the mapping while it is unmapped. Acquire it after `_in_use`."""
+        """Prevents writes to the segment after it was unmapped. Acquire this lock after `_in_use`."""
         self._is_closing = False
 
     def test_peer_reads(self, order: Order) -> None:
-        """Set :attr:`reads_peers`. A collective call: all ranks test whether they can read the other ranks' memory."""
+        """Set :attr:`reads_peers`. All ranks make this call, and test whether they can read the other ranks' memory."""
         if sys.platform != "linux":
             return
         _let_peers_read()
@@ -183,7 +183,7 @@ class SharedMemory(Engine):
                 return
             self._is_closing = True
         steps.publish_word(np.uint64(self.control + steps.LEFT), np.uint64(1))
-        if self._in_use.acquire(timeout=_CLOSE_S):  # a running kernel returns every few milliseconds
+        if self._in_use.acquire(timeout=_CLOSE_S):  # wait for a running kernel, which returns every few milliseconds
             with self._mapping:
                 self._segment.close()
             self._faults.close()
@@ -251,12 +251,12 @@ class SharedMemory(Engine):
 
 
 def _small_bytes(size: int) -> int:
-    """Return the largest size at which every rank reads all data, which needs fewer waits but more reads."""
+    """Return the largest size for which every rank reads all data. Such calls need fewer waits, but more reads."""
     return 1 << 15 if size == 2 else (1 << 13 if size <= 8 else 1 << 10)
 
 
 def _part(num_bytes: int, size: int, most: int) -> int:
-    """Return the size of a rank's part of a chunk. Small arrays have one chunk."""
+    """Return the size of a rank's part of a chunk, at most `most`. Small arrays have only one chunk."""
     return min(most, -(-num_bytes // size // _LINE) * _LINE + _LINE)
 
 
@@ -265,7 +265,7 @@ def _table(*rows: tuple[int, ...]) -> Any:
 
 
 def _let_peers_read() -> None:
-    """Allow this user's processes to read this process: Yama's scope 1 allows parent processes only."""
+    """Allow this user's processes to read this process's memory. (By default, Linux's Yama allows only the parent.)"""
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     except OSError:

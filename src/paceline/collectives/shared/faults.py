@@ -21,14 +21,14 @@ from paceline.transport import register_type
 
 _DESCRIBE_S: Final = 2.0
 _EARLY_S: Final = 0.1
-"""A rank fails this long before the timeout, so that the other ranks get its error in time."""
+"""A rank reports an error this long before the timeout, so that the other ranks receive the error in time."""
 DYING_S: Final = 1.0
 _REPORT_BYTES: Final = 3000
 _MAX_BLAMED: Final = 100
 
 
 class SharedFaults:
-    """Fault detection and reports of one rank; `state` is the state of its kernels."""
+    """Detects failed ranks, and reports errors, on behalf of one rank. `state` is the state of the rank's kernels."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class SharedFaults:
             text = f"rank {own} of group {self._name!r} failed: {type(error).__name__} {error}"
             abort = Abort("error", text.strip(), (own,))
         text = abort.message.encode()[:_REPORT_BYTES].decode(errors="ignore")
-        abort = Abort(abort.kind, text, abort.ranks[:_MAX_BLAMED])  # fits into the segment
+        abort = Abort(abort.kind, text, abort.ranks[:_MAX_BLAMED])  # shorten the lists to fit into the segment
         self._write(steps.STORY, msgspec.msgpack.encode(abort))
         steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
 

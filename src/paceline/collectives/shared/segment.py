@@ -4,7 +4,7 @@ On Linux a segment is an anonymous file (``memfd_create``), which the other rank
 systems it is a temporary file, unlinked as soon as all ranks have opened it. So killed ranks leave no files, and the
 size of ``/dev/shm`` does not matter.
 
-Before a rank maps a segment, it checks that the expected process of this user created the file.
+Before a rank maps a segment, the rank checks that the expected process of this user created the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME: Final = "paceline"
 
 
 class SegmentError(CollectiveError):
-    """Memory could not be shared. The ranks use sockets instead."""
+    """Memory cannot be shared, so the ranks use sockets instead."""
 
 
 class Segment(Closing):
@@ -36,14 +36,14 @@ class Segment(Closing):
         self._descriptor = descriptor
         self.num_bytes = num_bytes
         self.path = path
-        """Path for the other ranks, until :meth:`hide`."""
+        """The path by which the other ranks open the segment, until :meth:`hide`."""
         self._map = mmap.mmap(descriptor, num_bytes)
         self.bytes = np.frombuffer(self._map, np.uint8)
         self.address: int = self.bytes.ctypes.data
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
-        """Create a segment of zeros. Raises SegmentError if memory is short."""
+        """Create a segment filled with zeros. Raises SegmentError if there is not enough memory."""
         try:
             if hasattr(os, "memfd_create"):
                 descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -54,7 +54,7 @@ class Segment(Closing):
             raise SegmentError(f"cannot create shared memory: {error.strerror}") from None
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, num_bytes)  # otherwise a lack of memory raises SIGBUS later
+                os.posix_fallocate(descriptor, 0, num_bytes)  # reserve it, else a lack of memory raises SIGBUS later
             else:
                 os.ftruncate(descriptor, num_bytes)
             return cls(descriptor, num_bytes, path)
@@ -95,7 +95,7 @@ class Segment(Closing):
     def close(self) -> None:
         self.hide()
         self.bytes = np.zeros(0, np.uint8)
-        with contextlib.suppress(BufferError):  # remaining views keep the map until their end
+        with contextlib.suppress(BufferError):  # the memory remains mapped as long as views of it exist
             self._map.close()
 
 
@@ -103,7 +103,7 @@ def _check(descriptor: int, path: str, num_bytes: int) -> None:
     found = os.fstat(descriptor)
     is_own = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode)
     if hasattr(os, "memfd_create"):
-        # Only a memfd has this link text and no links.
+        # Only a memfd (an anonymous file in memory) has this link text and a link count of 0.
         is_segment = found.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
     else:
         is_segment = not found.st_mode & 0o077 and os.path.basename(path).startswith(f"{_NAME}-")

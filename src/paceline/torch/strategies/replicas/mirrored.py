@@ -83,7 +83,7 @@ class Mirrors(ReplicaValues):
         return found[1].detach()
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Count the steps of `optimizers`. Without optimizers the program itself makes the steps."""
+        """Count the steps of `optimizers`. Without optimizers there is no count: the program itself writes values."""
         if not optimizers:
             return
         self._num_steps = 0

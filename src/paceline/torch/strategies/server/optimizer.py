@@ -51,7 +51,7 @@ class ServerOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return hyperparameters and state in torch's form; a rank may call it alone."""
+        """Return hyperparameters, and the state from the servers, in torch's form. A rank may call this alone."""
         state = {} if self._dense is None else self._dense.read_state(self.inner)
         return {**self.inner.state_dict(), "state": state}
 
