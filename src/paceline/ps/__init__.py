@@ -1,6 +1,6 @@
 """Parameter servers: tables, update rules, server, scheduler, client.
 
-Server and scheduler are imported on first use, because most processes need neither.
+The server and the scheduler are imported on first use, because most processes need neither of the two.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
 """Fail-stop: a server or scheduler that may have an inconsistent state ends after one line with the reason.
 
-A :class:`~paceline.errors.PacelineError` *rejects* an invalid request before any change. Any other exception, and any
-exception after a change, means that the process might acknowledge data that it does not have. Replicas and the restart
-of a scheduler cover a process that ends.
+A :class:`~paceline.errors.PacelineError` *rejects* an invalid request before any change. After any other exception, or
+an exception after a change, the process might acknowledge data that it does not have, so it must end. Replicas replace
+a server that ends, and a restarted scheduler replaces a scheduler.
 
 Each role has a function, :data:`Fail`, that receives every such exception. In a process of its own it is
 :func:`end_process`; tests record the exception instead.
@@ -70,13 +70,13 @@ def describe(error: BaseException) -> str:
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop, fail: Fail) -> None:
-    """Fail on exceptions of a loop's callbacks and tasks, unless they only close a connection."""
+    """Fail on exceptions of a loop's callbacks and tasks, unless the exception only closes a connection."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         is_own = "handle" in context or isinstance(context.get("future"), asyncio.Task)
-        # A transport reports exceptions of our protocol objects when it closes a connection. MemoryError there means
-        # that a message was not received.
+        # asyncio also reports exceptions of our protocol objects. Then the connection is closed, and after a
+        # MemoryError or OSError a message was only not received.
         is_own |= "protocol" in context and not isinstance(error, MemoryError | OSError)
         if is_own and isinstance(error, Exception):
             fail(error)

@@ -1,6 +1,7 @@
 """A clear error for clients in a forked process, instead of two processes on one connection.
 
-A child has its parent's sockets but not its threads. Its messages, even its departure, would count as the parent's.
+A forked child has its parent's sockets but not its threads. The receivers would take the child's messages, even its
+departure, for messages of the parent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Owned(Protocol):
     """An object that belongs to the process that created it."""
 
     def disown(self) -> None:
-        """Disable this object in a forked child, because everything belongs to the parent."""
+        """Disable this object in a forked child, because its sockets and threads belong to the parent."""
 
 
 class NoLock:
@@ -39,7 +40,7 @@ _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
 def own(thing: Owned) -> None:
-    """Disown an object in forked children."""
+    """Make forked children of this process disown an object."""
     _owned.add(thing)
 
 

@@ -1,8 +1,8 @@
 """The messages between the processes of a cluster: kinds of frames, and typed control messages.
 
-Data frames (PUSH, PULL and their answers) have no meta; header and body have all their data. A control message is a
-CALL frame whose meta is one of the structs below (a tagged union in msgpack), answered by a RESULT frame or by an ERROR
-frame of the transport. A NOTICE is a control message without an answer.
+Data frames (PUSH, PULL and their answers) have no meta: all their data is in the header and the body. A control message
+is a CALL frame whose meta is one of the structs below (a tagged union in msgpack), answered by a RESULT frame or by an
+ERROR frame of the transport. A NOTICE is a control message without an answer.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ FORWARDED: Final = 33
 STATE: Final = 34
 """A whole bucket for a server that is being filled; meta is a :class:`StateInfo`. Answered by STATE_TAKEN."""
 STATE_TAKEN: Final = 35
-"""clock is the processor time of the receiver, in microseconds."""
+"""The receiver has loaded the bucket of a STATE frame. clock is the processor time that this took, in microseconds."""
 READY: Final = 37
 """A member of a chain has forwarded all pushes to its new primary. epoch is the view's version."""
 CLOCKS: Final = 36
 """Tables and workers, for a server that is being filled: meta is a :class:`ClocksInfo`."""
 CHECK: Final = 40
-"""The state of a bucket after all forwarded pushes, to compare; meta is a :class:`CheckInfo`. No answer."""
+"""The digest of a bucket after all forwarded pushes, for a comparison; meta is a :class:`CheckInfo`. No answer."""
 PING: Final = 38
-"""A request for a sign of life. Answered by PONG, whatever the version of the view."""
+"""Checks that the receiver is reachable. Answered by PONG in any view."""
 PONG: Final = 39
 
 # Flags of data frames.
@@ -112,7 +112,7 @@ DROPPED: Final = 4
 
 
 class ClusterSettings(SchedulerSettings, frozen=True, kw_only=True):
-    """The settings of a cluster, from the command line to its members."""
+    """The settings of a cluster, which its scheduler sends to all members."""
 
     consistency: str = str(Eventual())
     stale: str = str(Accept())
@@ -173,7 +173,7 @@ class ChangeUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ListTables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answered by a list of TableSpec, with the current hyperparameters."""
+    """Request the tables of the cluster. Answered by a list of TableSpec, with the current hyperparameters."""
 
 
 # Calls to a server: create, read and write tables, join as a worker, request statistics.
@@ -200,14 +200,14 @@ class CheckFilters(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker joins the iterations, at `clock` or later; answered by its clock."""
+    """A worker joins the iterations at `clock` or later. Answered by the worker's clock."""
 
     rank: Natural
     clock: Clock
 
 
 class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker without work: iterations do not wait for the worker until it joins again."""
+    """A worker stops taking part: iterations do not wait for this worker until it joins again."""
 
 
 class ReadBucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -243,7 +243,7 @@ class Erase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class BeginPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Record pushes to a sparse table as part of pass `number` over the data from now on.
+    """Record pushes to a sparse table as part of pass `number` over the data, from this message on.
 
     If the table has no record of passes yet, its rows count as last pushed in pass `rows_of`.
     """
@@ -266,7 +266,7 @@ class EraseUnseen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answered by ServerStatistics."""
+    """Request the statistics of the server. Answered by ServerStatistics."""
 
 
 class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,9 +278,10 @@ class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pulls: int
     dropped: int
     non_finite: int
-    """The number of pushes, sums, writes and loads with infinities or NaN, rejected or accepted."""
+    """The number of pushes, sums, writes and loads that contained infinities or NaN, whether rejected or accepted."""
     staleness: tuple[int, ...]
-    """The number of gradients applied or dropped at staleness 0, 1, …; the last number includes all above."""
+    """The numbers of applied or dropped gradients with staleness 0, 1, …; the last number includes all higher ones.
+    """
 
 
 class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -291,7 +292,7 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     bytes_out: int
     resident_bytes: int
     held: int
-    """The number of requests that wait now: blocked reads, and pushes with too few replicas."""
+    """The number of requests that are waiting: blocked reads, and pushes with too few replicas."""
     num_compared: int
     """The number of comparisons of a bucket with the previous server in its chain."""
     num_unordered: int
@@ -304,7 +305,10 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
-    """The part of one table in a frame between servers: keys, or a range of buckets; then float32, padded."""
+    """Describes one table's part of a frame between servers.
+
+    The body has the keys (none for a range of buckets), then float32 values, padded.
+    """
 
     table: TableNumber
     num_keys: Natural
@@ -313,7 +317,10 @@ class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A push, a write or an erasure for the next server of a chain. Sequence, version and number are in the header."""
+    """A push, a write or an erasure for the next server of a chain.
+
+    The header has the sequence, the view's version and the number.
+    """
 
     incarnation: Natural
     operation: Operation
@@ -322,7 +329,7 @@ class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A bucket: its filter, and a piece per table, whose floats are whole records."""
+    """A bucket: its duplicate filter, and one piece per table. The floats of a piece are complete records."""
 
     bucket: Bucket
     order: Word
@@ -337,7 +344,7 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CheckInfo(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a bucket on a server, which its successor compares (:mod:`paceline.ps.server.replica_checks`)."""
+    """The digest of a bucket, which the successor compares with its own (:mod:`paceline.ps.server.replica_checks`)."""
 
     bucket: Bucket
     order: Word
@@ -357,7 +364,8 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     num_missing: Natural
     minimum: Clock
     passes: tuple[tuple[TableNumber, PassNumber, PassNumber], ...] = ()
-    """The current pass over the data, and the pass of rows older than the record, for tables that record passes."""
+    """For tables that record passes: number, current pass, and the pass of rows that are older than the record.
+    """
 
 
 ToScheduler = (

@@ -34,9 +34,9 @@ class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SnapshotStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the snapshot started, and the highest clock of a worker.
+    """The answer to TakeSnapshot: whether the snapshot started, and the highest clock of a worker.
 
-    The snapshot does not start if a worker may have ended iteration `boundary`.
+    The snapshot does not start if a worker may already have ended iteration `boundary`.
     """
 
     is_started: bool
@@ -51,7 +51,7 @@ class GetSnapshotState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class UnchangedBuckets(msgspec.Struct, frozen=True, kw_only=True):
-    """Buckets of a table that are unchanged since snapshot `number`."""
+    """The buckets of a table that have not changed since snapshot `number`."""
 
     table: TableNumber
     number: Natural
@@ -59,7 +59,7 @@ class UnchangedBuckets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's progress. When it is `done`, `parts` are on the disk."""
+    """One server's progress in a snapshot. With `done`, all `parts` are on the disk."""
 
     done: bool
     error: str
@@ -98,7 +98,7 @@ class GetLoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoadState(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's progress; `error` is the text of a ModelError."""
+    """One server's progress in a load; `error` is the text of a ModelError."""
 
     done: bool
     error: str

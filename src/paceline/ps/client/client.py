@@ -41,7 +41,7 @@ def make_node_name(role: str) -> str:
 
 
 class Client:
-    """One process's access to a cluster's tables. Make one with ``cluster.connect()``, or with a transport.
+    """One process's access to a cluster's tables. Create a client with ``cluster.connect()``, or with a transport.
 
     A *worker* takes part in the iterations: servers wait for its :meth:`tick` according to the cluster's consistency.
     An *observer* only reads and writes. Several threads may call methods; they run one at a time.
@@ -136,10 +136,10 @@ class Client:
         return self.servers.core.clock
 
     def tick(self) -> None:
-        """End this worker's iteration: its pushes count, and later reads belong to the next iteration.
+        """End this worker's iteration: earlier pushes count for this iteration, later ones and reads for the next.
 
-        Does not wait for the servers. Raises the error of an earlier push that was not waited for, and UsageError if
-        this client does not take part in the iterations.
+        Does not wait for the servers. Raises the error of an earlier push that the caller did not wait for, and
+        UsageError if this client does not take part in the iterations.
         """
         servers = self.servers
         with servers.lock:
@@ -171,7 +171,7 @@ class Client:
 
         def request_remaining() -> None:
             while core.is_joining:
-                servers.newest()  # a view change repeats the requests to all servers
+                servers.newest()  # apply a new view first: its view change resends the requests to join
                 request = servers.join_requests.pop(0)
                 connection = next(found for found in servers.connections if found.session.server == request.server)
                 clock = connection.call(messages.JoinClock(rank=self.rank, clock=request.clock), Clock)[0]
@@ -204,8 +204,8 @@ class Client:
     ) -> SparseTable:
         """Declare a sparse table: uint64 key → row of `dim` float32. Every process declares it with the same settings.
 
-        A row exists from its first push. Until then it reads as `initializer` (default zeros), which depends only on
-        `seed` and key. Raises TableMismatchError if the table exists with other settings.
+        A row exists from its first push. Before, a read returns the values of `initializer` (default zeros), which
+        depend only on `seed` and key. Raises TableMismatchError if the table exists with other settings.
 
         `filters` (:mod:`paceline.filters`) apply to this client's pushes and pulls, and `pull_filters` to the returned
         values (default: the filters for values and bytes in `filters`). Raises UsageError if a server does not have the
@@ -230,8 +230,8 @@ class Client:
     ) -> DenseTable:
         """Declare a dense table: `size` float32 with keys 0 to size - 1, which all exist from the start.
 
-        Other arguments and errors as :meth:`sparse_table`. Only filters for values and bytes are allowed, and for
-        pushes and pulls by key :class:`~paceline.filters.KeyCaching` and :class:`~paceline.filters.KeyNumbers`.
+        Other arguments and errors as :meth:`sparse_table`. The allowed filters are filters for values and bytes and,
+        for pushes and pulls by key, :class:`~paceline.filters.KeyCaching` and :class:`~paceline.filters.KeyNumbers`.
         """
         size = whole_number(f"dense_table({name!r}, size={size!r})", size, 1)
         spec = make_spec(name, "dense", update, initializer, seed, size=size)
@@ -252,7 +252,7 @@ class Client:
         if filters is not None:
             filters.check_fits(spec)
         with servers.lock:
-            # Encode and decode, which turns tuples into lists, so that equal specs compare equal.
+            # Encoding and decoding turns tuples into lists, so that equal specs compare equal.
             spec = msgspec.msgpack.decode(messages.encode(spec), type=register_type(TableSpec))
             number = self.link.call(messages.DeclareTable(spec=spec), TableNumber)
             declared = self._tables.get(spec.name)
@@ -298,9 +298,9 @@ class Client:
         return self.servers.byte_counts()
 
     def abort(self) -> None:
-        """Abort: waiting calls in other threads raise an error, and so do all later calls.
+        """Make waiting calls in other threads, and all later calls, raise an error.
 
-        Call :meth:`close` afterwards; it does not wait.
+        A :meth:`close` after this does not wait.
         """
         self.servers.abort()
 

@@ -39,8 +39,9 @@ from paceline.transport.client import closed_channel
 _NOTHING = np.empty(0, np.uint8)
 _MAX_IN_FLIGHT = 256
 _LARGE_BYTES = 1 << 19
-# With more answers than the server buffers per client (Limits.max_backlog_bytes), both ends would wait for the other to
-# read. So large answers are received before more are requested; _MAX_IN_FLIGHT small answers fit.
+# A server buffers a limited number of bytes of answers per client (Limits.max_backlog_bytes). Beyond it, both ends
+# would wait for each other to read. So the client receives large answers before it requests more; the limit has room
+# for _MAX_IN_FLIGHT small answers.
 MAX_ANSWER_BYTES = 1 << 26
 """The maximum number of bytes of values in flight, if several requests share them."""
 
@@ -52,7 +53,7 @@ _CONNECT_S = 1.0
 class ServerConnection:
     """Frames to and from one server. Not thread-safe: the client holds its lock.
 
-    `watch` has the newest view; `core` decides which messages are resent after a reconnection.
+    `watch` receives new views; `core` decides which messages are resent after a reconnection.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ServerConnection:
         self.rank = server.rank
         self.session = core.sessions[server.incarnation]
         self.patience_s = timeout_s
-        """How long to wait for an unreachable server of the view."""
+        """The time to wait for an unreachable server that is in the view."""
         self.lost: PacelineError | None = None
         self.core = core
         self._transport = transport
@@ -88,7 +89,7 @@ class ServerConnection:
         channel = self._transport.connect(self._target, self.hello, timeout_s=timeout_s)
         self._closed_bytes = self.byte_counts()
         self.channel = channel
-        if self.lost is not None:  # another thread has given up the connection
+        if self.lost is not None:  # set by another thread, which has given up the connection
             channel.close()
         for instruction in self.core.connected(self.session.server):
             if isinstance(instruction, Transmit):
@@ -128,7 +129,7 @@ class ServerConnection:
                 self._cut()
             except PacelineError as error:
                 self.session.failed(request, error)
-            except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request reconnects and resends everything
+            except BaseException:  # Ctrl-C, perhaps within a frame: the next request reconnects and resends all
                 self._cut()
                 raise
 
@@ -213,7 +214,7 @@ class ServerConnection:
     def _fail_all(self, error: PacelineError) -> None:
         self.lost = error
         for request in list(self.session.in_flight.values()):
-            request.is_reported = True  # by `lost`
+            request.is_reported = True  # the caller receives `lost` as the error
             self.session.failed(request, error)
 
     def _cut(self) -> None:
@@ -242,7 +243,7 @@ class ServerConnection:
                 return
             except (AddressError, PeerError):
                 self._cut()
-                # The scheduler may still declare it dead, and another server may then take over its buckets.
+                # The scheduler may still declare the server dead, and another server may then take over its buckets.
                 patience_s = self._reconnect_s if self._watch.has_failed else self.patience_s
                 if time.monotonic() - began > max(patience_s, self._reconnect_s):
                     lost = ConnectionLostError(
@@ -293,7 +294,7 @@ class ServerConnection:
             self._cut()
             raise
         if request is None:
-            session.orphan_answered(header.request)  # or a duplicate
+            session.orphan_answered(header.request)  # the answer to an abandoned request, or a duplicate answer
         else:
             self._answered(request, header)
 
@@ -335,7 +336,7 @@ class ServerConnection:
         )
 
     def transmit(self, frame: tuple[Any, ...], request: Request) -> None:
-        """Send the frame of a request in flight; if the connection is lost, reconnect and resend all of the frames."""
+        """Send the frame of a request in flight; if the connection is lost, reconnect and resend all frames."""
         try:
             self.channel.send(*frame)
         except ConnectionLostError as error:
@@ -343,15 +344,15 @@ class ServerConnection:
         except PacelineError:
             self.session.withdraw(request)
             raise
-        except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request reconnects and resends everything
+        except BaseException:  # Ctrl-C, perhaps within a frame: the next request reconnects and resends all
             self._cut()
             raise
 
 
 def go_back(connection: ServerConnection, request: Request) -> None:
-    """Resend a request and all later requests without filters, because the server accepted none of them.
+    """Resend a request and all later requests without filters, because the server rejects all of them.
 
-    The server rejects each request; only the first rejection counts.
+    The server sends a rejection for each request; the client reacts only to the first rejection.
     """
     if not exchange_of(request).unfilter():
         connection.session.received(request)
@@ -360,7 +361,7 @@ def go_back(connection: ServerConnection, request: Request) -> None:
     for repeated in connection.session.repeat_from(request):
         exchange_of(repeated).unfilter()
         connection.transmit(exchange_of(repeated).frame, repeated)
-        if connection.channel is not channel:  # the reconnection has resent everything
+        if connection.channel is not channel:  # a reconnection in the loop has resent all requests
             return
 
 
@@ -384,12 +385,16 @@ class CutWatch:
         self.waiting_on: ServerConnection | None = None
         """The connection on which the client waits for an answer."""
         self.has_cuts = False
-        """Whether :meth:`reconnect` must run. Set before `waiting_on` is read, and read after it is set."""
+        """Whether :meth:`reconnect` must run.
+
+        To avoid a race, one thread sets this before it reads `waiting_on`, and the other sets `waiting_on` before it
+        reads this.
+        """
 
     def check(self, connections: Sequence[ServerConnection]) -> bool:
         """Return whether a connection with lost messages is cut. Call it from any thread, without the client's lock.
 
-        A client that waits for another server is interrupted and reconnects to both.
+        If the client waits for another server, its wait is interrupted, and it reconnects to both servers.
         """
         cut = [connection for connection in connections if connection.is_cut]
         if not cut:

@@ -30,8 +30,8 @@ class DenseTable(Table):
 
     def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         super().__init__(client, number, spec, filters)
-        self._runs: list[Sequence[tuple[int, int]]] = []  # of each server
-        self._runs_of = 0  # version of the view
+        self._runs: list[Sequence[tuple[int, int]]] = []  # for each server, its ranges of keys
+        self._runs_of = 0  # the version of the view for which `_runs` was computed
 
     @property
     def size(self) -> int:
@@ -87,7 +87,7 @@ class DenseTable(Table):
         self, grads: npt.ArrayLike, out: Floats | None = None, *, start: int = 0, keys: npt.ArrayLike | None = None,
         tick: bool = False,
     ) -> Floats:  # fmt: skip
-        """Push gradients, then read the same elements, in one message; with `tick`, of the next iteration."""
+        """Push gradients and read the same elements in one message. With `tick`, the read is of the next iteration."""
         values: Floats = self.push_pull_async(grads, out, start=start, keys=keys, tick=tick).result()
         return values
 

@@ -1,6 +1,6 @@
-"""The payload of one request: its frame, the destination of its answer's values, and its keys at view changes.
+"""The payload of one request: its frame, the array for the values of its answer, and its keys at view changes.
 
-:func:`fill` makes the frames of replacements, which have keys, not ranges.
+:func:`fill` creates the frames that replace requests at a view change. Such a frame has keys, and never a range.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Memory = npt.NDArray[np.uint8]
 
 
 class Copies:
-    """Copies of arrays, and a pool of released memory."""
+    """Copies arrays into memory from a pool of released memory."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Memory]] = {}  # by size
+        self._free: dict[int, list[Memory]] = {}  # size → released memory
         self.num_free = 0
 
     def copy(self, arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[npt.NDArray[Any]], Memory]:
@@ -100,7 +100,10 @@ class Exchange:
         self.frame = frame
         self.is_call = is_call
         self.out = self.into = out
-        """The array for the values of the answer, if any; `into` if the body has exactly its bytes."""
+        """The array for the values of the answer, if any.
+
+        `into` is the same array if the values can be received in place, else None.
+        """
         self.is_private = is_private
         """Whether only this request uses the arrays of the frame."""
         self.meta = b""
@@ -146,7 +149,7 @@ class Exchange:
         return self.part.buckets
 
     def locate(self, specs: Mapping[int, TableSpec], layout: Buckets) -> None:
-        """Determine the keys of the frame; `layout` are the buckets that its server led when the frame was made."""
+        """Determine the keys of the frame; `layout` has the buckets that the server led when the frame was created."""
         if self.part is None:
             self.part = FrameKeys(self.frame, specs[HEADER.unpack(self.frame[0])[4]], layout)
 
@@ -156,7 +159,7 @@ class Exchange:
         rows[positions] = self.out.reshape(len(positions), -1)
 
     def retain(self, copies: Copies) -> None:
-        """Copy the arrays, because the caller may change them when the request is done."""
+        """Copy the arrays of the frame, because the caller may change them once the request is done."""
         if not self.is_private:
             arrays, self.memory = copies.copy(self.frame[1:3])
             self.frame = (self.frame[0], *arrays)
@@ -183,7 +186,7 @@ class FrameKeys:
         self.table = header[4]
         self.spec = spec
         self.flags = header[3] & EXACT
-        """The flags that also apply to replacements."""
+        """The flags of the frame that its replacements keep."""
         self._is_range = bool(header[3] & RANGE)
         self._frame = frame
         self._layout = layout
@@ -220,7 +223,7 @@ class FrameKeys:
 
 @dataclass(slots=True)
 class DataRequest:
-    """A data request for one server, without its number; the default is the end of an iteration without a push."""
+    """A data request for one server, not yet numbered. With default values it only ends an iteration."""
 
     kind: int = TICK
     table: int = 0
@@ -231,7 +234,7 @@ class DataRequest:
     """C-contiguous arrays: keys or a range, and gradients."""
     out: Any = None
     is_private: bool = False
-    """Whether the caller does not use the parts any longer."""
+    """Whether the caller no longer uses the parts, so that no copy is needed."""
 
     def of_server(self, parts: Sequence[Any], out: Any) -> DataRequest:
         return DataRequest(self.kind, self.table, self.flags, self.clock, self.sequence, parts, out, True)
@@ -250,7 +253,7 @@ def pack(data: DataRequest, request: Request, version: int) -> tuple[Any, ...]:
 
 
 def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: int) -> Exchange:
-    """Return the payload of a replacement, assembled from pieces of other requests."""
+    """Return the payload of a request that replaces `pieces` of other requests."""
     parts = [(_keys_of(piece), buckets) for piece, buckets in pieces]
     table = parts[0][0].table
     if request.kind is RequestKind.PUSH:

@@ -1,7 +1,7 @@
 """Requests of a table that are compressed by filters at the first transmission, and unfiltered when they are resent.
 
-An :class:`Exchange` has the frame without filters, with the values as the server decodes them. That frame is sent after
-a reconnection, to another server, or if the server lacks the keys.
+An :class:`Exchange` stores the unfiltered frame, with the values as the server decodes them from the filtered one. The
+unfiltered frame is sent after a reconnection, to another server, or if the server lacks the keys.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class TableFilters:
         sent = [item.describe() for item in self.requests.filters if item not in self.requests.rows]
         self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
         self.follow_weights = any(item.needs_l1 for item in self.requests.rows)
-        """Whether they need the pulled values, by :meth:`note_pulled`."""
+        """Whether the filters need the pulled values, which :meth:`note_pulled` passes to them."""
         self._is_dense = is_dense
-        self._l1: float | None = None  # of the table's update rule, once it is needed
+        self._l1: float | None = None  # the L1 penalty of the table's update rule, computed when it is first needed
         self._selections: list[RowSelection] = []
         self._row_errors: RowErrors | None = None
         self._senders: dict[int, FilteredSender] = {}
@@ -160,7 +160,7 @@ class FilteredSender:
         self._has_sent_meta = False
 
     def send(self, data: DataRequest) -> Request:
-        """Send a request with filters, as :meth:`ServerConnection.send`."""
+        """Filter a request and send it through :meth:`ServerConnection.send`."""
         connection, session, parts, clock = self._connection, self._connection.session, data.parts, data.clock
         connection.make_room(data.out)
         if data.kind not in _FILTERED or session.awaits_view or not session.is_connected:
@@ -190,7 +190,10 @@ class FilteredSender:
         return request
 
     def _encode_push(self, keys: Keys, values: Floats, seed: int, *, is_range: bool) -> tuple[Bytes, Floats]:
-        """Return the body of a push and the values that the server decodes; the errors go into later pushes."""
+        """Return the body of a push, and the values that the server decodes from it.
+
+        Rounding errors are added to later pushes.
+        """
         if self._errors is None and len(values):
             self._errors = self._filters.errors(len(values) // len(keys))
         errors = self._errors
@@ -208,7 +211,7 @@ class FilteredSender:
         return self._chain.encode(keys, values, seed, self._memory, is_range=is_range, read=read), read
 
     def _begin(self, connection: ServerConnection) -> None:
-        """Clear the memory that the server has lost in a reconnection or a view change."""
+        """Clear the filters' memory after a reconnection or a view change, because the server has lost its own."""
         version = connection.core.version
         if self._channel is not connection.channel:
             self._channel, self._has_sent_meta = connection.channel, False
@@ -221,18 +224,19 @@ class FilteredSender:
             self._errors.forget_ranges()
 
     def forget(self) -> None:
-        """Clear the memory before the next request, because the server lacks the keys of a request."""
+        """Clear the memory of the filters before the next request, because the server lacks the keys of a request."""
         self._channel = None
 
 
 class FilteredExchange(Exchange):
-    """The payload of a filtered request; its frame is unfiltered."""
+    """The payload of a filtered request. The stored frame is unfiltered, to be resent."""
 
     __slots__ = ("_sender", "is_filtered")
 
     def __init__(self, frame: tuple[Any, ...], out: Any, is_private: bool, sender: FilteredSender) -> None:
         super().__init__(frame, out, is_private)
-        self.into = None  # the answer is shorter than the values, or longer
+        # a filtered answer has another length than the values, so it cannot be received into their array
+        self.into = None
         self._sender = sender
         self.is_filtered = True
 

@@ -1,6 +1,6 @@
 """View changes and reconnections while a client is idle or waits for another server.
 
-They run in a separate thread, so that servers do not wait for the client.
+A separate thread handles them, so that servers do not wait for the client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.ps.messages import View
 
 
 class ViewFollower:
-    """Receives views in the thread of the scheduler link, or in the registering thread."""
+    """Receives views, and applies them in its own thread while the client is idle."""
 
     def __init__(self) -> None:
         self.watch = RouteWatch()
@@ -29,7 +29,7 @@ class ViewFollower:
         for connection in self.servers.connections:
             if not self.watch.has(connection.session.server):
                 connection.interrupt()
-        # A busy client checks for a new view before each request; this thread covers an idle one.
+        # A busy client checks for a new view before each request; this thread applies the view for an idle client.
         self._start(self.servers)
 
     def fail(self, error: PacelineError) -> None:
@@ -57,7 +57,7 @@ class ViewFollower:
                 self._thread = None
             if servers.is_closed:
                 return
-            with contextlib.suppress(PacelineError, MemoryError):  # the next call of the client raises it
+            with contextlib.suppress(PacelineError, MemoryError):  # the next call of the client raises the error
                 if self.watch.is_newer_than(servers.core.version):
                     servers.follow()
                 else:

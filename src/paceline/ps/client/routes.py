@@ -125,7 +125,7 @@ class RouteWatch:
                 self.newest = replace(self.newest, has_ended=True)
 
     def fail(self, error: PacelineError) -> None:
-        """Raise `error` in all current and later waits."""
+        """Make all current and later waits raise `error`."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -148,7 +148,7 @@ class RouteWatch:
     def wait_newer(self, version: int, timeout_s: float, deadline: float | None = None) -> Routes:
         """Wait for routes of a higher version; return the newest. Raises DeadlineError, or the error of :meth:`fail`.
 
-        With a `deadline` (monotonic clock), `timeout_s` appears only in the error message.
+        With a `deadline` (monotonic clock) the wait ends then, and `timeout_s` is used only in the error message.
         """
         deadline = time.monotonic() + timeout_s if deadline is None else deadline
         with self._changed:

@@ -76,7 +76,7 @@ class Ticket:
 
     def _wait(self) -> None:
         with self._servers.lock:
-            if self._finished:  # by another thread
+            if self._finished:  # another thread has finished the ticket
                 return
             try:
                 for request in self._requests:
@@ -115,9 +115,9 @@ _Result = TypeVar("_Result")
 
 
 class Servers:
-    """The connections of one client, and its core. Callers hold `lock`, except where a method's docstring differs.
+    """The connections of one client, and its core. Callers hold `lock`, unless a method's docstring says otherwise.
 
-    `watch` has the newest view, which another thread receives; :meth:`newest` applies it.
+    `watch` receives views in another thread; :meth:`newest` applies the newest view.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Servers:
         self._connection_to = partial(
             ServerConnection, transport, hello, core, watch, copies, timeout_s=timeout_s, reconnect_s=reconnect_s
         )
-        # The core's instructions, then requests that must wait until earlier answers have come.
+        # Instructions of the core that are not carried out yet, and requests that wait for earlier answers.
         self._to_do: deque[Instruction | Request] = deque()
         self._closed_bytes = (0, 0)
         self.is_closed = False
@@ -166,7 +166,8 @@ class Servers:
                 except (AddressError, ConnectionLostError, DeadlineError):
                     if not has_replicas:
                         raise
-                    # It is dead or stopped: a request that needs it reconnects, or the next view excludes it.
+                    # The server is dead or stopped: a request to this server will reconnect, or the next view excludes
+                    # the server.
 
     def newest(self) -> list[ServerConnection]:
         if self.watch.must_follow:
@@ -180,14 +181,15 @@ class Servers:
     def follow(self) -> None:
         """Apply the newest view: connect to its servers, and resend unanswered requests. Takes the lock.
 
-        Waits for a newer view that a server has announced. Raises DeadlineError if the view does not come.
+        If a server has rejected a request because of a newer view, waits for this view. Raises DeadlineError if the
+        view does not come.
         """
         with self.lock:
             while not self.is_closed or self.connections:
                 self.watch.must_follow = False
                 newest = self.watch.newest
                 try:
-                    if self._to_do:  # left by an exception: out of memory, or Ctrl-C
+                    if self._to_do:  # instructions that an exception (out of memory, Ctrl-C) has interrupted
                         self.execute(())
                     if newest is not None and newest.version > self.core.version:
                         self.execute(self._take(newest))
@@ -216,7 +218,7 @@ class Servers:
         return instructions
 
     def execute(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out the core's instructions. After an exception, :meth:`follow` continues with the other ones."""
+        """Carry out the core's instructions. After an exception, :meth:`follow` carries out the remaining ones."""
         self._to_do.extend(instructions)
         answer_bytes: dict[int, int] = {}
         while self._to_do:
@@ -247,7 +249,7 @@ class Servers:
                     connection.depart()
                     connection.close()
                 case Connect(server):
-                    with contextlib.suppress(AddressError, PacelineError):  # a request that needs it reconnects
+                    with contextlib.suppress(AddressError, PacelineError):  # a request to this server will reconnect
                         self._by_server[server].connect(min(self.timeout_s, _CONNECT_S))
                 case RequestJoin(_, round_):
                     current = [request for request in self.join_requests if request.round == round_]
@@ -305,7 +307,7 @@ class Servers:
                 else:
                     return False
         except PacelineError:
-            pass  # a wait raises it
+            pass  # a wait for the request raises the error
         return request.is_done
 
     def drain(self) -> None:
@@ -358,7 +360,7 @@ class Servers:
                     f"{self.core.clock} within {self.timeout_s:g} s"
                 )
             table = HEADER.unpack(exchange_of(session.retained[0]).frame[0])[4]
-            # The gate holds a read of the current iteration until then.
+            # The server answers a read of the current iteration only when all earlier iterations are stable.
             self.wait(connection.send(DataRequest(PULL, table, clock=self.core.clock, parts=(_NO_KEYS,))))
 
     def call_all(self, message: msgspec.Struct, result: Any = Any) -> list[Any]:
@@ -398,9 +400,9 @@ class Servers:
         return received + sum(count[0] for count in counts), sent + sum(count[1] for count in counts)
 
     def abort(self, reason: PacelineError | None = None) -> None:
-        """Abort all current and later requests; may be called from any thread.
+        """Make all current and later requests raise `reason` (default: the client is closed).
 
-        They raise `reason`, by default that the client is closed.
+        May be called from any thread.
         """
         reason = reason or UsageError(CLOSED)
         self.watch.fail(reason)
@@ -420,7 +422,7 @@ class Servers:
                         break
                     except DeadlineError:
                         break
-                    except PacelineError:  # callers that need the error have waited or called flush()
+                    except PacelineError:  # ignore the error: callers that need it have waited or called flush()
                         pass
         finally:
             for connection in self.connections:

@@ -1,7 +1,7 @@
 """Loading of a snapshot into a new cluster.
 
-Each server reads its own buckets, as primary or as replica. This process reads for servers that do not see the
-directory.
+Each server reads its own buckets, as primary or as replica. This process reads the files for servers that do not see
+the directory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SnapshotLoading:
         self._specs = {spec.name: spec for spec in client.tables()}
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._num_through = 0  # tables, in the best attempt
+        self._num_through = 0  # the number of loaded tables in the best attempt
         self._check = check
 
     def load(self) -> bool:
@@ -128,7 +128,7 @@ class SnapshotLoading:
                     unseen |= _held_by(client, connection.session.server)
             if waits:
                 self.pause(f"server {waits[0].rank} still reads its part")
-        if unseen:  # a server on another machine does not see this directory
+        if unseen:  # servers on other machines do not see this directory
             self._load_through(table, unseen)
 
     def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:

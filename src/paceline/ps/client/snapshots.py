@@ -37,7 +37,7 @@ from paceline.storage.format import PartUse, SnapshotManifest, StoredPart, Store
 from paceline.storage.snapshot_directory import SnapshotDirectory, SnapshotWriteError, describe_failure, folder_name
 
 FULL_EVERY = 10
-"""One in this number of snapshots does not refer to earlier snapshots."""
+"""After this number of snapshots, one snapshot is full: it does not refer to earlier snapshots."""
 _MARGINS = (2, 16, 256, 4096)  # iterations added to the boundary if a server has already passed it
 _PATIENCE_S = 120.0
 """The maximum duration of a snapshot during which buckets move."""
@@ -65,7 +65,7 @@ class _Attempt:
         self.iteration: int | None = None
         self.round = -1
         self.version = 0
-        """The version of the view at the last requests."""
+        """The version of the view in which the last requests were sent."""
         self.started_s = time.monotonic()
         self.waits: list[ServerConnection] = []
         self.states: list[SnapshotState] = []
@@ -84,7 +84,7 @@ class SnapshotCoordinator:
     def __init__(self, client: Client, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         self._client = client
         self._snapshots = SnapshotDirectory(directory, keep)
-        self._referable: list[int] = []  # this run's snapshots since the last full one
+        self._referable: list[int] = []  # the snapshots of this run since the last full snapshot
         self._newest: SnapshotManifest | None = None
         self._num_taken = 0
         self.attempt: _Attempt | None = None
@@ -151,7 +151,8 @@ class SnapshotCoordinator:
                     boundary=boundary,
                     round=attempt.round,
                 )
-                with contextlib.suppress(StaleEpochError, ConnectionLostError):  # its buckets are missing then
+                # the buckets of this server are then missing, and the next round requests them
+                with contextlib.suppress(StaleEpochError, ConnectionLostError):
                     answers.append(connection.call(request, SnapshotStarted)[0])
                     attempt.waits.append(connection)
         return answers
@@ -191,7 +192,8 @@ class SnapshotCoordinator:
                     state = connection.call(
                         GetSnapshotState(directory=str(self.directory), number=attempt.number), SnapshotState
                     )[0]
-                except (StaleEpochError, ConnectionLostError):  # its parts are unknown
+                # the parts of this server are unknown, so the next round requests its buckets
+                except (StaleEpochError, ConnectionLostError):
                     attempt.waits.remove(connection)
                     continue
                 if state.error:
@@ -205,7 +207,7 @@ class SnapshotCoordinator:
         if time.monotonic() - attempt.started_s > _PATIENCE_S or attempt.round >= _MAX_ROUNDS:
             raise self._failed(f"{missing.bit_count()} buckets kept moving to other servers")
         if self._client.servers.routes.version == attempt.version:
-            return  # the view in which they moved has not arrived
+            return  # the view in which the buckets moved has not arrived
         if attempt.iteration is None:
             self._request_parts(attempt, missing, None)
             return
@@ -253,7 +255,8 @@ class SnapshotCoordinator:
         for state in attempt.states:
             found += [(part, bucket_set(part.buckets)) for part in state.parts if part.table == spec.name]
             for kept in state.unchanged:
-                if kept.table == number and self._newest is not None:  # unchanged since then
+                # these buckets are unchanged since snapshot `kept.number`
+                if kept.table == number and self._newest is not None:
                     found += _parts_of(self._newest, spec.name, kept.number, from_bytes(kept.buckets))
         for part, buckets in found:
             fresh = buckets & ~covered  # if two servers wrote a bucket, use one copy

@@ -90,9 +90,10 @@ class SparseTable(Table):
         self, keys: npt.ArrayLike, grads: npt.ArrayLike, out: Floats | None = None, *, tick: bool = False,
         assume_unique: bool = False,
     ) -> Floats:  # fmt: skip
-        """Push gradients, then read the values of the same keys, in one message; with `tick`, of the next iteration.
+        """Push gradients and read the values of the same keys in one message.
 
-        Under sequential consistency a gradient changes the values only in the next iteration.
+        With `tick`, the read is of the next iteration. Under sequential consistency a gradient changes the values only
+        in the next iteration.
         """
         ticket = self.push_pull_async(keys, grads, out, tick=tick, assume_unique=assume_unique)
         values: Floats = ticket.result()
@@ -111,7 +112,7 @@ class SparseTable(Table):
             return self._send_read(PUSH_PULL, distinct, inverse, flat, out, tick)
 
     def erase(self, keys: npt.ArrayLike) -> int:
-        """Erase rows, so that they read as never pushed; return the number of erased rows.
+        """Erase rows, as if they had never been pushed; return the number of erased rows.
 
         The number may be too low if the view changes during the call.
         """
@@ -131,10 +132,10 @@ class SparseTable(Table):
     def begin_pass(self, number: int, rows_of: int | None = None) -> None:
         """Start pass `number` (from 1) over the data: later pushes of all workers count for this pass.
 
-        All pushes of the previous pass must have arrived. At the first call existing rows count as last pushed in pass
-        `rows_of` (default: the previous one). Snapshots contain each row's last pass, saved models do not; a server
-        that replaces a dead one receives it. Numbers are at most 2^24 and stored modulo 63, so count passes one by one:
-        a row without a push for 63 passes counts as pushed in this one unless it was erased.
+        All pushes of the previous pass must have arrived. At the first call, existing rows count as last pushed in pass
+        `rows_of` (default: the previous pass). Snapshots, and servers that replace dead servers, get each row's last
+        pass; saved models do not contain it. Numbers are at most 2^24 and stored modulo 63. So count passes one by one:
+        a row without a push for 63 passes counts as pushed in the current pass, unless it was erased.
         """
         number = whole_number(f"begin_pass({number!r})", number, 1, MAX_PASS)
         former = number - 1
@@ -146,11 +147,11 @@ class SparseTable(Table):
             self._servers.call_all(message)
 
     def erase_unseen(self, passes: int, *, also: Sequence[SparseTable] = ()) -> int:
-        """Erase the rows without a push in this pass and the `passes` - 1 previous ones; return their number.
+        """Erase the rows without a push in this pass and the `passes` - 1 passes before; return their number.
 
         :meth:`begin_pass` sets the current pass; without it nothing is erased. Rows of the tables `also` with the same
-        keys are erased too, whenever they were pushed. No worker may push during the call. Call it at least once in
-        63 - `passes` passes, or it misses rows (see :meth:`begin_pass`).
+        keys are erased too, whenever they were pushed. No worker may push during the call. Call this at least once in
+        63 - `passes` passes; otherwise some rows are not erased (see :meth:`begin_pass`).
         """
         passes = whole_number(f"erase_unseen({passes!r})", passes, 1, MAX_PASSES)
         is_list = isinstance(also, Sequence) and all(isinstance(table, SparseTable) for table in also)
@@ -258,7 +259,7 @@ class SparseTable(Table):
     def _send_split(
         self, connections: Sequence[ServerConnection | FilteredSender], data: DataRequest
     ) -> tuple[list[Request], Callable[[], None] | None]:
-        """Send to each server its keys; the returned function puts the values into `data.out`."""
+        """Send each server the request for its keys. The returned function copies the received values to `data.out`."""
         keys, dim, out = data.parts[0], self.dim, data.out
         order = np.empty(len(keys), np.int64)
         starts = np.empty(len(connections) + 1, np.int64)
@@ -272,7 +273,7 @@ class SparseTable(Table):
                 if data.flags & TICKS:
                     sent.append(connection.send(DataRequest(clock=data.clock)))
                 continue
-            if len(chosen) == len(keys):  # this server has them all
+            if len(chosen) == len(keys):  # one server has all keys
                 sent.append(connection.send(data))
                 continue
             own_keys = np.empty(len(chosen), np.uint64)

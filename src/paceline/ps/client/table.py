@@ -45,7 +45,7 @@ class TableClient(Protocol):
 
 
 class Table:
-    """A table as a client holds it. Abstract: a SparseTable or a DenseTable."""
+    """One client's view of a table. Abstract: a SparseTable or a DenseTable."""
 
     def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         self._client = client
@@ -92,7 +92,7 @@ class Table:
     def set_filters(self, filters: Sequence[Filter] = (), pull_filters: Sequence[Filter] | None = None) -> None:
         """Set the filters of this client's later requests, as in the table's declaration.
 
-        Values that the former filters held back are lost. Pulls in flight are answered without filters. Raises
+        Values that the former filters have not sent yet are lost. Pulls in flight are answered without filters. Raises
         UsageError if a server lacks a filter; then nothing is changed.
         """
         chosen = TableFilters(filters, pull_filters, is_dense=self.spec.kind == "dense") or None
@@ -106,7 +106,7 @@ class Table:
                 self.filters = None
 
     def _flush_filtered(self) -> None:
-        """Wait for filtered requests, because a server may request them again."""
+        """Wait for filtered requests, because a server may still reject them, and they must then be resent."""
         if self.filters is not None:
             self._client.flush()
 

@@ -1,4 +1,4 @@
-"""Calls and notices of one process to the scheduler, their answers, and its record for another scheduler."""
+"""Calls and notices of one process to the scheduler, their answers, and the process's record for a new scheduler."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Memory:
             return self._ledger.memory(time.monotonic())
 
     def again(self) -> list[tuple[msgspec.Struct, tuple[Any, ...]]]:
-        """Return the messages about this worker's job to repeat to another scheduler, and their bodies."""
+        """Return the messages about this worker's job, with their bodies, to resend to a new scheduler."""
         with self._lock:
             return list(self._ledger.again())
 
@@ -92,12 +92,12 @@ class Memory:
 Answer: TypeAlias = Future[tuple[bytes, memoryview]]
 
 _UNNUMBERED = (messages.Register, messages.Rejoin, messages.Leave)
-"""Messages that may arrive twice."""
+"""Messages without a number, because they may arrive twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A message to the scheduler, and the future of its answer; None for a notice."""
+    """A message to the scheduler, and the future of its answer (None for a notice)."""
 
     struct: msgspec.Struct
     body: tuple[Any, ...]
@@ -134,7 +134,7 @@ class SchedulerCalls:
     def __init__(self, channel: Channel, memory: Memory) -> None:
         self.channel = channel
         self.is_connected = True
-        """Whether messages are sent on this channel; else they are stored until the next connection."""
+        """Whether messages are sent on this channel. If not, they are stored until the next connection."""
         self.lost: PacelineError | None = None
         self._memory = memory
         self._end = MemberEnd()
@@ -153,7 +153,7 @@ class SchedulerCalls:
                 try:
                     send(self._end, self.channel, message)
                 except ConnectionLostError:
-                    self.is_connected = False  # the link's thread notices it too, and reconnects
+                    self.is_connected = False  # the link's thread detects the break too, and reconnects
                 except PacelineError:
                     self._end.take(message.number)
                     raise
@@ -177,19 +177,19 @@ class SchedulerCalls:
         return None if frame.header.kind == NOTICE else self.take(frame.header.request)
 
     def disconnected(self) -> None:
-        """Store messages from now on, until the next connection."""
+        """Store all messages until the next connection."""
         with self._lock:
             self.is_connected = False
         self.channel.close()
 
     def register_again(self, channel: Channel) -> None:
-        """Send all messages on another connection, before this process is a member."""
+        """Send all messages again on a new connection, because this process is not a member yet."""
         with self._lock:
             self._begin_on(channel)
             self._send_again(0)
 
     def rejoin(self, channel: Channel, make: Callable[[], messages.Rejoin]) -> SentMessage:
-        """Send the Rejoin of this moment on another connection; other messages follow after its answer."""
+        """Send the current Rejoin on a new connection. Other messages are sent after its answer."""
         with self._lock:
             self._begin_on(channel)
             message = add(self._end, make(), (), Future())
@@ -197,12 +197,12 @@ class SchedulerCalls:
         return message
 
     def send_again(self, received: int) -> None:
-        """Send the messages after number `received`; -1: another scheduler, which has no message."""
+        """Send the messages after number `received`, or all for a new scheduler, which has none (-1)."""
         with self._lock:
             self._send_again(received)
 
     def _begin_on(self, channel: Channel) -> None:
-        # Under one lock with the first message, so that Leave follows it or no message is sent on this connection.
+        # Hold the lock until the first message is sent, so that a Leave either follows the message or comes before all.
         self.channel = channel
         if self.lost is not None:
             raise self.lost

@@ -1,4 +1,4 @@
-"""A process's link to the scheduler: calls, notices and heartbeats on one connection, with a thread of its own.
+"""A process's link to the scheduler: one connection for calls, notices and heartbeats, with its own thread.
 
 The link reconnects after a break (:mod:`paceline.protocol.scheduler.numbered_messages`). If another scheduler replaces
 a dead scheduler at the same address, the link rejoins with this process's record (:mod:`~paceline.ps.scheduler.calls`)
@@ -39,13 +39,16 @@ from paceline.transport.backoff import Backoff
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 0.25
 _LASTING_S: Final = 1.0
-"""A connection that lasts this long was not rejected."""
+"""A connection that exists for this time was not rejected by the scheduler."""
 _ELSEWHERE_PAUSE_S: Final = 2.0
-"""Used while another cluster is at the scheduler's address."""
+"""The pause between attempts while the scheduler of another cluster has the address."""
 
 
 class Reconnection:
-    """The attempts of one process, for `patience_s` after the first of several short-lived connections broke."""
+    """The reconnection attempts of one process.
+
+    They end `patience_s` after the first of several short-lived connections broke.
+    """
 
     def __init__(self, patience_s: float, time_s: float) -> None:
         self.patience_s = patience_s
@@ -55,7 +58,7 @@ class Reconnection:
 
     def lost(self, time_s: float, heartbeat_s: float) -> float:
         """Record that the connection broke; return the pause before the first attempt."""
-        # Many members lose their scheduler at the same moment.
+        # Many members lose their scheduler at the same moment, so the first pause is random.
         longest_s = min(_LONGEST_PAUSE_S, max(heartbeat_s, _SHORTEST_PAUSE_S))
         self._backoff = Backoff(_SHORTEST_PAUSE_S, longest_s, spread=0.5)
         if self._refused_since_s is None or time_s > self._connected_s + _LASTING_S:
@@ -93,11 +96,14 @@ class LinkHooks:
     """Callbacks of a link, called in its thread."""
 
     on_notice: Callable[[msgspec.Struct], None] = lambda notice: None
-    """Called with every view of the cluster, and at its end or this member's expulsion."""
+    """Called with each view, and with the notice of the cluster's end or of this member's expulsion."""
     on_lost: Callable[[PacelineError], None] = lambda reason: None
     """Called once if the link reaches no scheduler in time."""
     tables: Callable[[], Sequence[KnownTable]] | None = None
-    """The function returns a server's tables; without it the declared tables count."""
+    """A server's function that returns its tables for a Rejoin.
+
+    Without it, the Rejoin has the tables that this process declared.
+    """
     unreachable: Callable[[], tuple[int, ...]] = lambda: ()
     is_well: Callable[[], bool] = lambda: True
     on_beat: Callable[[], None] = lambda: None
@@ -126,7 +132,7 @@ class SchedulerLink:
         self.hooks = LinkHooks() if hooks is None else hooks
         self.reconnections = 0
         self.num_replacements = 0
-        """The number of schedulers that have replaced another one."""
+        """The number of times that a new scheduler has replaced the former scheduler."""
         self.state = MemberState()
         self._timeout_s = timeout_s
         self._memory = Memory()
@@ -159,7 +165,7 @@ class SchedulerLink:
         body: Sequence[Any] = (),
         timeout_s: float | None = None,
     ) -> tuple[Any, memoryview]:
-        """Do as :meth:`call`, and return the body of the answer too."""
+        """Send a message as :meth:`call`; return the answer and its body."""
         return self._finish(self.calls.send(message, tuple(body), Future()), result, timeout_s)
 
     def start(self, message: msgspec.Struct, result: type[_Result]) -> Callable[[], _Result]:
@@ -227,8 +233,9 @@ class SchedulerLink:
             self.is_closing = True
             self._closed.set()
             self.calls.leave(UsageError("this client is closed: connect again"))
-            # The scheduler closes the connection after it has read Leave. If this end closed the connection with unread
-            # data or during a write of the scheduler, Leave would be lost, and the others would wait for the timeout.
+            # Wait until the scheduler has read Leave and closes the connection. If this end closed the connection with
+            # unread data or during a write of the scheduler, Leave would be lost, and other members would wait for the
+            # timeout.
             try:
                 if threading.current_thread() is not self.thread:
                     self.thread.join(_FAREWELL_S)
@@ -249,7 +256,7 @@ class SchedulerLink:
             except (PacelineError, OSError, ValueError) as error:
                 lost: PacelineError | None = self._lost_error()
                 if isinstance(error, PeerError) and not isinstance(error, ConnectionLostError):
-                    lost = error  # the scheduler is alive and has sent the reason
+                    lost = error  # the scheduler is alive, and has sent the reason for the end
                 elif self._reconnection.patience_s > 0 and not (self.is_closing or self.state.is_over):
                     lost = self._come_back()
                 if lost is not None:
@@ -277,7 +284,7 @@ class SchedulerLink:
                 except UsageError:
                     if not self.is_closing:
                         raise
-                    # Leave is sent already: the scheduler closes the connection.
+                    # Leave is sent already, so wait until the scheduler closes the connection.
             if self.calls.channel.poll(min(self.state.heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()
 
@@ -298,7 +305,8 @@ class SchedulerLink:
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
         elif call is not None:
-            if isinstance(call.struct, messages.Register):  # changes of its view may follow at once
+            # apply the welcome here, because changes of its view may follow immediately
+            if isinstance(call.struct, messages.Register):
                 welcome = read_meta(frame.meta, _WELCOME, "a welcome")
                 self._memory.joined(welcome.incarnation)
                 self._take_view(self.state.welcomed(welcome))
@@ -336,7 +344,7 @@ class SchedulerLink:
                 if not is_elsewhere:
                     return None
             except (ConnectionLostError, DeadlineError, AuthenticationError, VersionError, _NoSchedulerError, OSError):
-                pass  # lost again, or another process listens there
+                pass  # the connection is lost again, or another program listens at the address
             except PacelineError as refusal:
                 return refusal  # the scheduler has rejected this process
             self.calls.channel.close()
@@ -352,7 +360,7 @@ class SchedulerLink:
         except PacelineError:
             raise _NoSchedulerError from None
         self._reconnection.connected(time.monotonic())
-        if self.state.welcome is None:  # not a member yet: the registration is repeated too
+        if self.state.welcome is None:  # this process is not a member yet, so its registration is resent too
             self.calls.register_again(channel)
             return True
         rejoining = self.calls.rejoin(channel, self._rejoin)

@@ -1,7 +1,8 @@
 """Detection of ended member processes.
 
-A broken connection does not mean that the process has ended. The end is certain at once for a process under the
-scheduler's own kernel. For another host it is probable if the host refuses connections to the process's address.
+A broken connection does not mean that the process has ended. For a process on the scheduler's own host, the kernel
+reports the end. The end of a process on another host is probable if the host refuses connections to the process's
+address.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paceline.transport.backoff import Backoff
 _POLL_S = 0.05
 _PROBE_S = 2.0
 _LAST_WORDS_S = 1.0
-"""The longest delay between the end of a process and the end of its connection."""
+"""The longest time to wait for the end of a connection after its process has ended."""
 
 
 @functools.cache
@@ -77,7 +78,7 @@ class ProcessWatch:
     def watch(self, member: Member, *, connected: bool) -> None:
         incarnation, process, endpoint = member.incarnation, member.process, member.address
         is_watched = self._watched.get(incarnation) == (process, endpoint)
-        if not is_watched:  # the incarnation may be of another cluster's member
+        if not is_watched:  # the member may belong to another cluster that uses the same incarnations
             self.forget(incarnation)
         if connected:
             self._connected.add(incarnation)
@@ -101,7 +102,7 @@ class ProcessWatch:
                 waiting.cancel()
 
     def keep(self, incarnations: Collection[int]) -> None:
-        """Stop watching all other processes."""
+        """Stop watching all processes except these."""
         for incarnation in self._watched.keys() - set(incarnations):
             self.forget(incarnation)
 
@@ -123,7 +124,7 @@ class ProcessWatch:
     def _open(self, incarnation: int, process: ProcessIdentity) -> None:
         try:
             descriptor = os.pidfd_open(process.pid)
-        except OSError:  # it has ended or is not accessible: it is checked when its connection breaks
+        except OSError:  # the process has ended or is not accessible: it is checked when its connection breaks
             return
         self._descriptors[incarnation] = descriptor
         asyncio.get_running_loop().add_reader(descriptor, self._ended, incarnation)
@@ -131,7 +132,7 @@ class ProcessWatch:
     def _ended(self, incarnation: int) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._descriptors[incarnation])
-        if incarnation in self._connected:  # its last messages are read first
+        if incarnation in self._connected:  # report the end later, after the last messages of the process were read
             self._polls[incarnation] = loop.call_later(_LAST_WORDS_S, self._poll, incarnation)
         else:
             self._poll(incarnation)
@@ -145,7 +146,7 @@ class ProcessWatch:
             self.forget(incarnation)
             self._on_ended(incarnation)
         elif incarnation not in self._connected:
-            # A killed process's connections break a moment before it has ended.
+            # The connections of a killed process break a moment before the process has ended.
             delay_s = _POLL_S if incarnation not in self._descriptors else 1.0
             self._polls[incarnation] = asyncio.get_running_loop().call_later(delay_s, self._poll, incarnation)
 

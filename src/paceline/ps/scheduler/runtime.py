@@ -1,6 +1,7 @@
-"""The scheduler's runtime: it passes frames, ends of processes and the time to the core, and carries out instructions.
+"""The scheduler's runtime: passes events to the core, and carries out the core's instructions.
 
-It stores only the numbers and settings of tables. Members store the scheduler's knowledge for the next scheduler.
+Events are frames, ends of processes, and the time. The runtime stores only the numbers and settings of tables. Members
+store all other state for the next scheduler.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Tables:
     def restore(self, tables: Iterable[KnownTable]) -> None:
         """Restore the members' tables; the latest revision of a table counts.
 
-        The next revision is far above all reported revisions, because dead processes may have had later ones.
+        The next revision is far above all reported revisions, because dead processes may have had later revisions.
         """
         numbers = {known.number for known in self._known.values()}
         for table in tables:
@@ -83,16 +84,16 @@ class Tables:
 
 
 _FLUSH_S = 0.02
-"""The longest wait of a new worker's publication, so that workers that register together are published together."""
+"""The delay before a new worker is published, so that workers that register together are published in one view."""
 
 
 class Scheduler(Handler):
-    """One scheduler of a cluster with these valid settings.
+    """The scheduler of a cluster. The `settings` must be valid.
 
     It takes over the cluster of a dead scheduler when members of that cluster connect. With `replaces` it forms no new
     cluster before the heartbeat timeout; with `accepts_minority` it then takes over with the connected members, however
-    few. `on_note` receives messages for the operator, about the end of a process only if `reports_ends`. `on_loss` is
-    called if buckets are lost, `fail` with an exception after which this scheduler must not continue
+    few. `on_note` receives messages for the operator; messages about the end of a process only if `reports_ends`.
+    `on_loss` is called if buckets are lost, `fail` with an exception after which this scheduler must not continue
     (:mod:`paceline.ps.fail_stop`).
     """
 
@@ -121,15 +122,16 @@ class Scheduler(Handler):
             self.process_ended, lambda incarnation: self._feed(events.Doubted(incarnation)), fail
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._flush: asyncio.TimerHandle | None = None  # the latest
-        self._encoded: tuple[Any, bytes] = (None, b"")  # the last message, which several processes may receive
+        self._flush: asyncio.TimerHandle | None = None  # the timer of the next Flush
+        # the last message and its encoding, because several processes may receive the same message
+        self._encoded: tuple[Any, bytes] = (None, b"")
         self.failure: PacelineError | None = None
-        """The reason of an end that no process requested."""
+        """The reason why this scheduler ended, if no process requested the end."""
         self.ended = asyncio.Event()
 
     @must_succeed
     def connected(self, peer: Peer) -> None:
-        """Start the session of a connection. The first connection starts the clock."""
+        """Start the session of a connection. The first connection starts the timers."""
         self.core.connected(peer)
         if self._timer is None:
             self._tick()
@@ -162,7 +164,7 @@ class Scheduler(Handler):
         self._feed(events.ProcessEnded(incarnation))
 
     def end(self, reason: str) -> None:
-        """End every process of the cluster in good order."""
+        """End every process of the cluster without an error."""
         self._execute(self.core.end(reason))
 
     def _tick(self) -> None:
@@ -187,7 +189,8 @@ class Scheduler(Handler):
             case events.ServeRequest(call, request):
                 self._serve(call, request)
             case events.WatchProcess(member, is_connected):
-                # Another process that has just ended may have completed the recovery.
+                # The event of another ended process may have completed the recovery, and this process is then not
+                # watched.
                 if is_connected or self.core.is_watched(member.incarnation):
                     self._processes.watch(member, connected=is_connected)
             case events.WatchOnly(incarnations):
@@ -200,7 +203,7 @@ class Scheduler(Handler):
                     self._report_dead(member, reason)
             case events.TakenOver(returned, dead):
                 rejoins = [rejoin for _, rejoin in returned]
-                # Servers know the tables best.
+                # Servers come first, because their records of the tables are the most recent.
                 for rejoin in sorted(rejoins, key=lambda rejoin: rejoin.member.role is not Role.SERVER):
                     self._tables.restore(rejoin.tables)
                 for member in dead:
@@ -211,7 +214,8 @@ class Scheduler(Handler):
             case events.NewsSoon():
                 loop.call_soon(lambda: self._feed(events.NewsDue()))
             case events.BucketsLost(buckets):
-                if not self.ended.is_set():  # at the end servers leave with their buckets
+                # no loss is reported at the end of the cluster, when servers leave with their buckets
+                if not self.ended.is_set():
                     self._on_loss(f"{buckets.bit_count()} buckets of the tables are lost: no live server has them")
             case events.NotifyOperator(text):
                 self.on_note(text)

@@ -109,7 +109,7 @@ class Answers:
         )  # fmt: skip
 
     def forwarded(self, peer: Peer, header: Header) -> None:
-        """Acknowledge a forwarded push to the predecessor: this server and its successors have it."""
+        """Acknowledge a forwarded push to the predecessor, because this server and its successors have the push."""
         peer.send(HEADER.pack(MAGIC, PROTOCOL_VERSION, FORWARDED, 0, 0, header.request, 0, 0, 0, 0, 0))
 
     def _clock(self, clock: int) -> int:
@@ -121,7 +121,7 @@ class Answers:
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(instruction.clock)))
 
     def refuse(self, token: Any) -> None:
-        """Make a client retry in the newer view. A server that has forwarded a push needs no answer."""
+        """Reject a request, so that the client retries in the newer view. Forwarded pushes get no answer."""
         if not isinstance(token, ChainPush | BlockedRead) or token.peer is None or token.header is None:
             return
         if token.peer.hello.role != "server":
@@ -192,7 +192,7 @@ class Answers:
         )
 
     def late_push(self, push: ChainPush, peer: Peer) -> DeadlineError:
-        """Return the error for a push with too few replicas, as in Kafka's ``min.insync.replicas``."""
+        """Return the error for a push with too few replicas (compare Kafka's ``min.insync.replicas``)."""
         table = self._tables.find(push.pieces[0].table).spec.name
         return DeadlineError(
             f"{name_of(peer)} waited {timeout_s(peer):g} s for the acknowledgement of a push to table {table!r}: "
@@ -220,6 +220,6 @@ def name_of(peer: Peer) -> str:
 
 
 def timeout_s(peer: Peer) -> float:
-    """Return how long a peer waits for an answer: the time in its hello, or a minute."""
+    """Return the time that a peer waits for an answer: the time in its Hello, or else a minute."""
     timeout_ms = peer.hello.extra.get("timeout_ms")
     return min(max(timeout_ms, 0), _MAX_TIMEOUT_MS) / 1000.0 if isinstance(timeout_ms, int) else 60.0

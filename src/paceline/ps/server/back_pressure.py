@@ -27,7 +27,7 @@ class BackPressure:
         self._core = core
         self._buffer = buffer
         self.max_bytes = MAX_HELD_BYTES
-        self._added = 0  # the bytes at the last count, and since
+        self._added = 0  # an upper bound of the buffered bytes: the last count, and all bytes added after it
         self.paused: dict[Peer, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -44,7 +44,7 @@ class BackPressure:
     def note(self, peer: Peer, num_bytes: int) -> None:
         """Record buffered bytes of a peer; pause the peer if the budget is exceeded."""
         self._added += num_bytes
-        if self._added <= self.max_bytes:  # an upper bound of the count
+        if self._added <= self.max_bytes:  # no count is needed below the bound
             return
         held, ahead = self.count_held(), self.count_ahead()
         self._added = held + ahead
@@ -54,7 +54,7 @@ class BackPressure:
             self._schedule_check()
 
     def resume_all(self) -> None:
-        """Resume all connections: the event that they waited for may have come, or may have to come from them."""
+        """Resume all connections, because the awaited event may have come, or one of them must send it."""
         paused, self.paused = self.paused, {}
         for peer in paused:
             peer.resume_receiving()

@@ -34,7 +34,7 @@ _CHANGES = (
     messages.SetUpdate,
     snapshot_messages.LoadParts,
 )
-"""Calls that change state: a server rejects them from members that left or died, and applies each once."""
+"""Calls that change state: a server rejects such calls from members that left or died, and applies each call once."""
 
 
 class Traffic:
@@ -145,10 +145,10 @@ class ServerControl:
             if len(body) & 7:
                 raise ProtocolError(f"keys to erase have 8 bytes each, got {len(body)} bytes")
             if part.spec.kind == "dense":
-                part.erase(np.empty(0, np.uint64))  # raises
+                part.erase(np.empty(0, np.uint64))  # raises UsageError
         selection = Selection(np.frombuffer(body, np.uint64, rows).copy())
         buckets = part.buckets_of(selection)
-        self._check_led(buckets)  # first: a call by another view is sent again
+        self._check_led(buckets)  # before any change, because the client resends a call of another view
         part.num_values(selection)
         floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
         if operation == RECORDS:
@@ -159,30 +159,30 @@ class ServerControl:
         return _push_of_call(operation, [Piece(request.table, selection, floats)], buckets, peer, header)
 
     def erase_unseen(self, peer: Peer, header: Header, request: messages.EraseUnseen) -> ChainPush:
-        """Return the push that erases a bucket's unseen rows, as `write_or_erase` does, even without such rows.
+        """Return the push that erases a bucket's unseen rows, as `write_or_erase` does, even if no rows are unseen.
 
-        So the number of the call is stored, and a repeat in a later pass erases nothing.
+        The push stores the number of the call, so that a repeat in a later pass erases nothing.
         """
         self._check_change(peer, header)
         self._check_led(1 << request.bucket)
         for number in request.also:
-            self._sparse_part(number)  # raises
+            self._sparse_part(number)  # raises UsageError for a dense table
         keys = self._sparse_part(request.table).unseen_keys(request.bucket, request.passes).copy()
         if not self._core.push(peer.hello.incarnation | CALLS, header.sequence, 0, 1 << request.bucket).fresh:
-            keys = keys[:0]  # a repeat erases nothing, and its answer waits for the successors
+            keys = keys[:0]  # a repeat erases nothing, but its answer waits for the successors
         numbers = (request.table, *(number for number in request.also if number != request.table))
         pieces = [Piece(number, Selection(keys), np.empty(0, np.float32)) for number in numbers]
         return _push_of_call(ERASURE, pieces, 1 << request.bucket, peer, header)
 
     def _begin_pass(self, request: messages.BeginPass) -> None:
         self._sparse_part(request.table).begin_pass(request.number, request.rows_of)
-        self._replicator.tables_changed()  # before a bucket with this pass is sent
+        self._replicator.tables_changed()  # notify the successors before a bucket with this pass is sent to them
 
     def _sparse_part(self, number: int) -> SparsePart:
         part = self._tables.find(number).part
         if part.spec.kind != "sparse":
             raise UsageError(f"table {part.spec.name!r} is dense: only rows of sparse tables have passes")
-        return cast(SparsePart, part)  # or its wrapper during a snapshot
+        return cast(SparsePart, part)  # a SparsePart, or its wrapper during a snapshot
 
     def _set_update(self, request: messages.SetUpdate) -> None:
         self._replicator.set_update(request.table, request.update, request.revision)

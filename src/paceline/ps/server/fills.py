@@ -48,8 +48,8 @@ class FillTransfers:
         self._links = links
         self._checks = checks
         self._non_finite = non_finite
-        self._soon: set[int] = set()  # servers with a scheduled bucket
-        self._sent: dict[int, _Sent] = {}  # server → its last bucket
+        self._soon: set[int] = set()  # the servers for which the next bucket is scheduled
+        self._sent: dict[int, _Sent] = {}  # server → the last bucket sent to it
 
     def send_soon(self) -> None:
         for target in self._core.filling:
@@ -81,10 +81,10 @@ class FillTransfers:
         sent.busy_s = time.thread_time() - busy_s
 
     def taken(self, target: int, header: Header) -> None:
-        """Schedule the next bucket after four times the cost of the last bucket, which leaves time for other messages.
+        """Schedule the next bucket.
 
-        The cost is the CPU time at both ends and the time on the link. Waiting time does not count, because it should
-        not delay replication.
+        The pause is four times the cost of the last bucket, so that other messages have time. The cost is the CPU time
+        at both ends and the time on the link. Waiting time does not count, because it should not delay replication.
         """
         sent = self._sent.get(target)
         if target not in self._soon:

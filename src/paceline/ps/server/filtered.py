@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 _BEFORE: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
 _MAX_BODY_BYTES: Final = Limits().max_frame_bytes
 MAX_KEY_BYTES: Final = 1 << 30
-"""Limit of the memory for all workers' cached keys. Beyond it the server drops all of the keys."""
+"""The limit of the memory for all workers' cached keys. Above the limit the server drops all cached keys."""
 _NO_META: Final = memoryview(b"")
 
 Handle: TypeAlias = Callable[[Peer, Header, memoryview, memoryview], None]
@@ -61,7 +61,7 @@ class _PeerTable:
     def decode(self, body: Bytes) -> Decoded:
         try:
             return self.requests.decode(body, self.memory, _MAX_BODY_BYTES)
-        except UsageError as error:  # of a user's filter
+        except UsageError as error:  # an error in a user's filter
             _logger.error("%s: the message is rejected", error)
             raise
 
@@ -110,7 +110,7 @@ class PeerFilters:
         seed = seed_of(peer.hello.rank, header.clock, header.sequence, header.table)
         try:
             return table.answers.encode_values(values, seed)
-        except UsageError as error:  # of a user's filter; clients also accept unfiltered answers
+        except UsageError as error:  # an error in a user's filter; clients also accept unfiltered answers
             _logger.error("%s: the values are sent without filters", error)
             return None
 
@@ -134,7 +134,7 @@ class FilteredFrames:
         self._handlers = handlers
         self._ordered: dict[int, Handle] = {kind: handlers[kind] for kind in (PUSH, PULL, PUSH_PULL, TICK)}
         self._ordered.update(dict.fromkeys(_BEFORE, self._receive))
-        self._lacking: dict[Peer, int] = {}  # the request that must come again
+        self._lacking: dict[Peer, int] = {}  # peer → the rejected request that the peer must resend first
         handlers.update(self._ordered)
 
     def disconnected(self, peer: Peer) -> None:
@@ -158,7 +158,7 @@ class FilteredFrames:
         self._ordered[before.kind](peer, before, _NO_META, decoded)
 
     def _receive_in_order(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Reject frames after a request that must come again; used while any connection has such a request."""
+        """Reject frames until the rejected request is resent. Used while any connection has a rejected request."""
         lacking = self._lacking.get(peer)
         if lacking is not None and lacking != header.request:
             _refuse(peer, header)

@@ -1,4 +1,4 @@
-"""Pushes in flight down a chain: their pieces in memory and on the wire."""
+"""Pushes on their way down a chain: their pieces in memory and on the wire."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.tables.server_tables import Piece, ServerTables
 from paceline.transport import Header, Peer, padded
 
 Frame: TypeAlias = tuple[Peer, Header, bytes, bytearray]
-"""A frame that came too early, with copies of its parts."""
+"""A postponed frame, with copies of its parts."""
 
 GRADIENTS = "push"
 RECORDS = "write"
@@ -27,7 +27,7 @@ ERASURE = "erase"
 
 
 class ChainPush(Struct, eq=False):
-    """A push, write or erasure that a chain has not acknowledged; a token of the core."""
+    """A push, write or erasure that the chain has not acknowledged; used as a token of the core."""
 
     operation: str
     incarnation: int
@@ -38,7 +38,7 @@ class ChainPush(Struct, eq=False):
     header: Header | None = None
     flags: int = 0
     requested: Selection | None = None
-    """The keys that the client reads; None: the keys of the push's only piece."""
+    """The keys whose values the client requests; None for the keys of the push's only piece."""
     buckets: Buckets = ALL
     """The buckets of the push's keys, or a larger set; saves the search in other buckets."""
     is_owned: bool = False
@@ -122,7 +122,8 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
     for piece in pieces:
         part, keys = tables.find(piece.table).part, piece.selection.key_array()
         part.check_bucket(bucket, keys)
-        most_words = part.record_words + (part.spec.kind == "sparse")  # the last word is a pass over the data
+        # records of sparse tables may end with a word for the pass over the data
+        most_words = part.record_words + (part.spec.kind == "sparse")
         if len(piece.floats) not in (len(keys) * part.record_words, len(keys) * most_words):
             raise ProtocolError(
                 f"bucket {bucket} of table {part.spec.name!r} ({part.spec}) has {len(piece.floats)} float32 for "
@@ -131,7 +132,8 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
-    is_seen = push.header is None or push.header.kind != FORWARD  # by the primary, which is this server
+    # the primary has already recorded the magnitude of its own pushes
+    is_seen = push.header is None or push.header.kind != FORWARD
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
         if push.operation == GRADIENTS:
@@ -157,7 +159,7 @@ def pack(pieces: Sequence[Piece]) -> tuple[tuple[PieceInfo, ...], list[Any]]:
         selection = piece.selection
         span = None
         if selection.keys is None:
-            assert selection.buckets is not None  # set when its values were counted
+            assert selection.buckets is not None  # set by the earlier call of num_values()
             span = (selection.start, selection.stop, to_bytes(selection.buckets))
         num_keys = 0 if selection.keys is None else len(selection.keys)
         infos.append(PieceInfo(piece.table, num_keys, len(piece.floats), span))

@@ -28,12 +28,13 @@ from paceline.tables.bucket_arrays import to_flags
 from paceline.tables.server_tables import ServerTables
 
 _ROUND_S = 50.0
-"""The duration of a round, in which each bucket is compared once; longer if _SHARE requires it."""
+"""The duration of a round, in which each bucket is compared once. _SHARE may require a longer round.
+"""
 _SHARE = 0.02
 """The maximum share of a server's time for digests."""
 _IDLE_S = 1.0
 _LOGGED = 8
-"""The maximum number of simultaneous differences in the log; the statistics have all."""
+"""The maximum number of differences in the log at one time. The statistics contain all differences."""
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 _STEP = 0xD1B54A32D192ED03
@@ -58,7 +59,7 @@ class BucketOrders:
             bucket = buckets.bit_length() - 1
             hashes[bucket] = int(hashes[bucket]) * _FACTOR + push & _MASK
         else:
-            # A mask (where=flags) takes 50 µs if every third bucket is selected; this takes 2 µs.
+            # NumPy's `where=flags` would take 50 µs if every third bucket is selected; this computation takes 2 µs.
             growth = hashes * np.uint64(_FACTOR - 1)
             growth += np.uint64(push & _MASK)
             growth *= _ones(buckets)
@@ -68,7 +69,7 @@ class BucketOrders:
         return int(self._hashes[bucket])
 
     def take(self, bucket: int, value: int) -> None:
-        """Set the hash of a bucket that was received, or was found equal."""
+        """Set the hash of a bucket that this server received, or whose rows equal the predecessor's."""
         self._hashes[bucket] = value
 
     def drop(self, buckets: Buckets) -> None:
@@ -80,7 +81,7 @@ class ReplicaChecks:
 
     def __init__(self, tables: ServerTables) -> None:
         self._tables = tables
-        self._left: list[tuple[int, int]] = []  # target, bucket: the rest of the round
+        self._left: list[tuple[int, int]] = []  # (target, bucket): the remaining comparisons of the round
         self._num_in_round = 1
         self._differences: dict[tuple[int, int], str] = {}  # bucket, table (0: the pushes) → message
         self._unordered: set[int] = set()
@@ -117,7 +118,7 @@ class ReplicaChecks:
         return None
 
     def pause_s(self, took_s: float | None) -> float:
-        """Return the pause before the next digest, given the duration of the last digest; None: no digest was sent."""
+        """Return the pause before the next digest, given the duration of the last digest (None if none was sent)."""
         return _IDLE_S if took_s is None else max(_ROUND_S / self._num_in_round, took_s / _SHARE)
 
     def describe(self, core: ServerCore, bucket: int) -> CheckInfo:

@@ -1,6 +1,6 @@
-"""One server's chain messages: its connections to successors, and frames of predecessors.
+"""The messages between the servers of a chain, for one server: connections to successors, and frames of predecessors.
 
-A server probes its successors periodically, because a cut cable gives no error: bytes just stay unacknowledged.
+A server probes its successors periodically, because a cut cable causes no error: sent bytes only stay unacknowledged.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ChainLinks:
         return None if link is None else link.peer
 
     def renew(self, target: int) -> None:
-        """Close the connection to a server: after the reconnection everything that it may lack is sent."""
+        """Close the connection to a server. After the reconnection, pushes that the server may lack are resent."""
         peer = self.peer(target)
         if peer is not None:
             peer.abort()
@@ -107,7 +107,7 @@ class _Link(Handler):
         self._owner = owner
         self._broken = asyncio.Event()
         self._is_stopped = False
-        self._taken = -1  # bytes that the system had accepted at the last probe, if more were waiting; else -1
+        self._taken = -1  # bytes that the system had accepted at the last probe; -1 if no more were waiting
         self._task = asyncio.get_running_loop().create_task(self._keep())
         watch_task(self._task, owner.fail)
 
@@ -132,10 +132,10 @@ class _Link(Handler):
             await asyncio.sleep(backoff.next_s())
 
     def probe(self) -> bool:
-        """Send a probe; return whether the server is known to be reachable without it.
+        """Send a probe unless messages wait to be sent; return whether the server is reachable without a probe.
 
-        With a large backlog an answer would take long, but the system accepts more bytes if the other end acknowledges
-        earlier bytes.
+        While messages wait to be sent, an answer would come late. Then the server counts as reachable if the operating
+        system has taken more bytes since the last call, because it takes bytes only after acknowledgements.
         """
         peer = self.peer
         if peer is None:
@@ -165,7 +165,10 @@ class _Link(Handler):
 
 
 class CheckRounds:
-    """The rounds of one server; `fail` is called with an exception after which the server must not continue."""
+    """The rounds of comparisons of one server.
+
+    `fail` is called with an exception after which the server must not continue.
+    """
 
     def __init__(self, core: ServerCore, links: ChainLinks | None, checks: ReplicaChecks, fail: Fail) -> None:
         self._core = core
@@ -205,7 +208,10 @@ class CheckRounds:
 
 
 class Replicator:
-    """The chain messages of one server. Without `links` it can only be the last server of every chain."""
+    """Sends and reads the messages between the servers of a chain, for one server.
+
+    Without `links` the server can only be the last server of every chain.
+    """
 
     def __init__(
         self, core: ServerCore, tables: ServerTables, links: ChainLinks | None, checks: ReplicaChecks, *, fail: Fail
@@ -217,7 +223,7 @@ class Replicator:
         self.checks = checks
         self.hello = Hello(role="server")
         self._endpoints: dict[int, Endpoint] = {}
-        self._sources: dict[int, Peer] = {}  # the connection of each predecessor
+        self._sources: dict[int, Peer] = {}  # predecessor → its connection to this server
         self.rounds = CheckRounds(core, links, checks, fail)
 
     def joined(self, hello: Hello, heartbeat_s: float) -> None:
@@ -259,7 +265,7 @@ class Replicator:
     def forward(self, push: ChainPush, target: int, number: int, buckets: Buckets) -> None:
         peer = self._peer(target)
         if peer is None:
-            return  # it is forwarded again after the connection
+            return  # the core forwards the push again after the reconnection
         infos, body = pack(push.part(self._tables, buckets))
         info = messages.ForwardInfo(push.incarnation, push.operation, to_bytes(buckets), infos)
         peer.send(
@@ -345,7 +351,9 @@ class Replicator:
             part = self._tables.find(number).part
             if part.spec.kind == "sparse" and part.pass_number < current:
                 cast(SparsePart, part).begin_pass(current, rows_of)
-        if is_any_new:  # before any push to it is forwarded: the declaring client may not know the successors
+        # before a push to a new table is forwarded, because the client that declared the table may not know the
+        # successors
+        if is_any_new:
             self.tables_changed()
         return events.ClocksReceived(Clocks(info.workers, info.num_missing, info.minimum))
 
@@ -364,10 +372,11 @@ class Replicator:
     def _set_update(self, number: int, update: dict[str, Any], revision: int) -> None:
         table = self._tables.find(number)
         if revision <= table.revision:
-            return  # a repeat, or an earlier change by the scheduler's numbers
+            return  # a repeat, or a change with a lower revision than the table's
         before = table.spec
         table.set_update(update, revision)
-        if table.spec != before:  # the order of pushes and this change matters
+        # the result depends on the order of pushes and this change, so the change counts in the hash of the order
+        if table.spec != before:
             self.checks.orders.applied(number, zlib.crc32(messages.encode(update)), self._core.held)
 
     @must_succeed

@@ -1,4 +1,4 @@
-"""The requests of clients: pushes, reads, ticks and resyncs. Frames in, events to the core.
+"""The requests of clients: pushes, reads, ticks and resyncs. Frames become events of the core.
 
 A push that is neither forwarded nor buffered is applied here directly, after the core's verdict.
 """
@@ -24,7 +24,7 @@ from paceline.tables.server_tables import Piece, ServerTable
 from paceline.tables.types import Floats
 from paceline.transport import Header, Peer
 
-_BUFFER, _CHAIN = Route.BUFFER, Route.CHAIN  # read once, as in ServerCore
+_BUFFER, _CHAIN = Route.BUFFER, Route.CHAIN  # read once, because looking up a member of an Enum is slow
 _STALE, _EXPELLED = Route.STALE, Route.EXPELLED
 
 
@@ -103,7 +103,7 @@ class Requests:
         )
 
     def _tick_of(self, peer: Peer, header: Header) -> int:
-        """Tick if the push ends its iteration; return the clock of a read after it."""
+        """Tick if the push ends its iteration; return the clock of a read that follows the push."""
         if not header.flags & TICKS:
             return header.clock
         self.count_tick(peer, header)
@@ -129,7 +129,7 @@ class Requests:
         """Apply a push here and forward it; the answer waits for all successors."""
         worker, (selection, grads), fresh = verdict.worker, pushed, verdict.fresh
         if fresh:
-            dropped = self._stale.was_dropped(worker, header)  # the core does not know such a push
+            dropped = self._stale.was_dropped(worker, header)  # the core does not record dropped pushes
             if verdict.takes_part and not dropped:
                 dropped, grads, top = self._treat(worker, header, table, (selection, grads), top)
             if dropped:
@@ -166,7 +166,7 @@ class Requests:
         return False, push[1], top
 
     def _use_applied_gradients(self, push: ChainPush, selection: Selection) -> None:
-        """Replace a repeat's gradients by the gradients that were applied here, before it is forwarded."""
+        """Before a repeated push is forwarded, replace its gradients by the gradients that this server applied."""
         pieces: list[Piece] = []
         remaining = push.buckets
         for token, buckets in self._core.forwarded(push.incarnation, push.sequence):
@@ -203,7 +203,7 @@ class Requests:
         if not dropped:
             if not table.part.magnitudes.take(top):
                 self._try_push(peer, table, (selection, grads), top)
-            table.part.reserve(selection)  # may fail, so it comes before the push counts as applied
+            table.part.reserve(selection)  # may fail for lack of memory, so reserve before the push counts as applied
         table.pushes += 1
         try:  # not Runtime.surely, because most pushes come here, and a push without a token has no instructions
             self._core.admit(verdict)

@@ -150,12 +150,12 @@ class Runtime:
     def read(
         self, peer: Peer, header: Header, table: ServerTable, selection: Selection, clock: int, flags: int
     ) -> None:
-        """Answer with the values of iteration `clock`, when it may begin."""
+        """Answer a read with the values of iteration `clock`, as soon as this iteration may begin."""
         worker = peer.hello.incarnation
         if not self.core.takes_part(worker):
             self.answers.check_member(peer)
         elif not self.core.is_readable(clock):
-            table.part.num_values(selection)  # raises errors of the request before it is blocked
+            table.part.num_values(selection)  # raises the errors of the request before the request is blocked
             token = BlockedRead(peer, header, selection.copy(), clock, flags)
             self.feed(events.Read(token, worker, clock, time.monotonic() + timeout_s(peer)))
             self._expire_later()
@@ -175,7 +175,7 @@ class Runtime:
         try:
             table = self.tables.find(read.header.table)
             self.answers.values(read.peer, read.header, table, read.selection, read.clock, read.flags)
-        except PacelineError as error:  # an error of this read, not of the tick that released it
+        except PacelineError as error:  # the error belongs to this read, and not to the tick that released the read
             read.peer.send_error(read.header, error)
         except MemoryError:
             problem = f"server {self.tables.rank} has no memory for the values of this read"

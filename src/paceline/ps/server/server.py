@@ -1,7 +1,8 @@
-"""A parameter server: frames in, tables updated, answers out. One asyncio loop, one thread, no locks.
+"""A parameter server: frames in, tables updated, answers out.
 
-A frame is timed, then read by `Requests` (from clients), `Replicator` (from servers) or `ServerControl`. Its event goes
-to the `Runtime`, which carries out the instructions of :class:`~paceline.protocol.server.ServerCore`.
+The server runs in one asyncio loop and one thread, without locks. The core decides when a frame is handled. `Requests`
+(for clients), `Replicator` (for servers) or `ServerControl` then decodes the frame. The resulting event goes to the
+`Runtime`, which carries out the instructions of :class:`~paceline.protocol.server.ServerCore`.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class Server(Handler):
             self._on_failure(error)
 
     def close(self) -> None:
-        """Stop the timers and a snapshot that is being taken, and close the connections to other servers."""
+        """Stop the timers and a snapshot in progress, and close the connections to other servers."""
         self.pressure.close()
         self.runtime.close()
         self.tables.memory.read_ahead.close()
@@ -162,7 +163,7 @@ class Server(Handler):
     @override
     @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Drop a connection. Only the scheduler declares processes dead."""
+        """Drop a connection. The process may live: only the scheduler declares processes dead."""
         self._answers.disconnected(peer)
         self._filtered.disconnected(peer)
         self._traffic.disconnected(peer)
@@ -197,7 +198,7 @@ class Server(Handler):
                     self._end_iteration(peer, header)
                 raise
         except MemoryError as error:
-            if self._is_sure:  # no change was made
+            if self._is_sure:  # the core was not changed
                 self._end_iteration(peer, header)
                 raise self._answers.no_memory(error) from None
         except Exception as error:

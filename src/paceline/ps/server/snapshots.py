@@ -40,14 +40,14 @@ from paceline.tables.server_tables import ServerTables
 from paceline.tables.snapshot_part import Moment, SnapshotId, watch
 from paceline.tables.types import Floats, Keys
 
-_WRITERS = 2  # one waits for the disk while the other one hashes
+_WRITERS = 2  # while one writer waits for the disk, the other computes hashes
 PAUSE = 1.0  # the pause after a bucket, as a multiple of the time for copying it
 
 _Result = TypeVar("_Result")
 
 
 class _Taking:
-    """One snapshot on one server, from its start to the last part on the disk."""
+    """One snapshot on one server, until the last part is on the disk."""
 
     def __init__(self, tables: ServerTables, request: TakeSnapshot) -> None:
         self._tables = tables
@@ -72,7 +72,7 @@ class _Taking:
         return self._task is not None
 
     def prepare(self) -> None:
-        """Allocate buffers in threads. A buffer is available after its allocation, and again after it was written."""
+        """Allocate buffers in threads. Each buffer is available after its allocation, and again after each write."""
         held = [self._tables.find(number).part for number in self._request.tables]
         size = sum((8 + 4 * part.record_words) * part.num_rows for part in held)
         for _ in range(1 + min(_WRITERS, size // parts.PART_BYTES)):
@@ -135,7 +135,7 @@ class _Taking:
                 if gathered.has_passes:
                     records = self._tables.find(number).part.with_passes(bucket, keys, records)
                 gathered.add(keys, records, bucket)
-            # Pause, so that not every piece of a push in reception waits for the copy of a bucket.
+            # Pause, because a push that arrives in several pieces would otherwise wait for a copy at each piece.
             await asyncio.sleep(min(max(PAUSE * (time.perf_counter() - start), 1e-4), 0.02))
             if gathered.is_full:
                 self._buffers.append(_call(self._pool, self._write, next(files), spec.name, gathered))
@@ -193,7 +193,7 @@ class _Taking:
         return f"s{self._tables.rank}-r{self._request.round}"
 
     def _remove(self) -> None:
-        # Without a drop the folder stays, because other servers may still write to it.
+        # Keep the folder unless the snapshot is dropped, because other servers may still write to it.
         folder, names = self._directory / self._request.folder, f"{self._prefix}-t*.safetensors"
         pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-snapshot")
         pool.submit(_remove_files, folder, names, self._is_dropped)
@@ -212,7 +212,7 @@ class _PartsLoading:
         self._non_finite = non_finite
         self._directory = Path(request.directory)
         self._parts = request.parts
-        held = self._part.held  # as the primary server or as a replica
+        held = self._part.held  # the buckets of which this server is the primary or a replica
         self._wanted = [from_bytes(buckets) & held for buckets in request.buckets]
         self._task: asyncio.Task[None] | None = None
         self.done = False
@@ -245,13 +245,14 @@ class _PartsLoading:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _set(self, bucket: int, keys: Keys, records: Floats) -> None:
-        if self._part.held >> bucket & 1:  # otherwise it has moved, and the coordinator repeats the loading
+        # a bucket that has moved is skipped, because the coordinator then repeats the loading
+        if self._part.held >> bucket & 1:
             self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
             self._part.load_with_passes(bucket, keys, records)
         self.rows += len(keys)
 
     def give_up(self) -> None:
-        """Stop without an error, because another loading starts or the server ends."""
+        """Stop without an error, because another load starts or the server ends."""
         if self._task is not None:
             self._task.cancel()
 
@@ -307,7 +308,7 @@ class ServerSnapshots:
         }
 
     def take(self, request: TakeSnapshot) -> SnapshotStarted:
-        """Start a snapshot now or at a boundary, an iteration that no worker has begun.
+        """Start a snapshot now or at the `boundary`, which is an iteration that no worker has begun.
 
         If the boundary has passed, return the current clock instead.
         """
@@ -327,7 +328,7 @@ class ServerSnapshots:
         return SnapshotStarted(is_started=True, clock=clock)
 
     def iteration_completed(self, iteration: int) -> None:
-        """Record that an iteration was applied, and no later iteration."""
+        """Record that an iteration was applied. No later iteration is applied yet."""
         if self._boundary is not None and iteration + 1 >= self._boundary:
             self._boundary = None
             if self._taking is not None and not self._taking.has_started:

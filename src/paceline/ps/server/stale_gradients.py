@@ -13,7 +13,7 @@ from paceline.tables.staleness import DelayCompensation
 from paceline.tables.types import Floats
 from paceline.transport import Header
 
-_DROPPED_KEPT = 256  # as many pushes as a client has in flight at most
+_DROPPED_KEPT = 256  # the maximum number of pushes of one client in flight
 
 
 class StaleGradients:
@@ -21,7 +21,7 @@ class StaleGradients:
 
     def __init__(self, policy: StalePolicy | None) -> None:
         self._drop_beyond = policy.beyond if isinstance(policy, DropStale) else None
-        self._dropped: dict[int, deque[int]] = {}  # worker → its last pushes that were dropped
+        self._dropped: dict[int, deque[int]] = {}  # worker → numbers of its last dropped pushes
         self._compensation = DelayCompensation(policy.strength) if isinstance(policy, DelayCompensate) else None
 
     @property
