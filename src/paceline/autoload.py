@@ -38,13 +38,13 @@ def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
 
 
 class _AccelerateFinder(MetaPathFinder):
-    """Has accelerate, which the Trainer of transformers uses too, find a process group in ranks of ``paceline run``.
+    """Initializes ``torch.distributed`` before accelerate creates its state, in ranks of ``paceline run``.
 
-    Accelerate accepts only the backends that it lists, unless ``torch.distributed`` is initialized before its state is.
+    Otherwise accelerate, which the Trainer of transformers uses too, accepts only the backends in its own list.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module's own spec, with a loader that wraps the constructor of its state."""
+        """Return the module's usual spec, with a loader that wraps the constructor of accelerate's state."""
         if fullname != "accelerate.state":
             return None
         sys.meta_path.remove(self)

@@ -11,7 +11,7 @@ class Closing:
     """A context manager that is closed at the end of its block."""
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release all resources. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

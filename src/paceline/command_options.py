@@ -17,7 +17,7 @@ def option(help: str, *names: str, default: Any = None, panel: str | None = None
 
 
 def in_panel(panel: str, **default: Any) -> Any:
-    """Return a dataclass field of shared options that the help lists in `panel`; `default` as for a field."""
+    """Return a dataclass field of shared options that the help lists in `panel`; `default` is as for a field."""
     return field(metadata={"panel": panel}, **default)
 
 
@@ -27,7 +27,7 @@ def argument(help: str, *, default: Any = None, **settings: Any) -> Any:
 
 
 def given_values(flags: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass of options that are not None by name, and those of dataclasses in it."""
+    """Return the values by name of all options in a dataclass that are not None, including nested dataclasses."""
     given: dict[str, Any] = {}
     for each in fields(flags):
         value = getattr(flags, each.name)

@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 
 # Launchers of several ranks, by their variables: rank, world size, local rank, local world size. The first launcher
-# with a rank is used. mpirun under Slurm sets both; then mpirun's are correct and Slurm's are not.
+# with a rank is used. Under Slurm, mpirun's variables are correct and Slurm's are not.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -42,11 +42,11 @@ class Environment:
     rank: int | None = None
     """``RANK``, or the rank set by mpirun (``OMPI_COMM_WORLD_RANK``) or Slurm (``SLURM_PROCID``)."""
     world_size: int | None = None
-    """``WORLD_SIZE``, or the variable of the same launcher as the rank."""
+    """``WORLD_SIZE``, or the variable of the launcher that set the rank."""
     local_rank: int | None = None
-    """``LOCAL_RANK``, or the variable of the same launcher as the rank."""
+    """``LOCAL_RANK``, or the variable of the launcher that set the rank."""
     local_world_size: int | None = None
-    """``LOCAL_WORLD_SIZE``, or mpirun's variable; Slurm has none."""
+    """``LOCAL_WORLD_SIZE``, or mpirun's variable; Slurm has no such variable."""
     master_addr: str | None = None
     """``MASTER_ADDR``: the host of rank 0."""
     master_port: int | None = None
@@ -54,7 +54,7 @@ class Environment:
     has_agent_store: bool = False
     """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself serves at ``MASTER_PORT``."""
     run_id: str | None = None
-    """``TORCHELASTIC_RUN_ID`` and the number of restarts: distinguish programs."""
+    """``TORCHELASTIC_RUN_ID`` and the number of restarts, which distinguish programs at one address."""
     job: str | None = None
     """Identifier of the program set by mpirun (``PMIX_NAMESPACE``) or Slurm (``SLURM_JOB_ID``, ``SLURM_STEP_ID``)."""
     algorithm: str | None = None

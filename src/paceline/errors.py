@@ -69,7 +69,7 @@ class ConnectionLostError(PeerError):
 
 
 class ModelLostError(PeerError):
-    """More servers died than there were replicas; :attr:`resume_from` names the snapshots, if any."""
+    """More servers died than there were replicas. :attr:`resume_from` is the directory of snapshots, if any."""
 
     def __init__(self, message: str, resume_from: str | None = None) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class ModelLostError(PeerError):
 
 
 class LostRowsError(PeerError):
-    """Workers died that held examples of other workers: these must be read again."""
+    """Workers died that stored examples for other workers, so those examples must be read again."""
 
 
 class DeadlineError(PeerError):
@@ -85,7 +85,7 @@ class DeadlineError(PeerError):
 
 
 class StaleEpochError(PeerError):
-    """A request used an old map of the cluster; the client retries automatically with the new one."""
+    """A request used an old map of the cluster; the client retries automatically with the new map."""
 
 
 class CollectiveError(PeerError):
@@ -113,7 +113,7 @@ class GroupClosedError(CollectiveError):
 
 
 class AddressError(PacelineError):
-    """An address cannot be bound or reached: a port in use, an unknown host, or too long a path."""
+    """An address cannot be bound or reached: its port is in use, its host is unknown, or its path is too long."""
 
 
 def first_line(error: BaseException) -> str:

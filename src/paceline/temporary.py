@@ -26,7 +26,7 @@ _SUFFIX: Final = ".tmp"
 
 
 def pattern_of(kind: str = "[a-z]+") -> str:
-    """Return the regular expression for names of folders of one kind, or of any kind."""
+    """Return a regular expression for the names of folders of one kind (default: any kind)."""
     return rf"{_prefix(kind)}\w+{re.escape(_SUFFIX)}"
 
 
@@ -69,7 +69,7 @@ class TemporaryFolder(Closing):
                 continue  # another process removed the folder as abandoned before it was locked
             if _lock(lock) is not _Lock.OF_ANOTHER and is_at(path, lock):
                 return cls(path, lock)
-            os.close(lock)  # another process removes the folder as abandoned
+            os.close(lock)  # another process is removing the folder as abandoned, so create another one
 
     @override
     def close(self) -> None:
@@ -79,7 +79,7 @@ class TemporaryFolder(Closing):
 
 def remove_abandoned(parent: Path) -> None:
     """Remove the folders in `parent` whose processes have ended."""
-    with contextlib.suppress(OSError):  # best effort
+    with contextlib.suppress(OSError):  # a folder that cannot be removed does no harm
         for entry in os.scandir(parent):
             if _NAME.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
                 _remove_if_abandoned(Path(entry.path))
@@ -122,7 +122,7 @@ def _lock(number: int) -> _Lock:
 
 
 def _remove(path: Path, lock: int, pid: int) -> None:
-    if os.getpid() == pid:  # not in a fork with a copy of this object
+    if os.getpid() == pid:  # a forked child has a copy of this object, and must not remove the folder
         shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.close(lock)

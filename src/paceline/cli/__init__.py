@@ -24,7 +24,7 @@ def main() -> None:
     try:
         with start_fork_server(sys.argv[1:]) as fork_server:
             _run(sys.argv[1:], fork_server)
-    except KeyboardInterrupt:  # while modules are imported, or at the very end
+    except KeyboardInterrupt:  # Ctrl-C during the import of modules, or after the command
         _fail("interrupted", 130)
     except RuntimeError as error:
         # Python up to 3.11 wraps exceptions raised in __set_name__, such as Ctrl-C during the creation of a dataclass.

@@ -15,7 +15,7 @@ STANDARD_INPUT = "-"
 
 
 def find_data(context: typer.Context, names: list[str] | None) -> list[str] | None:
-    """Return the files named by arguments. A callback of options.
+    """Return the files named by arguments. Typer calls this function for an option or argument.
 
     A pattern with `*`, `?` or `[...]` stands for the matching files, sorted by name. `-` stands for standard input,
     which is copied to a temporary file until the command ends. Raises DataError if no file matches.

@@ -45,7 +45,7 @@ OF_MINIBATCHES: Final = {
     "resume": "it takes no snapshots",
     "init_from": "it starts with weights of 0",
 }
-"""Options that proximal-blocks does not support, with the reasons."""
+"""Options that the solver proximal-blocks does not support, and the reasons."""
 
 
 def choose_blocks(context: typer.Context, flags: TrainFlags) -> ProximalBlocks | None:

@@ -1,4 +1,4 @@
-"""Raise signals that end this process as exceptions in its main thread, without losing one."""
+"""Raise signals that end this process as exceptions in the main thread, so that no signal is lost."""
 
 from __future__ import annotations
 

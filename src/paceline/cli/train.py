@@ -30,7 +30,8 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
-    # Before NumPy is loaded: OpenBLAS threads would busy-wait on the cores that servers and workers need.
+    # Set this before NumPy is loaded, because OpenBLAS threads would busy-wait on the cores that servers and workers
+    # need.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from paceline.training.driver import run_training
 
@@ -51,7 +52,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
         tls=connection.tls.load(),
         quiet=flags.output.quiet,
         progressive=flags.output.progressive,
-        fork_server=context.obj,  # started by main()
+        fork_server=context.obj,  # the fork server that main() has started, if any
     )
     if flags.solver.plot is not None:
         write_plot(flags.solver.plot, list(result.block_passes))
@@ -79,7 +80,7 @@ def _choose_options(context: typer.Context, flags: TrainFlags) -> TrainOptions:
         format=flags.reading.format,
         reading=replace(flags.reading.columns.parse(flags.reading.label), max_malformed=flags.output.max_malformed),
         numeric_scale=flags.reading.numeric_scale,
-        epochs=flags.passes.epochs if blocks is None else 1,  # the data is read once
+        epochs=flags.passes.epochs if blocks is None else 1,  # the block solver reads the data once
         batch_size=flags.passes.batch_size,
         update=flags.update.parse_rule(),
         adapt="widely" if flags.passes.tune else "yes",

@@ -30,7 +30,7 @@ _EXPECTED: Final = (
 
 
 def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
-    """Return the problem, the received value and the remedy, given the words of the command line."""
+    """Return a sentence with the problem, the received value and the remedy. `words` is the command line."""
     context = getattr(error, "ctx", None)
     more = "" if context is None else f". See '{context.command_path} --help'"
     unknown = getattr(error, "option_name", None)

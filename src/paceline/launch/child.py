@@ -48,7 +48,7 @@ def main() -> int:
         else:
             _run_member(options, token, tls)
     except ConnectionLostError:
-        return 1  # the parent reports the lost process once, for all
+        return 1  # the parent reports the lost process once for all its children
     except PacelineError as error:
         rank = options.get("rank")
         name = options["role"] if rank is None else f"{options['role']} {rank}"
@@ -80,12 +80,12 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
             replaces=options["replaces"],
         )
     finally:
-        if was_ready:  # otherwise the parent may try again, and it removes the folder
+        if was_ready:  # if the scheduler never started, the parent removes the folder, because it may try again
             shutil.rmtree(options["scratch"], ignore_errors=True)
 
 
 def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
-    load_kernels()  # first, so that no request waits for the kernels
+    load_kernels()  # load before joining, so that no request waits for the kernels
     import_filter_modules(options.get("filter_modules", ()), options.get("path", ()))
     scheduler = _read_line()
     if not scheduler:
@@ -103,7 +103,7 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
                 memory_limit=MemoryLimit(**options["memory_limit"]) if options.get("memory_limit") else None,
             )
         except (AddressError, DeadlineError) as error:
-            # This server should replace a dead server, but the cluster may have ended meanwhile.
+            # This server should replace a dead server, but the cluster may have ended since the server died.
             if options.get("extra") and not _answers(joining):
                 raise ConnectionLostError("the scheduler has ended") from error
             raise
@@ -130,7 +130,7 @@ def _remove_if_empty(folder: str) -> None:
     try:
         os.rmdir(folder)
     except OSError:
-        pass  # another server still uses it
+        pass  # another server still uses the folder
 
 
 def _read_line() -> str:

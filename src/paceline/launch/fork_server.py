@@ -2,8 +2,9 @@
 
 An interpreter that imports NumPy and Numba and loads the kernels takes a second; a fork of such a process takes
 milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) has one thread and no other task. Forks are unsafe
-without ``os.fork``, on macOS, and if the fork server has other threads or torch. Then there is no fork server, or it
-refuses, and children are spawned as new processes. This module imports little, so that the fork server starts early.
+without ``os.fork``, on macOS, and if the fork server has other threads or torch. In these cases there is no fork
+server, or the fork server refuses, and children are spawned as new processes. This module imports little, so that the
+fork server starts early.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ CHILD: Final = "paceline.launch.child"
 _ANSWER_S: Final = 60.0
 _POLL_S: Final = 0.05
 _SLICE_S: Final = 0.5
-_UNREPORTED_S: Final = 2.0  # how long to wait for a status, because a stopped fork server reports none
+_UNREPORTED_S: Final = 2.0  # the longest wait for a status, because a stopped fork server reports no status
 _LOST_STATUS: Final = 255
 """Status of a process whose fork server ended first, as in ``multiprocessing``; the real status is lost."""
 _TITLE_BYTES: Final = 4096
 _ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """BLAS threads do not survive a fork, and the children do not use them."""
-# Let glibc back its heap with huge pages, because this saves a tenth of random lookups in a table of 10^7 rows.
+# Let glibc use huge pages for its heap: this saves a tenth of the time of random lookups in a table of 10^7 rows.
 MALLOC: Final = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:"
     "glibc.malloc.trim_threshold=268435456"
@@ -51,7 +52,7 @@ _RUN_MODULE: Final = (
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of this package, regardless of files in the current folder."""
+    """Return the command that runs a module of this package, independent of modules in the current folder."""
     root = str(Path(__file__).parents[2])
     return [sys.executable, "-c", _RUN_MODULE.format(root=root), module, *arguments]
 
@@ -91,7 +92,7 @@ class Forked:
                 time.sleep(_POLL_S)
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None and _is_running(self._identity):  # or another process may have its number by now
+        if self.poll() is None and _is_running(self._identity):  # otherwise another process may have this pid by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -155,7 +156,8 @@ class ForkServer:
             return cls(None)
         own, remote = socket.socketpair()
         with remote, contextlib.ExitStack() as closing:
-            line = fcntl.fcntl(remote.fileno(), fcntl.F_DUPFD, 3)  # smaller numbers are standard streams
+            # a descriptor of at least 3, because lower descriptors are standard streams
+            line = fcntl.fcntl(remote.fileno(), fcntl.F_DUPFD, 3)
             closing.callback(os.close, line)
             command = module_command("paceline.launch.warm_parent", str(line), module)
             process = subprocess.Popen(
@@ -227,7 +229,7 @@ class ForkServer:
                 self._line.sendall(text)
                 answer = self._line.recv(4096)
             except BaseException as error:
-                self._line.close()  # a late reply would be read as the reply to the next request
+                self._line.close()  # otherwise a late reply would be read as the reply to the next request
                 self._line = None
                 if self._process is not None:
                     self._process.kill()  # otherwise a late fork might duplicate the spawned process

@@ -1,4 +1,4 @@
-"""Wait until the parent is killed, then end its foreign programs and their children.
+"""Wait until the parent is killed, then end the foreign programs that the parent started, and their children.
 
 Run this module as a file, ``python -I -S guard.py``. It imports only the standard library and starts in 15 ms. It reads
 lines from standard input: ``+GROUP`` and ``-GROUP`` when a process group has started or ended, and ``end`` when the

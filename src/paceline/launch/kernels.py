@@ -20,7 +20,7 @@ def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
         else:
             report(text)
         _compile_side_by_side()
-        compile_kernels()  # load all kernels, and compile the other half if the other process failed
+        compile_kernels()  # load all kernels; this compiles the other half if the other process failed
 
 
 def _compile_side_by_side() -> None:

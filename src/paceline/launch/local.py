@@ -39,8 +39,8 @@ _START_S = 60.0
 _END_S = 10.0
 _DEFAULT_SETTINGS = messages.ClusterSettings()
 _LOOPBACK = "127.0.0.1:0"
-_MAX_SERVERS = 100  # per rank, one after another
-_MAX_SCHEDULERS = 6  # the first and five replacements; the next would probably die from the same cause
+_MAX_SERVERS = 100  # the first server of a rank and its replacements
+_MAX_SCHEDULERS = 6  # the first scheduler and five replacements; another one would probably die from the same cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,12 @@ class Share:
 class LocalCluster(Closing):
     """A scheduler and servers as processes on this machine. Any number of clients may connect, from any process.
 
-    Use it as a context manager. Every process ends with it, and also if this process is killed. A new scheduler
-    replaces a dead one and recovers its state from the members. With replicas, dead servers are replaced too. Before a
-    replacement joins, a thread calls `on_replaced` with the name and the exit status of the dead process. Rows beyond
-    the `memory_limit` of a server are stored in files. With `start_workers` there are also worker processes, which run
-    the posted jobs. With a `share` this machine runs only part of the cluster, and all machines must pass the same
-    `token`. Servers and workers import the user's `filter_modules`.
+    Use it as a context manager. Every process ends with the cluster, and also if this process is killed. A new
+    scheduler replaces a dead one and recovers its state from the members. With replicas, dead servers are replaced too.
+    Before a replacement joins, a thread calls `on_replaced` with the name and the exit status of the dead process. Rows
+    beyond the `memory_limit` of a server are stored in files. With `start_workers` there are also worker processes,
+    which run the posted jobs. With a `share` this machine runs only part of the cluster, and all machines must pass the
+    same `token`. Servers and workers import the user's `filter_modules`.
     """
 
     def __init__(self, *, consistency: Consistency, token: str, tls: TLS | None) -> None:
@@ -83,7 +83,7 @@ class LocalCluster(Closing):
         self._tls = tls
         self._filter_modules: list[str] = []
         self._supervisor = Supervisor()
-        self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # servers, by their node names
+        self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # node name → local name and process of a server
         self._counting = threading.Lock()
         self._fork_server: ForkServer | None = None
 
@@ -236,7 +236,7 @@ class LocalCluster(Closing):
             finally:
                 link.close()
         except PacelineError:
-            pass  # the scheduler did not start, or has ended, which the servers detect
+            pass  # the scheduler did not start or has ended; servers detect this and end
 
     # The processes.
 
@@ -272,7 +272,7 @@ class LocalCluster(Closing):
         def replaced(scheduler: ChildProcess, status: int) -> None:
             on_replaced(child.name, status)
             assert scheduler.stdout is not None
-            with contextlib.suppress(ValueError):  # the stream was closed with the cluster
+            with contextlib.suppress(ValueError):  # the cluster was closed, and its stream with it
                 if scheduler.stdout.readline():
                     self.scheduler_restarts += 1
 

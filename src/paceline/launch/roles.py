@@ -29,7 +29,7 @@ from .supervisor import watch_parent
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
-_PATIENCE = 4.0  # allowed duration of one round of an event loop, in heartbeat intervals
+_PATIENCE = 4.0  # the longest allowed round of an event loop, in heartbeat intervals
 _RECONNECT_S = 60.0
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S = 0.02
@@ -192,7 +192,7 @@ def run_server(
             return () if server is None else server.unreachable()
 
         def report_filled(filled: messages.Filled) -> None:
-            with contextlib.suppress(PacelineError):  # `on_lost` reports a lost scheduler
+            with contextlib.suppress(PacelineError):  # the callback `on_lost` reports the loss of the scheduler
                 link.notify(filled)
 
         pulse = Pulse(loop, lambda text: print(f"paceline {name}: {text}", file=sys.stderr, flush=True))
@@ -314,7 +314,7 @@ def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, f
     async def main() -> None:
         stop = asyncio.Event()
         for number in () if with_parent else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:  # ignored by nohup
+            if signal.getsignal(number) is signal.SIG_IGN:  # nohup has set this signal to be ignored
                 continue
             try:
                 loop.add_signal_handler(number, stop.set)

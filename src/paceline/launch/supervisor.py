@@ -23,7 +23,7 @@ import psutil
 from paceline.transport.backoff import Backoff
 
 _LEFTOVERS_S = 1.0
-SHORT_LIFE_S = 5.0  # if a replacement lives shorter, the next replacement waits
+SHORT_LIFE_S = 5.0  # after a replacement with a shorter life, the next replacement waits
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
@@ -207,7 +207,7 @@ class Guard:
             self._groups.discard(group)
             self._send(f"-{group}\n")
             return False
-        except PermissionError:  # macOS raises it for a group of zombies
+        except PermissionError:  # macOS raises this error for a group of zombies
             return False
         return True
 
@@ -260,7 +260,7 @@ def describe_status(status: int) -> str:
 
 
 def _descendants(pids: Sequence[int]) -> list[psutil.Process]:
-    """Return the processes' descendants, because a group's signals do not reach descendants in their own groups."""
+    """Return the processes' descendants. Signals to a process group do not reach descendants in other groups."""
     found = []
     for pid in pids:
         try:

@@ -30,7 +30,7 @@ class WarmParent:
     def __init__(self, line: socket.socket, module: Any) -> None:
         self._line = line
         self._module = module
-        self._statuses: dict[int, int] = {}  # the pipe for the status, by process id
+        self._statuses: dict[int, int] = {}  # process id → pipe for the exit status
         self._wakeup, self._woken = socket.socketpair()
 
     def serve(self) -> dict[str, Any] | None:
@@ -74,7 +74,7 @@ class WarmParent:
         if reason is not None:
             self._answer({"refused": reason})
         else:
-            gc.freeze()  # unvisited pages stay shared with the children
+            gc.freeze()  # then the garbage collector does not change pages, which stay shared with the children
             try:
                 pid = os.fork()
             except OSError as error:  # no memory, or too many processes

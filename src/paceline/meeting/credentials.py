@@ -25,7 +25,7 @@ _KEY_BYTES: Final = 32
 
 
 def choose_secret(token: str | None, *, is_local: bool, where: str, runtime_dir: Path | None) -> str:
-    """Return the token, or without a token, one from the user's key if all ranks are on this machine.
+    """Return the given token. Without one, derive a token from the user's key if all ranks are on this machine.
 
     ``where`` names the place of the rendezvous, ``runtime_dir`` is ``XDG_RUNTIME_DIR``. Raises UsageError without a
     token if other machines may take part, or without a folder for the key.
@@ -95,7 +95,7 @@ def _read_or_make(folder: Path) -> bytes:
         try:
             with open(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            with contextlib.suppress(FileExistsError):  # another process was faster: its key is used
+            with contextlib.suppress(FileExistsError):  # another process has created the key first, so its key is used
                 os.link(fresh, path)
         finally:
             fresh.unlink()

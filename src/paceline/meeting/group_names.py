@@ -5,8 +5,8 @@ rank that failed to create a group is ahead of a missing rank.
 
 A count stays in the store until its rank publishes the next count; a rank with a failed attempt deletes its count. So a
 stored count is from the current attempt, or from an earlier attempt that succeeded for its rank. In the second case all
-ranks took part and have higher counts. Hence all ranks find the same maximum. A rank may also be ahead of ranks that
-still wait for its count, so it also publishes the counts of its last groups.
+ranks took part in the earlier attempt, and now have higher counts. Hence all ranks find the same maximum. A rank may
+also be ahead of ranks that still wait for its count, so it also publishes the counts of its last groups.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Count(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     agreed: list[int]
-    """Counts of the last created groups, without failed attempts."""
+    """The counts of the groups that were created last. Counts of failed attempts are not included."""
 
     def number_for(self, number: int) -> int:
-        """Return this rank's count in the attempt that another rank counts as ``number``."""
+        """Return this rank's count of the attempt to which another rank gave the count ``number``."""
         return next((earlier for earlier in self.agreed if earlier >= number), self.number)
 
 

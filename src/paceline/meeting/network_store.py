@@ -30,7 +30,7 @@ from paceline.transport.tls.contexts import TLS
 LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
 _LINGER_S = 2.0
 _ANSWER_S = 30.0
-"""Longest time for an answer without a wait."""
+"""The longest time for the answer to a request that does not wait."""
 _MAX_COLLECT_S: Final = 60.0
 
 
@@ -73,7 +73,7 @@ class ServedStore(Handler):
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._collecting: dict[str, list[_Collecting]] = {}
-        """By missing key."""
+        """The waiting requests for each missing key."""
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Answer a request now or when its key is set."""
@@ -160,7 +160,7 @@ class StoreServer:
             await self._stop.wait()
             deadline = time.monotonic() + _LINGER_S
             while listener.num_connections and time.monotonic() < deadline:
-                await asyncio.sleep(0.005)  # other ranks may still read values
+                await asyncio.sleep(0.005)  # wait, because other ranks may still read values
         finally:
             await listener.close()
 
@@ -192,7 +192,7 @@ class NetworkStore(Store):
     ) -> None:
         """Connect. Raises the errors of :meth:`Transport.connect`.
 
-        `answer_s`: longest time for an answer, in addition to the wait in the request.
+        `answer_s` is the longest time for an answer, in addition to the request's own wait.
         """
         self.address, self.place = address, address.netloc
         self._answer_s = min(answer_s, _ANSWER_S)

@@ -55,7 +55,7 @@ _NUM_ATTEMPTS = 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.03, 0.12
 _MAX_ANSWER_BYTES = 1 << 20
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
-"""Detects a host that vanished silently after 40 s."""
+"""These settings detect the loss of a host after 40 s."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -66,9 +66,9 @@ class NodeInfo(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     pid: int
     memory_domain: str
-    """Equal for two nodes exactly if their processes can share memory."""
+    """A string that is equal for two nodes exactly if their processes can share memory."""
     algorithm: str = ""
-    """The algorithm that this rank demands, equal on all ranks; empty for the tuner's choice."""
+    """The collective algorithm that this rank requests, equal on all ranks; empty if the tuner chooses."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -84,7 +84,10 @@ class ConnectionReceiver(Protocol):
     """Receiver of all connections of one group and purpose; called in the acceptor's threads."""
 
     def coming(self, rank: int) -> None:
-        """Expect a connection that is not accepted yet; ``arrived`` follows. Must not wait or call the node."""
+        """Expect a connection that is not accepted yet; a call of ``arrived`` follows.
+
+        This method must not wait or call the node.
+        """
 
     def arrived(self, rank: int, connected: socket.socket | None) -> None:
         """Take over the non-blocking connection; ``None`` if the handshake failed."""
@@ -128,7 +131,7 @@ class Node:
         self._parked: dict[tuple[str, int, str], deque[socket.socket]] = {}
         self._receivers: dict[tuple[str, str], ConnectionReceiver] = {}
         self._statuses: dict[str, Callable[[], bytes]] = {}
-        self._greeters: dict[threading.Thread, socket.socket | None] = {}  # with their connections
+        self._greeters: dict[threading.Thread, socket.socket | None] = {}  # thread → the connection that it greets
         self._strangers: UnauthenticatedConnections[socket.socket] = UnauthenticatedConnections(_MAX_STRANGERS)
         self._waker, self._wakened = socket.socketpair()
         self._thread = threading.Thread(
@@ -230,7 +233,7 @@ class Node:
                 for connected in parked:
                     connected.close()
             self._parked.clear()
-        with contextlib.suppress(OSError):  # the thread has seen the flag
+        with contextlib.suppress(OSError):  # the acceptor has already ended
             self._waker.send(b"\0")
         self._thread.join()
         for greeter in list(self._greeters):
@@ -351,7 +354,7 @@ class Node:
                     handed = None
                 elif not expected:
                     receiver = self._receivers.get((_group_of(hello), hello.role))
-                    if receiver is not None:  # registered in the meantime
+                    if receiver is not None:  # the receiver was registered during the handshake
                         expected.append((receiver, hello.rank))
                         receiver.coming(hello.rank)
                     else:

@@ -52,7 +52,7 @@ class Meeting:
     rank: int
     world_size: int
     local_rank: int | None = None
-    """``None`` without a launcher's value."""
+    """The rank among the ranks of this machine; ``None`` if the launcher does not set it."""
     local_world_size: int | None = None
     address: Address | None = None
     """Address of the store; ``None`` for a single rank."""
@@ -100,7 +100,8 @@ def rendezvous(
     if rank == 0:
         server = _serve(places, token, hello, tls)
         try:
-            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)  # named by the certificate
+            # the host that the certificate contains
+            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)
             reached = Address("tcp", everywhere if server.is_everywhere else server.address.host, server.address.port)
             store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server, answer_s=timeout_s, tls=tls)
         except BaseException:
@@ -194,7 +195,8 @@ class _Server(StoreServer):
     """A server with a property: whether it listens on every address of this machine."""
 
     def __init__(self, place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
-        # The address is foreign, or local to this machine only: other ranks connect through another address.
+        # Another address than this machine's own, or a loopback address, means that other ranks connect through another
+        # one.
         self.is_everywhere = not is_loopback(place.host) and not _is_own(place.host)
         super().__init__(Address("tcp", "0.0.0.0", place.port) if self.is_everywhere else place, token, hello, tls)
 

@@ -27,7 +27,7 @@ class Store(ABC):
     """A few small values under readable keys, shared by all ranks. Thread-safe."""
 
     server_rank: int | None = None
-    """Rank of the store's server, if any: the store is lost when this rank ends."""
+    """The rank that serves the store, if any. The store is lost when this rank ends."""
     place = ""
     """The store's address, for errors."""
 
@@ -200,7 +200,7 @@ def await_all(
 ) -> tuple[dict[int, bytes], tuple[int, ...]]:
     """Wait for one key of each rank; return the values, and the ranks whose keys are not set in time.
 
-    A rank whose key was seen and then deleted is reported only if all other ranks have come, because that rank gave up.
+    A rank that deleted its key has given up. Such a rank is reported only if no other rank is missing.
     """
     seen: set[int] = set()
     next_check = math.inf if check is None else time.monotonic() + _FIRST_CHECK_S

@@ -99,7 +99,7 @@ class World:
 
     @contextlib.contextmanager
     def in_ranks(self, description: str) -> Iterator[None]:
-        """Turn errors of the store into errors that name the rank of the store."""
+        """Turn errors of the store into errors with the number of the rank that serves the store."""
         try:
             yield
         except (ConnectionLostError, AddressError, DeadlineError) as error:
@@ -132,7 +132,7 @@ class World:
         self.store.close()
 
     def disown(self) -> None:
-        """Leave everything to the parent of this forked process, which has no threads to serve it."""
+        """Release nothing in this forked child: store, node and groups belong to the parent."""
         self.is_closed = True
         for group in self._groups:
             group.disown()

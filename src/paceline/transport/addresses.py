@@ -17,7 +17,7 @@ import psutil
 from paceline.errors import AddressError, UsageError
 
 _WILDCARDS = ("", "0.0.0.0", "::")
-_PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on another
+_PORT_ATTEMPTS = 16  # attempts to find a port that is free on all addresses of a host
 _UNAVAILABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 # Documentation addresses (RFC 5737, RFC 3849). A datagram socket connected to one sends nothing, but reveals
 # this machine's outgoing address.
@@ -27,7 +27,7 @@ _PROBES = ((socket.AF_INET6, "2001:db8::1"), (socket.AF_INET, "192.0.2.1"))
 class Address(msgspec.Struct, frozen=True):
     """``tcp://host:port``, ``unix:///path``, ``unix://@name`` or, in tests, ``memory://name``.
 
-    ``@name`` is in Linux's abstract socket namespace, which leaves no file after a crash.
+    A name with ``@`` is in Linux's abstract socket namespace, so a crash leaves no file.
     """
 
     scheme: Annotated[str, msgspec.Meta(pattern=r"^(tcp|unix|memory)\Z")]
@@ -107,7 +107,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 @functools.cache
 def host_identity() -> str:
-    """Return a string that is equal only for processes on the same host and since the same boot.
+    """Return a string that only processes on the same host have, until the host's next boot.
 
     Network namespaces (containers, ``ip netns``) on one machine count as different hosts.
     """
@@ -175,7 +175,7 @@ def _bind(family: socket.AddressFamily, sockaddr: Any, has_both: bool) -> socket
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if has_both and family == socket.AF_INET6:  # otherwise the IPv6 socket would also take the IPv4 port
+        if has_both and family == socket.AF_INET6:  # otherwise the IPv6 socket would also bind the IPv4 port
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(sockaddr)
         listening.listen(512)
@@ -202,7 +202,8 @@ def _cannot_listen(netloc: str, error: OSError) -> str:
 def announced_host(host: str) -> str:
     """Return the host with which peers reach a socket bound to ``host``.
 
-    A wildcard becomes this machine's own address. For ``::`` this is the IPv6 address, if it has a route.
+    A wildcard becomes this machine's own address. For ``::`` this is the machine's IPv6 address, if the machine has an
+    IPv6 route.
     """
     if host not in _WILDCARDS:
         return host

@@ -48,15 +48,15 @@ class Peer(ABC):
     def send(self, *parts: Buffer) -> None:
         """Send one frame, given as its parts (`frame_parts`) or as one bytes object. Never blocks.
 
-        The parts of a small frame are copied. The unsent parts of a larger frame are queued *without a copy*. Do not
-        write to a mutable buffer before :attr:`write_backlog_bytes` is 0.
+        The parts of a small frame are copied. The unsent parts of a larger frame are queued *without a copy*, so do not
+        change their memory before :attr:`write_backlog_bytes` is 0.
         """
 
     @abstractmethod
     def send_error(self, request: Header, error: Exception) -> None:
         """Reply to ``request`` with an ERROR frame. The client raises an error of the same class.
 
-        Raises UsageError on an opened connection, because only servers reply with errors.
+        Raises UsageError on a connection that this process opened, because only servers reply with errors.
         """
 
     @property
@@ -64,8 +64,9 @@ class Peer(ABC):
     def write_backlog_bytes(self) -> int:
         """Return the number of sent bytes that this process still buffers.
 
-        Above ``Limits.max_backlog_bytes``, a listener stops reading the client's requests. An opened connection
-        continues to read, because otherwise both ends could wait for each other. Its caller must limit the backlog.
+        Above ``Limits.max_backlog_bytes``, a listener stops reading the client's requests. A connection that this
+        process opened continues to read, because otherwise both ends could wait for each other. The caller must limit
+        the backlog of such a connection.
         """
 
     @abstractmethod
@@ -106,7 +107,8 @@ class Handler(ABC):
         """Handle a frame. ``meta`` and ``body`` are valid only during the call. Copy them to keep them.
 
         An exception is sent to the client as an ERROR frame for this request, and logged unless it is a PacelineError.
-        On an opened connection the peer expects no reply, so the exception is logged and the connection closed.
+        On a connection that this process opened, the peer expects no reply, so the exception is logged and the
+        connection closed.
         """
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (to do nothing is a choice)
@@ -131,7 +133,7 @@ class Channel(ABC):
     """The meta of the last frame received by :meth:`receive`."""
 
     def error_header(self) -> Header | None:
-        """Return the last frame's header, which names the failed request, if it is an ERROR frame; else None."""
+        """Return the header of the last frame if it was an ERROR frame; it has the number of the failed request."""
         header = self.last_header
         return header if header is not None and header.kind == FrameKind.ERROR else None
 
@@ -149,7 +151,10 @@ class Channel(ABC):
 
     @abstractmethod
     def receive_header(self, timeout_s: float) -> Header:
-        """Receive the header of the next frame; skip unread parts of the last one. Raises as ``receive``."""
+        """Receive the header of the next frame; skip the unread parts of the last frame.
+
+        Raises the errors of ``receive``.
+        """
 
     @abstractmethod
     def receive_meta(self) -> bytes:

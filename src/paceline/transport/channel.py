@@ -33,7 +33,7 @@ from paceline.transport.receiving import allocate
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
 
-_ERROR = int(FrameKind.ERROR)  # an enum lookup costs as much as unpacking a header
+_ERROR = int(FrameKind.ERROR)  # a constant, because an enum lookup takes as much time as unpacking a header
 
 SMALL_BYTES = 1 << 12
 """Frames up to this size are copied, which is cheaper than sendmsg and recvmsg_into."""
@@ -44,7 +44,7 @@ class StreamChannel(Channel):
 
     def __init__(self, address: Address, limits: Limits) -> None:
         self.address = address
-        self.peer = Hello(role="server")  # until the server sends its Hello
+        self.peer = Hello(role="server")  # a placeholder until the server sends its Hello
         self._limits = limits
         self._first = bytearray(SMALL_BYTES)  # the next header, followed by a small body
         self._first_view = memoryview(self._first)
@@ -65,7 +65,7 @@ class StreamChannel(Channel):
         """Send a tag with every later frame, and require tags from the other end."""
         self._sending, self._receiving = seals
 
-    # For subclasses. All except the first raise ConnectionLostError and DeadlineError.
+    # Methods that subclasses implement. All except `binding` raise ConnectionLostError and DeadlineError.
 
     @abstractmethod
     def binding(self) -> bytes:
@@ -182,7 +182,8 @@ class StreamChannel(Channel):
         if header.kind == FrameKind.ERROR or header.kind == FrameKind.REFUSED:
             meta = self.receive_meta()
             if self._receiving is not None and self._body_left:
-                self.receive_into(allocate(self._body_left))  # data is trusted only after its tag is checked
+                # the tag after the body must be checked before the error is trusted
+                self.receive_into(allocate(self._body_left))
             if header.kind == FrameKind.REFUSED:
                 self.close()
             raise error_of(meta)
@@ -304,7 +305,8 @@ class StreamChannel(Channel):
                 return
             view = view[got:]
             within_frame = True
-            # Limit a peer that sends slowly. Read the clock only after a short read, because that is rare.
+            # Limit the total time, because a peer may send slowly. Read the clock only after a short read, which is
+            # rare.
             time_s = time.monotonic()
             deadline = deadline or time_s + self._timeout_s
             if time_s > deadline:
@@ -313,7 +315,7 @@ class StreamChannel(Channel):
 
     def _change_timeout(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._set_timeout(max(timeout_s, 1e-6))  # 0 would mean no timeout or no wait for a socket
+        self._set_timeout(max(timeout_s, 1e-6))  # for a socket, 0 would mean no timeout or no wait
 
     def _peer_name(self) -> str:
         peer = self.peer
@@ -323,7 +325,7 @@ class StreamChannel(Channel):
         return DeadlineError(f"no answer from {self._peer_name()} within {self._timeout_s:g} s")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
-        self.close()  # immediately, because a TLS server waits for the close
+        self.close()  # close now, because a TLS server waits until the client closes
         cause = f" ({error})" if error is not None else ""
         return ConnectionLostError(f"the connection to {self._peer_name()} was closed{cause}")
 

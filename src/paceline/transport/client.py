@@ -26,8 +26,8 @@ from paceline.transport.security.sealing import socket_binding
 from paceline.transport.spinning import Spinner
 
 _IOV_MAX = 512  # POSIX guarantees 16; Linux and macOS support 1024
-# A waiting client sends nothing, so only probes detect that the other end has lost the connection. The probes do not
-# close the connection to an unreachable host, because a deadline passes before the last probe.
+# A waiting client sends nothing, so only probes detect that the other end has lost the connection. There are so many
+# probes that a deadline passes before the kernel closes the connection to an unreachable host.
 _KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 100))
 
 
@@ -97,7 +97,7 @@ def cannot_reach(address: Address, error: OSError, timeout_s: float) -> AddressE
     return AddressError(f"cannot reach {address}: {error.strerror or error}")
 
 
-_HUNG_UP = getattr(select, "POLLRDHUP", 0)  # POLLHUP and POLLERR are always reported
+_HUNG_UP = getattr(select, "POLLRDHUP", 0)  # POLLHUP and POLLERR need no flag
 
 
 class _ClosedPoll:
@@ -107,7 +107,7 @@ class _ClosedPoll:
         pass
 
     def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
-        return [(-1, select.POLLNVAL)]  # the following receive finds the socket closed
+        return [(-1, select.POLLNVAL)]  # the following receive raises the error for a closed socket
 
 
 _CLOSED_POLL = _ClosedPoll()

@@ -1,7 +1,7 @@
 """Implement the client's half of the handshake; `server_handshake` has the server's half.
 
-:class:`ClientHandshake` has the rules. :func:`authenticate` applies them to a blocking channel, and `opening` in an
-event loop.
+:class:`ClientHandshake` has the rules. :func:`authenticate` applies the rules to a blocking channel, and `opening`
+applies them in an event loop.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ClientHandshake:
         return hello
 
     def explain(self, error: PacelineError) -> PacelineError:
-        """Return the error to raise if the connection fails with ``error`` at this point of the handshake."""
+        """Return the error to raise if the connection fails with ``error`` at the current step of the handshake."""
         if self.expected_kind is FrameKind.CHALLENGE and isinstance(error, (ConnectionLostError, DeadlineError)):
             return type(error)(
                 f"{error} before its first frame. Check whether the server uses TLS but this process does not"

@@ -1,7 +1,7 @@
 """Base class of an event loop's connections. It reports frames and the loss of the connection to the handler.
 
-Runs on any asyncio transport: a socket, TLS, or an imitation in tests. The subclasses in `listening` and `opening`
-differ in the handshake and in the handling of failures.
+A connection runs on any asyncio transport: a socket, TLS, or an imitation in tests. The subclasses in `listening` and
+`opening` differ in the handshake and in the handling of failures.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Connection(FrameReceiver):
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            return  # a transport without a loop, where peers are never slow
+            return  # a transport of tests without a loop, whose peers are never slow
         self._timer = loop.call_later(timeout_s, call)
 
     def _cancel_timer(self) -> None:

@@ -13,7 +13,7 @@ from paceline import errors
 from paceline.errors import PacelineError, PeerError, ProtocolError, printable
 
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""Errors of msgspec for wrong types or bounds, maps nested a thousand deep, and invalid UTF-8."""
+"""The errors of msgspec for wrong types or bounds, for a thousand nested maps, and for invalid UTF-8."""
 
 _lock = threading.Lock()
 _known: set[Any] = set()

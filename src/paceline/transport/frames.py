@@ -35,7 +35,7 @@ PROTOCOL_VERSION: Final = 2
 FIRST_APPLICATION_KIND: Final = 16
 
 PADS: Final = tuple(bytes(size) for size in range(8))
-"""The padding after a part of a frame, by ``-size & 7``. Parts begin at multiples of 8."""
+"""The padding after a part of a frame: ``PADS[-size & 7]``, because parts begin at multiples of 8."""
 
 
 class FrameKind(IntEnum):
@@ -80,7 +80,7 @@ class Limits:
     max_meta_bytes: int = 1 << 26
     """The largest meta part."""
     max_backlog_bytes: int = 1 << 28
-    """Size of a client's unread replies above which the server stops reading the client's requests."""
+    """If a client's unread replies exceed this size, the server stops reading the client's requests."""
 
 
 def pack_header(kind: int, **fields: int) -> bytes:
@@ -92,7 +92,7 @@ def pack_header(kind: int, **fields: int) -> bytes:
 
 
 def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
-    """Read a header. Raises ProtocolError for another magic, VersionError for another version."""
+    """Read a header. Raises ProtocolError for a wrong magic number, VersionError for another version."""
     if len(buffer) - offset < HEADER_BYTES:
         raise ProtocolError(
             f"a frame's header has {HEADER_BYTES} bytes, got {len(buffer) - offset}. The connection is closed"
@@ -127,7 +127,7 @@ def frame_bytes(header: Header) -> int:
 
 def view_of(buffer: Buffer) -> memoryview:
     """Return the memory of a buffer as bytes."""
-    given: Any = buffer  # the buffer protocol is in the type of arrays only from Python 3.12 on
+    given: Any = buffer  # Any, because before Python 3.12 the type of arrays does not have the buffer protocol
     return memoryview(given).cast("B") if size_of(buffer) else memoryview(b"")
 
 

@@ -119,7 +119,7 @@ class AcceptedConnection(Connection):
         self._send_meta(FrameKind.WELCOME, handshake.welcome(binding))
         try:
             hello = handshake.identify()
-        except PacelineError as error:  # WELCOME carries the reason to the client
+        except PacelineError as error:  # the client accepts the reason, because WELCOME was sent first
             self._complain(error)
             self.close()
             return
@@ -164,7 +164,7 @@ class SocketListener(Listener):
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: set[socket.socket] = set()
-        """Accepted sockets without a transport so far."""
+        """The accepted sockets for which asyncio has not created a transport yet."""
 
     @classmethod
     def start(
@@ -197,7 +197,7 @@ class SocketListener(Listener):
             connection.close()
         deadline = asyncio.get_running_loop().time() + _LINGER_S
         while connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.001)  # let the loop send the backlog
+            await asyncio.sleep(0.001)  # the loop sends the backlog meanwhile
         for connection in list(connections):
             connection.transport.abort()
         while connections:
@@ -228,7 +228,8 @@ class SocketListener(Listener):
                 else:
                     is_full = False
                     if self._start_connection(connected, peer_address):
-                        break  # the dropped connection keeps its descriptor until the loop runs
+                        # let the loop run, because only the loop releases the descriptor of the dropped connection
+                        break
             await asyncio.sleep(0)
 
     def _start_connection(self, connected: socket.socket, peer_address: Any) -> bool:

@@ -30,7 +30,7 @@ class OpenedConnection(Connection):
     """The client's end of a connection, in an event loop.
 
     The first call of the handler comes after :meth:`wait_authenticated` has returned the peer. Frames that arrive
-    earlier are queued. If the connection is lost earlier, :meth:`wait_authenticated` raises the error.
+    earlier are queued. If the connection is lost before, :meth:`wait_authenticated` raises the error.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ async def dial(address: Address, timeout_s: float) -> socket.socket:
     """Return a connected socket in non-blocking mode. Raises AddressError or DeadlineError."""
     try:
         result = await asyncio.wait_for(_try(address, timeout_s), timeout_s)
-    except asyncio.TimeoutError:  # since Python 3.11 this is also the system's TimeoutError
+    except asyncio.TimeoutError:  # from Python 3.11 on, also the TimeoutError of the system
         raise cannot_reach(address, TimeoutError(), timeout_s) from None
     if isinstance(result, OSError):
         raise cannot_reach(address, result, timeout_s) from None
@@ -241,7 +241,7 @@ async def run_on(
     try:
         await loop.create_connection(lambda: connection, sock=connected, **secure)
     except OSError as error:
-        # asyncio ends a late handshake with ConnectionAbortedError.
+        # asyncio raises ConnectionAbortedError after the timeout of the TLS handshake, and also for other errors.
         late = isinstance(error, ConnectionAbortedError) and loop.time() >= end
         raise no_tls(address, TimeoutError() if late else error, timeout_s) from None
 
@@ -286,7 +286,7 @@ async def _dial_unix(address: Address) -> socket.socket:
             try:
                 connected.connect(address.unix_name)
             except BlockingIOError:
-                # The listener's queue is full, but sock_connect would report the socket as connected.
+                # The listener's queue is full. Retry here, because sock_connect would report the socket as connected.
                 await asyncio.sleep(_FULL_S)
             else:
                 check_user(connected, address)

@@ -35,7 +35,7 @@ _KEPT_BYTES = 1 << 26
 _NUM_KEPT = 2
 _NUM_BUFFERS_KEPT = 16
 _EMPTY = memoryview(b"")
-_IGNORED = memoryview(bytearray(1 << 12))  # for bytes after the end
+_IGNORED = memoryview(bytearray(1 << 12))  # memory for bytes that arrive after the end and are ignored
 
 Deliver = Callable[[Header, memoryview, memoryview], None]
 
@@ -122,7 +122,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._tag_bytes = 0  # size of the tag after every frame
         self._pool = pool
         self._is_authenticated = False
-        self._buffer: memoryview | None = None  # None while there are no bytes
+        self._buffer: memoryview | None = None  # None while no received bytes are stored
         self._start = 0  # first byte of the first undelivered frame
         self._end = 0  # position after the last received byte
         self._large: _LargeFrame | None = None
@@ -226,7 +226,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 )
             except Exception as error:
                 self.frame_failed(header, error)
-            if self._stopped:  # while handling the delivered frame
+            if self._stopped:  # `deliver` has stopped this receiver
                 return  # type: ignore[unreachable]
         if self._check is not None and stop > end:
             self._check.hash(buffer[start:end], stop - start)

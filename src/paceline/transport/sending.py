@@ -24,11 +24,11 @@ from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal
 
 CHUNK_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 16
-_END = memoryview(b"")  # placeholder for the tag of a queued frame
+_END = memoryview(b"")  # marks the end of a queued frame, where its tag follows
 
 
 class _Reading:
-    """Pauses reading while the handler requests it or the backlog is large."""
+    """Pauses reading while the handler has requested a pause, or the backlog is large."""
 
     def __init__(self, transport: asyncio.Transport, max_backlog_bytes: int) -> None:
         self.is_on = True
@@ -62,8 +62,10 @@ class TransportPeer(Peer):
         is_opened: bool = False,
         seal: Seal | None = None,
     ) -> None:
-        """``seal`` creates the tags of all sent frames. ``is_opened``: whether this end opened the connection. Then a
-        backlog does not pause reading, because two paused ends would wait for each other.
+        """``seal`` creates the tags of all sent frames.
+
+        If this end opened the connection (``is_opened``), a backlog does not pause reading, because two paused ends
+        would wait for each other.
         """
         self.hello = hello
         self.address = address
@@ -102,7 +104,7 @@ class TransportPeer(Peer):
             self._enqueue_parts(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            frame = join(parts)  # first, so that the seal does not change if the join fails
+            frame = join(parts)  # join before the seal is updated, because the join may fail
             self._write(join((frame, seal.tag((frame,)))))
 
     @override

@@ -2,13 +2,13 @@
 
 Waking a process on an idle core takes 20 µs or more, because a virtual core has to be started again. Most requests take
 less time, so a wait begins with a few microseconds of polling. If polling finds nothing (because the reply takes
-longer, or needs this core), polling becomes rare: each miss doubles the number of waits without polling. If slightly
-longer polling would have found the reply, as for a push that is forwarded to a replica, the next polls are longer until
-the first miss.
+longer, or needs this core), polling becomes rare: each unsuccessful poll doubles the number of waits without polling.
+If slightly longer polling would have found the reply, as for a push that is forwarded to a replica, the next polls are
+longer until one of them is unsuccessful.
 
 Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs without
-polling, 20 if the client polls, 8 if both poll. A push of one key to a server with a replica (three processes on two
-cores): 250 to 300 µs if all poll for at most 50 µs, 105 to 170 if they learn to poll for 200.
+polling, 20 µs if the client polls, 8 µs if both poll. A push of one key to a server with a replica (three processes on
+two cores): 250 to 300 µs if all processes poll for at most 50 µs, 105 to 170 µs if they learn to poll for 200 µs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 SPIN_S = 50e-6
 _LONG_SPIN_S = 200e-6
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
-_MAX_MISSES = 6  # then 50 µs of polling in every 64 waits
+_MAX_MISSES = 6  # after this number of misses, only one in 64 waits polls, for 50 µs
 
 
 class Spinner:

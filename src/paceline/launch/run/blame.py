@@ -24,13 +24,13 @@ _CONSEQUENCE = re.compile(
     rb"|^KeyboardInterrupt\b"
 )
 _OF_RANK = re.compile(rb"^paceline\.[\w.]+Error: .*?\branks? (\d+)")
-"""An error that every rank raises begins with the causing rank."""
+"""Matches the first line of an error that every rank raises; the group is the rank that caused the error."""
 _ASIDES = (b"Exception ignored", b"Error in atexit", b"Exception in thread")
 RECENT_LINES, RECENT_LINE_BYTES = 300, 4096
 _MAX_SHOWN_LINES, _NUM_PLAIN_LINES = 60, 10
 _QUIET_S = 1.0
 _HOLD_S = 10.0
-"""Time limit for the end of a rank that other ranks lost, because it may write a file or wait for its threads."""
+"""The longest wait for the end of a rank that other ranks lost. The rank may still write a file or wait for threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RankFailure:
 
     rank: int
     status: int
-    """As in ``subprocess``: negative for a signal."""
+    """The exit status, negative for a signal as in ``subprocess``."""
     last_lines: tuple[bytes, ...]
     """Its last lines on standard error, without line ends."""
 
@@ -69,7 +69,7 @@ def _root(failure: RankFailure) -> bytes:
 
 
 def choose_culprit(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """Return the first failure, in order of time, that is not a consequence; None if all are."""
+    """Return the first failure, in order of time, that is not a consequence; None if all failures are consequences."""
     return next((failure for failure in failures if not is_consequence(failure)), None)
 
 
@@ -83,7 +83,7 @@ def follow_names(failures: Sequence[RankFailure]) -> tuple[RankFailure, int | No
 
 
 def waiting_time(failures: Sequence[RankFailure], living: Sequence[int]) -> float:
-    """Return how many seconds a failure that explains `failures` may still take to occur."""
+    """Return the seconds to wait for another failure, which may be the cause of `failures`."""
     named = follow_names(failures)[1]
     return _HOLD_S if named is not None and named in living else _QUIET_S
 
@@ -185,7 +185,7 @@ class Tracebacks:
             else:
                 return self._show(rank, time_s)
         elif held.until is None and not held.complete:
-            held.until = time_s + _QUIET_S  # in case the exception never arrives
+            held.until = time_s + _QUIET_S  # the time limit if the exception never arrives
         return []
 
     def _continues(self, rank: int, time_s: float) -> bool:
@@ -197,7 +197,7 @@ class Tracebacks:
         return self._held.pop(rank).lines
 
     def due(self) -> float | None:
-        """Return when :meth:`overdue` will next have a result, if no line arrives before."""
+        """Return the time at which :meth:`overdue` will next have lines; None if no lines are held."""
         if self._is_over:
             return None
         return min((held.until for held in self._held.values() if held.until is not None), default=None)

@@ -71,7 +71,7 @@ class Signals(Closing):
         self._other_end.close()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        # Do this outside the loop, because a slow reader of standard output may block the loop.
+        # Forward the signal here and not in the loop, because a slow reader of standard output may block the loop.
         if self.first is not None:
             self._processes.signal(signal.SIGKILL, groups=True)
             return
@@ -151,7 +151,7 @@ class RunLoop:
         """Find the ranks that have ended, and a lost server."""
         for rank in self._processes.find_ended():
             for stream in rank.streams:
-                if stream.pipe >= 0:  # before the pipe is closed and its number is reused
+                if stream.pipe >= 0:  # unregister before the pipe is closed, because its number may then be reused
                     selector.unregister(stream.pipe)
             self._processes.reap(rank)
             assert rank.status is not None
@@ -225,7 +225,7 @@ class RunLoop:
     def _report_culprit(self, culprit: RankFailure) -> None:
         is_captured = any(rank.streams for rank in self._processes.ranks)
         if not is_captured and culprit.status > 0:
-            return  # standard error already ends with its error
+            return  # the error of this rank is already the last text on standard error
         report = describe_failure(
             culprit,
             world_size=self._world_size,

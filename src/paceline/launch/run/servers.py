@@ -26,7 +26,7 @@ from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Hello
 
 _LEAVING_S = 2.0
-"""Time for a server that was declared dead to end by itself; a stopped process never does."""
+"""The time in which a server that was declared dead must end without a signal; a stopped process never ends."""
 _POLL_S = 0.5
 
 
@@ -73,7 +73,7 @@ class RunServers(Closing):
         self._view: messages.View | None = None
         self._seen: set[int] = set()  # ranks of workers that have joined
         self._expelled: dict[str, float] = {}  # servers declared dead, with the deadline for their end
-        self._stopped: set[str] = set()  # names of servers killed after this deadline
+        self._stopped: set[str] = set()  # names of servers that were killed after this deadline
         self._news = News()
         self._watch = RouteWatch()
         self._ended = self._cut_short = False
@@ -124,7 +124,7 @@ class RunServers(Closing):
             cause = "the scheduler was ended" if self._share is None else "another node ended the servers"
             return cause if self._cut_short else None
         for name, status in self.cluster.dead_children("scheduler") + self.cluster.dead_children("server"):
-            if status or self._link is None:  # otherwise the link will report the reason
+            if status or self._link is None:  # otherwise the link to the scheduler will report the reason
                 return f"{name} {describe_status(status)}"
         routes = self._watch.newest
         if routes is not None and routes.lost:
@@ -172,7 +172,7 @@ class RunServers(Closing):
         with self._changed:
             before = self._view
             if before is not None and view.epoch < before.epoch:
-                return  # a late reply to the registration; a newer view has arrived
+                return  # an older view, in a reply to the registration that came after a newer view
             self._view = view
             self._watch.take(view)
             self._seen |= self.connected
@@ -226,7 +226,7 @@ class RunServers(Closing):
         with self._changed:
             lines = self._news.take_lines()
         for line in lines:
-            with contextlib.suppress(OSError, ValueError):  # the reader has closed standard error
+            with contextlib.suppress(OSError, ValueError):  # the reader of standard error has closed it
                 sys.stderr.write(f"paceline run: {line}\n")
                 sys.stderr.flush()
 

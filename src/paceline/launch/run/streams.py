@@ -67,7 +67,7 @@ class LineSplitter:
         shown = _shown(line)
         known, self._glimpsed = self._glimpsed, None
         if overwritten and (not shown.strip() or shown == known):
-            return []  # an erased bar, or a state that was already shown
+            return []  # the bar was erased, or this state was already shown
         return [shown + b"\n"]
 
     def _forget_overwritten(self) -> None:

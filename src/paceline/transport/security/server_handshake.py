@@ -86,7 +86,7 @@ class ServerHandshake:
 def wrong_server_reason(
     client: Hello, client_identity: ConnectionIdentity, server: Hello, server_identity: ConnectionIdentity
 ) -> str:
-    """Return why this server is not the one that the client expects; empty if it is."""
+    """Return the reason why this is not the server that the client expects; empty if it is the expected server."""
     if client_identity.listener and client_identity.listener != server_identity.listener:
         return "another process listens there now, because the previous one has ended"
     if client.to and client.to != server.role:

@@ -68,7 +68,7 @@ class LogRateLimit:
         self._num_skipped = 0
 
     def record(self, time_s: float) -> int | None:
-        """Return the number of skipped events since the last line; None to skip this one too."""
+        """Return the number of events that were skipped since the last line; None if this event must be skipped too."""
         self._left = min(self._left + max(time_s - self._at_s, 0.0) / self._pause_s, float(self._burst))
         self._at_s = time_s
         if self._left < 1.0:

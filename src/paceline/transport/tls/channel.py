@@ -60,7 +60,7 @@ class TLSChannel(StreamChannel):
             got = self._socket.recv_into(view)
         except TimeoutError:
             raise self._late() from None
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # includes ssl.SSLError
             raise self._ended(error) from None
         if not got:
             raise self._ended(None)

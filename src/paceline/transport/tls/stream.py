@@ -14,7 +14,7 @@ from typing import Final
 
 _CHUNK_BYTES: Final = 1 << 18
 _LINGER_S: Final = 2.0
-"""Time limit for sending the remaining bytes of a closed connection."""
+"""The time limit for sending the remaining bytes after the plain end is closed."""
 
 
 def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
