@@ -95,7 +95,7 @@ class Connections:
             raise GroupClosedError(f"group {self.layout.name!r} was closed or aborted")
 
     def abort(self, error: BaseException, sequence: int) -> None:
-        """Make the other ranks raise this error in their current or next call. Runs in the thread of calls."""
+        """Make the other ranks raise this error in their current or next call. Only for the thread that runs calls."""
         if not isinstance(error, GroupClosedError):
             report = self._to_report(error)
             self._abort = self._abort or Abort.of(report)

@@ -239,7 +239,7 @@ class Group(Closing):
         """
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen) or not chosen:
-            raise UsageError(f"got ranks {list(chosen)}, expected different ones from 0 to {self.size - 1}")
+            raise UsageError(f"got ranks {list(chosen)}, expected different ranks from 0 to {self.size - 1}")
         return self._create_subgroup(tuple(self.ranks[rank] for rank in chosen), timeout)
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
@@ -406,7 +406,7 @@ class Group(Closing):
         if world.is_closed:
             raise GroupClosedError(f"cannot create a subgroup of {self.name!r}: all groups of this program were closed")
         if not all(0 <= rank < world.size for rank in world_ranks):
-            raise UsageError(f"got ranks {list(world_ranks)} of the world, which has 0 to {world.size - 1}")
+            raise UsageError(f"got ranks {list(world_ranks)} of the world, which has ranks 0 to {world.size - 1}")
         if world.rank not in world_ranks:
             return None
         timeout = timeout or self.timeout

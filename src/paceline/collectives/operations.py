@@ -318,7 +318,7 @@ class Operations:
         rows = [int(number) for number in sizes]
         if len(rows) != self.size or min(rows) < 0 or sum(rows) != shape[0]:
             raise UsageError(
-                f"got sizes {rows} for {shape[0]} rows and {self.size} ranks; pass one for each rank, and the right sum"
+                f"got sizes {rows} for {shape[0]} rows and {self.size} ranks; pass one per rank, {shape[0]} in total"
             )
         return rows
 

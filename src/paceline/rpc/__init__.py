@@ -1,6 +1,6 @@
 """Remote calls, references to remote objects, and gradients across processes.
 
-The interface follows PyTorch's ``torch.distributed.rpc``, but uses Paceline's transport and token. Only
+The interface is that of PyTorch's ``torch.distributed.rpc``; connections use Paceline's transport and token. Only
 ``paceline.rpc.autograd`` and ``paceline.rpc.optimizer`` need torch; they are imported at first use.
 """
 

@@ -1,4 +1,4 @@
-"""This process's rpc worker: calls to other workers, references and shutdown."""
+"""Define this process's rpc worker, which calls other workers, keeps references, and shuts down."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAX_SAME = 20
 
 
 class Agent(LocalWorker):
-    """This process's rpc worker: calls, references and shutdown. Thread-safe."""
+    """The rpc worker of this process: it calls other workers, keeps references, and shuts down. Thread-safe."""
 
     def __init__(
         self,
@@ -245,11 +245,12 @@ class Agent(LocalWorker):
     def wait_for_all(self, timeout_s: float = math.inf) -> None:
         """Wait until every worker has called this method and no call is pending in any process.
 
-        Raises RankLostError if a worker died or did not call this within `timeout_s`, and DeadlineError if calls take
-        longer.
+        Raises RankLostError if a worker died or did not call this method within `timeout_s`, and DeadlineError if this
+        process still has pending calls after `timeout_s`.
 
-        The workers exchange their counts of sent and served requests until two rounds in a row are equal and all sent
-        requests were served (four-counter method, Mattern, Algorithms for distributed termination detection, 1987).
+        The workers exchange their numbers of sent and served requests until two rounds in a row have equal numbers, and
+        all sent requests were served (four-counter method, Mattern, Algorithms for distributed termination detection,
+        1987).
         """
         deadline = time.monotonic() + timeout_s
         last: list[tuple[int, int]] = []
@@ -257,7 +258,9 @@ class Agent(LocalWorker):
         for number in range(1 << 30):
             while not self.ends.is_idle() or not self.callee_ends.is_idle():
                 if time.monotonic() >= deadline:
-                    raise DeadlineError(f"calls are still pending here after {timeout_s:g} s of shutdown")
+                    raise DeadlineError(
+                        f"calls are still pending {timeout_s:g} s after shutdown(); wait for their results first"
+                    )
                 time.sleep(_POLL_S)
             own = msgspec.msgpack.encode((self.ends.num_sent(), self.callee_ends.num_served))
             description = f"the shutdown of rpc ({number})"

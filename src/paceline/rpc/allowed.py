@@ -1,6 +1,5 @@
-"""The functions and classes that other workers may use by name, ``module:qualified.name``.
-
-Other workers may use the public names that an allowed module *defines*, but not its imports. Pure, except for the
+"""The functions and classes that other workers may use by name, ``module:qualified.name``. If a module is allowed,
+other workers may use the public names that the module *defines*, but not names that it imports. Pure, except for the
 import of allowed modules.
 """
 
@@ -18,7 +17,7 @@ from paceline.errors import UsageError, printable
 _Named = TypeVar("_Named", bound=Callable[..., Any])
 _decorated: set[str] = set()
 _SPAWNED_MAIN = "__mp_main__"
-"""The main script's module in a process that `multiprocessing` has spawned."""
+"""The name of the main script's module in a process that `multiprocessing` has spawned."""
 _TENSOR_FUNCTIONS = "_VariableFunctionsClass."
 _TORCH_HOMES: Final = {
     "torch._C._fft": ("torch.fft", "fft_"),
@@ -28,13 +27,13 @@ _TORCH_HOMES: Final = {
     "torch._tensor": ("torch", ""),
     "torch.functional": ("torch", ""),
 }
-"""PyTorch's internal modules, with the public module and the name prefix to remove."""
+"""PyTorch's internal modules, each with its public module and the prefix to remove from its names."""
 _OF_FILES_OR_MEMORY = frozenset(
     {
         "from_file",
         "Tensor.const_data_ptr",
         "Tensor.data_ptr",
-        "Tensor.new",  # takes an address
+        "Tensor.new",  # accepts a memory address
         "Tensor.record_stream",
         "Tensor.set_",
         "Tensor.untyped_storage",
@@ -48,7 +47,7 @@ _COMPUTING_IN_PYTHON = frozenset(
         *("to_sparse_coo", "unflatten", "unique", "unique_consecutive"),
     )
 )
-"""Tensor methods in Python that only compute."""
+"""Tensor methods that are written in Python and only compute."""
 _NOT_COMPUTING: Final = "for torch, allow covers only functions and methods that compute with tensors"
 _WITH_NAMES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _OWN = ("paceline.rpc.autograd", "paceline.rpc.optimizer")
@@ -61,7 +60,7 @@ def allow(function: _Named) -> _Named:
 
 
 def qualified_name(function: Callable[..., Any] | str) -> str:
-    """Return ``module:qualified.name`` of a function or name (also ``package.module.name``). Raises UsageError."""
+    """Return ``module:qualified.name`` for a function or a name such as ``package.module.name``. Raises UsageError."""
     if isinstance(function, str):
         if ":" in function:
             return function
@@ -79,12 +78,11 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
 
 
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the public module of a function or class, and its name there; empty strings if unknown.
-
-    PyTorch's tensor functions and methods belong to ``torch``. Its other C functions have no module.
+    """Return the public module of a function or class, and its name in this module; empty strings if they are unknown.
+    PyTorch's tensor functions and methods belong to ``torch``. For PyTorch's other C functions the module is unknown.
     """
     if isinstance(function, types.ModuleType):
-        return "", ""  # torch.classes raises an error for unknown attributes
+        return "", ""  # an attribute of a module may raise any error (torch.classes)
     module = str(getattr(function, "__module__", None) or "")
     name = str(getattr(function, "__qualname__", ""))
     if module == _SPAWNED_MAIN:
@@ -97,12 +95,12 @@ def home_of(function: Any) -> tuple[str, str]:
     if isinstance(function, types.MethodDescriptorType) and function.__objclass__.__qualname__ == "TensorBase":
         return "torch", f"Tensor.{function.__name__}"
     if not isinstance(function, _WITH_NAMES) and name == type(function).__qualname__:
-        return module, ""  # script functions have the name of their class
+        return module, ""  # a script function has the name of its class, not a name of its own
     return module, name
 
 
 def computes_with_tensors(function: Any) -> bool:
-    """Return whether ``torch`` has this function and it only computes.
+    """Return whether this is a function of ``torch`` that only computes.
 
     ``torch`` also has functions that open files, compile code or change global settings.
     """
@@ -110,7 +108,7 @@ def computes_with_tensors(function: Any) -> bool:
     if module != "torch" or name in _OF_FILES_OR_MEMORY:
         return False
     if isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)):
-        return bool(name)  # without a name it is not a tensor function, see home_of
+        return bool(name)  # home_of returns no name for functions that do not compute with tensors
     return name in _COMPUTING_IN_PYTHON or getattr(function, "__module__", "") == "torch.functional"
 
 
@@ -155,7 +153,7 @@ class Allowed:
         return found
 
     def check_method(self, value: Any, method: str) -> Any:
-        """Return a bound method: public or ``__call__`` of an allowed class, or allowed by name. Raises UsageError."""
+        """Return a bound method: public or ``__call__`` in an allowed class, or allowed by name. Raises UsageError."""
         kind = type(value)
         is_public = method == "__call__" or not method.startswith("_")
         module, name = home_of(kind)
@@ -230,7 +228,7 @@ def not_allowed(name: str, *, why: str = "") -> UsageError:
     if why:
         return UsageError(f"{shown!r} is not allowed here: {why}; {_by_name(name)}")
     if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
-        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")  # its module would allow too much
+        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")  # allowing its module would be too much
     return UsageError(
         f"{shown!r} is not allowed here: pass its module to init_rpc(allow=[{module!r}]) in the called process, or "
         "decorate it there with paceline.rpc.allow"

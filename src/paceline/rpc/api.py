@@ -1,4 +1,4 @@
-"""Public functions of rpc: join, call and leave."""
+"""Define the public functions of rpc: join, call other workers, leave."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def init_rpc(
     backend: Any = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Join the workers of this program under a unique name. Returns when all workers have joined.
+    """Join the workers of this program, under a unique name. Return when all workers have joined.
 
     `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` default to the environment, as in
     :func:`paceline.collectives.init`. `allow` lists the modules whose functions other workers may call in this process,
     and whose dataclasses may be arguments and results: ``my_module``, ``my_package.*``, or one function as
     ``my_module:function``. `pickle` enables pickled values between workers that both set it; every holder of the token
-    can then run any code in this process. `timeout` is the default timeout of calls (60 s). `num_threads` threads run
-    functions (64), and up to three more per worker also read connections. `backend` and `rpc_backend_options` are for
-    programs written for torch.distributed.rpc: see :mod:`paceline.rpc.options`.
+    can then run any code in this process. `timeout` is the default timeout of calls (60 s). At most `num_threads`
+    threads (64) run functions; up to three more threads per worker read connections. `backend` and
+    `rpc_backend_options` are for programs written for torch.distributed.rpc: see :mod:`paceline.rpc.options`.
 
     Raises UsageError (two workers with one name, rpc already runs), AuthenticationError (another token), DeadlineError
     or RankLostError (workers did not join within `join_timeout`).
@@ -61,7 +61,7 @@ def init_rpc(
     check_name(name)
     check_backend(backend)
     if rank is not None and type(rank) is not int:
-        raise UsageError(f"rank is {rank!r}, a number was expected; rank and world_size follow the name")
+        raise UsageError(f"rank is {rank!r}, expected a number; pass rank and world_size after the name")
     settings = settings_of(rpc_backend_options, address, timeout, num_threads)
     if is_running():
         raise UsageError(f"rpc runs in this process already, as {current_agent().name!r}; call shutdown() first")
@@ -94,7 +94,7 @@ def init_rpc(
     except BaseException:
         world.close()
         raise
-    set_agent(agent)  # before the start, because calls of other workers may use it
+    set_agent(agent)  # set it before the start, because calls of other workers may use it
     agent.start()
 
 
@@ -108,7 +108,7 @@ def _meet(
     variables: Environment,
     tls: TLS | None,
 ) -> Meeting:
-    """Run the rendezvous. Retry after :func:`shutdown`, while rank 0 may still serve the old store."""
+    """Connect to the other workers. Retry after :func:`shutdown`, because rank 0 may still serve the old store."""
     while True:
         try:
             return rendezvous(rank, world_size, address, token, join_s, variables=variables, tls=tls)
@@ -215,13 +215,13 @@ def _called(
 
 
 def get_worker_info(worker_name: Worker | None = None) -> WorkerInfo:
-    """Return a worker by name or rank, or this worker. Raises UsageError for an unknown worker."""
+    """Return a worker, given its name or rank; by default this worker. Raises UsageError for an unknown worker."""
     agent = current_agent()
     return agent.directory.workers[agent.rank if worker_name is None else agent.directory.id_of(worker_name)]
 
 
 def get_rpc_timeout() -> float:
-    """Return the default timeout of calls in seconds; infinity for no limit."""
+    """Return the default timeout of calls in seconds; infinity if calls have no limit."""
     return current_agent().seconds_of(None)
 
 
@@ -235,8 +235,8 @@ def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
 
     While it waits, this worker serves the calls of other workers. Without `graceful`, it leaves immediately, and the
     pending calls of other workers fail. Raises RankLostError if a worker has died or has not called shutdown() within
-    `timeout` (0: no limit), and DeadlineError if calls are still pending here. This worker has left in either case.
-    Does nothing if rpc is not running.
+    `timeout` (0: no limit), and DeadlineError if calls are still pending here. Even if an error is raised, this worker
+    has left. Does nothing if rpc is not running.
     """
     if not is_running():
         return

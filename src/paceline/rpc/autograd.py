@@ -1,14 +1,14 @@
-"""Gradients through remote calls: the backward pass follows the calls of the forward pass in reverse.
+"""Compute gradients through remote calls: the backward pass follows the calls of the forward pass in reverse.
 
 Within a :func:`context`, tensors that require a gradient are recorded when they are sent and received. `backward`
 computes the gradients of this process's part of the graph, and sends the gradients of received tensors to their
 senders. Each sender continues from the tensors that it sent, and replies when its part is done. Gradients are added to
 the context instead of ``.grad``, so that contexts do not affect each other.
 
-The graph is the same as in ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). In that package
-a process waits for the gradients of all messages of a context, so every message must contribute. Here each message is
-processed separately: unused messages need no gradients, and a part of the graph with outputs in k messages is processed
-k times.
+The recorded graph is the same as in ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). There,
+a process waits for the gradients of all messages of a context, so every message must contribute to the result. Here,
+each message is processed separately: unused messages need no gradients, and a part of the graph whose outputs were sent
+in k messages is processed k times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANK_SHIFT = 32
 
 
 class GradientContext:
-    """This process's part of an autograd context."""
+    """The part of an autograd context in this process: its messages and gradients."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -136,9 +136,9 @@ contexts = GradientContexts()
 
 @contextlib.contextmanager
 def context() -> Iterator[int]:
-    """Record the calls of this thread for a backward pass; yields the context's number.
-
-    Calls of the called functions are recorded too. All processes delete the context at its end. Contexts do not nest.
+    """Return a context that records this thread's calls for a backward pass. Its value is the context's number. Calls
+    that the called functions make are recorded too. At the end of the block all processes delete the context. Contexts
+    do not nest.
     """
     agent = current_agent()
     if current_context():
@@ -155,8 +155,8 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     """Compute the gradients of the sum of `roots` in all processes of the context.
 
     Each root has one element. Returns when all gradients are computed. A second call adds to the gradients of the first
-    call: graphs are retained until the context ends, whatever `retain_graph` is. Raises UsageError for roots without a
-    graph, and the exceptions of other processes.
+    call: graphs are retained until the context ends, and `retain_graph` has no effect. Raises UsageError for roots
+    without a graph, and the exceptions of other processes.
     """
     part = contexts.existing(context_id)
     passed: Any = roots
@@ -166,13 +166,13 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         if not root.requires_grad or root.numel() != 1:
             raise UsageError(
                 f"got a root of shape {list(root.shape)}{'' if root.requires_grad else ' that requires no gradient'}, "
-                "tensors of one element that require a gradient were expected, for example a loss"
+                "expected a tensor of one element that requires a gradient, for example a loss"
             )
     _run_backward(part, list(roots), [torch.ones_like(root) for root in roots])
 
 
 def backward_of_root(root: Any, context_id: int, retain_graph: bool) -> None:
-    """Start a backward pass at the owner of a tensor: see :meth:`RRef.backward`."""
+    """Start a backward pass. Runs in the process that owns the tensor, for :meth:`RRef.backward`."""
     if not isinstance(root, torch.Tensor):
         raise UsageError(f"backward() was called on an RRef to {type(root).__name__}, a tensor was expected")
     if context_id == -1:
@@ -189,7 +189,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
 @allow
 def continue_backward(context_id: int, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Continue a backward pass from the tensors of a sent message."""
+    """Continue a backward pass from the tensors of a message that this process has sent, given their gradients."""
     part = contexts.existing(context_id)
     tensors = part.sent(message)
     if len(gradients) != len(tensors):

@@ -1,4 +1,4 @@
-"""Connections from other workers: run the requested functions, keep objects, count their holders."""
+"""Serve connections from other workers: run the requested functions, keep objects, count their holders."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _decode_release = reader(tuple[_Reference, int], "an RRef that is given back")
 def run_local(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], context: int
 ) -> None:
-    """Run a function in this thread, and set its result or exception. Context 0 means no autograd."""
+    """Run a function in this thread, and set its result or exception in `result`. Context 0: without autograd."""
     try:
         value = _run(function, args, kwargs, context)
         promise = promise_of(value) if is_async(function) else None
-    except BaseException as error:  # includes SystemExit: a thread waits for the result
+    except BaseException as error:  # also SystemExit, because a thread waits for the result
         result.resolve(None, error)
         return
     if promise is None:
@@ -67,7 +67,7 @@ def _copy(result: Future[Any], done: Future[Any]) -> None:
 
 
 class CalleeEnds(RequestServer, ConnectionReceiver):
-    """Connections from other workers, and their requests."""
+    """Accepts connections from other workers, and serves their requests."""
 
     def __init__(self, agent: LocalWorker, token: str) -> None:
         self.num_served = 0
@@ -88,7 +88,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         for end in list(self._callers):
             end.framed.close()
 
-    # the node's calls
+    # The node calls the following methods.
 
     @override
     def coming(self, rank: int) -> None:
@@ -134,7 +134,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
             self._handle(end, received)
         except Exception as error:
             failure = unreadable(end.framed.name, error)
-            if header.kind == RpcKind.RELEASE:  # this process had already freed the object
+            if header.kind == RpcKind.RELEASE:  # harmless: this process has already freed the object
                 _logger.debug("%s: %s", end.framed.name, failure)
             else:
                 self._reply_failure(end, header, failure, with_trace=False)
@@ -198,7 +198,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         del decoding
         try:
             function = agent.function_of(target)
-        except BaseException as error:  # not allowed, or the object's creation failed
+        except BaseException as error:  # the function is not allowed, or its object could not be created
             if result is not None:
                 result.set_exception(error)
             self._reply_failure(end, header, error, with_trace=_has_trace(error))
@@ -220,7 +220,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
     ) -> None:
         try:
             value = _run(function, args, kwargs, header.sequence)
-        except BaseException as error:  # includes SystemExit: the caller waits
+        except BaseException as error:  # also SystemExit, because the caller waits for a reply
             own = error.__traceback__ and error.__traceback__.tb_next
             error.__traceback__ = own and own.tb_next
             self._reply_failure(end, header, error, with_trace=True)
@@ -277,7 +277,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
                 context=header.sequence,
                 message=message,
             )
-        except UsageError as error:  # too long
+        except UsageError as error:  # the reply is too long for a frame
             self._reply_failure(end, header, error, with_trace=False)
         except (ConnectionLostError, DeadlineError) as error:
             _logger.debug("an answer could not be sent: %s", error)

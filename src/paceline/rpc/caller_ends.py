@@ -1,4 +1,4 @@
-"""Connections to other workers, opened at the first call, and the decoding of replies."""
+"""Open connections to other workers at the first call, and decode replies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RESULT, _NONE = int(RpcKind.RESULT), msgspec.msgpack.encode(None)
 
 
 class CallerEnds(ReplyReader):
-    """Connections to other workers by rank. Thread-safe."""
+    """The connections to other workers, by rank. Thread-safe."""
 
     def __init__(self, agent: LocalWorker, world: World, token: str) -> None:
         self._agent, self._world, self._token = agent, world, token

@@ -1,7 +1,6 @@
-"""Caller's end of a connection: sends numbered calls and receives replies in any order.
-
-The thread that waits for its result reads the connection, without a thread switch, and passes other replies to their
-waiting threads. One thread reads at a time. If calls are pending and no thread waits, `Standby` assigns a reader.
+"""The caller's end of a connection: sends numbered calls, and receives replies in any order. A thread that waits for a
+result reads the connection itself, to avoid a thread switch, and passes other replies to the threads that wait for
+them. One thread reads at a time. If calls are pending but no thread waits, `Standby` assigns a thread that reads.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ _TICK_S = 0.1
 
 
 class PendingReply(Future[Any]):
-    """The future of a remote call. The waiting thread reads the connection."""
+    """The future of a remote call. The thread that waits for the future reads the connection."""
 
     def __init__(self, end: CallerEnd, description: str, deadline: float, timeout_s: float) -> None:
         super().__init__()
         self.description, self.deadline, self.timeout_s = description, deadline, timeout_s
         self.creation: Future[Any] | None = None
-        """The reply to the call that created this call's object, if this process sent that call."""
+        """If this process created the object on which the call runs: the reply to the call that created it."""
         self._end = end
 
     def cause_of(self, error: PacelineError) -> BaseException:
-        """Return the exception to raise: the object's failed creation, if it explains `error`."""
+        """Return the exception to raise: the one of the object's failed creation if it caused `error`, else `error`."""
         cause = self.creation.exception() if self.creation is not None and isinstance(error, UsageError) else None
         return cause or error
 
@@ -41,7 +40,7 @@ class PendingReply(Future[Any]):
 
 
 class ReplyReader(Protocol):
-    """Decoder of replies, and runner of callbacks."""
+    """Decodes replies, and runs the callbacks of futures."""
 
     def read_reply(
         self, end: CallerEnd, reply: PendingReply, received: Received
@@ -51,16 +50,16 @@ class ReplyReader(Protocol):
 
 
 class CallerEnd:
-    """Calls to one other worker. Thread-safe."""
+    """The calls to one other worker. Thread-safe."""
 
     def __init__(self, framed: FramedSocket, rank: int, reader: ReplyReader) -> None:
         self.rank = rank
         self.name = framed.name
         self.failure: PacelineError | None = None
         self.free_since = 0.0
-        """Time at which the last reader stopped, for the standby."""
+        """The time at which the last reading thread stopped; :class:`Standby` uses it."""
         self.has_own_reader = False
-        """Whether a thread of the standby reads until no call is pending."""
+        """Whether a thread that :class:`Standby` assigned reads the connection."""
         self._framed = framed
         self._reader = reader
         self._counting = threading.Lock()
@@ -114,7 +113,7 @@ class CallerEnd:
         return reply
 
     def watch(self, kind: int) -> PendingReply | None:
-        """Return a future that fails when the other worker dies; None after the first call."""
+        """Return a future that fails when the other worker dies. Later calls return None."""
         if self._is_watched:
             return None
         self._is_watched = True
@@ -130,7 +129,7 @@ class CallerEnd:
             return self.num_sent
 
     def wait(self, reply: PendingReply, deadline: float) -> None:
-        """Wait until the reply is done or `deadline`. The reply's own deadline sets a DeadlineError."""
+        """Wait until the reply is done or `deadline` passes. At its own deadline the reply fails with DeadlineError."""
         while not reply.done():
             if self._reading.acquire(blocking=False):
                 self._read_until(reply, deadline)
@@ -157,7 +156,7 @@ class CallerEnd:
             self._blocked.discard(reply)
 
     def _read_until(self, reply: PendingReply, deadline: float) -> None:
-        """Read until the reply is done or the deadline passes; then wake another reader. Call with the lock held."""
+        """Read until the reply is done or the deadline passes; then wake a waiting thread. Hold `_reading` before."""
         try:
             while not reply.done():
                 left = deadline - time.monotonic()
@@ -170,7 +169,7 @@ class CallerEnd:
             self._stop_reading()
 
     def read_on(self) -> None:
-        """Read in a dedicated thread of the standby until no call is pending."""
+        """Read until no call is pending. Runs in a thread that :class:`Standby` has assigned."""
         if not self._reading.acquire(blocking=False):
             return
         self.has_own_reader = True
@@ -195,7 +194,7 @@ class CallerEnd:
             self._wake_one()
 
     def _release_descriptor(self) -> None:
-        """Close the descriptor if no thread reads. Otherwise the reader closes it."""
+        """Close the socket's descriptor if no thread reads; otherwise the reading thread closes it later."""
         if self._reading.acquire(blocking=False):
             self._framed.release()
 
@@ -245,7 +244,7 @@ class CallerEnd:
 
 
 def unreadable(name: str, error: Exception) -> PacelineError:
-    """Return the error that ends a connection. An unexpected exception means malformed data."""
+    """Return the error with which a connection ends. Exceptions that are not Paceline's mean malformed data."""
     if isinstance(error, PacelineError):
         return error
     text = printable(f"{type(error).__name__}: {error}", 300)

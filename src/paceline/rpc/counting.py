@@ -1,7 +1,8 @@
-"""Reference counts of an owner's objects. Pure.
+"""Count the references to an owner's objects. Pure.
 
 Before a worker sends an RRef to another worker, the owner counts the new holder (:meth:`OwnedObjects.share`), so the
-count includes references in flight. A holder releases its counts together or in parts; its death releases all.
+count includes references in flight. A holder releases its counts together or in parts; if the holder dies, all its
+counts are released.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from paceline.errors import ProtocolError
 
 
 class ReferenceId(NamedTuple):
-    """Identity of an object: ranks of its owner and creator, and the creator's unique number."""
+    """The identity of an object: the ranks of its owner and its creator, and a number that the creator uses once."""
 
     owner: int
     creator: int
@@ -20,7 +21,7 @@ class ReferenceId(NamedTuple):
 
 
 class OwnedObjects:
-    """Counts of the holders of this process's objects, by object and holder."""
+    """The objects of this process, with a count of references for each holder."""
 
     def __init__(self) -> None:
         self._counts: dict[ReferenceId, dict[int, int]] = {}
@@ -49,7 +50,7 @@ class OwnedObjects:
         return True
 
     def release(self, reference: ReferenceId, holder: int, times: int) -> bool:
-        """Decrement a holder's count; return whether the object has no holder left. Raises ProtocolError."""
+        """Subtract `times` from a holder's count; return whether the object has no holder now. Raises ProtocolError."""
         counts = self._counts.get(reference, {})
         held = counts.get(holder, 0)
         if not 1 <= times <= held:

@@ -1,4 +1,4 @@
-"""The decorator for functions that return a future."""
+"""Define the decorator for functions that return a future."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def async_execution(function: _Function) -> _Function:
-    """Make a call return the result of the :class:`Future` that this function returns (decorator).
+    """Decorator for a function that returns a :class:`Future`: a remote call returns the future's result.
 
     No thread waits for the result. The decorator works above or below ``@staticmethod`` and ``@classmethod``. The
     future may also come from ``torch.futures`` or ``concurrent.futures``.
@@ -41,7 +41,7 @@ def promise_of(value: Any) -> Future[Any]:
 def _copy_outcome(promise: Future[Any], read: Callable[[], Any], _: Any) -> None:
     try:
         result = read()
-    except BaseException as error:  # includes CancelledError
+    except BaseException as error:  # also CancelledError
         promise.resolve(None, error)
     else:
         promise.resolve(result, None)

@@ -32,7 +32,7 @@ class BlockedThreads(Protocol):
 
 
 def wait_by(waiting: BlockedThreads) -> None:
-    """Report this thread's waits for futures to `waiting`."""
+    """Report each wait of this thread for a future to `waiting`."""
     _local.waiting = waiting
 
 
@@ -78,21 +78,21 @@ class Future(Generic[_Result]):
         return cast(_Result, self._result)
 
     def exception(self) -> BaseException | None:
-        """Return the exception of a done future; None if it has a result."""
+        """Return the exception of a done future; None if the future has a result."""
         return self._error
 
     def set_result(self, result: _Result) -> None:
-        """Set the result and run the callbacks in this thread. Raises UsageError if already done."""
+        """Set the result, and run the callbacks in this thread. Raises UsageError if the future is already done."""
         if not self.resolve(result, None):
             raise UsageError("the future has its result already")
 
     def set_exception(self, error: BaseException) -> None:
-        """Set an exception, as :meth:`set_result` sets a result."""
+        """Set the exception, and run the callbacks in this thread. Raises UsageError if the future is already done."""
         if not self.resolve(None, error):
             raise UsageError("the future has its result already")
 
     def add_done_callback(self, callback: Callable[[Future[_Result]], object]) -> None:
-        """Call `callback` with this future when it is done: immediately, or in the thread that sets the result."""
+        """Call `callback` with this future when the future is done: now, or in the thread that sets the result."""
         with self._lock:
             if not self._is_done:
                 self._callbacks.append(callback)
@@ -116,17 +116,17 @@ class Future(Generic[_Result]):
         self.add_done_callback(run)
         return following
 
-    # for threads that set results
+    # The following methods are for the threads that set results.
 
     def resolve(self, result: Any, error: BaseException | None) -> bool:
-        """Set the result or exception and run the callbacks here; return False if already done."""
+        """Set the result or exception, and run the callbacks in this thread. Return False if the future was done."""
         is_first = self.set_outcome(result, error)
         if is_first:
             self.run_callbacks()
         return is_first
 
     def set_outcome(self, result: Any, error: BaseException | None) -> bool:
-        """Set the result or exception without the callbacks; return False if already done."""
+        """Set the result or exception, without running callbacks. Return False if the future is already done."""
         with self._lock:
             if self._is_done:
                 return False
@@ -156,7 +156,7 @@ class Future(Generic[_Result]):
         return self._is_done
 
     def add_waiter(self) -> threading.Lock | None:
-        """Return a held lock that is released when the future is done; None if it is done already."""
+        """Return a lock that is held until the future is done; None if the future is already done."""
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:
@@ -166,7 +166,7 @@ class Future(Generic[_Result]):
         return waiter
 
     def wake_one(self) -> bool:
-        """Wake one waiting thread although the future is not done; return whether a thread was waiting."""
+        """Wake one waiting thread, although the future is not done. Return whether a thread was waiting."""
         with self._lock:
             if not self._waiters:
                 return False
@@ -175,16 +175,16 @@ class Future(Generic[_Result]):
 
 
 class TimedFuture(Future[_Result]):
-    """The future of a call within this process. Its deadline sets a DeadlineError."""
+    """The future of a call within this process. At its deadline, it fails with DeadlineError."""
 
     def __init__(self, description: str, timeout_s: float) -> None:
         super().__init__()
         self.deadline = time.monotonic() + timeout_s
-        """Deadline in ``time.monotonic`` seconds."""
+        """The deadline in seconds of ``time.monotonic``."""
         self._description, self._timeout_s = description, timeout_s
 
     def expire(self) -> bool:
-        """Return False if already done. Does not run the callbacks."""
+        """Set a DeadlineError, without running callbacks. Return False if the future is already done."""
         late = DeadlineError(f"{self._description} has returned no result within {self._timeout_s:g} s")
         return self.set_outcome(None, late)
 
@@ -205,7 +205,7 @@ def seconds_of(timeout: Timeout) -> float:
 
 
 def left_until(deadline: float) -> float:
-    """Return the seconds until `deadline`, limited to the longest wait of a lock."""
+    """Return the seconds until `deadline`, at most the longest timeout that a lock supports."""
     return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
 

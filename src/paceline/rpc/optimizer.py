@@ -1,4 +1,4 @@
-"""Optimizer for parameters in several processes, with the gradients of an autograd context."""
+"""Define an optimizer for parameters in several processes, which uses the gradients of an autograd context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_agent, in_context
 
 _stepping = threading.Lock()
-"""Held while `.grad` of parameters of this process is in use."""
+"""A lock that a step holds while it uses ``.grad`` of this process's parameters."""
 
 
 class DistributedOptimizer:
@@ -59,7 +59,7 @@ class DistributedOptimizer:
 
 
 class LocalOptimizer:
-    """Optimizer of one process's parameters. Steps of all optimizers run one after another."""
+    """The optimizer of one process's parameters. The steps of all optimizers in a process run one after another."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, parameters

@@ -1,4 +1,4 @@
-"""Options for programs that were written for ``torch.distributed.rpc``."""
+"""Define options for programs that were written for ``torch.distributed.rpc``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FROM_ENVIRONMENT, _AT_ADDRESS = "env://", "tcp://"
 
 
 class BackendType(enum.Enum):
-    """Values of ``init_rpc(backend=)``. The only value is the default."""
+    """The values of ``init_rpc(backend=)``. The only value is also the default."""
 
     TENSORPIPE = "TENSORPIPE"
 
@@ -24,15 +24,15 @@ class TensorPipeRpcBackendOptions:
     """Settings for ``init_rpc(rpc_backend_options=)``, which also accepts torch's class of this name."""
 
     num_worker_threads: int = DEFAULT_NUM_THREADS
-    """As `num_threads` of ``init_rpc``."""
+    """The same as `num_threads` of ``init_rpc``."""
     rpc_timeout: float = DEFAULT_TIMEOUT_S
-    """As `timeout` of ``init_rpc``, in seconds; 0 means no limit."""
+    """The same as `timeout` of ``init_rpc``, in seconds; 0 means no limit."""
     init_method: str = _FROM_ENVIRONMENT
-    """``env://``, or ``tcp://host:port`` as `address` of ``init_rpc``."""
+    """``env://``, or ``tcp://`` before the `address` of ``init_rpc``: ``tcp://host:port``."""
     device_maps: dict[str, Any] = field(default_factory=dict)
-    """Must be empty: only CPU tensors are sent."""
+    """Must be empty, because only CPU tensors are sent."""
     devices: list[Any] = field(default_factory=list)
-    """Must be empty."""
+    """Must be empty, because only CPU tensors are sent, and no devices are mapped."""
 
     def set_device_map(self, to: str, device_map: dict[Any, Any]) -> None:
         """Raise UsageError: only CPU tensors are sent."""
@@ -57,7 +57,7 @@ def check_backend(backend: Any) -> None:
 
 
 class RpcSettings(NamedTuple):
-    """Settings of ``init_rpc`` from arguments or options."""
+    """The settings of ``init_rpc``, from its arguments or from `rpc_backend_options`."""
 
     address: str | None
     timeout: Timeout

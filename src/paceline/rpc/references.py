@@ -1,7 +1,8 @@
-"""References (RRefs): the objects that a process owns and the references that it holds.
+"""Keep the objects that a process owns, and the references (RRefs) to objects of any process that it holds.
 
-An owner keeps an object while it has holders. All RRefs of a process to the same object share a :class:`Holding`. When
-the last RRef is deleted, the owner is notified. The owner detects a dead holder by the closed connection.
+An owner keeps an object as long as the object has holders: processes with a reference. All RRefs of a process to the
+same object share a :class:`Holding`. When the last of them is deleted, the owner is notified. The owner detects a dead
+holder by its closed connection.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from paceline.rpc.futures import Future
 
 
 class Holding:
-    """This process's reference to an object, shared by its RRefs; `times` is the owner's count for this process."""
+    """This process's reference to an object, which its RRefs share. `times` is the owner's count for this process."""
 
     def __init__(self, reference: ReferenceId, table: ObjectTable) -> None:
         self.reference = reference
         self.times = 0
         self.creation: Future[Any] | None = None
-        """The reply to the call that created the object, if this process sent that call."""
+        """If this process created the object: the reply to the call that created it."""
         self._dropped = table.dropped
 
     def __del__(self) -> None:
-        # The garbage collector may run this at any point, so it must not acquire a lock.
+        # The garbage collector may call this method at any time, so the method must not acquire a lock.
         if self.times:
             self._dropped.put((self.reference, self.times))
 
 
 class ObjectTable:
-    """Objects that this process owns and references that it holds. Thread-safe."""
+    """The objects that this process owns, and the references that it holds. Thread-safe."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.dropped: queue.SimpleQueue[tuple[ReferenceId, int] | None] = queue.SimpleQueue()
-        """References to release at their owners; ``None`` ends the thread."""
+        """References that a thread releases at their owners; ``None`` ends the thread."""
         self._lock = threading.RLock()
         self._owned = OwnedObjects()
         self._values: dict[ReferenceId, Future[Any]] = {}
@@ -64,7 +65,7 @@ class ObjectTable:
             self._values[reference] = value
 
     def hold(self, reference: ReferenceId) -> Holding:
-        """Call this once for each time that the owner has counted this process."""
+        """Return this process's reference to an object. Call this each time that the owner counts this process."""
         with self._lock:
             holding = self._held.get(reference)
             if holding is None:
@@ -98,7 +99,7 @@ class ObjectTable:
             if not self._owned.release(reference, holder, times):
                 return
             value = self._values.pop(reference, None)
-        del value  # outside the lock: destructors may call this table
+        del value  # delete it outside the lock, because destructors may call this table
 
     def remove_holder(self, holder: int) -> None:
         with self._lock:

@@ -30,7 +30,7 @@ class RRef(Generic[_Value]):
     __slots__ = ("__weakref__", "_agent", "_holding")
 
     def __init__(self, value: _Value, type_hint: Any = None) -> None:
-        """`type_hint` is ignored; programs of torch.distributed.rpc may pass it."""
+        """`type_hint` has no effect; programs for torch.distributed.rpc may pass it."""
         agent = current_agent()
         self._agent = agent
         self._holding = agent.own(value)
@@ -51,7 +51,7 @@ class RRef(Generic[_Value]):
 
     @property
     def creation(self) -> Future[Any] | None:
-        """The reply to the call that created the object, if this process sent that call."""
+        """If this process created the object: the reply to the call that created it."""
         return self._holding.creation
 
     def owner(self) -> WorkerInfo:
@@ -71,7 +71,7 @@ class RRef(Generic[_Value]):
         return self.creation is None or (self.creation.done() and self.creation.exception() is None)
 
     def to_here(self, timeout: Timeout | None = None) -> _Value:
-        """Return a copy of the object, or the object itself at its owner. Waits for its creation.
+        """Return a copy of the object or, in the owner's process, the object itself. Waits until the object exists.
 
         Raises the exception of its creation, DeadlineError, ConnectionLostError (the owner died) or UsageError (it was
         freed).
@@ -80,7 +80,7 @@ class RRef(Generic[_Value]):
         return value
 
     def local_value(self) -> _Value:
-        """Return the object, at its owner. Raises UsageError in other processes."""
+        """Return the object itself. Raises UsageError in processes that do not own the object."""
         if not self.is_owner():
             raise UsageError(
                 f"local_value() was called on worker {self._agent.name!r}, but the object lives on "
@@ -90,7 +90,7 @@ class RRef(Generic[_Value]):
         return value
 
     def rpc_sync(self, timeout: Timeout | None = None) -> Methods:
-        """Return a proxy that calls methods at the owner and waits: ``rref.rpc_sync().method(1)``."""
+        """Return a proxy that calls methods at the owner and waits for results: ``rref.rpc_sync().method(1)``."""
         return Methods(self, functools.partial(_call_and_wait, self._agent, self, timeout))
 
     def rpc_async(self, timeout: Timeout | None = None) -> Methods:
@@ -128,7 +128,7 @@ def _backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> 
 
 
 class Methods:
-    """Proxy of a remote object's methods."""
+    """A proxy that has the methods of a remote object."""
 
     def __init__(self, rref: RRef[Any], call: _Begin) -> None:
         self._rref, self._call = rref, call

@@ -1,4 +1,4 @@
-"""Rpc state of this process and thread: its worker and the autograd context."""
+"""The rpc state of this process (its worker) and of each thread (its autograd context)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.rpc.serving import SpareThreads, Standby
 from paceline.rpc.workers import Directory
 
 Target = str | tuple[Any, str]
-"""A function's qualified name, or an object and a method name. The object is an RRef, or a value that is sent."""
+"""A call's target: a function's qualified name, or an object (an RRef, or a value that is sent) and a method name."""
 
 
 UNSET_TIMEOUT = -1.0
@@ -50,7 +50,7 @@ class LocalWorker(Protocol):
         *,
         is_blocking: bool = False,
     ) -> Future[Any]:
-        """`is_blocking`: the caller waits immediately and reads the reply in its own thread."""
+        """`is_blocking`: the caller waits for the reply immediately, and its own thread reads the reply."""
 
     def remote(
         self,

@@ -1,8 +1,8 @@
-"""Callee's end of connections: one thread per connection reads and runs requests, without a thread switch.
+"""The callee's end of connections: one thread per connection reads and runs requests, without thread switches.
 
 If a function runs longer than 2 ms, `Standby` assigns another thread to read the connection. So the calls of one caller
-run concurrently, and a call may wait for a later call. The standby checks every 2 ms while requests run or replies are
-pending, and sleeps otherwise.
+run concurrently, and a call may wait for a later call. While requests run or replies are pending, `Standby` checks the
+connections every 2 ms; otherwise it sleeps.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class RequestServer(Protocol):
     """Runs requests and sends the replies."""
 
     def serve_request(self, end: CalleeEnd, received: Received) -> None:
-        """Call :meth:`CalleeEnd.begin` before slow work."""
+        """Run a request, and send the reply. Call :meth:`CalleeEnd.begin` before slow work."""
 
     def caller_lost(self, end: CalleeEnd) -> None: ...
 
 
 class CalleeEnd:
-    """The connection of one caller."""
+    """The callee's end of one caller's connection."""
 
     def __init__(self, framed: FramedSocket, rank: int, server: RequestServer) -> None:
         self.rank, self.framed = rank, framed
@@ -149,7 +149,7 @@ class CalleeEnd:
         self._busy_since = time.monotonic()
 
     def take_over(self, time_s: float) -> object | None:
-        """Return a new turn if the reading thread has been busy for longer than `_MOMENT_S`."""
+        """Return a token for a new reading thread if the present one has been busy for over `_MOMENT_S`, else None."""
         since = self._busy_since
         if not since or time_s - since < _MOMENT_S:
             return None
@@ -166,7 +166,7 @@ class CalleeEnd:
 
 
 class Standby:
-    """Thread that assigns readers to connections that no thread reads."""
+    """A thread that assigns reading threads to connections that no thread reads."""
 
     def __init__(self, threads: SpareThreads) -> None:
         self._threads = threads
@@ -188,7 +188,7 @@ class Standby:
         self._callers = [*self._callers, end]
 
     def watch_timed(self, future: TimedFuture[Any]) -> None:
-        """Watch the deadline of a call within this process, because no thread may wait for it."""
+        """Watch the deadline of a call within this process, because perhaps no thread waits for the call."""
         self._timed[future] = None
         future.add_done_callback(lambda _: self._timed.pop(future, None))
         if future.deadline < self._sleeps_until:
@@ -217,7 +217,7 @@ class Standby:
             if idle >= _IDLE_TICKS:
                 self._is_awake = False
                 self._sleeps_until = min((watched.deadline for watched in list(self._timed)), default=math.inf)
-                if not self._is_touched:  # a touch() before _is_awake was cleared has not set the event
+                if not self._is_touched:  # a touch() while `_is_awake` was still true has not set the event
                     self._wake.wait(left_until(self._sleeps_until))
                 self._wake.clear()
                 self._is_awake = True
@@ -233,7 +233,7 @@ class Standby:
                 self._threads.run(future.run_callbacks)
 
     def _check(self) -> bool:
-        """Assign missing readers; return whether connections need further checks."""
+        """Assign a thread to each connection that needs one. Return whether connections need further checks."""
         time_s = time.monotonic()
         self._expire_timed()
         is_needed = False

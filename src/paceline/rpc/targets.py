@@ -1,4 +1,4 @@
-"""Targets of calls: a function by its name, or a method and its object."""
+"""Define the target of a call: a function by its name, or a method and its object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.rpc.running import Target
 
 
 class Call(NamedTuple):
-    """A call before its encoding."""
+    """A call that is not encoded yet."""
 
     target: Target
     args: Sequence[Any]

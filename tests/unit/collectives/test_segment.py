@@ -46,7 +46,7 @@ def test_closing_is_idempotent() -> None:
 
 
 def test_another_size_is_refused() -> None:
-    with Segment.create(4096) as one, pytest.raises(SegmentError, match="another size"):
+    with Segment.create(4096) as one, pytest.raises(SegmentError, match="has 4096 bytes, expected 8192"):
         Segment.open(one.path, 8192, pid=os.getpid())
 
 

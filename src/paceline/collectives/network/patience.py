@@ -47,7 +47,7 @@ class Patience:
         current: CurrentCall,
         interruption: Callable[[], Abort | None] = lambda: None,
     ) -> None:
-        """``set_waiting_for`` receives the awaited ranks, ``interruption`` returns the reason to end the call early."""
+        """``set_waiting_for`` receives the awaited ranks; ``interruption`` returns a reason to end the call or None."""
         self._timeout_s = timeout_s
         self.current = current
         self._check_interval_s = _FIRST_CHECK_S

@@ -253,7 +253,8 @@ class IncomingMessage:
         return True
 
     def _check_head(self) -> None:
-        # Comparing headers is enough, because they contain the call's signature, so equal headers have equal texts.
+        # Comparing the headers is enough: they contain the call's signature, so the descriptions of the call after them
+        # are equal too.
         if self._peer.stage[:HEADER_BYTES] != self._head[:HEADER_BYTES]:
             raise UnexpectedMessage(self._peer)
 

@@ -110,7 +110,7 @@ def _check(descriptor: int, path: str, num_bytes: int) -> None:
     if not (is_own and is_segment):
         raise SegmentError(f"another rank's path {path!r} is not a shared memory segment; it was not mapped")
     if found.st_size != num_bytes:
-        raise SegmentError("another rank's shared memory has another size")
+        raise SegmentError(f"another rank's shared memory has {found.st_size} bytes, expected {num_bytes}")
 
 
 def _unlink(path: str) -> None:

@@ -1,6 +1,6 @@
 """Wire format of rpc: messages, values and framed sockets.
 
-The kinds of values are imported when the first value of a kind is sent or received.
+A module for special values is imported when the first such value is sent or received.
 """
 
 from paceline.rpc.wire.codec import FindPack, set_loaders

@@ -1,4 +1,4 @@
-"""Encoding of call values: msgpack, with the memory of arrays appended without a copy.
+"""Encode the values of calls: as msgpack, and the memory of arrays, without a copy, as the body.
 
 The msgpack part has an extension with dtype and shape for each array. The body has the arrays in the order of the
 extensions, each padded to 8 bytes; decoded arrays are views of the body. Received data is not trusted: sizes are
@@ -25,7 +25,7 @@ from paceline.transport import PADS, UNREADABLE, Buffer, padded
 
 MAX_DEPTH: Final = 100
 REFERENCE, TENSOR, OF_TORCH = 20, 21, 22
-"""Extension codes of other modules; `kinds` has the lower codes."""
+"""The extension codes of `rref`, `tensors` and torch's other values; `kinds` has the lower codes."""
 
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})
 _NUMERIC = "?bhilqBHILQefdFD"
@@ -36,13 +36,13 @@ _packs: dict[type, Pack] = {}
 _packs_of_subclasses: dict[type, Pack] = {}
 _unpacks: dict[int, Unpack] = {}
 FindPack = Callable[[Any, bool], Pack]
-"""Returns the `pack` for a value of an unregistered type; the flag enables pickles. Raises CannotSendError."""
+"""A function that returns the `pack` for an unregistered type; the flag enables pickles. Raises CannotSendError."""
 _load_values: Callable[[], FindPack]
 _load_tensors: Callable[[], None]
 
 
 def set_loaders(load_values: Callable[[], FindPack], load_tensors: Callable[[], None]) -> None:
-    """Set the functions that import `kinds` and `tensors`, which are called for the first unknown value."""
+    """Set the functions that import `kinds` and `tensors`. They are called at the first value of an unknown type."""
     global _load_values, _load_tensors
     _load_values, _load_tensors = load_values, load_tensors
 
@@ -77,12 +77,12 @@ def _msgpack(packed: Any) -> bytes:
 
 
 class Encoding:
-    """One message that is being encoded."""
+    """The encoding of one message."""
 
     def __init__(self, *, pickle: bool = False, records: bool = False, agent: Any = None) -> None:
-        """`records`: collect the tensors that require a gradient. `agent` is the agent of the RRefs (see `rref`)."""
+        """With `records`, collect tensors that require a gradient. `agent` is the worker for RRefs in the message."""
         self.parts: list[Buffer] = []
-        """The body: memory of the arrays, not copied, and padding."""
+        """The body: the memory of the arrays, without copies, and padding."""
         self.references: list[Any] = []
         self.tensors: list[Any] = []
         """The tensors of the message that require a gradient, if `records` is set."""
@@ -161,7 +161,7 @@ class Encoding:
 
     def _find(self, value: Any, kind: type) -> Pack:
         find_pack = _load_values()
-        if kind in _packs:  # registered by the import
+        if kind in _packs:  # the import has registered the type
             return _packs[kind]
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
             _load_tensors()
@@ -174,13 +174,13 @@ class Encoding:
 
 
 class Decoding:
-    """One message that is being decoded."""
+    """The decoding of one message."""
 
     def __init__(self, body: memoryview, allowed: Allowed, *, pickle: bool = False, agent: Any = None) -> None:
-        """The arrays are views of `body`. `agent` is the agent of the RRefs (see `rref`)."""
+        """The decoded arrays are views of `body`. `agent` is the worker for RRefs in the message."""
         self.allowed, self.pickle, self.agent = allowed, pickle, agent
         self.tensors: list[Any] = []
-        """The tensors that the sender has recorded for a backward pass, in its order."""
+        """The tensors that the sender has recorded for a backward pass, in the sender's order."""
         self._body = body
         self._next = 0
         self._depth = 0
@@ -237,7 +237,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def as_sent(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array in its sent form: contiguous and little-endian; copied only if needed."""
+    """Return the array in the form that is sent: contiguous and little-endian. It is copied only if necessary."""
     if array.dtype.name not in DTYPES:
         raise CannotSendError(f"its elements are of dtype {array.dtype}; {', '.join(DTYPES)} are sent")
     dtype = array.dtype.newbyteorder("<")

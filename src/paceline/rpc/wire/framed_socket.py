@@ -1,8 +1,8 @@
 """Frames on a connected socket, sent and received by the calling threads.
 
 A small frame is copied out of the receive buffer. The rest of a large frame is received into the memory of its arrays.
-Over a network without TLS, every frame has a tag (`security.sealing`), whose key is derived from the token and a nonce
-of each end.
+Over a network without TLS, every frame has an authentication tag (`security.sealing`). The tag's key is derived from
+the token and a random number (nonce) of each end.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from paceline.transport.spinning import Spinner
 
 _BUFFER_BYTES = 1 << 14
 _JOINED_BYTES = 1 << 13
-"""Frames up to this size are joined into one buffer, because the copy is cheaper than sendmsg."""
+"""Frames up to this size are copied into one buffer, because the copy is cheaper than sendmsg."""
 _IOV_MAX = 512
 _STALL_S = 60.0
-"""Longest time without progress within a frame, in both directions."""
+"""Longest time without progress within a frame, while sending or receiving."""
 _LONGEST_POLL_MS = 1 << 30
 _NONCE_BYTES = 32
 _OFFER = 31  # internal kind of frame: offers the path of shared memory for bodies
@@ -70,16 +70,16 @@ class FramedSocket:
         self._poller = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         self._spin = Spinner().wait
-        # Separate spinners within a frame: its remaining bytes are in flight, unlike the next frame.
+        # Waits within a frame have spinners of their own, because the frame's remaining bytes are already in flight.
         self._within = Spinner().wait
         self._within_sending = Spinner().wait
         self._seals: Seals | None = None
         self._shared: SharedBodies | None = None
         self._may_offer = False
-        self._has_large = False  # a large body has arrived through the socket
+        self._has_large = False  # whether a large body has arrived through the socket
 
     def agree_on_seals(self, token: str, *, connecting: bool, deadline: float) -> None:
-        """Seal all later frames of a plain network connection. Both ends must call this first."""
+        """Add a tag to all later frames, on a network connection without TLS. Both ends must call this method first."""
         if _is_on_host(self._socket):
             return
         own_nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -90,7 +90,7 @@ class FramedSocket:
         self._seals = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
 
     def share_bodies(self) -> None:
-        """Offer shared memory at the first large body. Only for the caller's end, on one host."""
+        """Offer shared memory at the first large body. Only for the caller's end, if both ends are on one host."""
         self._may_offer = can_share()
 
     def send(
@@ -104,7 +104,7 @@ class FramedSocket:
         context: int = 0,
         message: int = 0,
     ) -> None:
-        """Return when the kernel has the frame or it is in shared memory.
+        """Send a frame. Return when the kernel or the shared memory has the frame.
 
         Raises UsageError (too long). After ConnectionLostError or DeadlineError the connection is unusable.
         """
@@ -127,7 +127,7 @@ class FramedSocket:
     def _through_memory(
         self, body: Sequence[Buffer], body_bytes: int, deadline: float
     ) -> tuple[int, Sequence[Buffer], int]:
-        """Return flags, body and its size. Flags 0: the body itself. Flags n: it is in slot n - 1."""
+        """Return flags, body and its size. Flags 0: the body is sent itself. Flags n: the body is in slot n - 1."""
         shared = self._shared
         if shared is None:
             self._may_offer = self._has_large = False
@@ -157,7 +157,7 @@ class FramedSocket:
             raise self._lost(error) from None
 
     def wait_readable(self, timeout_s: float | None, *, spin: bool = True) -> bool:
-        """Wait for data or the end of the connection; return False after the timeout, or after 12 days."""
+        """Wait for data or the end of the connection. Return False after the timeout, at the latest after 12 days."""
         if self._end > self._start:
             return True
         timeout_ms = None if timeout_s is None else _poll_ms(timeout_s)
@@ -314,12 +314,12 @@ class FramedSocket:
 
 
 def _poll_ms(seconds: float) -> float:
-    """Return a timeout for ``poll``, whose milliseconds are a C int."""
+    """Return a timeout for ``poll`` in milliseconds, which must fit into a C int."""
     return min(max(seconds * 1000, 0.0), _LONGEST_POLL_MS)
 
 
 def _is_on_host(connected: socket.socket | Any) -> bool:
-    """Return whether a connection stays on this machine. This includes the plain end of a TLS connection."""
+    """Return whether both ends of a connection are on this machine, as for the plain end of a TLS connection."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         return True
     return all(is_loopback(place[0].partition("%")[0]) for place in (connected.getsockname(), connected.getpeername()))

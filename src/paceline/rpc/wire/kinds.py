@@ -1,4 +1,4 @@
-"""Kinds of values that need no other package; imported when the first such value is sent or received."""
+"""Encode special values that need no other package. This module is imported at the first such value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TEXT_TYPES: Final = (
     decimal.Decimal,
 )
 _ISO_TYPES: Final = _TEXT_TYPES[:3]
-"""Written and read by Python: msgspec rejects time zones with an offset of fractional minutes."""
+"""Types that Python writes and reads as text, because msgspec rejects time zones with a fraction of a minute."""
 
 
 def find_pack(value: Any, pickle: bool) -> Pack:
@@ -91,7 +91,7 @@ def _pack_dict(encoding: Encoding, value: dict[Any, Any]) -> Any:
 
 
 def _flat(encoding: Encoding, value: dict[Any, Any]) -> list[Any]:
-    """Return the packed keys and values alternately: the order of unpacking."""
+    """Return packed keys and values in turn, which is the order of unpacking."""
     packed: list[Any] = []
     key: Any = None
     try:
@@ -223,7 +223,7 @@ def _add_collection(code: int, kind: type[Any]) -> None:
     )
 
 
-add_pack((list,), Encoding.pack_all)  # msgpack's own type, without a code
+add_pack((list,), Encoding.pack_all)  # a list is msgpack's own type, so it needs no code
 _add_collection(TUPLE, tuple)
 _add_collection(SET, set)
 _add_collection(FROZENSET, frozenset)

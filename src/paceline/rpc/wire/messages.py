@@ -1,4 +1,4 @@
-"""Messages between two workers: kinds of frames, and reports of failed calls."""
+"""Define the messages between two workers: kinds of frames, and reports of failed calls."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class RpcKind(IntEnum):
     CALL = FIRST_APPLICATION_KIND
     """Run a function or method and reply with the result."""
     REMOTE = FIRST_APPLICATION_KIND + 1
-    """As CALL, but store the result in the callee under the reference in the call."""
+    """Run a function or method, and store the result in the callee, under the reference in the call."""
     FETCH = FIRST_APPLICATION_KIND + 2
     """Reply with the value of a reference."""
     SHARE = FIRST_APPLICATION_KIND + 3
     """Count another worker as a holder of references."""
     RELEASE = FIRST_APPLICATION_KIND + 4
-    """Decrement the sender's count as a holder; no reply."""
+    """Subtract from the sender's count as a holder. There is no reply."""
     WATCH = FIRST_APPLICATION_KIND + 5
-    """No reply: the sender detects the callee's death by the closed connection."""
+    """Keep a call pending, without a reply, so that the sender detects the callee's death by the closed connection."""
     RESULT = FIRST_APPLICATION_KIND + 6
     FAILED = FIRST_APPLICATION_KIND + 7
 
 
 class CallFailure(msgspec.Struct, frozen=True, array_like=True):
-    """The meta of a FAILED frame."""
+    """The meta part of a FAILED frame: the exception of a failed call."""
 
     error: str
-    """Name of a built-in exception or of a class of :mod:`paceline.errors`; ``module:name`` of other exceptions."""
+    """The name of the exception's class; ``module:name`` unless it is built in or defined in :mod:`paceline.errors`."""
     message: str
     trace: str = ""
     """The traceback; empty if the called function itself did not raise."""
@@ -62,8 +62,8 @@ class RemoteError(PeerError):
     """A function raised an exception in the process that ran it; see :attr:`remote_traceback`.
 
     It is also an instance of the original class, if that class is built in, defined in :mod:`paceline.errors`, or
-    allowed in this process: ``except ValueError`` catches a remote ``ValueError``. It has the original ``args`` (and
-    the ``errno`` and ``filename`` of an ``OSError``), if they are numbers, text, bytes or None.
+    allowed in this process: ``except ValueError`` catches a remote ``ValueError``. It has the original exception's
+    ``args`` (and the ``errno`` and ``filename`` of an ``OSError``), if they are numbers, text, bytes or None.
     """
 
     remote_traceback: str = ""
@@ -76,7 +76,7 @@ class RemoteError(PeerError):
 
 
 def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
-    """Return the meta of a FAILED frame. `with_trace`: the user's code raised the exception."""
+    """Return the meta part of a FAILED frame. `with_trace`: user code raised the error, so add the traceback."""
     kind = type(error)
     if isinstance(error, RemoteError):
         name = _name_of(kind.__bases__[1]) if kind is not RemoteError else "PeerError"
@@ -88,7 +88,7 @@ def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
     failure = CallFailure(name, _text(error), _encodable(trace))
     arguments = _arguments_of(error) if with_trace else None
     if arguments is not None:
-        with contextlib.suppress(UnicodeEncodeError, OverflowError):  # surrogates, large numbers
+        with contextlib.suppress(UnicodeEncodeError, OverflowError):  # msgpack rejects surrogates and large numbers
             meta = msgspec.msgpack.encode(msgspec.structs.replace(failure, arguments=arguments))
             if len(meta) < _MAX_ARGUMENTS_BYTES + _MAX_TEXT + _MAX_TRACE:
                 return meta
@@ -101,13 +101,13 @@ def _name_of(kind: type) -> str:
 
 
 def _arguments_of(error: BaseException) -> list[Any] | None:
-    """Return the arguments of an exception's class; None if they are not plain."""
+    """Return the arguments with which the exception can be created again; None if they are not plain values."""
     try:
         arguments: Any = error.args
         if isinstance(error, OSError) and type(error).__reduce__ is OSError.__reduce__:
-            arguments = error.__reduce__()[1]  # includes file names, which args lacks
+            arguments = error.__reduce__()[1]  # unlike args, they include file names
         return list(arguments) if _are_plain(arguments) else None
-    except Exception:  # from the user's class
+    except Exception:  # the user's class may raise any error
         return None
 
 
@@ -116,7 +116,7 @@ def _are_plain(arguments: Sequence[Any]) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """Return the text with surrogates (of file names) escaped for UTF-8."""
+    """Return the text with escaped surrogates, which file names may contain, because UTF-8 does not support them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -150,7 +150,7 @@ def failure_of(
 
 def _create(kind: type[RemoteError], arguments: Sequence[Any]) -> RemoteError:
     for candidate in (kind, RemoteError):
-        with contextlib.suppress(Exception):  # the constructor may need other arguments
+        with contextlib.suppress(Exception):  # the class may need other arguments
             return candidate(*arguments)
     raise AssertionError("RemoteError takes any arguments")
 

@@ -1,9 +1,9 @@
-"""Message bodies in shared memory of the two ends of a connection on one host.
-
-Shared memory needs one copy, a Unix socket two. At the first large body in either direction, the caller creates the
-memory and offers it to the callee. After the callee has mapped the memory, bodies that fit use it in both directions;
-the frame contains the slot's number. The receiver's arrays are views of the slot, which becomes free when they are
-deleted. If few slots are free, the receiver copies bodies. Without a free slot, the body is sent through the socket.
+"""Send message bodies through shared memory, if both ends of a connection are on one host. Shared memory needs one copy
+of a body; a Unix socket needs two. At the first large body in either direction, the caller creates the memory and
+offers it to the callee. After the callee has mapped the memory, bodies that fit into a slot use the memory in both
+directions; the frame contains the slot's number. The receiver's arrays are views of the slot, which becomes free when
+the arrays are deleted. If few slots are free, the receiver copies bodies out of their slots. Without a free slot, the
+body is sent through the socket.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from paceline.transport.frames import Buffer, view_of
 
 SMALLEST_BYTES: Final = 1 << 16
 SLOT_BYTES: Final = (1 << 20) + (1 << 16)
-_SLOTS: Final = 4  # per direction
+_SLOTS: Final = 4  # slots per direction
 _MAX_VIEWED: Final = 2
-"""Maximum number of slots that received arrays may use. Above it, bodies are copied."""
+"""Maximum number of slots in use by received arrays. If more slots are in use, bodies are copied."""
 _HEAD_BYTES: Final = 4096
 _LINE_BYTES: Final = 64
 _UCRED = struct.Struct("=iII")
 
 
 def can_share() -> bool:
-    """Return whether this is Linux on x86-64, which does not reorder the copy of a slot and its free flag."""
+    """Return whether this is Linux on x86-64, which never makes a slot's flag visible before the data in the slot."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
@@ -48,7 +48,7 @@ class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
     num_forks = 0
 
     def __del__(self) -> None:
-        if self.flag is not None and self.num_forks == _forks.number:  # otherwise another process may still view it
+        if self.flag is not None and self.num_forks == _forks.number:  # after a fork, both processes may use the slot
             self.flag[0] = 0
 
 
@@ -77,7 +77,7 @@ class SharedBodies:
 
     @classmethod
     def make(cls) -> SharedBodies | None:
-        """Create the caller's memory; None if none is available."""
+        """Create the memory at the caller's end; None if the system has no memory for it."""
         try:
             return cls(Segment.create(_HEAD_BYTES + 2 * _SLOTS * SLOT_BYTES), is_caller=True)
         except SegmentError:
@@ -85,13 +85,13 @@ class SharedBodies:
 
     @classmethod
     def attach(cls, path: str, connected: socket.socket) -> SharedBodies | None:
-        """Map the memory that the other end of a Unix socket offers, and confirm it; None if that fails."""
+        """Map the memory that the other end of a Unix socket offers, and confirm the mapping; None if mapping fails."""
         if not can_share():
             return None
         try:
             pid = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
             segment = Segment.open(path, _HEAD_BYTES + 2 * _SLOTS * SLOT_BYTES, pid=pid)
-        except (SegmentError, OSError, ValueError, struct.error):  # includes a path with a NUL
+        except (SegmentError, OSError, ValueError, struct.error):  # ValueError: the path contains a NUL
             return None
         segment.bytes[0] = 1
         return cls(segment, is_caller=False)
@@ -101,9 +101,9 @@ class SharedBodies:
         return self._segment.path
 
     def put(self, parts: Sequence[Buffer], size: int) -> int | None:
-        """Copy a body into a free slot and return the slot; None if no slot fits."""
+        """Copy a body into a free slot and return the slot's number; None if the body is too large or no slot free."""
         memory = self._segment.bytes
-        if size > SLOT_BYTES or not len(memory):  # closed
+        if size > SLOT_BYTES or not len(memory):  # an empty memory was closed
             return None
         if not self.is_attached:
             if not memory[0]:
@@ -122,7 +122,7 @@ class SharedBodies:
         return None
 
     def take(self, slot: int, size: int) -> memoryview:
-        """Return the body in a slot: a view that keeps the slot in use, or a copy if few slots are free.
+        """Return the body in a slot: a view, which keeps the slot in use, or a copy if few slots are free.
 
         Raises ProtocolError for an invalid slot or size.
         """

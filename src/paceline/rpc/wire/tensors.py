@@ -1,4 +1,4 @@
-"""PyTorch tensors in calls; imported when the first tensor is sent or received."""
+"""Encode PyTorch tensors in calls. This module is imported when the first tensor is sent or received."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RESULTS = {
     for name, kind in vars(torch.return_types).items()
     if isinstance(kind, type) and issubclass(kind, tuple) and name == kind.__name__
 }
-"""Result types of functions with several results, by name."""
+"""The result types of torch's functions with several results, by name."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -46,7 +46,7 @@ def _pack_tensor(encoding: Encoding, value: torch.Tensor) -> Any:
     data = data.contiguous()
     try:
         array = (data.view(torch.int16) if name == "bfloat16" else data).numpy()
-    except RuntimeError as error:  # it has no memory (torch._efficientzerotensor)
+    except RuntimeError as error:  # a tensor without memory (torch._efficientzerotensor)
         raise CannotSendError(f"it is a tensor whose elements cannot be read: {printable(str(error), 200)}") from None
     encoding.add_array(array)
     is_recorded = encoding.records and value.requires_grad
@@ -59,7 +59,7 @@ def _unpack_tensor(decoding: Decoding, data: memoryview) -> torch.Tensor:
     name, shape, is_recorded = decoding.nested(data)
     if name == "bfloat16":
         tensor = torch.from_numpy(decoding.take_array("int16", shape)).view(torch.bfloat16)
-    elif name in _DTYPES:  # take_array rejects names unknown to NumPy
+    elif name in _DTYPES:  # take_array rejects dtypes that NumPy does not know
         tensor = torch.from_numpy(decoding.take_array(name, shape))
     else:
         raise ProtocolError("got a tensor of an unknown dtype")

@@ -35,7 +35,7 @@ def first_tensor(arguments: tuple[Any, ...]) -> Tensor | None:
 def only(tensors: Sequence[Any]) -> Any:
     """Return the only tensor of a list; PyTorch's lists are for several devices in one process."""
     if len(tensors) != 1:
-        raise UsageError(f"got {len(tensors)} tensors, expected one")
+        raise UsageError(f"got a list of {len(tensors)} tensors, expected one tensor per process")
     return tensors[0]
 
 
@@ -44,7 +44,9 @@ def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list
     num_rows = tensor.shape[0] if tensor.dim() else 0
     rows = list(splits) or [num_rows // size] * size
     if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
-        raise UsageError(f"got {name} splits {rows} for {num_rows} rows and {size} ranks: expected splits of all rows")
+        raise UsageError(
+            f"got {name} splits {rows} for {num_rows} rows and {size} ranks; pass one per rank, {num_rows} in total"
+        )
     return rows
 
 

@@ -49,7 +49,7 @@ class _Failed(_AnyTensor):  # type: ignore[misc]
         for argument in args:
             if isinstance(argument, _Failed):
                 raise argument.error
-        raise RuntimeError("a call whose result is used has failed")
+        raise RuntimeError("a call has failed, but its result is used; wait() of the call raises the error")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"the result of a call that failed: {self.error}"

@@ -187,7 +187,7 @@ _IN_PLACE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """The graph of a forward. Its placeholders are the values of the call's arguments, in order."""
+    """The graph of a forward. Its placeholders stand for the input values of a call, in order."""
 
     graph: fx.Graph
     output: OutputForm

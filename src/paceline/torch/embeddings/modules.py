@@ -41,7 +41,9 @@ class SparseRows(nn.Module):
         if update is not None and not isinstance(update, UpdateRule):
             raise UsageError(f"{layer}(update={update!r}): expected an update rule such as paceline.Adagrad(lr=0.1)")
         if initializer is not None and not isinstance(initializer, Initializer):
-            raise UsageError(f"{layer}(initializer={initializer!r}): expected one such as paceline.Normal(std=0.01)")
+            raise UsageError(
+                f"{layer}(initializer={initializer!r}): expected an initializer such as paceline.Normal(std=0.01)"
+            )
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise UsageError(f"{layer}(seed={seed!r}): expected a whole number")
         if name is not None and (not isinstance(name, str) or not name):

@@ -55,8 +55,9 @@ _State = tuple[int | None, int, int]
 class Mirrors(ReplicaValues):
     """Copies of the parameters on every device except the first.
 
-    The first forward after an optimizer step updates the copies, which also covers writes through ``.data``. Other
-    writes in place are detected by the parameter's version. Without an optimizer, each forward makes new copies.
+    The first forward after an optimizer step updates the copies, which also covers writes through ``.data``. After any
+    other write in place, the parameter's version changes, and the next forward updates the copy. Without an optimizer,
+    each forward makes new copies.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
