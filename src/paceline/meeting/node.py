@@ -84,10 +84,7 @@ class ConnectionReceiver(Protocol):
     """Receiver of all connections of one group and purpose; called in the acceptor's threads."""
 
     def coming(self, rank: int) -> None:
-        """Expect a connection that is not accepted yet; a call of ``arrived`` follows.
-
-        This method must not wait or call the node.
-        """
+        """Expect a call of ``arrived`` with a connection that is not accepted yet. Must not wait or call the node."""
 
     def arrived(self, rank: int, connected: socket.socket | None) -> None:
         """Take over the non-blocking connection; ``None`` if the handshake failed."""

@@ -168,7 +168,7 @@ def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:
 
 
 def has_followers(groups: Iterable[ChainGroup]) -> bool:
-    """Return whether any primary has a successor, as a member or being filled."""
+    """Return whether any primary has a successor: a replica, or a server that is being filled."""
     return any(group.filling is not None or len(group.members) > 1 for group in groups)
 
 
@@ -334,7 +334,7 @@ class Planner:
         members = tuple([server for server in living if server not in self._silent]) or living
         filling = chain.filling if chain.filling in self._living - self._silent else None
         if not self._wanted:
-            return Chain(members, filling)  # all servers leave
+            return Chain(members, filling)  # no wanted chain, because all servers leave
         # Rule 2: when all wanted servers are members, the chain becomes the wanted chain, without any other members.
         wanted = self._wanted[bucket]
         missing = [server for server in wanted.members if server not in members]

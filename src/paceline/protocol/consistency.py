@@ -64,7 +64,7 @@ class Eventual:
 
     @property
     def tau(self) -> int | None:
-        """The maximum delay: None, for infinity."""
+        """None, because the delay has no maximum."""
         return None
 
     def __str__(self) -> str:

@@ -80,7 +80,7 @@ class Delivery:
         return buckets
 
     def _newest(self, incarnation: int) -> int:
-        """Return the number of the incarnation's last push to any bucket; -1 without a push."""
+        """Return the number of an incarnation's last push to any bucket; -1 without a push."""
         seen = self._seen.get(incarnation)
         return -1 if seen is None else next(reversed(seen.values()))
 

@@ -117,10 +117,7 @@ class OnArrival:
 
 
 class Iterations:
-    """The iterations of one server that are not yet complete or durable.
-
-    `first_clock` is the first minimum of its gate.
-    """
+    """The iterations of one server that are not yet durable. Its gate starts at `first_clock`."""
 
     def __init__(self, replication: Replication, first_clock: int = 0) -> None:
         self._replication = replication

@@ -192,7 +192,7 @@ class Membership:
     def readmit(self, member: Member, time_s: float) -> Member | None:
         """Readmit a member that a former scheduler admitted without a view; return the member.
 
-        Return None if another member has the same name or rank. An observer gets another rank instead.
+        Return None if another member has the same name or rank. An observer whose rank is in use gets another rank.
         """
         if member.node in self._by_node or member.incarnation >= self._next_incarnation:
             return None

@@ -25,8 +25,8 @@ from paceline.protocol.chains import ChainGroup
 class Silence:
     """One server's links without incoming messages.
 
-    A server is unreachable after ``num_polls`` consecutive silent polls. Polls are counted instead of seconds, so that
-    a pause of this process itself counts as one silent poll only.
+    A server is unreachable after ``num_polls`` consecutive silent polls. Polls are counted instead of seconds, because
+    this process polls only once during a pause of its own.
     """
 
     def __init__(self, num_polls: int = 5) -> None:

@@ -157,7 +157,7 @@ class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Assign a number to a table; answered by int. Raises TableMismatchError if it has another spec."""
+    """Assign a number to a table; answered by int. Raises TableMismatchError if the table has another spec."""
 
     spec: TableSpec
 
@@ -305,10 +305,7 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Describes one table's part of a frame between servers.
-
-    The body has the keys (none for a range of buckets), then float32 values, padded.
-    """
+    """One table's part of a frame between servers. Its body: keys (unless it is a range), then padded float32."""
 
     table: TableNumber
     num_keys: Natural

@@ -151,10 +151,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive_header(self, timeout_s: float) -> Header:
-        """Receive the header of the next frame; skip the unread parts of the last frame.
-
-        Raises the errors of ``receive``.
-        """
+        """Receive the next frame's header; skip unread parts of the last frame. Raises the errors of ``receive``."""
 
     @abstractmethod
     def receive_meta(self) -> bytes:

@@ -191,7 +191,7 @@ class ClientCore:
         self._has_followers = False
         self._round = 0
         self._join_clock = 0
-        self._joined: dict[int, int] | None = None  # server → its iteration in this round
+        self._joined: dict[int, int] | None = None  # server → iteration in its answer to the current call to join
 
     def report(self, request: Request) -> None:
         """Record that the caller receives the error of this request, so that no later call raises it again."""
@@ -297,10 +297,7 @@ class ClientCore:
         return self._joined is not None
 
     def joined(self, server: int, round_: int, clock: int) -> list[Instruction]:
-        """Record a server's answer to a call to join.
-
-        Servers may answer with different clocks; the highest one is used.
-        """
+        """Record a server's answer to a call to join. If servers answer different clocks, the highest is used."""
         if self._joined is None or round_ != self._round:
             return []  # a view change after the call has sent a resync without `takes_part` to every server
         self._joined[server] = clock

@@ -199,7 +199,7 @@ class ServerSession:
         self.stable_clock = 0
         """Iterations below this clock are stable at this server."""
         self.sends_clock = False
-        """Whether the server was sent the worker's clock in this view; it is resent after a reconnection."""
+        """Whether the worker's clock was sent to the server in this view; the clock is resent after a reconnection."""
         self._blocked: set[int] = set()
         self._due = DueAnswers()
         self._failures = failures

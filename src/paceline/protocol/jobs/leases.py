@@ -97,7 +97,7 @@ class Leases:
             self._absent, self.started_s = set(), started_s
 
     def close(self) -> None:
-        """Lease no more shards: the job failed, another follows, or the cluster ends."""
+        """Lease no more shards, because the job failed, another job follows, or the cluster ends."""
         self._is_closed = True
         self._calls.update((rank, call) for rank, (call, _) in self._early.items())
         self._absent, self._early = set(), {}
@@ -105,10 +105,7 @@ class Leases:
             self._send(rank, Lease(lease=ALL_DONE))
 
     def _worker_arrived(self, rank: int, time_s: float) -> None:
-        """Record that a worker came or left.
-
-        If no worker is absent any longer, answer all requests in the order of ranks.
-        """
+        """Record that a worker came or left. Once no worker is absent, answer all requests, by rank."""
         self._absent.discard(rank)
         if not self._absent:
             early, self._early = self._early, {}

@@ -39,10 +39,7 @@ class Remembered:
 
 
 class JobLedger:
-    """The ledger of job `number`.
-
-    `ranks` are the live workers; `num_workers` workers share the shards of a strided job.
-    """
+    """The ledger of job `number`. `ranks` are the live workers; a strided job is divided among `num_workers`."""
 
     def __init__(self, number: int, spec: JobSpec, num_workers: int, ranks: Collection[int] = ()) -> None:
         self.number = number
@@ -158,10 +155,7 @@ class JobLedger:
         return self.results.take_report()
 
     def removed(self, worker: Member, *, is_lost: bool, time_s: float) -> None:
-        """Free the leases of a worker that died or left.
-
-        Other workers read its unfinished shards again, so each shard counts once.
-        """
+        """Free the leases of a worker that died or left, so that other workers read its unfinished shards."""
         if is_lost:
             self._lost += 1
             self._has_news = True
@@ -172,10 +166,7 @@ class JobLedger:
         self.leases.close()
 
     def fail(self, error: str, message: str) -> None:
-        """End the job with an error.
-
-        If the job has already failed, its first error stays, also under a later scheduler.
-        """
+        """End the job with an error. An earlier error of the job is kept, also under a later scheduler."""
         self.failed = self.failed or (error, message)
         self._has_news = True
         self.close()

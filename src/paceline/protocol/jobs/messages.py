@@ -87,10 +87,7 @@ OCCUPIED: Final = "another training uses this cluster. Wait for its end, or star
 
 
 class ClaimCluster(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Reserve the cluster: only this process may post jobs until it leaves. Answered by bool:
-
-    False if another process has reserved the cluster.
-    """
+    """Reserve the cluster: only this process may post jobs until it leaves. The answer is False if it is reserved."""
 
 
 class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):
@@ -120,7 +117,7 @@ class CountersReceived:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRequest:
-    """A request of the process `peer`; the runtime answers `call`."""
+    """A request on the connection `peer`. The answer (:class:`Answer`) refers to the request by `call`."""
 
     call: object
     peer: object

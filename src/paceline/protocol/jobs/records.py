@@ -19,7 +19,7 @@ Counters: TypeAlias = dict[str, float]
 """A worker's counters in a job, by name. Counters never decrease."""
 
 MAX_SHARDS: Final = 1 << 26
-"""Limit of a job: the shards of all files in all epochs, plus one per file and epoch."""
+"""The maximum of a job's shards in all files and epochs, where each file counts one more shard per epoch."""
 
 NONE_FREE: Final = -1
 ALL_DONE: Final = -2
@@ -34,10 +34,7 @@ def _check(name: str, number: int, highest: int, lowest: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A shard for a worker to read.
-
-    `lease` is the number of the lease, NONE_FREE (request again with `wait`) or ALL_DONE.
-    """
+    """A shard to read. `lease` is its lease's number, NONE_FREE (request again with `wait`) or ALL_DONE."""
 
     lease: int
     epoch: int = 0
@@ -126,9 +123,9 @@ class JobRecord:
     """The number of workers that share the shards of a strided job."""
     done: tuple[DoneShards, ...] = ()
     ended: dict[int, int] = field(default_factory=dict)
-    """The numbers of shards of files that were read to their end, by file."""
+    """File → number of its shards, for files that workers have read to the end."""
     done_counters: dict[int, Counters] = field(default_factory=dict)
-    """The counters of each worker, by incarnation, after its last finished shard."""
+    """Incarnation of a worker → its counters after its last finished shard."""
     lost: int = 0
     failed: tuple[str, str] | None = None
 
@@ -141,7 +138,7 @@ class JobRecord:
 
 
 def later(known: Mapping[str, float], counters: Mapping[str, float]) -> Counters:
-    """Return the greater value of each counter, because messages may arrive late or twice."""
+    """Return the greater value of each counter, because older messages may arrive later."""
     return {**known, **{name: max(value, known.get(name, value)) for name, value in counters.items()}}
 
 
@@ -258,7 +255,7 @@ class JobAccount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenReport:
-    """Report `number` of the worker with this incarnation."""
+    """The answer to TakeReports: report `number` of the worker with this incarnation."""
 
     fields: dict[str, Any]
     incarnation: int

@@ -90,7 +90,7 @@ class Replication:
         return bool(self.place.successors)
 
     def checkable(self, target: int) -> int:
-        """Return the buckets that are equal on `target` after it has received all messages sent so far."""
+        """Return the buckets that will be equal here and on `target` when it has received all messages sent so far."""
         if target not in self._up:
             return 0
         return self.place.successors.get(target, 0) & ~self._fills.wanted(target) & ~self.pushes.ahead_of_primary()

@@ -100,19 +100,13 @@ class Acknowledge(Struct, frozen=True):
 
 
 class Withhold(Struct, frozen=True):
-    """Do not answer the push yet: the whole chain has it, but the chain is too short.
-
-    The answer follows a Change or a timeout.
-    """
+    """Do not answer the push yet, because the chain is too short. The answer follows a Change or a timeout."""
 
     token: object
 
 
 class RefusePush(Struct, frozen=True):
-    """Reject the push because the client's view is old; the client retries in the new view.
-
-    The runtime drops the token.
-    """
+    """Reject the push: its view is old, and the client retries in the new view. The runtime drops the token."""
 
     token: object
 

@@ -29,7 +29,7 @@ class Fills:
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
-        self._wanted: dict[int, Buckets] = {}  # target → the buckets that it needs
+        self._wanted: dict[int, Buckets] = {}  # target → the buckets that the target needs
         self._sent: dict[int, Buckets] = {}
         self._confirmed: dict[int, Buckets] = {}
         self._reported: dict[int, Buckets] = {}
@@ -79,9 +79,7 @@ class Fills:
         return True
 
     def to_report(self, target: int) -> Buckets:
-        """Return the confirmed buckets if they must be reported, because all or many are new since the last report;
-        else 0.
-        """
+        """Return the confirmed buckets if a report is due, because all or many are new since the last one; else 0."""
         confirmed = self._confirmed[target]
         news = confirmed & ~self._reported.get(target, 0)
         if not news or (confirmed != self._wanted[target] and news.bit_count() < _REPORT_BUCKETS):

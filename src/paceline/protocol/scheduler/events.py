@@ -85,10 +85,7 @@ class SendElsewhere(Struct, frozen=True):
 
 
 class DeclareDead(Struct, frozen=True):
-    """Notify a process that it is no longer a member, so that it stops.
-
-    The message for users is "declared dead" and then `reason`.
-    """
+    """Notify a process that it is no longer a member. Users read "declared dead" and then `reason`."""
 
     peer: object
     reason: str

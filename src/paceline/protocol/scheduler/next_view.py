@@ -154,7 +154,7 @@ class NextView:
         self.suspects = Suspects(timeout_s)
         self.drains = Drains()
         self.ended: set[int] = set()
-        self._filled: list[tuple[int, int]] = []  # reports since the last commit: target, buckets
+        self._filled: list[tuple[int, int]] = []  # (target, buckets) of the reports since the last commit
 
     def take_over(self, succession: Succession, membership: Membership) -> None:
         latest, absent = succession.evidence.latest, [member.incarnation for member in succession.absent()]

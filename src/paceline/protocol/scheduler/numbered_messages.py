@@ -20,10 +20,7 @@ _MAX_ANSWERS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class SentMessage:
-    """A message of a process: a call, which is answered, or a notice.
-
-    `content` belongs to the runtime, and the core does not read it.
-    """
+    """A call (with an answer) or a notice of a process. The core does not read the `content`."""
 
     number: int
     content: Any

@@ -24,10 +24,7 @@ from paceline.protocol.scheduler.views import View, may_take_over
 
 
 class Evidence:
-    """The records of one cluster's rejoined members, by connection.
-
-    The parameter `ended` has the incarnations of ended processes.
-    """
+    """The records of one cluster's rejoined members. The parameter `ended` contains ended incarnations."""
 
     def __init__(self, by_peer: Mapping[object, Rejoin]) -> None:
         self.by_peer = dict(by_peer)
@@ -171,7 +168,7 @@ class Recovery:
         self._salt = salt
         self._replaces = replaces
         self._accepts_minority = accepts_minority
-        self._returned: dict[object, Rejoin] = {}  # by connection
+        self._returned: dict[object, Rejoin] = {}  # connection → record of the rejoined member
         self._cluster = ""  # the cluster to take over
         self._ended: set[int] = set()
         self._doubted: set[int] = set()
@@ -180,7 +177,7 @@ class Recovery:
         self.needed: tuple[Member, ...] = ()
 
     def reset(self) -> None:
-        """Forget the cluster; a new cluster uses the same incarnations for other members."""
+        """Forget the former cluster, because a new cluster uses the same incarnations for other members."""
         self._returned, self._cluster, self._replaces = {}, "", False
         self._ended, self._doubted, self.needed = set(), set(), ()
 
@@ -266,7 +263,8 @@ class Recovery:
         if latest.voters and latest.voters <= self._ended:
             return self._give_up(evidence) if is_complete else []
         if self._accepts_minority and is_late and not has_quorum and evidence.has_voter:
-            # The operator declares the missing voters dead. At least one voter must be back, or all data is lost.
+            # The operator declares the missing voters dead. At least one voter must have rejoined, because otherwise
+            # all data is lost.
             missing = set(evidence.absent_voters(without))
             has_quorum, without = True, without | missing
         if not has_quorum:

@@ -176,10 +176,7 @@ class Progress:
             self.iterations.forget(worker, clock)
 
     def take_clocks(self, known: Clocks) -> None:
-        """Adopt another server's clocks of the workers, unless this server is a primary.
-
-        Raises ProtocolError for impossible clocks.
-        """
+        """Adopt another server's clocks unless this server is a primary. Raises ProtocolError for impossible clocks."""
         if self.replication.primary:
             return
         self.workers.check_clocks(known)
@@ -213,7 +210,7 @@ class Progress:
     def replicate(self, instructions: Iterable[replication.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                # the first case, because each push causes these instructions
+                # the most frequent instructions come first
                 case replication.Forward() | replication.Apply():
                     self._out.append(instruction)
                 case replication.Acknowledge(events.SumUp(iteration)):

@@ -110,7 +110,7 @@ class ServerConnection:
         return self.session.request(KINDS[data.kind], data.clock, data.sequence, None, bool(data.flags & TICKS))
 
     def make_room(self, out: Any) -> None:
-        """Receive answers if too many requests, or values for `out`, are in flight."""
+        """Receive answers if too many requests, or too many bytes of answers (with `out`), are in flight."""
         session = self.session
         if len(session.in_flight) >= _MAX_IN_FLIGHT and not session.awaits_view:
             self.receive_one(next(iter(session.in_flight.values())))
@@ -222,7 +222,7 @@ class ServerConnection:
         self.session.disconnected()
 
     def depart(self) -> None:
-        """Wait for a view without this server; calls fail."""
+        """Wait for a view without this server, and fail the calls in flight."""
         self._watch.must_follow = True
         for request in self.session.departed():
             self.session.failed(request, StaleEpochError(f"server {self.rank} has left the cluster"))

@@ -23,7 +23,7 @@ from paceline.tables.types import Floats, Keys
 
 
 class DenseTable(Table):
-    """`size` float32 with keys 0 to size - 1, in contiguous buckets. Declared by ``client.dense_table``.
+    """A table of `size` float32 with keys 0 to size - 1, in contiguous buckets. Declared by ``client.dense_table``.
 
     Every method takes either a range or `keys`: ``push(grads, start=0)`` means [0, len(grads)).
     """

@@ -190,10 +190,7 @@ class FilteredSender:
         return request
 
     def _encode_push(self, keys: Keys, values: Floats, seed: int, *, is_range: bool) -> tuple[Bytes, Floats]:
-        """Return the body of a push, and the values that the server decodes from it.
-
-        Rounding errors are added to later pushes.
-        """
+        """Return the body of a push, and its values as the server decodes them. Later pushes correct the errors."""
         if self._errors is None and len(values):
             self._errors = self._filters.errors(len(values) // len(keys))
         errors = self._errors

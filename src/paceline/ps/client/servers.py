@@ -104,7 +104,7 @@ class Ticket:
 
     @property
     def dropped(self) -> bool:
-        """Whether a server has dropped the gradient because it was too stale (policy drop:R). Waits if necessary."""
+        """Whether a server has dropped the gradient as too stale (policy ``drop:N``). Waits if necessary."""
         self.wait()
         return any(request.flags & DROPPED for request in self._requests)
 
@@ -416,7 +416,8 @@ class Servers:
             with self.lock:
                 for connection in self.connections:
                     connection.patience_s = min(self._reconnect_s, self.timeout_s)
-                for _ in range(len(self.connections) + 1):  # after a lost connection, continue with the others
+                # once more for each connection, because a lost connection interrupts the wait
+                for _ in range(len(self.connections) + 1):
                     try:
                         self.drain()
                         break

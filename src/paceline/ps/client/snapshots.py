@@ -259,7 +259,7 @@ class SnapshotCoordinator:
                 if kept.table == number and self._newest is not None:
                     found += _parts_of(self._newest, spec.name, kept.number, from_bytes(kept.buckets))
         for part, buckets in found:
-            fresh = buckets & ~covered  # if two servers wrote a bucket, use one copy
+            fresh = buckets & ~covered  # if two servers wrote a bucket, use only one copy
             if fresh:
                 used[part.file] = part, used.get(part.file, (part, 0))[1] | fresh
                 covered |= fresh

@@ -33,7 +33,7 @@ _NO_GRADS = np.empty(0, np.float32)
 
 
 class SparseTable(Table):
-    """uint64 key → row of `dim` float32, spread over the servers by key. Declared by ``client.sparse_table``."""
+    """Rows of `dim` float32, each with a uint64 key, on several servers. Declared by ``client.sparse_table``."""
 
     is_count = False
     """Whether the table contains counts: stale pushes by this handle are neither dropped nor compensated."""
@@ -194,7 +194,7 @@ class SparseTable(Table):
         return (checked, flat, None) if assume_unique else self._sum_equal(checked, flat, dim)
 
     def _choose_rows(self, filters: TableFilters, keys: Keys, grads: Floats) -> tuple[Keys, Floats]:
-        """Return the keys and gradients to send, in order."""
+        """Return the keys and gradients that the row filters select, in the order of transmission."""
         core = self._servers.core
         if filters.requests.rows:
             seed = seed_of(self._client.rank, core.clock, core.sequence, self._number)

@@ -164,7 +164,7 @@ class Table:
         return out
 
     def _dedup(self, keys: Keys) -> tuple[Keys, npt.NDArray[np.int32] | None]:
-        """Return the distinct keys and, unless all are distinct, the inverse."""
+        """Return the distinct keys and the position of each key among them (None if all keys are distinct)."""
         if len(keys) < 2:
             return keys, None
         size = scratch_size(len(keys))
@@ -175,7 +175,7 @@ class Table:
         return (keys, None) if count == len(keys) else (unique[:count], inverse)
 
     def _sum_equal(self, keys: Keys, grads: Floats, dim: int) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
-        """Return the distinct keys, the summed gradients (flat) and, unless all keys differ, the inverse."""
+        """Return the distinct keys, the summed gradients (flat), and the position of each key (None if all differ)."""
         distinct, inverse = self._dedup(keys)
         if inverse is None:
             return keys, grads, None

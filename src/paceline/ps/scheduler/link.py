@@ -45,10 +45,7 @@ _ELSEWHERE_PAUSE_S: Final = 2.0
 
 
 class Reconnection:
-    """The reconnection attempts of one process.
-
-    They end `patience_s` after the first of several short-lived connections broke.
-    """
+    """The reconnection attempts of one process. They end `patience_s` after the first failure in a series."""
 
     def __init__(self, patience_s: float, time_s: float) -> None:
         self.patience_s = patience_s
@@ -58,7 +55,7 @@ class Reconnection:
 
     def lost(self, time_s: float, heartbeat_s: float) -> float:
         """Record that the connection broke; return the pause before the first attempt."""
-        # Many members lose their scheduler at the same moment, so the first pause is random.
+        # Many members lose their scheduler at the same moment, so their pauses vary at random.
         longest_s = min(_LONGEST_PAUSE_S, max(heartbeat_s, _SHORTEST_PAUSE_S))
         self._backoff = Backoff(_SHORTEST_PAUSE_S, longest_s, spread=0.5)
         if self._refused_since_s is None or time_s > self._connected_s + _LASTING_S:
@@ -200,7 +197,7 @@ class SchedulerLink:
         return read_meta(meta, Any if result is None else result, "an answer of the scheduler"), data
 
     def register(self, message: messages.Register, *, timeout_s: float | None = None) -> messages.Welcome:
-        """Join the cluster; wait for its servers. Raises DeadlineError if they do not register in time."""
+        """Join the cluster; wait for its servers. Raises DeadlineError if the servers do not register in time."""
         message = msgspec.structs.replace(message, process=own_process())
         self.state.registration = message
         waits_s = self._timeout_s if timeout_s is None else timeout_s

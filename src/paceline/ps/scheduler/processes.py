@@ -60,9 +60,9 @@ def begin_of(pid: int) -> int | None:
 class ProcessWatch:
     """Watches the processes of members, in the event loop's thread.
 
-    Calls `on_ended` with the incarnation of a member whose process has certainly ended, and `on_doubted` if it has
-    probably ended. An end is reported after the connection broke (:meth:`disconnected`), so that the last messages are
-    handled first. `fail` receives the exceptions of background tasks.
+    Calls `on_ended` with the incarnation of a member whose process has certainly ended, and `on_doubted` if the process
+    has probably ended. An end is reported after the connection broke (:meth:`disconnected`), so that the last messages
+    are handled first. `fail` receives the exceptions of background tasks.
     """
 
     def __init__(self, on_ended: Callable[[int], None], on_doubted: Callable[[int], None], fail: Fail) -> None:

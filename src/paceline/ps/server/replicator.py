@@ -165,10 +165,7 @@ class _Link(Handler):
 
 
 class CheckRounds:
-    """The rounds of comparisons of one server.
-
-    `fail` is called with an exception after which the server must not continue.
-    """
+    """The rounds of comparisons of one server. `fail` ends the server with an exception."""
 
     def __init__(self, core: ServerCore, links: ChainLinks | None, checks: ReplicaChecks, fail: Fail) -> None:
         self._core = core

@@ -68,7 +68,7 @@ class Requests:
         if verdict.route is _EXPELLED:
             raise self._answers.expelled(peer)
         flags = 0
-        if not verdict.fresh:  # the first copy was applied or dropped
+        if not verdict.fresh:  # a repeat of a push that was applied or dropped
             flags = DROPPED if self._stale.was_dropped(verdict.worker, header) else 0
         else:
             new = selection, grads
