@@ -1,8 +1,8 @@
 """Access the memory of NumPy arrays and CPU tensors, without importing torch.
 
-Contiguous arrays (including `ml_dtypes`) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used in place,
-other arrays are copied. An invalid target is rejected before the first message, because a later error would leave the
-other ranks waiting.
+Contiguous arrays (including the dtypes of `ml_dtypes`) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used
+in place; other arrays are copied. An invalid array for results is rejected before the first message, because a later
+error would leave the other ranks waiting.
 """
 
 from __future__ import annotations

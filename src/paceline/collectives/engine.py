@@ -67,7 +67,7 @@ class Engine(ABC):
 
     @abstractmethod
     def broadcast(self, order: Order, area: Area, root: int) -> None:
-        """Copy the root's memory to all ranks."""
+        """Copy the root's `area` to the `area` of all other ranks."""
 
     @abstractmethod
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:

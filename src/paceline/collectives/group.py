@@ -58,7 +58,7 @@ class Group(Closing):
         self._sequence = 0
         self._failure: str = ""
         self._unreported: CollectiveError | None = None
-        """The error of a failed message that no operation has raised yet. The next call raises it."""
+        """The error of a failed message, as long as no operation has raised this error. The next call raises it."""
         self._reporter: threading.Thread | None = None
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
@@ -235,7 +235,7 @@ class Group(Closing):
     def subgroup(self, ranks: Iterable[int], *, timeout: timedelta | None = None) -> Group | None:
         """Return the group of these ranks of this group, in this order; None on other ranks.
 
-        All ranks of the new group must call this method. Other ranks may call it, without communication.
+        All ranks of the new group must call this method. Other ranks may call this method too; they send no messages.
         """
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen) or not chosen:

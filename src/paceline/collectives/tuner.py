@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SHARED, DIRECT = "shared", "direct"
 _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found} | {SHARED, DIRECT})
 _REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9, 1 << 26: 5}
-"""Sizes at which both algorithms on one host are timed, and the number of repetitions."""
+"""Array sizes in bytes for which both algorithms on one host are timed, and the number of repetitions."""
 _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
 """From each of these sizes, ``direct`` is chosen if it takes less than this multiple of the time of ``shared``.
 
@@ -73,7 +73,7 @@ class Tuner:
         """If `algorithm` is not None, the tuner chooses it for every operation that it supports."""
         self.forced = algorithm
         self.model: Model | None = None
-        """``None`` before the first operation between hosts."""
+        """The measured constants α, β and γ; None before the first operation between hosts."""
         self._connections = connections
         self._timeout_s = timeout_s
         self._local: dict[int, dict[str, float]] = {}

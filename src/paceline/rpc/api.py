@@ -127,7 +127,7 @@ def meet_by_name(
     join_s: float,
     num_threads: int,
 ) -> Agent:
-    """Wait until all workers have joined; return this process's agent, which accepts no calls yet."""
+    """Wait until all workers have joined. Return this process's worker (agent), which accepts no calls yet."""
     deadline = time.monotonic() + join_s
     introductions = exchange(
         world.store,
@@ -155,7 +155,7 @@ def rpc_sync(
     `timeout` is a timedelta or seconds (0: no limit); None and -1 select the default. Arguments and results can be
     numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, CPU tensors, RRefs, dataclasses,
     msgspec structs, enumerations, and named functions. Received arrays and tensors are views of the message, without a
-    copy. A call to this process itself passes its arguments unchanged.
+    copy. A call to this process itself passes the arguments without copies.
 
     Raises the function's exception (see :class:`RemoteError`), DeadlineError after `timeout`, ConnectionLostError (the
     other worker died or left) or UsageError (unknown worker, not allowed there, an argument that cannot be sent).
@@ -226,7 +226,7 @@ def get_rpc_timeout() -> float:
 
 
 def is_available() -> bool:
-    """Return True: rpc has no optional dependencies."""
+    """Return True, because rpc needs no optional dependencies."""
     return True
 
 

@@ -147,7 +147,7 @@ class CallerEnd:
         if waiter is None:
             return
         self._blocked.add(reply)
-        # Try again, because the last reader may have chosen a successor just before this reply was added.
+        # Try again, because the last reading thread may have looked for a successor just before this reply was added.
         if self._reading.acquire(blocking=False):
             self._blocked.discard(reply)
             self._read_until(reply, deadline)

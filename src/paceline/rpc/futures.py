@@ -1,4 +1,4 @@
-"""Futures: results of pending calls. Callers wait for them or chain functions to them."""
+"""Define futures: results of pending calls. A caller waits for a future, or attaches functions to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _local = threading.local()
 
 
 class BlockedThreads(Protocol):
-    """Observer of threads that wait for futures."""
+    """Is notified when threads wait for futures."""
 
     def begin(self) -> None:
         """Record that this thread starts to wait. Raises UsageError if too many threads wait."""

@@ -21,11 +21,11 @@ Target = str | tuple[Any, str]
 
 
 UNSET_TIMEOUT = -1.0
-"""The timeout that selects the default in programs of torch.distributed.rpc."""
+"""The timeout with which programs for torch.distributed.rpc select the default."""
 
 
 class LocalWorker(Protocol):
-    """Interface of :class:`~paceline.rpc.agent.Agent` for the modules that it imports."""
+    """The interface of :class:`~paceline.rpc.agent.Agent` for modules that the agent's module imports."""
 
     rank: int
     pickle: bool
@@ -78,7 +78,8 @@ class LocalWorker(Protocol):
     def share(self, rrefs: Sequence[Any], to: int, *, is_answer: bool = False) -> None:
         """Register `to` as a holder of these references, before they are sent to `to`.
 
-        Calls to the owner need no registration, because the owner registers itself when it reads the call.
+        References in calls to their owner need no registration, because the owner registers itself when it reads the
+        call.
         """
 
     def watch(self, holder: int) -> None: ...

@@ -33,8 +33,8 @@ MAX_WAITING = 1000
 class SpareThreads(BlockedThreads):
     """Thread pool that starts threads on demand and ends idle threads.
 
-    At most `max_threads` threads run tasks. Threads that wait for a remote call do not count, so that nested calls
-    between processes finish. At most `MAX_WAITING` threads may wait.
+    At most `max_threads` threads run tasks. Threads that wait for a remote call are not counted, so that nested calls
+    between processes can finish. At most `MAX_WAITING` threads may wait.
     """
 
     def __init__(self, max_threads: int) -> None:

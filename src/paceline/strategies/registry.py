@@ -67,7 +67,7 @@ STRATEGIES: Final[dict[str, StrategySpec]] = {
 """Every strategy by its name."""
 
 NEUTRAL_SETTINGS: Final = frozenset(name for spec in STRATEGIES.values() for name in spec.neutral_settings)
-"""Arguments of the strategies' classes that do not change the result."""
+"""Names of arguments of the strategies' classes that do not change the result of a training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def default_strategy(*, has_servers: bool, num_ranks: int) -> str:
 
 
 def needs_servers(name: str | None) -> bool:
-    """Return whether a strategy stores parameters on servers; False for a missing or unknown name."""
+    """Return whether the strategy `name` stores parameters on servers; False for None or an unknown name."""
     return name in STRATEGIES and STRATEGIES[name].has_servers
 
 
@@ -113,9 +113,9 @@ class StrategyChoice:
     replicas: int | None
     """Number of replicas of the model in one process; None for one per device, or for a strategy without replicas."""
     server_replicas: int
-    """Number of additional servers that store each server's data; 0 without servers."""
+    """Number of additional servers that store a copy of each server's data; 0 without servers."""
     options: StrategyOptions | None = None
-    """The strategy's own options; None if it has none."""
+    """The strategy's own options; None if the strategy has no options."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Convert ``torch.optim`` optimizers to equivalent update rules of servers, and their states in both directions."""
+"""Convert ``torch.optim`` optimizers to equivalent update rules of servers; convert states in both directions."""
 
 from __future__ import annotations
 

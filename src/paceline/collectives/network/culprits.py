@@ -101,7 +101,7 @@ def find_culprits(answers: Mapping[int, Status | None], sequence: int, waiting_f
     absent = {rank: status for rank, status in late.items() if status.call is None and not status.waiting_for}
     if silent or absent:
         return {rank: _describe(answers.get(rank), sequence) for rank in sorted({*silent, *absent})}
-    # Ranks in an earlier unfinished call are not to blame if they wait for another such rank.
+    # A rank in an earlier call is not a cause if it waits for another rank in an earlier call.
     first = {rank: status for rank, status in late.items() if not set(status.waiting_for) & set(late)}
     if first or late:
         return {rank: _describe(status, sequence) for rank, status in sorted((first or late).items())}

@@ -94,7 +94,7 @@ class ScheduleExecutor:
         self._interruption = error
 
     def abort(self, call: CollectiveCall, sequence: int, error: BaseException) -> None:
-        """End the group for a call that failed outside :meth:`run`. The connected ranks raise the error."""
+        """End the group after a call failed outside :meth:`run`. The connected ranks raise the error."""
         if not self._failure:
             current = CurrentCall(self._group, self._links.rank, call, sequence)
             self._end_group(_verdicts.of_error(current, error), time.monotonic() + LINGER_S)
@@ -191,7 +191,7 @@ class ScheduleExecutor:
 
 
 def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
-    """Return the next head of a link; None if the link ended or after the deadline. Raises ProtocolError."""
+    """Return the next head of a link; None if the link has ended or the deadline has passed. Raises ProtocolError."""
     scanner = peer.scan()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""Send messages, and delay copies that conflict with them."""
+"""Send messages, and delay local copies that would overwrite data before it is sent."""
 
 from __future__ import annotations
 

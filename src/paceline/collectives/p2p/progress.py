@@ -72,7 +72,7 @@ class ProgressLoop:
         self._resume = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # with the lock held
+    # Call the following methods with the lock held.
 
     def start(self) -> None:
         if self._thread is None and not self.is_closed:
@@ -113,7 +113,7 @@ class ProgressLoop:
             self._changed.notify_all()
             self.kick()
 
-    # without the lock
+    # Call the following methods without the lock.
 
     def wait(self, operation: Waitable, deadline: float) -> bool:
         """Return whether ``operation`` finishes before the deadline. Run the loop if no other thread runs it."""

@@ -43,7 +43,7 @@ def _two_trees(size: int) -> tuple[Tree, Tree]:
 
 @lru_cache(maxsize=64)
 def _trees_below(size: int, root: int) -> tuple[Tree, Tree]:
-    """Return two trees over all ranks except the root, which is the parent of both their roots."""
+    """Return two trees over all ranks except ``root``, which is the parent of the top ranks of both trees."""
     if size == 1:
         return _two_trees(1)
     ranks = [(root + 1 + position) % size for position in range(size - 1)]

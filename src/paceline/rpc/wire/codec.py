@@ -62,7 +62,7 @@ def add_kind(code: int, types: Sequence[type], pack: Pack, unpack: Unpack) -> No
 
 
 class CannotSendError(Exception):
-    """A value that cannot be sent; `place` is its path in the message, completed from the inside out."""
+    """A value cannot be sent. `place` is the value's path in the message; each level of the encoding adds its part."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -46,7 +46,7 @@ _STALL_S = 60.0
 """Longest time without progress within a frame, while sending or receiving."""
 _LONGEST_POLL_MS = 1 << 30
 _NONCE_BYTES = 32
-_OFFER = 31  # internal kind of frame: offers the path of shared memory for bodies
+_OFFER = 31  # kind of the internal frame that offers the path of shared memory for bodies
 
 
 class Received(NamedTuple):
@@ -58,7 +58,7 @@ class Received(NamedTuple):
 
 
 class FramedSocket:
-    """One connection. Several threads may send concurrently, while one thread receives."""
+    """One connection that sends and receives frames. Several threads may send at the same time, while one receives."""
 
     def __init__(self, connected: socket.socket, name: str) -> None:
         self.name = name

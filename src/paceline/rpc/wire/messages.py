@@ -25,7 +25,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class RpcKind(IntEnum):
-    """Kinds of frames. ``request`` numbers the call, ``sequence`` the autograd context, ``epoch`` its message."""
+    """Kinds of frames. ``request`` numbers the call, ``sequence`` the autograd context, ``epoch`` a message of it."""
 
     CALL = FIRST_APPLICATION_KIND
     """Run a function or method and reply with the result."""
@@ -130,7 +130,7 @@ def _text(error: BaseException) -> str:
 def failure_of(
     meta: bytes | memoryview, worker: str, description: str, allowed: Allowed | None = None
 ) -> PacelineError:
-    """Return the exception in a FAILED frame of `worker`: built in, defined by Paceline or `allowed` here."""
+    """Return the exception in a FAILED frame of `worker`. Its class must be built in, Paceline's, or `allowed` here."""
     failure: CallFailure = decode_failure(meta)
     message = "\n".join(printable(line, _MAX_TEXT) for line in failure.message.split("\n"))
     if not failure.trace:

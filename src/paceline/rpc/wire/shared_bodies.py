@@ -41,7 +41,8 @@ def can_share() -> bool:
 class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
     """A body in a slot, which becomes free when the last reference to its memory is deleted.
 
-    A slot with a view during a fork is never freed, because parent and child may both use the view.
+    If the process forks while a slot has a view, the slot is never freed, because parent and child may both use the
+    view.
     """
 
     flag: NDArray[np.uint8] | None = None

@@ -37,7 +37,7 @@ _PATIENCE_S: Final = 1.0
 
 
 def on_cpu(method: _Method) -> _Method:
-    """Pass calls with tensors on another device to the group of that device."""
+    """Decorator: run the method for tensors on the CPU; pass calls with other tensors to their device's group."""
 
     @functools.wraps(method)
     def routed(self: PacelineProcessGroup, *arguments: Any, **options: Any) -> Any:
@@ -146,7 +146,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         name = _tensors.NAMES.get(hash(opts.reduceOp))
         is_plain = name is not None and tensor.layout is torch.strided and not tensor.is_complex()
         if is_plain and not opts.asyncOp and not is_profiling():
-            # The fast path of synchronous all-reduces.
+            # This path is the fastest for synchronous all-reduces, because it creates no Step.
             try:
                 self._calls.group().all_reduce(tensor, name, out=tensor)  # type: ignore[arg-type]
             except PacelineError as error:
@@ -245,7 +245,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         )
 
     def barrier(self, opts: Any = _BARRIER, timeout: Any = None) -> Work:
-        """Return when every rank has called it."""
+        """Wait until every rank has called this method."""
         if self._devices.is_made:
             self._devices.barrier()
         is_async = isinstance(opts, c10d.BarrierOptions) and opts.asyncOp
@@ -349,7 +349,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
 
     @on_cpu
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> Work:
-        """Send input d to rank d."""
+        """Send input d to rank d, and receive rank d's input into output d."""
         inputs, outputs = self._one_per_rank(inputs), self._one_per_rank(outputs)
         out, after = _tensors.targets(outputs)
         sizes = {"send_sizes": _tensors.counts(inputs), "receive_sizes": _tensors.counts(outputs)}
@@ -408,7 +408,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         return tensors
 
     def shutdown(self) -> None:
-        """Leave the group after its pending calls; the other ranks' next call fails. Idempotent."""
+        """Leave the group after its pending calls. The next call of other ranks fails. Idempotent."""
         self._devices.close(abort=False)
         self._end(_PATIENCE_S)
 

@@ -114,7 +114,7 @@ class TorchStore(Store):
 
     @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """Poll, because c10d writes two warnings to standard error for every wait that times out."""
+        """Poll for the keys. A wait of c10d that times out would write two warnings to standard error."""
         places = [self._prefix + key for key in keys]
         longest = max(_PAUSE_S, len(keys) * _PAUSE_A_KEY_S)
         backoff = Backoff(_FIRST_PAUSE_S, longest)

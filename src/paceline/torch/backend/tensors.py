@@ -77,12 +77,12 @@ def writable(tensor: Tensor) -> Tensor:
 
 
 def source(tensor: Tensor) -> Tensor:
-    """Return the items of a tensor as a contiguous vector; a copy if necessary."""
+    """Return the items of a tensor as a contiguous vector, which is a copy if necessary."""
     return movable(tensor).reshape(-1)
 
 
 def target(tensor: Tensor) -> tuple[Tensor, After | None]:
-    """Return a contiguous vector to write to, and the work after the write."""
+    """Return a contiguous vector to write to, and the function to run after the write, or None."""
     tensor = writable(tensor)
     if tensor.is_contiguous():
         return tensor.view(-1), None
@@ -91,14 +91,14 @@ def target(tensor: Tensor) -> tuple[Tensor, After | None]:
 
 
 def sources(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the items of several tensors as one vector; without a copy if they are adjacent in memory."""
+    """Return the items of several tensors as one vector, without a copy if the tensors are adjacent in memory."""
     tensors = [movable(tensor) for tensor in tensors]
     whole = _as_one_vector(tensors)
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if whole is None else whole
 
 
 def targets(tensors: Sequence[Tensor]) -> tuple[Tensor, After | None]:
-    """Return a contiguous vector for the items of several tensors, and the work after the write."""
+    """Return a contiguous vector for the items of several tensors, and the function to run after the write, or None."""
     tensors = [writable(tensor) for tensor in tensors]
     whole = _as_one_vector(tensors)
     if whole is not None:

@@ -141,7 +141,7 @@ class CallWork(Work):
 
 
 class FinishedWork(CallWork):
-    """A finished call."""
+    """A call that has finished."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return True
@@ -150,7 +150,7 @@ class FinishedWork(CallWork):
         return True
 
     def exception(self) -> None:
-        """Return None."""
+        """Return None, because a call that failed has no FinishedWork."""
 
     def get_future(self) -> CallFuture:
         future = CallFuture()
@@ -248,7 +248,7 @@ class MessageWork(CallWork):
         self._future: CallFuture | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the message; cancel it after `timeout` (0: the group's timeout)."""
+        """Wait for the message. Cancel the send or receive after `timeout` (0: the group's timeout)."""
         try:
             self._ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
         except PacelineError as error:
@@ -292,7 +292,7 @@ class MessageWork(CallWork):
         assert self._future is not None
         try:
             self.wait()
-        except Exception as error:  # otherwise the future would never be done
+        except Exception as error:  # set the error, because otherwise the future would never be done
             self._future.fail(error, is_one_tensor=False)
         else:
             self._future.set_result(list(self._value))

@@ -1,1 +1,1 @@
-"""Capture the graph of a model's forward with `torch.fx`, else with `torch.export`, for `pipeline` and `partition`."""
+"""Capture the graph of a model's forward, with `torch.fx` or, if this fails, with `torch.export`."""

@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The arguments of a call, as named leaves."""
+    """The arguments of a model's call, as leaves (values without inner structure) with names."""
 
     values: Mapping[str, Any]
     """The leaves that may differ between calls, such as tensors."""
@@ -99,7 +99,7 @@ class OutputForm:
 
     @property
     def graph_nodes(self) -> list[fx.Node]:
-        """The parts that are nodes. Other parts are constants."""
+        """The parts of the result that are graph nodes; the other parts are constants."""
         return [node for node in self.nodes if isinstance(node, fx.Node)]
 
     def fill(self, value_of: Callable[[fx.Node], Any]) -> Any:
@@ -255,7 +255,7 @@ def attribute(root: nn.Module, path: str) -> Any:
 
 
 def tensors_of(node: fx.Node, root: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers of the module that a node calls, or the tensor that it reads."""
+    """Return the parameters and buffers of the module that a node calls, or the tensor that the node reads."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return [*module.parameters(), *module.buffers()]

@@ -82,7 +82,7 @@ def _free_sizes(value: Any) -> Any:
 
 
 def _take_check(root: Any) -> Callable[[Sequence[Any]], str | None]:
-    """Remove the check of the arguments from a graph and return the check as a function."""
+    """Remove from a graph its check of the arguments, and return the check as a function."""
     found = list(root.graph.find_nodes(op="call_module", target=_GUARDS))
     if not found:
         return lambda _: None
@@ -109,9 +109,10 @@ _HOLDING_LAYERS: Final = (nn.Transformer, nn.TransformerEncoder, nn.TransformerD
 def capture(
     module: nn.Module, arguments: CallArguments, *, opens_torch_modules: bool, refusal: str = ""
 ) -> CapturedGraph:
-    """Capture the graph of a model for a call with these arguments. Raises UsageError if there is none.
+    """Capture the graph of a model for a call with these arguments. Raises UsageError if neither tracer succeeds.
 
-    `opens_torch_modules`: also trace through torch's losses and Transformers. `refusal`: a reason against ``torch.fx``.
+    `opens_torch_modules`: also trace inside torch's losses and Transformers. `refusal`: the reason why ``torch.fx``
+    must not be used, if any.
     """
     graph: CapturedGraph | None = None
     traced = refusal
@@ -126,7 +127,7 @@ def capture(
         return export(module, arguments)
     except UsageError:
         raise
-    except Exception as error:  # the model's code may raise any error for tracing proxies
+    except Exception as error:  # with torch.fx's proxies as arguments, the model's code may raise any error
         if graph is None:
             raise UsageError(
                 f"{type(module).__name__} cannot be cut: its forward ({_where(module)}) cannot be traced. torch.fx: "

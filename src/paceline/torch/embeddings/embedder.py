@@ -71,7 +71,7 @@ class Embedder:
     # The following methods run in the training loop.
 
     def step_with(self, optimizers: Iterable[Optimizer], tick: Callable[[], None] | None = None) -> None:
-        """Call :meth:`step` at the end of every step of one of `optimizers` that updates rows."""
+        """Make every step of the `optimizers` that update rows end with a call of :meth:`step`."""
         for optimizer in optimizers:
             if any(other is optimizer for _, other in self._sources):
                 hook = optimizer.register_step_post_hook(lambda stepped, *_: self.step(stepped, tick))
@@ -133,7 +133,7 @@ class Embedder:
 
 
 class _Follower:
-    """Copies the optimizer's hyperparameters to a table's rule after they change, for example through a scheduler."""
+    """Copies an optimizer's hyperparameters to a table's update rule when a scheduler or the program changes them."""
 
     def __init__(self, table: RowTable, optimizer: Optimizer, group: int, rule: UpdateRule) -> None:
         self._table = table

@@ -57,7 +57,7 @@ class HostCopy:
 
 
 RowGradient = tuple[Keys, Floats]
-"""Distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
+"""Distinct keys (uint64 [n]) and their gradients (float32 [n, dim])."""
 
 
 class AnchorGradient(torch.Tensor):

@@ -1,4 +1,4 @@
-"""Add lookups to the autograd graph: rows forward, row gradients backward."""
+"""Add lookups to the autograd graph: forward returns rows, backward returns the rows' gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.torch.embeddings.distinct import DistinctKeys
 from paceline.torch.embeddings.gradients import to_device
 
 OnGradient = Callable[[Keys, torch.Tensor], None]
-"""A callback for backward, with distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
+"""A function that receives, in backward, distinct keys (uint64 [n]) and their gradients (float32 [n, dim])."""
 
 
 class Rows(torch.autograd.Function):
@@ -60,13 +60,13 @@ class Gather(torch.autograd.Function):
 
 
 def rows_of(anchor: torch.Tensor, keys: DistinctKeys, rows: Floats, on_gradient: OnGradient) -> torch.Tensor:
-    """Return the distinct rows, float32 [u, dim], differentiable."""
+    """Return the distinct rows, float32 [u, dim], as a node of the autograd graph."""
     found: torch.Tensor = Rows.apply(anchor, keys, rows, on_gradient)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather(anchor: torch.Tensor, keys: DistinctKeys, rows: Floats, on_gradient: OnGradient) -> torch.Tensor:
-    """Return the row of every key, float32 [n, dim], differentiable."""
+    """Return the row of every key, float32 [n, dim], as a node of the autograd graph."""
     if anchor.device.type == "cpu":
         found: torch.Tensor = Gather.apply(anchor, keys, rows, on_gradient)  # type: ignore[no-untyped-call]
         return found

@@ -28,7 +28,7 @@ class KeyPlace(NamedTuple):
     """The tensor's index in the batch."""
     dtype: torch.dtype
     size: tuple[int, ...]
-    """The view's shape. The first dimension is -1 if it equals the tensor's, because a last batch may be smaller."""
+    """The view's shape. Its first size is -1 if it is the tensor's first size, which is smaller in a last batch."""
     stride: tuple[int, ...]
     offset: int
     """Offset from the start of the tensor, in elements."""

@@ -42,7 +42,7 @@ class RowDeclaration(NamedTuple):
 
 
 class RowTicket(Protocol):
-    """Rows in flight."""
+    """Rows that were requested and may not have arrived yet."""
 
     def result(self) -> Floats:
         """Wait for the rows and return them, float32 [n, dim]."""
@@ -107,7 +107,7 @@ class RowTables(ABC):
 
 
 class LocalTable(RowTable):
-    """Rows in this process. Thread-safe."""
+    """A table whose rows are in this process. Thread-safe."""
 
     is_shared = False
 

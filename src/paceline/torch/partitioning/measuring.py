@@ -38,7 +38,7 @@ def bind_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @dataclass
 class MeasuredGraph:
-    """The graph of a model, as operations."""
+    """The graph of a model, as operations with measured costs."""
 
     captured: CapturedGraph
     root: fx.GraphModule
@@ -51,9 +51,9 @@ class MeasuredGraph:
     shapes: dict[str, str] = field(default_factory=dict)
     """The dtype and shape, as text, of each value that is a tensor."""
     shared: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each operation, the inputs whose memory its value shares."""
+    """For each operation, the inputs whose memory the operation's value shares."""
     changed: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each operation, the inputs that it changes in place."""
+    """For each operation, the inputs that the operation changes in place."""
 
     @property
     def outputs(self) -> list[str]:

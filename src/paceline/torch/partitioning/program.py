@@ -56,7 +56,7 @@ class Program:
         }
 
     def place(self) -> None:
-        """Move parameters and buffers to their devices. They stay the same objects."""
+        """Move parameters and buffers to their devices. Parameters and buffers stay the same objects."""
         for tensor, device in self._homes.tensors():
             tensor.data = tensor.data.to(self.devices[device])
             if tensor.grad is not None:

@@ -34,8 +34,8 @@ class Strategy(Closing, ABC):
         strategy.save("checkpoint/")
 
     Abstract: a subclass distributes the model and the optimizer in :meth:`_spread`, and overrides the hooks that differ
-    for it. `seed` determines how data is shuffled; pass the same one on every rank. Use it as a context manager,
-    or call :meth:`close`; else it is closed when the process ends.
+    for it. `seed` determines how data is shuffled; pass the same seed on every rank. Use the strategy as a context
+    manager, or call :meth:`close`; otherwise the strategy is closed when the process ends.
     """
 
     name: ClassVar[str]
@@ -262,9 +262,8 @@ class Strategy(Closing, ABC):
         save(self, directory, extra)
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load a checkpoint of any strategy, and return its `extra`; every rank calls it after `prepare`.
-
-        Raises ModelError for a missing or damaged checkpoint, and for one of another model.
+        """Load a checkpoint of any strategy, and return its `extra`; every rank calls this method after `prepare`.
+        Raises ModelError for a missing or damaged checkpoint, and for a checkpoint of another model.
         """
         from paceline.torch.strategies.checkpoints import load
 
@@ -313,7 +312,7 @@ class _Models(nn.ModuleList):
 
 
 def as_one(models: list[nn.Module]) -> nn.Module:
-    """Return a model with the parameters of `models`: a single model itself."""
+    """Return a model with the parameters of all `models`; a single model is returned itself."""
     return models[0] if len(models) == 1 else _Models(models)
 
 
@@ -364,7 +363,7 @@ def give_own_memory(model: nn.Module) -> None:
 
 
 def check_dense(model: nn.Module, source: str) -> None:
-    """Raise UsageError for a parameter or buffer that is not dense; `source` starts the message."""
+    """Raise UsageError for a parameter or buffer that is not dense. The message begins with `source`."""
     kinds = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
     for kind, (name, tensor) in ((kind, named_tensor) for kind, named in kinds for named_tensor in named):
         if tensor.layout is torch.strided:

@@ -1,4 +1,4 @@
-"""Checkpoints: one format for every strategy and every number of ranks.
+"""Save and load checkpoints, in one format for every strategy and every number of ranks.
 
 A checkpoint is a saved model of :mod:`~paceline.storage.model_directory`, with two files of tensors: the model's
 ``state_dict``, and the optimizer's state under the parameters' names (``layer.weight/exp_avg``). Other values are JSON.
@@ -135,7 +135,7 @@ def _encode(tensors: dict[str, torch.Tensor]) -> bytes:
 def _read(
     strategy: Strategy, module: nn.Module, directory: str | os.PathLike[str]
 ) -> tuple[SavedModel, dict[str, Any], dict[str, torch.Tensor], dict[int, dict[int, dict[str, Any]]]]:
-    """Read a checkpoint, and check its model and optimizer against this model and this optimizer."""
+    """Read a checkpoint. Check that it belongs to this program's model and optimizer."""
     saved = read_model(directory)
     description: dict[str, Any] = saved.manifest.model
     if description.get("kind") != CHECKPOINT:
@@ -261,7 +261,7 @@ def _check_tables(strategy: Strategy, saved: SavedModel) -> None:
     for name, table in own.items():
         own_spec, saved_spec = table.spec, saved_specs[name]
         if strategy.optimizer is None and _is_stateless(own_spec):
-            saved_spec = saved_spec.with_update(own_spec.update)  # rows are only read, so any rule fits
+            saved_spec = saved_spec.with_update(own_spec.update)  # rows are only read, without any update rule
         if _nature(saved_spec) != _nature(own_spec):
             raise ModelError(
                 f"the checkpoint in {saved.directory} has embedding {name!r} as {saved_specs[name]}, but this model "

@@ -1,4 +1,4 @@
-"""Create the launcher's strategy."""
+"""Create the strategy that the launcher chose."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Loader:
             batch_sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
         elif batch_sampler is not None:
             batch_sampler = share(batch_sampler)
-        else:  # the dataset yields batches
+        else:  # the dataset itself yields batches
             sampler = share(sampler)
         # Set the samplers of a copy, because DataLoader makes them read-only, and its constructor would drop attributes
         # of a subclass.
@@ -332,7 +332,8 @@ class ShardedSampler(Sampler[Any]):
     """Every `size`-th item of another sampler, starting at number `rank`: indices, or batches of indices.
 
     The first `skip` items of the other sampler are left out. An incomplete last group of `size` items is dropped
-    (`drop_last`), filled up with the first items, or (``pads=False``) shared without repetition.
+    (`drop_last`), filled up with the first items, or, with ``pads=False``, shared without repetition, so that some
+    ranks get no item.
     """
 
     def __init__(
@@ -431,8 +432,8 @@ def is_sharded(sampler: Any, rank: int, size: int) -> bool:
 def sharded_stream(batches: Iterable[Any], rank: int, size: int, *, drop_last: bool, pads: bool) -> Iterator[Any]:
     """Yield every `size`-th batch of a stream, starting at number `rank`.
 
-    An incomplete last group is dropped with `drop_last`. Otherwise, with `pads`, each rank gets a batch from it (some
-    batches twice); without `pads`, some ranks get none.
+    An incomplete last group is dropped with `drop_last`. Otherwise, with `pads`, each rank gets a batch from the group
+    (some batches twice); without `pads`, some ranks get no batch.
     """
     stream = iter(batches)
     while group := list(itertools.islice(stream, size)):

@@ -1,4 +1,4 @@
-"""One process, one device: a plain PyTorch loop."""
+"""The strategy ``one-device``: a plain PyTorch loop in one process on one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.torch.strategies.ranks import Ranks
 
 
 def only_rank(name: str) -> Ranks:
-    """Return the ranks of a strategy with one process. Raises UsageError if a launcher has started several."""
+    """Return the ranks for a strategy with one process. Raises UsageError if a launcher has started more processes."""
     size = environment().world_size or 1
     if size > 1:
         raise UsageError(

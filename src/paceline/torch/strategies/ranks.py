@@ -1,4 +1,4 @@
-"""The processes of one training: identity, exchange of values, agreement."""
+"""Connect the processes of one training, exchange values between them, and check that they agree."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def num_rows(part: Sequence[Any]) -> int | None:
 
 
 def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -> None:
-    """Raise UsageError unless the outputs of parts of `sizes` examples can be joined along dimension 0."""
+    """Raise UsageError unless the parts' outputs, for `sizes` examples, can be joined along dimension 0."""
     for column in zip(*parts, strict=True):
         first = column[0]
         if isinstance(first, torch.Tensor):

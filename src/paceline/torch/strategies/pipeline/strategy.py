@@ -243,7 +243,7 @@ class PipelinedModel(nn.Module):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load values; every process calls it, and keeps the values of its stages."""
+        """Load values. Every process calls this method, and keeps the values of its stages."""
         runner = self.__dict__["_runner"]
         runner.hold_all()
         keys = self.__dict__["_module"].load_state_dict(state_dict, strict, assign)

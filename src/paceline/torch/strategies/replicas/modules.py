@@ -1,4 +1,4 @@
-"""Replicas of a module: shallow copies with their own parameters and buffers."""
+"""Create replicas of a module: shallow copies with parameters and buffers of their own."""
 
 from __future__ import annotations
 

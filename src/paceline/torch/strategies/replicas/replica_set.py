@@ -24,7 +24,7 @@ from paceline.torch.strategies.splitting import check_outputs, gather, num_rows,
 
 
 class ReplicaValues(ABC):
-    """The source of the replicas' parameters. Abstract: one subclass per strategy."""
+    """Abstract: the source of the replicas' parameters. Each strategy has a subclass."""
 
     @abstractmethod
     def is_shared(self, replica: int) -> bool:

@@ -27,7 +27,7 @@ from paceline.torch.strategies.server.watched import GradientWatch, ValueWatch, 
 from paceline.torch.update_rules import num_planes, rule_of, state_from_torch, state_to_torch
 
 Floats = npt.NDArray[np.float32]
-_WRITTEN_AT_ONCE = 1 << 21  # elements
+_WRITTEN_AT_ONCE = 1 << 21  # elements per call of write_records
 
 
 class Slot:

@@ -39,7 +39,7 @@ class HandsOn:
         self.is_early = False
         """Whether gradients are sent during backward."""
         self._is_uneven = False  # ranks have different numbers of batches, so some iterations lack ranks
-        self._has_early_leaver = False  # a rank left the epoch before the end of its data
+        self._has_early_leaver = False  # whether a rank left the epoch before the end of its data
 
     def add(self, slots: Sequence[Slot]) -> None:
         """Watch the gradients of an optimizer's `slots`. With several optimizers, gradients are never sent early."""

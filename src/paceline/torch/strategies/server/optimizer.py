@@ -26,7 +26,7 @@ class ServerOptimizer(Optimizer):
         step: Callable[[], None],
         dense: DenseParameters | None,
     ) -> None:
-        """`step` ends the iteration; `dense` is None without dense parameters."""
+        """`step` sends the gradients and ends the iteration; `dense` is None without dense parameters."""
         self.inner = inner
         self._step = step
         self._dense = dense

@@ -28,7 +28,7 @@ class Staging:
         self._is_cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._buffers: dict[Bucket, torch.Tensor] = {}
-        self._copied: dict[Bucket, Any] = {}  # the event after a bucket's last copy on the side stream
+        self._copied: dict[Bucket, Any] = {}  # the CUDA event after a bucket's last copy on the side stream
 
     def collect(self, bucket: Bucket) -> None:
         """Start to copy a bucket's gradients. The thread of backward calls this when the gradients are complete."""

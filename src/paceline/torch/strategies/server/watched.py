@@ -174,7 +174,7 @@ def depart(slot: WatchedSlot) -> None:
 
 
 def arrive(slot: WatchedSlot) -> None:
-    """Record that a parameter has its values."""
+    """Record that the values of a parameter have arrived, so that operations no longer wait."""
     parameter: Any = slot.parameter
     if type(parameter) is getattr(parameter, "arriving", None):
         parameter.__class__ = type(parameter).__base__

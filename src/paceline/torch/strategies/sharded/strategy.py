@@ -1,4 +1,4 @@
-"""The strategy ``sharded``: each process holds a part of parameters, gradients and optimizer state."""
+"""The strategy ``sharded``: each process has a part of every parameter, its gradient and its optimizer state."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Sharded(Strategy):
 
     @override
     def gather_values(self) -> dict[str, Tensor]:
-        """Return the complete parameters and persistent buffers by name, on rank 0; every rank calls it."""
+        """Return the complete parameters and persistent buffers by name, on rank 0. Every rank calls this method."""
         # The strategy's own group comes first, because its error names a rank that saves alone.
         self._ranks.exchange_as("gathers the model's values, as save() does", None)
         values = {name: as_complete(value, keep=self.is_main) for name, value in super().gather_values().items()}

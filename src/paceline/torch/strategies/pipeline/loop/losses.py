@@ -166,7 +166,7 @@ def as_term(
     options["reduction"] = "sum"
     norm: float | Tensor = 1.0
     if reduction == "mean":
-        norm = 1.0 / count if count else float("inf")  # as in torch, the mean of no targets is NaN
+        norm = 1.0 / count if count else float("inf")  # as in torch, a mean over 0 targets is NaN
     return OutputLoss(leaf=leaf, operations=operations, function=function, target=target, options=options, norm=norm)
 
 

@@ -1,4 +1,4 @@
-"""The batch dimension of each value in a model's graph, found from the shapes for two sizes of batch."""
+"""Find the batch dimension of each value in a model's graph, by comparing the shapes for two sizes of batch."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _has_rows(value: Any, rows: int) -> bool:
 
 
 class _Unknown:
-    """The value of a node that cannot be computed on shapes alone."""
+    """The value of a node that cannot be computed with tensors that have shapes but no values."""
 
 
 class _ShapeRun(fx.Interpreter):

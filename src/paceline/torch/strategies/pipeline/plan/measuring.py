@@ -37,7 +37,7 @@ _LONG_S: Final = 0.5
 _MAX_COLD_BYTES: Final = 32 << 20
 _ROUND_TRIPS: Final = 10
 _AGREEMENTS: Final = 3
-_SMALL, _LARGE = 1 << 8, 1 << 18  # elements of float32
+_SMALL, _LARGE = 1 << 8, 1 << 18  # sizes of messages, in elements of float32
 
 Filling = Callable[[Sequence[str]], AbstractContextManager[None]]
 """A function that returns a context in which the named parameters and buffers have memory."""

@@ -97,7 +97,7 @@ def _actions(row: Sequence[Any]) -> list[Action]:
 
 
 def _in_number_order(row: list[Action]) -> tuple[Action, ...]:
-    """Number each stage's forwards from 0, because torch 2.13 lists those of 1F1B's last rank from 1."""
+    """Number each stage's forwards from 0, because torch 2.13 numbers the forwards of 1F1B's last rank from 1."""
     shift: dict[int, int] = {}
     for action in row:
         if action.kind == "F":

@@ -51,7 +51,7 @@ class MessageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLimits:
-    """The limits of a stage."""
+    """The memory limits of a stage."""
 
     memory_bytes: int | None = None
     """Bytes per process; None: no limit."""

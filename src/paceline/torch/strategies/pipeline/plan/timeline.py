@@ -54,8 +54,9 @@ def play(
 ) -> Timeline:
     """Simulate a step: an action begins when its rank is free and its inputs have arrived.
 
-    ``transfer_s(stage)`` is the time of a message with a stage's inputs or their gradients, ``sending_s(stage)`` its
-    part on the sender's processor. At the end each rank updates its parameters. Raises ValueError for a deadlock.
+    ``transfer_s(stage)`` is the time of a message with a stage's inputs or their gradients. ``sending_s(stage)`` is the
+    part of this time in which the sender's processor is busy. At the end each rank updates its parameters. Raises
+    ValueError for a deadlock.
     """
     ended: dict[tuple[str, int, int], float] = {}
     free, busy, at = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)

@@ -25,7 +25,7 @@ LossOf = Callable[[int, Any], Tensor]
 
 
 class PipelineStep:
-    """One step of one rank. :meth:`run` may be called several times, with parts of the actions."""
+    """One rank's part of a step. :meth:`run` may be called several times, each time with a part of the actions."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PipelineStep:
         """The model's output by microbatch, on the rank of the last stage."""
         self.losses: dict[int, Tensor] = {}
         self.busy_s: dict[str, float] = {}
-        """Seconds of computing by direction and stage: ``F3``, ``B3``."""
+        """Seconds of computing, by direction and stage: ``F3`` is the forward of stage 3, ``B3`` its backward."""
 
     def run(
         self,

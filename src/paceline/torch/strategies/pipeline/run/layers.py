@@ -39,7 +39,7 @@ class LayerGraph:
     captured: CapturedGraph
     layers: list[ModelLayer]
     marks: tuple[int, ...]
-    """Numbers of the layers after a ``pipe_split()``."""
+    """Numbers of the layers that follow a ``pipe_split()``."""
     free: frozenset[fx.Node]
     """Nodes that depend only on the model's arguments. Each stage that uses such a node computes the node itself."""
 
@@ -78,7 +78,7 @@ def key_of(node: fx.Node) -> str:
 
 
 def trace(module: nn.Module, arguments: CallArguments) -> LayerGraph:
-    """Find the layers of a model for a call with these arguments. Raises UsageError if it has no graph."""
+    """Find the layers of a model for a call with these arguments. Raises UsageError if the model has no graph."""
     return _find_layers(capture(module, arguments, opens_torch_modules=True))
 
 

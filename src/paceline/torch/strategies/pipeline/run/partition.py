@@ -180,7 +180,7 @@ def _find_users(
                 for users in (parameters, buffers):
                     if name in users:
                         users[name].add(number)
-    # A tensor that no stage uses stays with the first stage.
+    # A tensor that no stage uses belongs to stage 0, so that one process keeps its values.
     return tuple(  # type: ignore[return-value]
         {name: sorted(stages) or [0] for name, stages in users.items()} for users in (parameters, buffers)
     )

@@ -1,4 +1,4 @@
-"""Values in messages: structures of tensors, as a list of tensors and a description in JSON."""
+"""Convert values for messages: a structure of tensors becomes a list of tensors and a description in JSON."""
 
 from __future__ import annotations
 
