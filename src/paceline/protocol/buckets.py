@@ -42,7 +42,7 @@ def buckets_in(mask: Buckets) -> Iterator[int]:
 
 
 def to_bytes(mask: Buckets) -> bytes:
-    """Encode a set of buckets below NUM_BUCKETS for the wire: 64 bytes, bucket 0 in the lowest bit of the first."""
+    """Encode a set of buckets below NUM_BUCKETS as 64 bytes. Bucket 0 is the lowest bit of the first byte."""
     return mask.to_bytes(NUM_BYTES, "little")
 
 

@@ -52,7 +52,7 @@ class ChainGroup(Struct, frozen=True, array_like=True):
 
 
 class Filled(Struct, frozen=True, tag=True):
-    """NOTICE of a server to the scheduler: in the view of this version, its successor `target` has all these buckets.
+    """NOTICE of a server to the scheduler: in the view of `version`, its successor `target` has all buckets of `mask`.
 
     The predecessor sends this notice, because it now acknowledges only pushes that `target` has.
     """
@@ -273,7 +273,7 @@ class Planner:
         return self._update_chains(range(self._num_buckets))
 
     def filled(self, server: int, buckets: int) -> list[Instruction]:
-        """Record that `server` has received all `buckets` of its fills; return the instructions. Others are ignored."""
+        """Record that `server` has received these buckets of its fills; return the instructions."""
         news = self._append(server, buckets)
         return self._update_chains(news, changed=bool(news))
 

@@ -21,7 +21,7 @@ from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 class VectorClock:
     """The number of finished iterations of each worker (by id), and the minimum over the workers that count.
 
-    Until ``num_expected`` workers have joined, each missing one counts with clock ``first_clock``, so that the first
+    Until ``num_expected`` workers have joined, each missing worker counts with clock ``first_clock``, so that the first
     workers wait. If no worker counts, the minimum is the highest clock so far. The minimum never decreases.
     """
 
@@ -229,7 +229,7 @@ class Gate:
         """Record that a worker has finished `clock` iterations. If its clock does not rise, the tick is a duplicate."""
         before = self._vector.clocks.get(worker, clock)
         if self._vector.tick(worker, clock) and self._aggregates:
-            # A complete iteration is closed: a late tick of a finished worker does not add to it.
+            # A late tick of a finished worker does not change the workers of a complete iteration.
             for iteration in range(max(before, self._seen_minimum), clock):
                 self._ticked.setdefault(iteration, set()).add(worker)
         return self._advance()
@@ -269,7 +269,7 @@ class Gate:
                 workers = tuple(sorted(self._ticked.pop(iteration, ())))
                 instructions.append(Complete(iteration, workers))
         self._seen_minimum = minimum
-        # Rule 5: the event that opens the gate for a held request releases the request, older iterations first.
+        # Rule 5: the event that opens the gate also releases the waiting requests, those for older iterations first.
         for clock in sorted(c for c in self._held if self.is_open(c)):
             instructions += [Unblock(ticket) for _, ticket in self._held.pop(clock)]
         return instructions

@@ -72,7 +72,7 @@ class Delivery:
                 f"Push {sequence} of incarnation {incarnation} names bucket {next(buckets_in(alien))}, which this "
                 "server does not hold; nothing was applied. Fetch the current view and send the push again."
             )
-        # Rule 1: a push is new to a bucket if its number exceeds the last one applied there.
+        # Rule 1: a push is new to a bucket if its number exceeds the number of the last push applied to the bucket.
         for seen, last in reversed(self._seen.get(incarnation, _NOTHING).items()):
             if last < sequence:
                 break
@@ -130,7 +130,7 @@ class Delivery:
                 f"This server already holds bucket {next(buckets_in(twice))}; adopting it again would lose its filter."
             )
         self._buckets |= buckets
-        # Rule 2: a bucket's filter comes with the bucket and does not depend on this server's other buckets.
+        # Rule 2: a bucket's filter moves with the bucket, and does not depend on this server's other buckets.
         for incarnation, last, seen in state:
             self.admit(incarnation, last, seen & buckets)
 

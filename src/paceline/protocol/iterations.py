@@ -65,7 +65,8 @@ class Takeover:
     def lead(self, version: int, buckets: int, workers: Collection[int]) -> None:
         """Record the buckets that this server leads in the view of `version`, and the workers of this view.
 
-        `workers` are all members of the cluster, because a worker that has not joined this gate may have pushed before.
+        `workers` includes workers that have not joined this server's gate, because they may have pushed to the former
+        primary.
         """
         gained = buckets & ~self._led
         self._led = buckets
@@ -127,15 +128,16 @@ class Iterations:
         self._complete: dict[int, tuple[int, ...]] = {}  # iteration → workers that ticked it here, in order
         self._next = first_clock  # the first iteration that the gate has not completed
         self._unsafe: dict[int, int] = {}  # iteration → number of its sums that the chain lacks
-        self._safe = 0  # the durable iterations when the chains last had enough replicas
+        self._safe = 0  # the number of durable iterations when the chains last had enough replicas
         self._version = 0
         self._unaware: set[int] = set()  # workers that may not have a view with this server's successor
         # Set once all workers have this view: pushes of earlier iterations may exist only on this server.
         self._unretained_below: int | None = None
-        self._orphaned_below = 0  # pushes below this iteration may be of workers that ticked it and then left
+        # pushes of earlier iterations may belong to workers that ticked the iteration and then left
+        self._orphaned_below = 0
 
     def follow(self, former: Iterations) -> None:
-        """Take over the sums of `former` that are in flight: they are acknowledged here."""
+        """Take over the sums of `former` that are in flight, because their acknowledgements will arrive here."""
         self._unsafe = former._unsafe
 
     @property
@@ -196,7 +198,7 @@ class Iterations:
         return self._parts.missing(worker, sequence, left)
 
     def admit(self, worker: int, sequence: int, iteration: int, buckets: int) -> None:
-        """Record that a push that is :meth:`missing` in `buckets` is buffered."""
+        """Record that a push, for which :meth:`missing` returned `buckets`, is buffered."""
         self._parts.admit(worker, sequence, buckets)
         self._pushed.setdefault(iteration, set()).add(worker)
 

@@ -79,7 +79,7 @@ class Membership:
         self.expected_servers = expected_servers
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._next_incarnation = first_incarnation
-        self._members: dict[int, Member] = {}  # by incarnation
+        self._members: dict[int, Member] = {}  # incarnation → member
         self._by_node: dict[str, Member] = {}
         self._by_rank: dict[Role, dict[int, Member]] = {role: {} for role in Role}
         self._free_rank = dict.fromkeys(Role, 0)  # role → a rank below which no rank is free
@@ -137,7 +137,7 @@ class Membership:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All live members, observers included: by role, then rank."""
+        """All live members, including observers, sorted by role and then by rank."""
         return tuple(member for role in Role for member in self.of(role))
 
     def of(self, role: Role) -> tuple[Member, ...]:

@@ -16,7 +16,7 @@ from typing import Final
 from paceline.errors import UsageError
 
 NUM_BUCKETS: Final = 512
-"""Default number of buckets of a table: about ten for each of fifty servers."""
+"""Default number of buckets of a table. With fifty servers, each server leads about ten."""
 
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 

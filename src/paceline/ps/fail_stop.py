@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar
 
 Fail: TypeAlias = Callable[[BaseException], None]
-"""The function receives an exception after which a process must not continue; in production it does not return."""
+"""A function that receives an exception after which the process must not continue. It returns only in tests."""
 
 _logger = logging.getLogger("paceline.ps")
 _P = ParamSpec("_P")

@@ -35,7 +35,7 @@ class DueAnswers:
             self._repeated[number] = due
 
     def given_up(self, number: int, *, is_due: bool) -> int:
-        """Record that a request is abandoned; return the number of answers to it that will still come.
+        """Record that a request is abandoned; return the number of its answers that will still come.
 
         `is_due`: whether one answer will come if the request was sent only once.
         """

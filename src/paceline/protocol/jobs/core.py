@@ -16,7 +16,7 @@ from paceline.protocol.jobs.messages import Answer, ReceivedRequest
 from paceline.protocol.jobs.records import ALL_DONE, Job, JobFacts, JobRecord, Lease
 from paceline.protocol.membership import Member, Membership, Role
 
-_TERM_SHIFT: Final = 20  # bits of a job number that count the jobs of one term
+_TERM_SHIFT: Final = 20  # the low bits of a job number, which count the jobs of one term
 
 
 class JobCore:
@@ -96,7 +96,7 @@ class JobCore:
         return [Answer(call, None)]
 
     def _note(self, received: ReceivedRequest, membership: Membership) -> None:
-        """Record a worker's message about its job; ignore messages about finished jobs."""
+        """Record a worker's message about its job; ignore messages about jobs that are over."""
         request = received.request
         assert isinstance(request, messages.LeaseDone | messages.FileEnded | messages.Report | messages.JobFailed)
         job = self._unless_over(request.job)

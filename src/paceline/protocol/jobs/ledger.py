@@ -31,7 +31,7 @@ from paceline.protocol.membership import Member
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A member of an earlier scheduler's cluster, and its record of the latest job; `peer` as in requests."""
+    """A member of an earlier scheduler's cluster, its connection `peer`, and its record of the latest job."""
 
     peer: object
     member: Member

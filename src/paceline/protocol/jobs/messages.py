@@ -51,7 +51,7 @@ class LeaseDone(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class FileEnded(JobRequest, frozen=True, kw_only=True, tag=True):
-    """The number of shards of a file that was read to its end."""
+    """Report the number of shards of a file, after a worker has read the file to its end."""
 
     job: int
     file: int
@@ -70,7 +70,7 @@ class Report(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class JobFailed(JobRequest, frozen=True, kw_only=True, tag=True):
-    """No worker can do the job, for example because the data is malformed."""
+    """Report that no worker can do the job, for example because the data is malformed."""
 
     job: int
     error: str
@@ -110,7 +110,7 @@ class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountersReceived:
-    """A worker's counters, from its heartbeat; the counter "job" is the job's number."""
+    """The counters in a worker's heartbeat; the counter "job" is the number of the job."""
 
     counters: Counters
 
@@ -128,7 +128,7 @@ class ReceivedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a call, sent now or when its process has reconnected."""
+    """The answer to a call. The runtime sends the answer now, or after the process has reconnected."""
 
     call: object
     content: Any

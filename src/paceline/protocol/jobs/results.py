@@ -46,7 +46,7 @@ class Results:
         # each worker's last report of a finished shard, until the poster has it
         self._unknown: dict[int, StoredReport] = {}
         self._taken: StoredReport | None = None  # the last report sent, until the poster confirms it
-        self._seen: set[tuple[int, int]] = set()  # reports: incarnation, number
+        self._seen: set[tuple[int, int]] = set()  # (incarnation, number) of all received reports
 
     def restore(self, record: JobRecord, taken: tuple[tuple[int, int], ...]) -> None:
         self._seen.update(taken)
@@ -79,7 +79,7 @@ class Results:
         """Store a report for the poster; the report of a shard waits until the shard is finished."""
         if report.number:
             if (incarnation, report.number) in self._seen:
-                return  # sent again, because its worker had no acknowledgement
+                return  # a repeat: the worker received no acknowledgement of the first copy
             self._seen.add((incarnation, report.number))
         stored = StoredReport(incarnation, report, body)
         if report.shard is None:

@@ -89,7 +89,7 @@ class Shards:
         self._offsets = [sum(n or 0 for n in files[:i]) for i in range(len(files))]
         self._cursors = [_Cursor(0, 0, self._first(0, p)) if files else _Cursor(0, 0, 0) for p in range(self._stride)]
         self._orphans: set[int] = set()  # positions of lost workers: any worker gets their shards
-        self._returned: list[Key] = []  # a heap
+        self._returned: list[Key] = []  # a heap of the shards of revoked leases
         self._open: dict[int, tuple[int, Key]] = {}  # lease → worker, shard
         self._waiting: dict[int, None] = {}  # workers, in the order in which they began to wait
         self._next_lease = 0
@@ -195,7 +195,7 @@ class Shards:
         return Granted(worker, lease, *key)
 
     def _next(self, worker: int) -> Key | None:
-        # Rule 1: shards of revoked leases come before new ones.
+        # Rule 1: shards of revoked leases come before shards that were never leased.
         if self._returned:
             return heapq.heappop(self._returned)
         # Rule 2: then the earliest epoch with a shard for this worker; the worker's own shards come before the shards

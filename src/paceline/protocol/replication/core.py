@@ -116,14 +116,17 @@ class Replication:
         return max((last for incarnation, last, _ in applied if incarnation == AGGREGATE), default=0)
 
     def push(self, token: object, incarnation: int, sequence: int, buckets: int) -> list[Instruction]:
-        """Accept a client's push, or this server's own sum of an iteration. This server leads the keys' `buckets`."""
+        """Accept a client's push, or this server's own sum of an iteration.
+
+        This server must lead all `buckets` of the keys.
+        """
         fresh = self.delivery.admit(incarnation, sequence, buckets)
         return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_own=True), fresh)
 
     def handle(self, event: Event) -> list[Instruction]:
         match event:
             case Forwarded(token, source, incarnation, sequence, version, buckets):
-                # Rule 1: a message of another version is rejected.
+                # Rule 1: a message of another view version is rejected.
                 place = self.place
                 sound = (place.predecessors.get(source, 0) | place.followers.get(source, 0)) & self.delivery.buckets
                 if event.version != self.version or event.buckets & ~sound:

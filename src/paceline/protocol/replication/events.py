@@ -131,7 +131,7 @@ class Drop(Struct, frozen=True):
 
 
 class Hold(Struct, frozen=True):
-    """Create these buckets with initial values."""
+    """Create these empty buckets, because this is the first view."""
 
     buckets: int
 
@@ -142,7 +142,8 @@ class Lead(Struct, frozen=True):
     buckets: int
     gained: int
     followers: frozenset[int] = frozenset()
-    """The replicas in the chains of `buckets`. A takeover of iterations waits for a Ready from each."""
+    """The replicas in the chains of `buckets`. A takeover of iterations waits for a Ready from each of these servers.
+    """
 
 
 class Links(Struct, frozen=True):

@@ -33,7 +33,7 @@ class Fills:
         self._sent: dict[int, Buckets] = {}
         self._confirmed: dict[int, Buckets] = {}
         self._reported: dict[int, Buckets] = {}
-        self._states: dict[int, tuple[int, int]] = {}  # number → target, bucket in flight
+        self._states: dict[int, tuple[int, int]] = {}  # number → (target, bucket) of a bucket in flight
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Fills:
         self._wanted = dict(wanted)
         self._confirmed = {target: confirmed.get(target, 0) & buckets for target, buckets in wanted.items()}
         self._sent = dict(self._confirmed)
-        self._reported, self._states = {}, {}  # targets reject buckets of older views
+        self._reported, self._states = {}, {}  # forget buckets in flight, because targets reject buckets of older views
 
     def is_sending(self, target: int) -> bool:
         return any(state[0] == target for state in self._states.values())
@@ -79,7 +79,7 @@ class Fills:
         return True
 
     def to_report(self, target: int) -> Buckets:
-        """Return the confirmed buckets if a report is due, because all or many are new since the last one; else 0."""
+        """Return the confirmed buckets if a report is due, because all, or many new ones, are confirmed; else 0."""
         confirmed = self._confirmed[target]
         news = confirmed & ~self._reported.get(target, 0)
         if not news or (confirmed != self._wanted[target] and news.bit_count() < _REPORT_BUCKETS):
@@ -109,7 +109,8 @@ class PendingPush(Struct, eq=False):
     is_left: bool = False
     end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
     """The final instruction for the token, when all successors have the push."""
-    waiting: dict[int, tuple[int, int]] = {}  # target → number, buckets
+    # target without an acknowledgement → number of the forwarded push, buckets
+    waiting: dict[int, tuple[int, int]] = {}
 
     @property
     def is_sum(self) -> bool:

@@ -97,7 +97,7 @@ class SchedulerCore:
 
     def __init__(self, settings: SchedulerSettings, **options: Any) -> None:
         self.settings = settings
-        """The settings sent to each member. Their name of the cluster changes with a take-over."""
+        """The settings sent to each member. The name of the cluster in them changes with a take-over."""
         self.cluster = ClusterCore(
             num_servers=settings.num_servers,
             replicas=settings.replicas,
@@ -109,7 +109,7 @@ class SchedulerCore:
         self.sessions = Sessions()
         self._num_buckets = options.get("num_buckets", NUM_BUCKETS)
         self._views = SentViews()
-        # Messages that wait until the cluster is recovered.
+        # Messages that are handled when the cluster has been recovered.
         self._held: list[tuple[object, Any, MessageNumbers, bytes]] = []
         self._has_news = False
         self._refused_clusters: set[str] = set()  # clusters with other settings than this scheduler's
@@ -327,7 +327,7 @@ class SchedulerCore:
         return out
 
     def _send_news_soon(self) -> list[Instruction]:
-        """Send news of the job in a moment, together with the news of other messages that arrive by then."""
+        """Send the job's new facts after a short delay, together with the facts from messages that arrive by then."""
         is_due, self._has_news = self._has_news, True
         return [] if is_due else [events.NewsSoon()]
 

@@ -65,7 +65,7 @@ class TimePassed(Struct, frozen=True):
 
 
 class Admit(Struct, frozen=True):
-    """Welcome the process as this member, with the committed view."""
+    """Admit the process as this member, and send it a welcome with the committed view."""
 
     peer: object
     member: Member
@@ -99,10 +99,10 @@ class Removed(Struct, frozen=True):
 
 
 class TakenOver(Struct, frozen=True):
-    """This scheduler has taken over the cluster of another one."""
+    """This scheduler has taken over the cluster of another scheduler."""
 
     returned: tuple[tuple[object, Rejoin], ...]
-    """The connections and messages of the members that are back."""
+    """The connections of the rejoined members, and their Rejoin messages."""
     dead: tuple[Member, ...]
 
     def without(self, member: Member) -> TakenOver:

@@ -112,7 +112,7 @@ class Leader:
                     self._plan()
                 self._handle_silent()
                 self._has_changed |= self.membership.expire_unknown(time_s)
-            case _:  # a promise
+            case _:  # Promised needs no action after a take-over
                 pass
         return self._finish()
 
@@ -218,7 +218,7 @@ class Leader:
         if self._taken_over is not None:
             self._taken_over = self._taken_over.without(member)
         elif member.role is Role.WORKER and incarnation in self.publication.committed.incarnations:
-            self._removed.append(events.Removed(member, reason))  # until a view without it is committed
+            self._removed.append(events.Removed(member, reason))  # until a view without this member is committed
         else:
             self._out.append(events.Removed(member, reason))
         self.next.removed(incarnation)

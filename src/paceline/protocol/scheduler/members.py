@@ -75,7 +75,7 @@ class Newcomers:
     """The processes that have registered and wait for a cluster."""
 
     def __init__(self) -> None:
-        self._waiting: dict[object, Register] = {}  # by connection
+        self._waiting: dict[object, Register] = {}  # connection → registration
 
     @property
     def nodes(self) -> set[str]:
@@ -130,7 +130,7 @@ class MemberPeers:
             del self._peers[incarnation]
 
     def remove(self, incarnation: int) -> object | None:
-        """Remove a member; return its connection, which stays assigned to the member."""
+        """Remove a member; return its connection, for which :meth:`incarnation_of` still returns the member."""
         return self._peers.pop(incarnation, None)
 
     def incarnation_of(self, peer: object) -> int | None:

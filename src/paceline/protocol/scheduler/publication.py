@@ -16,7 +16,7 @@ _TERM_BITS: Final = 16  # the bits of a term that differ if two schedulers take 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """All members may act on the view view."""
+    """The view is committed: all members may act on it."""
 
     view: View
     former: View
@@ -24,7 +24,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The view must be prepared first."""
+    """The view of this proposal must be prepared by servers before it can be committed."""
 
     proposal: Proposal
 
@@ -71,7 +71,7 @@ class Publication:
             if (view.members, view.last_incarnation) == (self.committed.members, self.committed.last_incarnation):
                 return None
             return self._commit(view)
-        if not self.committed.version:  # no server has acted on any view
+        if not self.committed.version:  # the first view needs no preparation, because no server has acted on a view
             return self._commit(view)
         if self.proposal is None or not view.same_servers(self.proposal.view):
             self.epoch = view.epoch

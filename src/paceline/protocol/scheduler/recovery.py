@@ -218,7 +218,10 @@ class Recovery:
         self._ended.add(incarnation)
 
     def doubt(self, incarnation: int) -> None:
-        """Record that the process of a member has probably ended. A quorum without the member does not wait for it."""
+        """Record that the process of a member has probably ended.
+
+        If a quorum exists without this member, the take-over does not wait for the member.
+        """
         self._doubted.add(incarnation)
 
     @property
@@ -244,7 +247,7 @@ class Recovery:
         return self.evidence().missing_members(self._ended)
 
     def decide(self, registering: Collection[str], time_s: float) -> list[Outcome]:
-        """Take over if the necessary members are back. `registering` are the names of the nodes that register."""
+        """Take over if the necessary members have rejoined. `registering` are the names of the nodes that register."""
         is_late = time_s >= self._deadline_s
         if not self._returned:
             return [Abandoned()] if is_late or not self._replaces else []

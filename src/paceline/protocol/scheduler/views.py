@@ -53,7 +53,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
     epoch: Number = 0
     """The number of the view, which rises with every change."""
     version: Version = 0
-    """The number of the chains, which rises when they change. 0: no chains yet."""
+    """The number of the chains, which rises when the chains change; 0 before the first chains."""
     members: tuple[Member[Address], ...] = ()
     groups: tuple[ChainGroup, ...] = ()
     last_incarnation: Number = 0
@@ -106,7 +106,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
         return self.groups == other.groups and self.servers == other.servers
 
     def only_adds_workers(self, former: View) -> bool:
-        """Whether only workers are new since a former view; this needs no quorum."""
+        """Whether this view only adds workers to a former view; such a change needs no quorum."""
         return self.same_servers(former) and set(former.members) <= set(self.members)
 
     def without_workers(self) -> View:
@@ -202,11 +202,11 @@ class KnownViews:
 
     @property
     def former(self) -> View | None:
-        """The committed view, if the newest view is not known to be committed."""
+        """The committed view, if the member does not know whether the newest view is committed; else None."""
         return None if self.is_committed else self.committed
 
     def promise(self, term: int) -> bool:
-        """Promise to prepare no view of a lower term; return whether to answer with Promised."""
+        """Promise not to prepare a view of a lower term; return whether to answer with Promised."""
         self.promised = max(self.promised, term)
         return self.promised == term
 

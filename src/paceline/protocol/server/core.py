@@ -187,7 +187,8 @@ class ServerCore:
             # Rule 2: a server without the workers' clocks waits until another server sends them.
             if not self.progress.has_clocks:
                 return Timing.BEFORE_CLOCKS
-        # Rule 3: two messages of a worker are handled in order of arrival.
+        # Rule 3: messages of one worker are handled in order of arrival, so a call waits for earlier postponed
+        # messages.
         if kind is TimingClass.CALL and self.early.has_of(sender):
             return Timing.EARLY
         if version == current or kind in (TimingClass.CALL, TimingClass.OTHER):

@@ -148,7 +148,7 @@ class Progress:
                     assert self.iterations is not None
                     sums = self.iterations.complete(iteration, workers)
                     self.sum_up(sums)
-                    if not sums and not self.iterations.pending_workers:  # otherwise the sum is not applied yet
+                    if not sums and not self.iterations.pending_workers:  # otherwise the sum is applied later
                         self._out.append(events.Completed(iteration))
                 case clocks.Unblock(token):
                     self.reads.pass_gate(token)

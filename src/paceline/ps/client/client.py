@@ -136,7 +136,7 @@ class Client:
         return self.servers.core.clock
 
     def tick(self) -> None:
-        """End this worker's iteration: earlier pushes count for this iteration, later ones and reads for the next.
+        """End this worker's iteration: later pushes and reads belong to the next iteration.
 
         Does not wait for the servers. Raises the error of an earlier push that the caller did not wait for, and
         UsageError if this client does not take part in the iterations.

@@ -118,9 +118,9 @@ class ServerConnection:
             make_room(self, out.nbytes)
 
     def start(self, request: Request) -> None:
-        """Send a replacement without receiving anything.
+        """Send a request that replaces others, without receiving anything. Without a connection the request waits.
 
-        Without a connection the replacement waits. If it cannot be sent, it fails.
+        If it cannot be sent, it fails.
         """
         if self.session.start(request) and self.session.is_connected:
             try:

@@ -225,7 +225,7 @@ class SnapshotCoordinator:
         try:
             with self._client.servers.lock:
                 for connection, _ in shares_of(self._client):
-                    with contextlib.suppress(PeerError):  # the server was lost; the next request reports that
+                    with contextlib.suppress(PeerError):  # the server was lost; the next request raises the error
                         connection.call(DropSnapshot(directory=str(self.directory), number=attempt.number))
         except PeerError:
             pass  # all servers were lost

@@ -39,7 +39,7 @@ class Tables:
         self._known: dict[str, KnownTable] = {}
 
     def declare(self, spec: TableSpec) -> int:
-        """Return the number of a table; assign one to a new table. Raises TableMismatchError, and UsageError."""
+        """Return a table's number; a new table gets the next number. Raises TableMismatchError, UsageError."""
         known = self._known.get(spec.name)
         if known is None:
             number = 1 + max((table.number for table in self._known.values()), default=0)
@@ -189,7 +189,7 @@ class Scheduler(Handler):
             case events.ServeRequest(call, request):
                 self._serve(call, request)
             case events.WatchProcess(member, is_connected):
-                # The event of another ended process may have completed the recovery, and this process is then not
+                # An earlier event in this loop may have ended the recovery; then an absent process is no longer
                 # watched.
                 if is_connected or self.core.is_watched(member.incarnation):
                     self._processes.watch(member, connected=is_connected)

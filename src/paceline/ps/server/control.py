@@ -86,7 +86,7 @@ class ServerControl:
             self._check_change(peer, header)
         is_repeat = is_change and header.sequence <= self._last_changes.get(peer.hello.incarnation, 0)
         result = None if is_repeat else self._calls[type(request)](request)
-        if is_change and not is_repeat:  # a late repeat must not lower the number
+        if is_change and not is_repeat:  # a late repeat must not lower the stored number
             self._last_changes[peer.hello.incarnation] = header.sequence
         answer, parts = result if isinstance(result, tuple) else (result, ())
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(answer), body=parts))

@@ -20,7 +20,7 @@ from paceline.tables.part import Selection
 from paceline.tables.server_tables import Piece, ServerTables
 from paceline.transport import Header, frame_parts
 
-_FILL_PAUSE = 4.0  # the pause after a bucket, as a multiple of the time that it cost other messages
+_FILL_PAUSE = 4.0  # the pause after a bucket, as a multiple of the time that the bucket took from other messages
 _SLOW_LINK = 12.5e6  # bytes per second: the slowest link on which fills leave room for other messages
 
 

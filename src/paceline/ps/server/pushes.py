@@ -23,7 +23,7 @@ Frame: TypeAlias = tuple[Peer, Header, bytes, bytearray]
 GRADIENTS = "push"
 RECORDS = "write"
 ERASURE = "erase"
-"""The content of a ChainPush."""
+"""The operations of a ChainPush are GRADIENTS, RECORDS and ERASURE."""
 
 
 class ChainPush(Struct, eq=False):
@@ -40,7 +40,7 @@ class ChainPush(Struct, eq=False):
     requested: Selection | None = None
     """The keys whose values the client requests; None for the keys of the push's only piece."""
     buckets: Buckets = ALL
-    """The buckets of the push's keys, or a larger set; saves the search in other buckets."""
+    """The buckets of the push's keys, or a larger set. No other buckets are searched for the keys."""
     is_owned: bool = False
 
     def own(self) -> None:
