@@ -1,1 +1,1 @@
-"""Share code between ``paceline bench`` and the programs of ``benchmarks/``."""
+"""Code for ``paceline bench`` and for the programs of ``benchmarks/``."""

@@ -9,11 +9,11 @@ import numpy as np
 from paceline.bench.plan import ITEM_BYTES
 
 _PERIOD = 251
-"""A prime, so that a misplaced block is detected."""
+"""The period of the known values: a prime, so that a misplaced block is detected."""
 
 
 class Buffers:
-    """One rank's arrays for one operation. All peers use the same memory, for equal conditions."""
+    """One rank's arrays for one operation. All measured libraries use the same memory, for equal conditions."""
 
     def __init__(self, op: str, num_bytes: int, dtype: str, rank: int, num_ranks: int) -> None:
         self._op, self.rank, self._num_ranks = op, rank, num_ranks
@@ -27,7 +27,7 @@ class Buffers:
         elif op == "reduce_scatter":
             self.result = np.zeros(part, dtype)
         self.root = num_ranks - 1
-        """Root of a broadcast. Not rank 0, which measures: a root may finish before other ranks have the data."""
+        """Root of a broadcast; not rank 0, because a root may finish, and end the measurement, before other ranks."""
 
     def fill(self) -> None:
         """Set this rank's known values."""

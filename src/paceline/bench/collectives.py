@@ -1,8 +1,9 @@
 """Measure collective operations on this machine, with Gloo and Open MPI in the same run if installed.
 
-Every rank process takes part in all peers. Each size is measured in several rounds, and in each round every peer runs a
-batch of calls, so disturbances affect all peers equally. All peers use the same arrays. Each peer's result is checked
-once for every size, on known values; then the arrays are zeros. Rank 0 measures each call, without barriers between.
+A *peer* is one of these libraries, and every rank process uses all peers. Each size is measured in several rounds, and
+in each round every peer runs a batch of calls, so disturbances affect all peers equally. All peers use the same arrays.
+Each peer's result is checked once for every size, on known values; then the arrays are zeros. Rank 0 measures each
+call; there are no barriers between calls.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 Absent: TypeAlias = dict[str, str]
-"""By peer, the reason why it is not measured."""
+"""For each library that is not measured, the reason."""
 _COPIES = 4
 """Copies of an array on one rank: given, taken, expected, and a peer's buffer."""
 _PROCESS_BYTES = 64 << 20

@@ -1,8 +1,8 @@
 """Run one rank of ``bench collectives``: ``python -m paceline.bench.collectives_rank PLAN HOST:PORT FOLDER``.
 
-It takes part in all peers in turn. Rank 0 measures and reports on standard output, one JSON object per line:
-``{"absent": …, "why": …}``, ``{"size": …}`` at the beginning of a size, ``{"measured": [ … ]}`` at its end, and finally
-``{"done": true}``. Any rank reports ``{"error": …}`` and then ends immediately.
+The rank uses all libraries in turn. Rank 0 measures and reports on standard output, one JSON object per line:
+``{"absent": …, "why": …}``, ``{"size": …}`` before the measurements of a message size, ``{"measured": [ … ]}`` after
+them, and finally ``{"done": true}``. Any rank reports ``{"error": …}`` and then ends immediately.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _NUM_TRIED = 3
 def main() -> int:
     """Run the plan in the first argument with the ranks at the address in the second; return the exit status.
 
-    The third argument is the folder of temporary files. Its creator removes it, unless it was killed.
+    The third argument is the folder of temporary files. The driver removes the folder at the end, unless the driver was
+    killed.
     """
     variables = environment()
     plan = msgspec.json.decode(sys.argv[1], type=register_type(BenchPlan))
@@ -50,7 +51,7 @@ def main() -> int:
     try:
         with init(address=sys.argv[2], timeout=TIMEOUT, algorithm=plan.algorithm) as group:
             _measure_all(plan, group)
-    except Exception as error:  # any error of a peer: the command reports it in one sentence
+    except Exception as error:  # a library may raise any error; the command reports it in one sentence
         text = str(error) if isinstance(error, PacelineError) else f"rank {variables.rank}: {first_line(error)}"
         _report({"error": text, "usage": isinstance(error, UsageError)})
         # No return: the peers' own clean-up would wait for ranks that are in other calls.
@@ -80,7 +81,7 @@ def _measure_all(plan: BenchPlan, group: Group) -> None:
 
 
 def _join_peers(plan: BenchPlan, group: Group) -> list[Library]:
-    """Connect to all peers; omit on all ranks a peer that fails on some rank."""
+    """Connect to all libraries. A library that fails on one rank is omitted on all ranks."""
     peers: list[Library] = [PacelineLibrary(group)]
     for name in plan.peers:
         if name == PACELINE:
@@ -151,7 +152,7 @@ def _time_batch(call: Callable[[], object], repetitions: int, group: Group) -> l
 
 
 def _algorithm(op: str, size: int, group: Group) -> str:
-    """Return the tuner's choice, which the explanation marks with a star."""
+    """Return the algorithm that the group chooses; the group's explanation marks the algorithm with a star."""
     if op == "barrier":
         return ""
     found = re.search(r"^\* (\S+)", group.explain(size, op), re.MULTILINE)

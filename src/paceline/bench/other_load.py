@@ -9,11 +9,11 @@ from typing import Final
 import psutil
 
 _IDLE: Final = ("idle", "iowait", "guest", "guest_nice")
-"""Guests' time is included in the user's."""
+"""Not busy times. The guest times are left out because the user time includes them."""
 
 
 class OtherLoad:
-    """Measure from construction on. Child processes count as this process's own after they are reaped."""
+    """Measures from construction on. The time of a child process counts as this process's own once it is reaped."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

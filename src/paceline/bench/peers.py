@@ -37,7 +37,7 @@ class Library(ABC):
 
 
 class PacelineLibrary(Library):
-    """Paceline."""
+    """The collectives of Paceline."""
 
     name = PACELINE
 
@@ -131,7 +131,7 @@ MAKERS: Final[dict[str, Callable[[Group], Library]]] = {PACELINE: PacelineLibrar
 
 
 def find_absent() -> dict[str, str]:
-    """Return the missing peers, with instructions to install them."""
+    """Return the missing peers, with instructions for their installation."""
     absent = {}
     if importlib.util.find_spec("torch") is None:
         absent["gloo"] = "not installed: pip install torch"

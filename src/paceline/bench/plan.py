@@ -10,7 +10,7 @@ from paceline.tables.memory.limit import SIZE_UNITS, parse_size
 
 OPS: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "int32": 4, "int64": 8}
-"""The dtypes that all peers can reduce."""
+"""The bytes per item of each dtype that all libraries can reduce."""
 PACELINE: Final = "paceline"
 PEERS: Final = (PACELINE, "gloo", "mpi")
 ROUNDS: Final = 9
@@ -26,7 +26,7 @@ class BenchPlan:
     op: str = "all_reduce"
     ranks: int = 2
     sizes: tuple[int, ...]
-    """Bytes of the array: for all_gather the gathered one, for reduce_scatter the reduced one."""
+    """Bytes of the array; for all_gather of the gathered array, for reduce_scatter of the array to reduce."""
     peers: tuple[str, ...] = PEERS
     algorithm: str | None = None
     """Paceline's algorithm; None: the tuner's choice."""
@@ -53,7 +53,7 @@ class Measurement:
     ranks: int
     peer: str
     algorithm: str
-    """Empty if unknown."""
+    """The library's algorithm; empty if unknown."""
     median_us: float
     low_us: float
     """The lower quartile."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class BenchProgress:
-    """The line. It is written on each update and not by a thread, which would disturb the timing."""
+    """The progress line, written on each update and not by a thread, because a thread would disturb the timing."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -29,7 +29,7 @@ class BenchProgress:
             self._live.update(self._text, refresh=True)
 
     def aside(self, write: Callable[[], None]) -> None:
-        """Write to standard output, possibly the same terminal, above the line."""
+        """Call `write`, whose output appears above the line if both use the same terminal."""
         if self._live is None:
             write()
             return

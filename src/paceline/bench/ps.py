@@ -1,9 +1,9 @@
 """Measure pushes and pulls on this machine: one server process, one client process, a real sparse store.
 
 Every request uses a new random sample of the 10^7 keys in the store. The floor of each figure is a bare blocking echo
-of equal sizes between two processes, over the same kind of socket, in the same run. If possible, the client runs on one
-core and the server on another: unpinned, both may share a core for a whole run, which doubles the times. (The echo
-sleeps where Paceline's ends spin. It is fastest on one core, and is not pinned.)
+of equal sizes between two processes, over the same kind of socket, in the same run. If possible, the client is pinned
+to one core and the server to another, because otherwise both may share a core for a whole run, which doubles the times.
+(The echo processes are not pinned: they sleep where Paceline's client and server spin, and are fastest on one core.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Result:
 
 
 class _Echo:
-    """The floor: an echo process with requests and answers of given sizes."""
+    """An echo process with requests and answers of given sizes, which measures the floor."""
 
     def __init__(self) -> None:
         self._folder = TemporaryFolder.make("bench")
@@ -98,7 +98,7 @@ class _Echo:
 def bench_ps(
     *, rows: int = 10_000_000, update: str = "sgd", show: Callable[[str], None] = lambda text: None
 ) -> Iterator[Result]:
-    """Measure push, pull and push_pull at dim 1 (`update`: sgd or ftrl) and dim 16 (Adagrad); yield as measured."""
+    """Measure push, pull and push_pull at dim 1 (`update`: sgd or ftrl) and dim 16 (Adagrad); yield each result."""
     with LocalCluster.start(on_compile=show) as cluster, cluster.connect() as client:
         echo = _Echo()
         cores = usable_cores() if hasattr(os, "sched_setaffinity") else ()

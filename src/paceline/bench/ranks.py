@@ -1,4 +1,4 @@
-"""Start the rank processes of ``bench collectives``: by mpirun if it is measured, else directly."""
+"""Start the rank processes of ``bench collectives``: with mpirun if MPI is measured, otherwise directly."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class BenchRanks(Closing):
             for rank in range(plan.ranks):
                 rank_variables = {"RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
                 self._supervisor.start(f"rank {rank}", partial(launch, command, rank_variables))
-        self._close_rank_ends()  # so that reading ends after the last rank
+        self._close_rank_ends()  # so that reading the pipes ends when the last rank ends
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the ranks' reports. Raises UsageError or PeerError if they fail."""
         with open(self._out, encoding="utf-8", errors="replace", closefd=False) as lines:
             for line in lines:
                 if not line.startswith("{"):
-                    continue  # output of some library
+                    continue  # a line printed by a library
                 message: dict[str, Any] = json.loads(line)
                 if "error" in message:
                     if message["usage"]:
@@ -101,7 +101,7 @@ class BenchRanks(Closing):
         self._line = self._stdout = -1
 
     def _killed(self) -> str:
-        """Return which directly started rank was killed; this is more useful than the other ranks' errors."""
+        """Return a message if a directly started rank was killed, because this explains the other ranks' errors."""
         deadline = time.monotonic() + _NOTICE_S
         while not self._mpirun and time.monotonic() < deadline:
             for name, status in self._supervisor.ended():

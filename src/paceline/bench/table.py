@@ -11,7 +11,7 @@ _PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
 
 
 def format_header(peers: Sequence[str]) -> str:
-    """Return the header line; `peers` without Paceline."""
+    """Return the header line; `peers` are the libraries other than Paceline."""
     paceline = f"{'size':>8} {'paceline µs':>12} {'±':>4} {'GB/s':>6}  {'algorithm':10}"
     return (paceline + "".join(f" {f'{peer} µs':>11} {'±':>4} {'ratio':>6}" for peer in peers)).rstrip()
 
@@ -33,7 +33,7 @@ def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
 
 
 def format_footer(plan: BenchPlan, other_share: float) -> str:
-    """Return the description of the measurement; `other_share`: share of core time of other processes."""
+    """Return the description of the measurement; `other_share` is the share of core time of other processes."""
     operation = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
     if plan.op == "all_reduce":
         operation += ", in place"

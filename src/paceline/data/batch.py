@@ -62,7 +62,7 @@ class Batch:
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
-        """Return the rows of all `batches` in order; an empty batch without `batches`."""
+        """Return the rows of all `batches` in order; an empty batch if there are no `batches`."""
         if len(batches) == 1:
             return batches[0]
         if not batches:
@@ -148,7 +148,7 @@ def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) ->
         while start < batch.num_examples:
             stop = int(np.searchsorted(sizes, sizes[start] + left, side="right")) - 1
             if stop == start and not pending:
-                stop += 1  # this row alone is larger
+                stop += 1  # this row alone is larger than `num_bytes`
             if stop > start:
                 pending.append(batch.slice(start, stop))
                 left -= int(sizes[stop] - sizes[start])

@@ -38,15 +38,16 @@ class Columns:
     weight: str = ""
     """The column with the examples' weights; "" for no weights."""
     is_open: bool = False
-    """Whether all other fields of JSON lines are read too. Only in `categorical` fields are numbers categories."""
+    """Whether all other fields of JSON lines are read too. Numbers are categories only in the `categorical` fields."""
     classes: tuple[str, ...] = ()
-    """The words that are labels, in the order of their numbers; empty if labels are numbers."""
+    """The words that are labels; word i is the label i. Empty if labels are numbers."""
     text: tuple[str, ...] = ()
     """Text columns; each word is a feature."""
     header: str = "auto"
     """Whether the first row of csv files has column names: yes, no, or auto."""
     trims: bool = True
-    """Whether blanks around categories are removed. Stored columns without this value keep the blanks."""
+    """Whether blanks around categories are removed. Columns stored by older versions lack this value and keep the
+    blanks."""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
@@ -102,7 +103,7 @@ class Columns:
         return kinds | dict.fromkeys(self.numeric, "numeric") | dict.fromkeys(self.text, "text")
 
     def describe_fault(self, name: str, *, is_missing: bool) -> str:
-        """Return why a row is malformed if its cell in column `name` is invalid or missing."""
+        """Return the reason why a row is malformed whose cell in column `name` is invalid or missing."""
         subject = f"its {'label' if name == self.label else 'weight' if name == self.weight else 'column'} '{name}'"
         if is_missing:
             return f"{subject} is missing"

@@ -160,7 +160,7 @@ class Dataset(Closing):
         return self._cache is not None
 
     def can_enter(self, file: int) -> bool:
-        """Return whether any shard of a file can be read without parsing the earlier shards."""
+        """Return whether each shard of a file can be read without parsing the earlier shards."""
         return self._kind.is_random_access or text_size(self.files[file], 0) is not None
 
     def num_shards(self, file: int) -> int | None:
@@ -274,7 +274,7 @@ class Dataset(Closing):
     def _take(self, file: int) -> OpenFile:
         opened = self._idle.take(file)
         if opened is None:
-            status = self.in_use.check(file)  # before opening the file
+            status = self.in_use.check(file)  # before opening the file, to detect changes from now on
             settings = ReadSettings(
                 shard_bytes=self.shard_bytes,
                 num_bytes=status.num_bytes,

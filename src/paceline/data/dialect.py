@@ -121,7 +121,8 @@ def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -
 
     The separator is chosen so that most rows have as many cells as the first row, or so that the first row has a
     `wanted` name. Unless `header` is yes or no, the first row is a header if it has a wanted name. If `wanted` are
-    positions such as ``c3``, the file must have all of them. Without wanted names the words of the first row decide.
+    positions such as ``c3``, the file must have all of them. Without wanted names, the first row is a header if its
+    words are rare in the rows below.
     """
     found: list[tuple[bool, float, int, str, list[list[str]]]] = []
     declared = _DECLARED.match(text)
@@ -166,7 +167,7 @@ def _are_mostly_numbers(rows: Sequence[Sequence[str]]) -> bool:
 
 
 def _is_header(first: list[str], data: list[list[str]]) -> bool:
-    """Return whether the first row's words are names: at most half of them occur below in the same column."""
+    """Return whether the first row has names: at most half of its words occur in the same column of later rows."""
     below = [[cell for cell in cells if not is_missing(cell)] for cells in zip(*data, strict=True)] or [[]] * len(first)
     words = [
         (cell, column) for cell, column in zip(first, below, strict=True) if not (is_number(cell) or is_missing(cell))

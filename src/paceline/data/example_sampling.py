@@ -21,7 +21,7 @@ _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 256
 _NUM_BLOCKS = 64  # blocks of 1 MiB of text, or 32,768 rows, for files that are read from the beginning
 _CHUNK_ROWS = 256
-_GROUP_RUNS = 128  # 32,768 rows
+_GROUP_RUNS = 128  # runs of 256 rows: 32,768 rows
 
 
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
@@ -55,9 +55,9 @@ def sample_batch(batch: Batch, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX
 def thin(sample: ExampleSample, most: int) -> tuple[Batch, int]:
     """Return about `most` examples of a sample, in their order, and the number of examples that they represent.
 
-    Every k-th run of neighbours is selected, counted from the newest. If labels have two classes, the rarer class keeps
-    all its examples, up to half of `most`. The examples of the other class get weights that compensate for the dropped
-    ones, so that sums over both classes are unbiased up to one common factor.
+    Every k-th run of neighbours is selected, counted from the end of the data. If labels have two classes, the rarer
+    class keeps all its examples, up to half of `most`. The examples of the other class get weights that compensate for
+    the dropped ones, so that sums over both classes are unbiased up to one common factor.
     """
     batch, n = sample.batch, sample.batch.num_examples
     if n <= most:

@@ -112,7 +112,7 @@ def write_feature_names(directory: Path, names: Mapping[int, str]) -> None:
 
 
 def read_feature_names(directory: Path) -> dict[int, str]:
-    """Return no names if the file is missing. Raises ModelError."""
+    """Return the names by key from a model's directory; no names if the file is missing. Raises ModelError."""
     names: dict[int, str] = {}
     try:
         with open(directory / FEATURE_NAMES, encoding="utf-8") as lines:

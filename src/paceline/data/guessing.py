@@ -50,8 +50,8 @@ _ROW_NAME = re.compile(r"(?:unnamed: ?[0-9]+|row[ ._]?(?:names?|numbers?)|index)
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
 _MANY_DISTINCT = "integers, each in many rows"
-_LITTLE_EVIDENCE = 2.0  # nats: a table of rates seldom explains more if the relation is linear
-_EVIDENCE = 10.0  # nats, for many distinct values
+_LITTLE_EVIDENCE = 2.0  # nats: if the relation is linear, a rate for each value seldom explains more
+_EVIDENCE = 10.0  # nats: the same limit for a column with many distinct values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ def _check_commas(path: str, sample: TextTable, names: Sequence[str]) -> None:
 
 
 def _without_copies(sample: TextTable) -> TextTable:
-    """Remove duplicate rows, unless most rows are duplicates. Otherwise no column would identify rows."""
+    """Remove duplicate rows, because with them no column would identify rows. Keep them if most rows are duplicates."""
     rows = list(dict.fromkeys(map(tuple, sample.rows)))
     return sample if 2 * len(rows) < len(sample.rows) else TextTable(sample.names, sample.types, list(map(list, rows)))
 

@@ -217,11 +217,11 @@ def read_key_scaling(described: Mapping[str, Any]) -> KeyScaling | None:
 
 
 def find_key_scaling(batch: Batch) -> KeyScaling | None:
-    """Return the scaling for examples like these; None if all values are 1, or almost all.
+    """Return the scaling for examples like these; None if all or almost all values are 1.
 
     A key's scale is the root mean square of its values, so signs and zeros remain. Keys with several values in more
     than half of the examples are standardized instead, to mean 0 and standard deviation 1. Keys that occur fewer than 8
-    times get the median scale of such keys, because they are usually of one kind.
+    times all get the median of their scales, because rare keys are usually of one kind.
     """
     if batch.values is None or not batch.num_examples:
         return None
@@ -300,7 +300,7 @@ def _entries(scaling: KeyScaling) -> dict[int, _Entry]:
 
 
 def distinct_keys(keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
-    """Return the distinct keys (uint64 [m]) in order of first appearance, and the number of each key (int32 [n])."""
+    """Return the distinct keys (uint64 [m]) by first appearance, and the index of each key among them (int32 [n])."""
     from paceline.kernels.dedup import dedup, scratch_size
 
     unique, ids = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)

@@ -29,7 +29,7 @@ def clicks_where(positive: float | None) -> str:
 
 
 def positive_in(labels: str) -> float | None:
-    """Return the single positive label of an interpretation, or None. Raises UsageError for an invalid one."""
+    """Return the single positive label of an interpretation, or None. Raises UsageError if `labels` is invalid."""
     kind, colon, positive = labels.partition(":")
     if labels in (NUMBERS, CLICKS):
         return None
@@ -39,7 +39,7 @@ def positive_in(labels: str) -> float | None:
 
 
 def read_as(labels: str, found: npt.NDArray[np.float32], *, unknown: bool = False) -> None:
-    """Replace the labels `found` (float32) by their interpretation. If labels may be `unknown`, NaN remains."""
+    """Replace labels (float32) in place by 1 and 0, unless `labels` is numbers. If `unknown`, NaN remains."""
     if labels == NUMBERS:
         return
     positive = positive_in(labels)
@@ -79,15 +79,15 @@ def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> fl
 
 
 def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
-    """Return the words that are labels, in the order of their numbers; no words if labels are numbers.
+    """Return the words that are labels; word i is the label i. Return no words if labels are numbers.
 
     The set of all distinct words decides. Words for 0 and 1, such as no and yes, are read as numbers only if there are
-    no other words, and only if both numbers occur, or a single word. Otherwise the alphabetically second of two words
-    is 1. But a word for 0, or the negation of the other word, such as "not spam", is 0.
+    no other words, and if either both numbers occur or there is a single word. Otherwise the alphabetically second of
+    two words is 1. But a word for 0, or the negation of the other word, such as "not spam", is 0.
     """
     words = {cell.strip(_BLANKS) for cell in cells if not is_missing(cell)}
     known = {read_label(word) for word in words}
-    is_one_number = len(known) == 1 and len({word[0].lower() for word in words}) > 1  # such as T and Y, or F and N
+    is_one_number = len(known) == 1 and len({word[0].lower() for word in words}) > 1  # T and Y both mean 1
     are_words = (None in known or is_one_number) and not any(map(is_number, words))
     if not are_words or not 2 <= len(words) <= MOST_CLASSES or not all(word.isprintable() for word in words):
         return ()
@@ -96,7 +96,7 @@ def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
 
 
 def _usual_place(word: str, words: set[str]) -> float:
-    """Return 0 or 1 if this one of two words usually has that meaning, otherwise 0.5."""
+    """Return 0 or 1 if `word`, one of two `words`, usually stands for this number; otherwise 0.5."""
     negated = {f"{prefix}{blank}{name}".casefold() for prefix in _NEGATIONS for blank in ("", *"-_ ") for name in words}
     if word.casefold() in negated:
         return 0.0

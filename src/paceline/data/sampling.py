@@ -67,7 +67,7 @@ class TextTable:
         return find_classes(self.column(name))
 
     def labels(self, name: str) -> npt.NDArray[np.float64] | None:
-        """Return the labels in a column, NaN if missing; None for 3 to 64 values, which may be classes or counts."""
+        """Return a column's labels, NaN if missing; None for 3 to 64 distinct ones, which may be classes or counts."""
         classes = self.classes(name)
         found = [read_label(cell, classes) for cell in self.column(name)]
         if 2 < len({label for label in found if label is not None}) <= _MOST_CLASSES:
@@ -111,7 +111,7 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
                 piece = read_bytes(stream, length)
                 begin = _first_line(piece, start)
                 while not 0 <= begin < piece.rfind(b"\n") + 1 and len(piece) < budget:
-                    more = read_bytes(stream, len(piece))  # a longer line
+                    more = read_bytes(stream, len(piece))  # the piece lies within one long line
                     piece += more
                     begin = _first_line(piece, start)
                     if not more:

@@ -191,7 +191,7 @@ class SparseArrays:
 
 
 def call_kernel(kernel: Any, num_counts: int, *arguments: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return a kernel's counts (the second one: bad lines), and the places and codes of the first bad lines."""
+    """Return a kernel's counts (the second counts bad lines), and the places and codes of the first bad lines."""
     bad_at, bad_why, counts = (np.empty(size, np.int64) for size in (NUM_KEPT, NUM_KEPT, num_counts))
     kernel(*arguments, bad_at, bad_why, counts)
     num_bad = int(counts[1])

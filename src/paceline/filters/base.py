@@ -33,8 +33,8 @@ from paceline.tables.types import Floats, Keys
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Preserves: TypeAlias = Literal["exact", "unbiased", "bounded", "nothing"]
-"""``exact``: every bit. ``unbiased``: the expectation over the filter's randomness. ``bounded``: each value, up to a
-maximum error that the class documents.
+"""The property of values that a filter preserves. ``exact``: every bit. ``unbiased``: the expectation over the filter's
+randomness. ``bounded``: each value, up to a maximum error that the class documents.
 """
 
 FILTERS: Final[dict[str, type[Filter]]] = {}
@@ -70,7 +70,7 @@ class Filter(ABC):
 
 
 class RowFilter(Filter, is_abstract=True):
-    """Selects the rows of a push to send. The server does not know about it.
+    """Selects the rows of a push to send. The server does not take part.
 
     With :attr:`keeps_residual` the worker keeps unsent rows and adds them to the next push of the same rows (error
     feedback). Such a filter only delays changes, as long as the rows are pushed again.
@@ -88,7 +88,8 @@ class RowFilter(Filter, is_abstract=True):
     def choose_zeros(self, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
         """Return the rows to send, for rows that were 0 in the last pull and have not been sent since.
 
-        Called for such rows instead of :meth:`choose`; `l1` is the penalty in the table's rule.
+        The chain calls this method instead of :meth:`choose` for rows with weights 0; `l1` is the penalty in the
+        table's rule.
         """
         return np.ones(len(rows), np.bool_)
 
@@ -110,7 +111,7 @@ class ShareFilter(RowFilter, is_abstract=True):
 
 
 class KeyFilter(Filter, is_abstract=True):
-    """Encodes keys in fewer bytes. Chains know these filters by name, because they define the message format."""
+    """Encodes keys in fewer bytes. Abstract for this package only, because chains have code for each key filter."""
 
     stage: ClassVar[int] = 2
     preserves: ClassVar[Preserves] = "exact"
@@ -139,8 +140,8 @@ class ValueFilter(Filter, is_abstract=True):
     def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         """Write values (float32 [count]) to `out` (uint8). Randomness depends only on `seed` (64 bits).
 
-        Without a seed there is no randomness, because the sender keeps the error, which must be smaller than the
-        values.
+        Without a seed, values are rounded to nearest, because the sender keeps the error, which must be smaller than
+        the values.
         """
 
     @abstractmethod
@@ -160,7 +161,7 @@ class ByteFilter(Filter, is_abstract=True):
 
     @abstractmethod
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
-        """Return the `num_bytes` decompressed bytes. Raises ValueError for input that :meth:`pack` does not return.
+        """Return the `num_bytes` decompressed bytes. Raises ValueError for input not from :meth:`pack`.
 
         The input is untrusted, so memory use must stay within `num_bytes`.
         """

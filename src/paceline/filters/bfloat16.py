@@ -31,10 +31,10 @@ class BFloat16(ValueFilter):
     def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         bits = values.view(np.uint32)
         magnitude = bits & ~_SIGN
-        rounded = magnitude + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # to even
+        rounded = magnitude + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # round half to even
         rounded = np.minimum(rounded, _LARGEST)  # finite values stay finite
         rounded = np.where(magnitude == _INFINITY, _INFINITY >> _SHIFT, rounded)
-        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # the upper half of a NaN may encode infinity
+        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # because the upper half of a NaN may be an infinity
         out.view(np.uint16)[:] = rounded | ((bits & _SIGN) >> _SHIFT)
 
     @override

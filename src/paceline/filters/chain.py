@@ -1,8 +1,8 @@
 """Define chains of filters: their valid order, and the format of filtered messages.
 
 A body begins with 16 bytes: the number of keys, the number of values and the size of the keys in bytes (uint32 each),
-the form of the keys (such as :data:`STORED`), whether the rest is compressed, and zeros. Keys follow, padded to 4
-bytes, then values. All numbers are little-endian.
+the form of the keys (a code such as :data:`STORED`), whether the remainder is compressed, and zeros. The remainder is
+the keys, padded to 4 bytes, and the values. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DELTAS: Final = 4
 RANGE: Final = 8
 """The two bounds of a range replace the keys."""
 NUMBERS: Final = 16
-"""Known keys are replaced by numbers. The count of known keys comes first."""
+"""Numbers replace the known keys. The count of known keys comes first."""
 _FORMS: Final = (0, STORED, KNOWN, DELTAS, STORED | DELTAS, NUMBERS, STORED | NUMBERS, RANGE)
 
 _Kind = TypeVar("_Kind", bound=Filter)
@@ -106,7 +106,7 @@ class FilterChain:
         if self.sorts and self.numbering is not None:
             raise UsageError(f"filters {self}: delta-keys and key-numbers do the same. Choose one")
 
-    def _only(self, kind: type[_Kind]) -> _Kind | None:  # a chain has at most one
+    def _only(self, kind: type[_Kind]) -> _Kind | None:  # a chain has at most one filter of each kind
         found = [chosen for chosen in self.filters if isinstance(chosen, kind)]
         if len(found) > 1:
             raise UsageError(f"filters {self}: {found[0].name} and {found[1].name} do the same. Choose one")
@@ -127,7 +127,7 @@ class FilterChain:
     def describe(self) -> list[dict[str, Any]]:
         return [chosen.describe() for chosen in self.filters]
 
-    # requests
+    # Requests.
 
     def encode(
         self,
@@ -182,7 +182,10 @@ class FilterChain:
         least = 0 if form == KNOWN else num_keys  # a key takes at least one byte
         most = 10 * num_keys + DIGEST_BYTES
         if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or not least <= key_bytes <= most:
-            raise _malformed(f"{num_keys} keys in {key_bytes} bytes of form {form}, and {num_values} values")
+            raise _malformed(
+                f"{num_keys} keys in {key_bytes} bytes (encoding {form}), {num_values} values; expected a known "
+                f"encoding, {least} to {most} bytes of keys, and at most {max_bytes} bytes after decoding"
+            )
         start = key_bytes + 3 & -4
         remainder = self._unpacked(body[HEAD_BYTES:], is_packed, start + num_bytes_of(self.values, num_values))
         decoded = np.empty(8 * num_keys + 4 * num_values, np.uint8)
@@ -218,7 +221,7 @@ class FilterChain:
         if form & STORED and lists is not None:
             lists.add(digest_of(keys), len(keys), keys.copy())
 
-    # replies to pulls
+    # Replies to pulls.
 
     def encode_values(self, values: Floats, seed: int) -> Bytes:
         body = np.empty(HEAD_BYTES + num_bytes_of(self.values, len(values)), np.uint8)
@@ -232,7 +235,7 @@ class FilterChain:
         data = self._unpacked(body[HEAD_BYTES:], is_packed, num_bytes_of(self.values, num_values))
         read_values(self.values, data, out)
 
-    # both kinds
+    # Requests and replies.
 
     def _packed(self, body: Bytes, num_keys: int, num_values: int, key_bytes: int, form: int) -> Bytes:
         is_packed = False
@@ -255,7 +258,7 @@ class FilterChain:
         if is_packed and self.bytes is not None:
             try:
                 data = unpacked_by(self.bytes, data, num_bytes)
-            except UsageError:  # the filter failed
+            except UsageError:  # the filter failed, which does not mean that the message is invalid
                 raise
             except ValueError as error:
                 raise _malformed(str(error)) from None

@@ -41,7 +41,7 @@ class Compress(ByteFilter):
         try:
             for start in range(0, len(data), _PIECE_BYTES):  # in pieces, because a whole copy would double the memory
                 given: Any = data[start : start + _PIECE_BYTES]
-                piece = inflater.decompress(given, num_bytes - at + 1)  # 0 would mean no limit
+                piece = inflater.decompress(given, num_bytes - at + 1)  # + 1, because a limit of 0 would mean no limit
                 out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)[: num_bytes - at]
                 at += len(piece)
                 if at > num_bytes or inflater.unused_data:

@@ -7,10 +7,11 @@ a coroutine that yields the bytes to send and receives the other ranks' bytes, s
   rank i, which sends the mean back to all ranks. Both messages are rounded. Each rank keeps its rounding error and adds
   it to the next gradient (Tang et al., "1-bit Adam", ICML 2021, section 4).
 - :class:`~paceline.filters.TopK` sends each rank's largest values and their positions to all ranks.
-- :class:`~paceline.filters.RandomK` chooses the same positions on all ranks. Their values move as in an all-reduce.
+- :class:`~paceline.filters.RandomK` chooses the same positions on all ranks. The chosen values move as in an
+all-reduce.
   Each position belongs to a fixed rank, which can therefore keep the error of the mean.
 
-Unsent values are kept too. Every rank decodes the same bytes, so the replicas stay bit-identical.
+Each rank also keeps its unsent values. Every rank decodes the same bytes, so the replicas stay bit-identical.
 """
 
 from __future__ import annotations
@@ -123,14 +124,14 @@ class GradientMean:
         return out
 
     def fold_into_residual(self) -> None:
-        """Add :attr:`mean_residual` to :attr:`residual`, so that a successor can start with it."""
+        """Add :attr:`mean_residual` to :attr:`residual`, from which a later :class:`GradientMean` can continue."""
         if len(self.mean_residual):
             start = self._bounds[self._rank]
             self.residual[start : start + len(self.mean_residual)] += np.float32(self._size) * self.mean_residual
             self.mean_residual[:] = 0
 
     def _choose(self, choice: RowFilter, values: Floats) -> Positions:
-        """Return the positions to send. There is at least one, which can report non-finite values."""
+        """Return the positions to send: at least one, so that a rank can always report values that are not finite."""
         seed = seed_of(self._number, self._count)
         chosen = rows_chosen_by(choice, self._keys, values.reshape(-1, 1), self._count, seed)
         return np.flatnonzero(chosen) if chosen.any() else np.arange(min(1, len(values)))

@@ -1,4 +1,4 @@
-"""Random rows, with error feedback (Stich et al., NeurIPS 2018)."""
+"""Send random rows, with error feedback (Stich et al., NeurIPS 2018)."""
 
 from __future__ import annotations
 

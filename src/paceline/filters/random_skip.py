@@ -1,4 +1,4 @@
-"""Random rows, rescaled (Li et al., NIPS 2014, section 4)."""
+"""Send random rows, rescaled (Li et al., NIPS 2014, section 4)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class HeldRows:
         return rows
 
     def add(self, keys: Keys, change: Floats) -> None:
-        self._store.push(keys, -change.reshape(-1))  # the store's rule is w ← w − x
+        self._store.push(keys, -change.reshape(-1))  # the sign is negative because the store's rule is w ← w − x
 
 
 class ZeroRows:
@@ -118,10 +118,10 @@ class RowErrors:
 
 
 class ElementErrors:
-    """Errors as in :class:`RowErrors` for a server's part of a dense table, by element and by range.
+    """Rounding errors in pushes to a server's part of a dense table, by element and by range.
 
-    A range is identified by its bounds (uint64 [2]), even if the server has only part of it. Other bounds are another
-    range.
+    A range is identified by its bounds (uint64 [2]), even if the server has only part of it. Ranges with other bounds
+    have separate errors.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class ElementErrors:
             self._elements[keys] = forget_non_finite(after)
 
     def forget_ranges(self) -> None:
-        """Drop the ranges, because the server now has other parts."""
+        """Drop the errors that are kept by range, because the server may now have another part of each range."""
         self._ranges.clear()
 
 

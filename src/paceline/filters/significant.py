@@ -1,4 +1,4 @@
-"""Rows with enough change (Li et al., NIPS 2014, section 4)."""
+"""Send rows with enough change (Li et al., NIPS 2014, section 4)."""
 
 from __future__ import annotations
 

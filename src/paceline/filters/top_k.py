@@ -1,4 +1,4 @@
-"""The largest rows (Aji and Heafield, EMNLP 2017; Stich et al., NeurIPS 2018)."""
+"""Send the largest rows (Aji and Heafield, EMNLP 2017; Stich et al., NeurIPS 2018)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from paceline.filters.base import ByteFilter, Bytes
 from paceline.tables.settings import check_whole
 
 _of_thread = threading.local()
-"""A decompressor, and compressors by level. A context serves one thread; creating it takes longer than a message."""
+"""Each thread's decompressor, and compressors by level; creating one takes longer than compressing a message."""
 
 
 @dataclasses.dataclass(frozen=True)

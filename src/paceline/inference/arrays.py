@@ -17,7 +17,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class ArrayReader:
-    """Checks and converts data for a model with the smallest and largest key `key_range`; None before training."""
+    """Checks and converts data. `key_range` has the smallest and largest key of the model; None before training."""
 
     def __init__(self, key_range: tuple[int, int] | None) -> None:
         self._key_range = key_range
@@ -71,7 +71,7 @@ class ArrayReader:
             )
 
     def row_batches(self, rows: Sequence[Mapping[Any, Any]]) -> Iterator[Batch]:
-        """Yield rows that are dicts of values by key; a key may be text, because JSON has only such keys."""
+        """Yield rows that are dicts of values by key. A key may be text, because JSON has only text keys."""
         indptr = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         keys: list[Any] = [*chain.from_iterable(rows)]
         values: list[Any] = [*chain.from_iterable(row.values() for row in rows)]

@@ -54,7 +54,7 @@ def list_names(names: Sequence[Any], most: int = 5) -> str:
 
 
 class FrameReader(ABC):
-    """Converts columns by name to batches."""
+    """Converts frames, whose columns have names, to batches."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -98,7 +98,7 @@ class ColumnReader(FrameReader):
 
     `is_known` returns the keys for which the model has rows; None during training. Only text and whole numbers have a
     unique spelling as a category, so a model of CSV data rejects other types. It also rejects booleans in a numeric
-    column, because they are malformed in a CSV file. In a Parquet file they are 0 and 1.
+    column, because they are malformed in a CSV file. In a Parquet file, booleans are 0 and 1.
     """
 
     def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown | None) -> None:
@@ -128,7 +128,7 @@ class ColumnReader(FrameReader):
         arrow, types = self._arrow, self._arrow.types
         kinds = {*map(type, column)} if type(column) is tuple else {object}
         try:
-            if kinds <= _TEXT:  # faster for the few values of rows
+            if kinds <= _TEXT:  # a shortcut, which is faster for a few rows
                 return arrow.array(column, arrow.string())
             if kinds <= _FLOATS and name in self._columns.numeric:
                 return arrow.array(column, arrow.float64())

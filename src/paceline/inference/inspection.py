@@ -28,7 +28,7 @@ _BINS = 21
 
 @dataclass(frozen=True)
 class Histogram:
-    """Numbers of values between successive edges."""
+    """The number of values between each two successive edges."""
 
     edges: list[float]
     counts: list[int]
@@ -36,7 +36,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class LargeWeight:
-    """The weight of a feature; a list if the feature has several weights."""
+    """A feature with a large weight; `weight` is a list if the feature has several weights."""
 
     key: int
     name: str | None
@@ -69,7 +69,7 @@ class ModelSummary:
     finished: bool
     """False for an interrupted training or a snapshot."""
     paceline: str
-    """The version of Paceline that wrote it."""
+    """The version of Paceline that wrote the model."""
     description: dict[str, Any]
     """The remaining manifest: format, columns and settings."""
     tables: list[TableSummary]
@@ -235,12 +235,12 @@ class CalibrationGroup:
     predicted: float
     """The mean prediction."""
     observed: float
-    """The mean label; for clicks this is their fraction."""
+    """The mean label; for clicks this is the fraction of clicks."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Groups of equal size by prediction, and the metrics of all examples. The model has one output."""
+    """Groups of examples by prediction, of equal size, and the metrics of all examples. The model has one output."""
 
     groups: list[CalibrationGroup]
     metrics: Evaluation

@@ -110,7 +110,7 @@ class LoadedModel:
         return weights_of_data(found, {**predictor.model.describe(), "scaling": scaling})
 
     def _batches(self, X: Any, strict: bool) -> Iterator[Batch]:
-        if type(X) is list and X and all(type(row) is dict for row in X):  # faster than the general tests
+        if type(X) is list and X and all(type(row) is dict for row in X):  # a shortcut for the most common form of rows
             return self._row_batches(X)
         if isinstance(X, str | os.PathLike):
             return self._file_batches([X], strict)

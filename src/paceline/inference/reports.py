@@ -135,7 +135,7 @@ def _number(value: float | list[float]) -> str:
 def _setting(value: object) -> str:
     if isinstance(value, dict):
         shown = value
-        if "numeric" in value and "scales" in value:  # of columns
+        if "numeric" in value and "scales" in value:  # the value describes columns
             scales = [Scale.from_fields(fields).describe() for fields in value["scales"]]
             shown = {**value, "scales": "; ".join(scales)}
         return ", ".join(

@@ -35,7 +35,7 @@ BIAS_KEY = np.uint64(0x5061_6365_6C69_6E65)
 """The key of the bias: «Paceline» in ASCII, because a hashed feature is unlikely to have this number."""
 
 _ONES = np.empty(0, np.float32)
-_PREDICTED_ROWS = 65_536  # per minibatch
+_PREDICTED_ROWS = 65_536  # rows per minibatch of a prediction
 
 
 class ModelTable(NamedTuple):
@@ -44,7 +44,7 @@ class ModelTable(NamedTuple):
     name: str
     dim: int = 1
     update: UpdateRule | None = None
-    """None: the training's rule."""
+    """The table's own update rule; None: the training's rule."""
     initializer: Initializer | None = None
     is_count: bool = False
     """Whether the values are counts. Servers add counts unchanged, and only lossless filters apply to them."""
@@ -171,7 +171,7 @@ class KeyedMinibatch(Minibatch):
         return gradient
 
     def occurrences(self) -> npt.NDArray[np.int64]:
-        """Return the number of occurrences of each feature in the examples: int64 [m], without the bias."""
+        """Return the number of occurrences of each feature in the minibatch: int64 [m], without the bias."""
         found = np.empty(len(self._rows.keys) - 1, np.int64)
         count_occurrences(self._rows.indices, found)
         return found
@@ -266,7 +266,7 @@ class SparseModel(ABC):
     diverged_loss: ClassVar[float] = math.inf
     """A higher mean loss means that the training has diverged."""
     found: ClassVar[tuple[str, ...]] = ()
-    """Settings that :meth:`starting_from` sets."""
+    """The names of the settings that :meth:`starting_from` sets."""
     usual: ClassVar[Mapping[str, Any]] = {}
     """Default values for settings that may be None; trials may find better values."""
     least_batch_size: ClassVar[int] = 8
@@ -298,7 +298,7 @@ class SparseModel(ABC):
         return self.labels
 
     def with_defaults(self, found: Mapping[str, Any] | None = None) -> Self:
-        """Return the model with each optional setting that is None replaced by `found` or by the default."""
+        """Return the model with a value for each optional setting that is None, from `found` or from the defaults."""
         known = {**self.usual, **(found or {})}
         return dataclasses.replace(self, **{name: known[name] for name in known if getattr(self, name) is None})
 
@@ -385,7 +385,7 @@ class SparseModel(ABC):
         """Return the model with a corrected mean prediction, given its predictions for training examples.
 
         The examples are in the order of the data, with optional `weights`. If they include all the data
-        (`is_complete`), their bias is corrected in full; otherwise only its significant part is corrected.
+        (`is_complete`), their bias is corrected in full; otherwise only the significant part of the bias is corrected.
         """
         return self
 
@@ -393,7 +393,7 @@ class SparseModel(ABC):
         settings: dict[str, Any] = dataclasses.asdict(self.with_defaults())
         for name in ("interactions", "min_count", "count_cells"):
             if settings[name] == SparseModel.__dataclass_fields__[name].default:
-                del settings[name]  # absent in manifests of older versions
+                del settings[name]  # older versions do not know this setting
         return {"kind": self.name, **settings}
 
 

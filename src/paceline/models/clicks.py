@@ -20,8 +20,8 @@ from paceline.models.progressive import ExampleSums
 from paceline.models.rate_drift import example_counts, rate_shift, significant_share
 from paceline.tables.types import Doubles, Floats
 
-_CHANCE = 3.0  # standard errors
-_USUAL_OPTIMISM = 0.01  # log-odds: a standard deviation for trials with too little evidence
+_CHANCE = 3.0  # a result below this number of standard errors may be chance
+_USUAL_OPTIMISM = 0.01  # log-odds: the assumed standard deviation if a trial has too little evidence
 _LEAST_PROBABILITY = 1e-7  # 1 minus this is the float32 closest to 1
 _LEAST_SHIFT = 1e-3  # log-odds: smaller shifts do not visibly change predictions
 
@@ -130,7 +130,7 @@ def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
 
 
 def _expected(optimism: Optimism) -> Optimism:
-    """Return the expected bias after a trial: the trial's result if significant, otherwise a small share of it.
+    """Return the expected bias after a trial: the trial's result, or a small share of an insignificant result.
 
     An insignificant result is weak evidence, and models are rarely biased. Therefore the trial's shift and the usual
     deviation are weighted by their precision.

@@ -120,7 +120,7 @@ class FactorModel(ClickProbabilityModel):
         check_penalties(self, "factor_lr", "factor_l1", "factor_l2", "factor_std")
         if not 0 <= self.value_of("factor_min_count") <= MOST_COUNTED:
             raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {MOST_COUNTED:,}")
-        _ = self.parameter_tables  # checks the settings
+        _ = self.parameter_tables  # raises UsageError for invalid settings
 
     @property
     @override

@@ -18,7 +18,7 @@ from paceline.tables.types import Doubles, Floats
 
 _LEAST_CORRECTION = 1e-3  # a prediction of 0 could have an infinite loss
 _LEAST_EXPECTED = 1e-100
-_MOST_MARGIN = 30.0  # the square of exp() of this number is still a float32
+_MOST_MARGIN = 30.0  # exp(30) squared is below the largest float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PoissonEvaluation(Evaluation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoissonRegression(LinearModel):
-    """The mean of a count (or another nonnegative number) from a weight per feature, with a logarithmic link.
+    """Predicts the mean of a count, or another nonnegative number, from a weight per feature, with a logarithmic link.
 
     `mean` is the mean label of a sample, predicted at margin 0. `scale` divides the gradients, so that large counts do
     not have larger gradients. It is the sample's standard deviation, but at least 1.

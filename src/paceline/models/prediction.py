@@ -124,4 +124,4 @@ class Predictor:
                 return self.format
             return detect_format(path)
         except DataError:
-            return self.format  # its reader reports the problem
+            return self.format  # the reader of this format reports the problem

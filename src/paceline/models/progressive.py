@@ -1,10 +1,12 @@
 """Progressive validation: measure the loss of every example before learning from it, as Vowpal Wabbit does.
 
 Examples of the first pass are new to the model, so their mean loss estimates the loss on new data without a hold-out
-set (Blum, Kalai and Langford, "Beating the hold-out", COLT 1999). Losses of later passes are no such estimate.
+set (Blum, Kalai and Langford, "Beating the hold-out", COLT 1999). Losses of later passes do not estimate the loss on
+new data.
 
-For every k, each worker sums over its own examples from number 2^(k-1) to number 2^k. These sums only increase, as
-required for the counters of a job. Up to k, the sums of all workers cover the first 2^k examples of each worker.
+For every k, each worker sums the losses of its own examples from number 2^(k-1) to number 2^k. These sums only
+increase, as required for the counters of a job. The sums of all workers for numbers up to k cover the first 2^k
+examples of each worker.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class ExampleSums(NamedTuple):
     weights: float
     labels: float
     predictions: float | None
-    """None if a prediction has several numbers."""
+    """The sum of the predictions; None if a prediction has several numbers."""
     num_pairs: int
 
 
@@ -66,9 +68,9 @@ class ProgressiveLoss:
 
     examples: int
     loss: float
-    """Mean since the start."""
+    """The mean loss since the start."""
     loss_since_last: float
-    """Mean since the previous line; the following fields are such means too."""
+    """The mean loss since the previous line. The following fields are means since the previous line too."""
     label: float
     prediction: float | None
     features: float
@@ -87,7 +89,7 @@ HEADING: Final = f"{'loss':>10} {'since last':>10} {'examples':>13} {'label':>10
 
 
 def progressive_losses(counters: Mapping[str, float], num_workers: int = 0) -> list[ProgressiveLoss]:
-    """Return the losses from all workers' counters, in the order of examples.
+    """Return the mean losses, given all workers' counters, in the order of examples.
 
     With `num_workers`, include only sums that this many workers have completed, because such sums are final.
     """

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from paceline.tables.types import Doubles, Floats
 
 _STARTS: Final = (1 / 2, 3 / 4, 7 / 8, 15 / 16)
-_OF_STEP, _OF_RAMP = 0.03, 0.003  # probabilities of one hypothesis, relative to none
+_OF_STEP, _OF_RAMP = 0.03, 0.003  # prior probabilities of one hypothesis, relative to no drift
 _CELLS: Final = 32  # number of cells, for time and for margins
 _DEVIATION: Final = 1.0  # prior standard deviation of a drift, in log odds
-_LEAST_LABELS: Final = 20  # of each class: fewer labels show no drift
+_LEAST_LABELS: Final = 20  # labels of each class; fewer cannot show a drift
 _MOST_STEPS: Final = 30
 
 

@@ -28,7 +28,7 @@ class StoredModel:
     paceline: str
     """The version of Paceline that wrote the model."""
     saved: SavedModel | None
-    """None for a snapshot."""
+    """The saved model; None for a snapshot."""
 
     def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
         """Yield the keys and records of a table, and verify checksums."""
@@ -78,7 +78,7 @@ def find_version(directory: str | os.PathLike[str]) -> str:
     try:
         found = os.stat(path / MANIFEST)
     except OSError:
-        read_model(path)  # reports the problem
+        read_model(path)  # raises the error
         raise ModelError(f"{path} holds no model") from None
     return f"{found.st_mtime_ns:x}-{found.st_ino:x}"
 

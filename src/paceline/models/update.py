@@ -12,7 +12,7 @@ from paceline.tables.settings import TINY, check_number
 
 _KINDS: Final[dict[str, Any]] = {
     kind.__name__.lower(): kind
-    for kind in sorted(RULES.values(), key=lambda kind: (kind is not FTRL, kind.code))  # the default first
+    for kind in sorted(RULES.values(), key=lambda kind: (kind is not FTRL, kind.code))  # FTRL, the default, comes first
     if kind.logistic_rate is not None
 }
 UPDATE_NAMES: Final = tuple(_KINDS)

@@ -93,7 +93,7 @@ class TrainingProgress(Closing):
         plain_every: timedelta = timedelta(minutes=1),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`console` None is standard error."""
+        """Create a display on `console`; None means standard error."""
         self._console = Console(stderr=True) if console is None else console
         self._enabled = enabled
         self._plain_every_s = plain_every.total_seconds()

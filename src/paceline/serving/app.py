@@ -55,9 +55,9 @@ class ModelSource:
             if version in (self.version, self._failed):
                 self._last_error = None
                 return
-            self._failed = version  # until the load succeeds
+            self._failed = version  # reset when the load succeeds
             model = load(self._directory)
-        except Exception as error:  # the model is being replaced or damaged, or memory is short
+        except Exception as error:  # the model is damaged or is just being replaced, or memory is short
             if str(error) != self._last_error:  # log once while a directory is missing
                 self.failures += 1
                 self._last_error = str(error)

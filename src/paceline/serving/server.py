@@ -62,5 +62,5 @@ def _listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # the remainder repeats the address
+        reason = (error.strerror or str(error)).partition(" (")[0]  # the text after " (" repeats the address
         raise AddressError(f"cannot serve on {host}:{port}: {reason}. Choose another --host or --port") from None

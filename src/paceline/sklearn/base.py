@@ -78,7 +78,7 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
 
 @contextlib.contextmanager
 def _numbers_expected(X: Any) -> Iterator[None]:
-    """Add a remedy to NumPy's errors about an X or y without numbers."""
+    """Add a remedy to NumPy's errors about values of X or y that are not numbers."""
     if isinstance(X, Mapping) or (hasattr(X, "collect") and not hasattr(X, "__len__")):
         remedy = "call collect() first" if hasattr(X, "collect") else "convert it first"
         raise UsageError(f"X is a {type(X).__name__}: expected an array, a sparse matrix or a DataFrame: {remedy}")
@@ -117,7 +117,8 @@ def _write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> 
 class SparseEstimator(BaseEstimator, ABC):
     """Base class of estimators with a model of ``paceline train``. A subclass defines the model and the labels.
 
-    The fields are the parameters. A subclass with further fields adds their values to `_parameter_constraints`.
+    The fields of the class are the estimator's parameters. A subclass with further fields adds their valid values to
+    `_parameter_constraints`.
     """
 
     _parameter_constraints = PARAMETERS
@@ -250,9 +251,9 @@ class SparseEstimator(BaseEstimator, ABC):
         return make_update(self.update, lr=lr, l1=l1, l2=l2, beta=self.beta, option_format="{}=")
 
     def _options(self, rows: Batch) -> TrainOptions:
-        """Return the options of a training on `rows`, because some models depend on the labels."""
+        """Return the options of a training on `rows`, whose labels determine settings of some models."""
         model = self._model()
-        if model.labels == "numbers":  # for clicks, the plan does this
+        if model.labels == "numbers":  # for click models, the training plan does this
             model = model.starting_from(rows.labels, rows.weights)
         scale = self.numeric_scale if self._columns is None else "none"  # a frame's columns already have scales
         return TrainOptions(

@@ -148,7 +148,7 @@ class LogisticRegression(Classifier):
       columns with a nonlinear effect (guides/data.md), if they predict held-out examples better. ``standard`` keeps the
       model linear in X, ``none`` keeps X unchanged.
     - `class_weight`: None; ``balanced``, which gives all classes the same total weight; or a dict of weights by class.
-      It multiplies `sample_weight`, and also works on a cluster.
+      The class weights multiply `sample_weight`, and also work on a cluster.
     - `workers`: None trains in this process. A number makes each :meth:`fit` start a cluster on this machine with
       `workers` worker processes, `servers` servers and this `consistency`.
     - `scheduler`, `token`: train on this scheduler's cluster. The cluster's workers must see this machine's folder for

@@ -21,7 +21,7 @@ from paceline.training.files.numeric_scales import choose_scales
 LABEL = "\0label"
 """Name of the label's column; a frame has no column of this name."""
 
-_SAMPLE = 20_000  # rows for fitting the scales
+_SAMPLE = 20_000  # number of rows for fitting the scales
 
 
 def has_text(frame: Any) -> bool:

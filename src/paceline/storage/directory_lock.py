@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.temporary import is_at
 
 LOCK = ".lock"
-"""The name of the locked file. It exists while its directory is in use, and after a crash."""
+"""The name of the locked file, which exists while the directory is in use, and also after a crash."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """Errors of file systems without locks, for which no lock is used."""
 
@@ -40,7 +40,7 @@ class DirectoryLock:
             except BaseException:
                 os.close(number)
                 raise
-            os.close(number)  # the previous holder has removed the locked file
+            os.close(number)  # another process has removed this file, so its lock protects nothing
 
     def release(self) -> None:
         self._release()

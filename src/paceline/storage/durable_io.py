@@ -1,7 +1,7 @@
 """Files and renames that survive a crash of the machine, and checked reads of them. Disk errors are raised.
 
-A manifest is untrusted. Its names must be plain names, and its files must be regular files of the given size. This is
-checked before any file is read or memory is allocated. All contents are verified.
+A manifest is untrusted. Its names must be plain names, and its files must be regular files of the given size. Names and
+sizes are checked before any file is read or memory is allocated. Checksums of all contents are verified.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _OPEN_DESCRIPTORS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
-    """Write a file; it is on disk when this returns. Raises OSError."""
+    """Write a file, which is on disk when this function returns. Raises OSError."""
     with open(path, "wb", buffering=0) as file:
         for buffer in buffers:
             unwritten = memoryview(buffer).cast("B")
@@ -133,7 +133,7 @@ def remove_leftovers(folder: Path, names: re.Pattern[str], min_age_s: float = 0.
             except (OSError, OverflowError):
                 pass  # the process belongs to another user, or the id is impossible
     except OSError:
-        pass  # the cleanup is optional
+        pass  # another process has removed the file, or it cannot be removed, which does no harm
 
 
 def _host_mark() -> str:

@@ -44,7 +44,7 @@ from paceline.tables.types import Floats, Keys
 
 CHECKPOINT: Final = "torch checkpoint"
 """The kind of a model saved by a PyTorch program."""
-_FIRST_BYTES = 1 << 20  # initial memory for gathering parts, which grows
+_FIRST_BYTES = 1 << 20  # initial memory for gathering parts; it grows as needed
 _NAME_IN_ERRORS = "the model"
 _MODEL_FILE = re.compile(
     rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]+"

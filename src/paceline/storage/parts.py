@@ -26,8 +26,8 @@ _PAGE_BYTES = 4096
 class PartBuffer:
     """The gathered rows of a part, in memory that the next part reuses.
 
-    There are only two arrays for all additions, because every hash or write call waits for the interpreter's lock. The
-    constructor allocates `num_bytes`, which takes time. Use a background thread if other work must not wait.
+    All added rows are in two arrays, because each call that hashes or writes an array waits for the interpreter's lock.
+    The constructor allocates `num_bytes`, which takes time. Use a background thread if other work must not wait.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -81,7 +81,7 @@ class PartBuffer:
 
 
 def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> StoredPart:
-    """Write gathered rows as a file; it is on disk when this returns. Raises OSError.
+    """Write gathered rows as a file, which is on disk when this function returns. Raises OSError.
 
     Hashing and writing release the interpreter's lock, so that other threads run.
     """

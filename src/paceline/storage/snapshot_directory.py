@@ -62,7 +62,7 @@ def describe_failure(directory: Path, error: OSError) -> str:
     return f"cannot write in {directory}: {error.strerror or error}"
 
 
-# writing
+# Writing.
 
 
 class SnapshotDirectory:
@@ -131,7 +131,7 @@ class SnapshotDirectory:
                 folder.rmdir()
 
 
-# reading
+# Reading.
 
 
 @dataclass(frozen=True)

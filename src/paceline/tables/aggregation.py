@@ -23,7 +23,7 @@ from paceline.tables.types import Floats
 
 Push = tuple[Selection, Floats]
 _LARGE_BYTES = 1 << 16
-_SAFE_SUM = 1e38  # limit for sums of gradients, before the factor
+_SAFE_SUM = 1e38  # limit for sums of gradients before multiplication by the factor
 _logger = logging.getLogger("paceline.ps")
 
 
@@ -32,12 +32,12 @@ class IterationPushes(NamedTuple):
 
     tables: dict[int, list[Push]]
     tops: dict[int, float]
-    """For each table, an upper bound of the sum's magnitude before the factor."""
+    """For each table, an upper bound of the sum's magnitude before multiplication by the factor."""
     factor: float
 
 
 class IterationBuffer:
-    """Pushes of live workers for incomplete iterations.
+    """Pushes of live workers, identified by their incarnation numbers, for incomplete iterations.
 
     An incarnation identifies a worker. Pushes are stored with the worker's rank, which gives the order of summation,
     because the worker may leave before the iteration is complete.

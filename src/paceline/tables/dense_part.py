@@ -185,8 +185,8 @@ class DensePart(TablePart):
         covered = self._buckets(selection)
         chosen = covered & buckets
         runs, pieces = iter(clip_runs(runs_in(self._size, covered), start, stop)), []
-        at = first = last = 0  # `at`: position of the run [first, last) in `grads`
-        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # each is inside one of the runs
+        at = first = last = 0  # `at` is the position in `grads` of the run [first, last)
+        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # each range [a, b) is inside one of the runs
             while last < b:
                 at += last - first
                 first, last = next(runs)

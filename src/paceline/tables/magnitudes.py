@@ -1,4 +1,4 @@
-"""Bound the records of a table part, to show without reading records that a push cannot overflow.
+"""Bound the records of a table part, so that most pushes cannot overflow and need no check of every record.
 
 Finite gradients can overflow in the update rule, for example in Adagrad's square. Checking every record after every
 push would cost more than the push. Therefore a part keeps an upper bound of the magnitudes in each plane of its
@@ -42,13 +42,13 @@ class Magnitudes:
         self._num_tried = 0
 
     def set_rule(self, rule: UpdateRule) -> None:
-        """Set other hyperparameters, with which no existing record was computed."""
+        """Set new hyperparameters. The existing records were computed with other hyperparameters."""
         self._rule = rule
         self._formed = self.bounds
         self._left = 0
 
     def take(self, gradient: float) -> bool:
-        """Include a push with gradients up to `gradient`; if it may overflow, change nothing and return False."""
+        """Include a push with gradients up to `gradient`. If the push may overflow, change nothing and return False."""
         if self._left and gradient <= self._top:
             self._left -= 1
             return True

@@ -1,8 +1,9 @@
 """A server's policy for infinities and NaN in its tables: reject them, or accept and count them.
 
 Both ends of a push always reject gradients that are not finite. The policy applies to finite gradients that overflow
-when they are summed, compensated or applied, and to records that are written or loaded. Records from another server, in
-a chain or a transfer, were checked there. They are stored unchanged, so that both servers stay equal.
+when they are summed, compensated or applied, and to records that are written or loaded. Records from another server (a
+replica's primary, or a bucket's former server) were checked by that server. They are stored unchanged, so that both
+servers stay equal.
 """
 
 from __future__ import annotations

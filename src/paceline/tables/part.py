@@ -27,9 +27,9 @@ Positions = npt.NDArray[np.int64]
 class Selection:
     """The keys, or the range of a dense table, of a request.
 
-    A range covers only the elements of `buckets`; None stands for the server's primary buckets until the first count
-    (:meth:`TablePart.num_values`) sets them. Later changes of the server's buckets do not affect the selection. Only
-    dense parts use `places`.
+    A range covers only the elements of `buckets`; None stands for the server's primary buckets, and the first call of
+    :meth:`TablePart.num_values` replaces None by these buckets. Later changes of the server's buckets do not affect the
+    selection. Only dense parts use `places`.
     """
 
     __slots__ = ("buckets", "keys", "places", "start", "stop")
@@ -144,7 +144,7 @@ class TablePart(ABC):
         return 0
 
     rows_of: int = 0
-    """The pass in which rows count as pushed if they are older than the recording of passes."""
+    """The pass that counts as the last push of rows that are older than the recording of passes."""
 
     def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
         """Return records (float32 [n, record_words]), with a column for each row's last pass if passes are recorded."""
@@ -168,9 +168,10 @@ class TablePart(ABC):
     def buckets_of(self, selection: Selection) -> Buckets: ...
 
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """Return the part of a push (float32 [num_values]) in these buckets; the same objects if that is all of it.
+        """Return the keys and gradients of a push (float32 [num_values]) that belong to these buckets.
 
-        The gradients may be a view. The other buckets may already be dropped. With keys, rows may have any width.
+        If all belong to them, return `selection` and `grads` themselves. The gradients may be a view. The other buckets
+        may already be dropped. With keys, rows may have any width.
         """
         keys = selection.key_array()
         order = positions_in(self.spec, keys, buckets)
@@ -217,7 +218,7 @@ class TablePart(ABC):
 
     @abstractmethod
     def erase(self, keys: Keys) -> int:
-        """Return the number of existing rows of `keys`, which are erased."""
+        """Erase the rows of `keys`, and return the number of rows that existed."""
 
     def set_update(self, rule: UpdateRule) -> None:
         rule.check_follows(self.rule, f"table {self.spec.name!r}")

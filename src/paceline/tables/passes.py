@@ -15,7 +15,7 @@ from paceline.tables.types import Keys
 
 
 def has_room_for_marks(store: SparseStore) -> bool:
-    """Return whether a store's index lines have spare bits; if not, the store needs ``has_marks``."""
+    """Return whether a store's index has spare bits for passes; a store without them needs ``has_marks``."""
     return bool(store.layout[index.ENTRY_WORDS] * store.layout[index.SLOTS] * 4 < index.LINE_BYTES)
 
 

@@ -34,7 +34,7 @@ class ServerTable:
     )
 
     def __init__(self, spec: TableSpec, part: TablePart) -> None:
-        self.declared = self.spec = spec  # they differ after a change of hyperparameters
+        self.declared = self.spec = spec  # `spec` changes with the hyperparameters, `declared` does not
         self.part = part
         self.revision = 0
         """The number of the last change of hyperparameters; 0 before the first."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.errors import UsageError
 
-MAX_FLOAT32: Final = 3.4028234e38  # kernels use float32
+MAX_FLOAT32: Final = 3.4028234e38  # the largest float32, because kernels use float32
 TINY: Final = 5e-324  # the smallest positive float; used as an open lower bound
 
 _Kind = TypeVar("_Kind")

@@ -31,7 +31,7 @@ class EarlierRows:
     def __init__(self, store: SparseStore, rule: UpdateRule) -> None:
         self._store = store
         self._before = SparseStore(dim=store.dim, rule=rule, memory=store.memory)
-        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # changed keys; 1 if there was a row, else 0
+        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # value of each changed key: 1 if it had a row, else 0
 
     def put_aside(self, keys: Keys) -> None:
         _, known = self._seen.read_records(keys)
@@ -52,7 +52,7 @@ class EarlierRows:
             return keys, records
         marks, changed = self._seen.read_records(keys)
         existed = changed & (marks[:, 0] == 1.0)
-        if changed.sum() == count:  # no changed row was erased
+        if changed.sum() == count:  # every changed row still exists
             rows, _ = self._before.read_records(keys[existed])
             records[existed] = rows
             if existed.sum() != count:
@@ -108,13 +108,13 @@ SnapshotId: TypeAlias = tuple[str, int]
 
 
 class WatchedPart:
-    """A table's part whose changes are recorded. Attributes that it does not define are those of `part`."""
+    """A table's part whose changes are recorded. Other attributes are attributes of `part`."""
 
     def __init__(self, part: TablePart) -> None:
         self.part = part
         self._written: dict[SnapshotId, Buckets] = {}  # buckets unchanged since each snapshot
         self.moment: Moment | None = None
-        """The moment of the snapshot in progress, if this moment is in the past."""
+        """The earlier moment that the snapshot in progress must show; None if the snapshot shows the current rows."""
 
     # For snapshots.
 

@@ -30,7 +30,7 @@ _INLINE_WORDS = 3  # rows of up to 3 words are stored in the index
 # Rows per line: emptier lines overflow less often, and an overflow is a second cache miss. With 10^7 rows of one word,
 # 0.76 gives 20 ns per look-up in 1.8 times the minimum size, and 0.66 gives 16 ns in 2.1 times the minimum size.
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
-_WIDE_FILL = 0.5  # the index is small compared with wide rows
+_WIDE_FILL = 0.5  # an emptier index costs little memory, because it is small compared with wide rows
 _WITHOUT_MARKS = (4,)  # words of entries that fill a line completely
 _HEADER_LINES = 1
 _FEW_KEYS = 1000  # up to this number, counting keys is as fast as checking memory limits
@@ -129,7 +129,7 @@ class SparseStore:
         self.directory[index.LINES + 1 : index.ROWS : 2] = 1
         self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
         self.directory[index.SALT :] = index.FIRST_SALT
-        self._grown = np.zeros_like(self.directory)  # describes a growing bucket's new lines
+        self._grown = np.zeros_like(self.directory)  # the directory entry of a growing bucket's new lines
 
     def __len__(self) -> int:
         return int(self.counts.sum())
@@ -169,7 +169,7 @@ class SparseStore:
         if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
             spare = None
             try:
-                # This memory is never written, so it uses none.
+                # Reserved memory that is never written, so no pages are used for it.
                 spare = self.memory.zeros(max(lines.num_bytes for lines in self.lines))
                 self._make_room(num_keys)
                 return
@@ -188,7 +188,7 @@ class SparseStore:
         The buckets share one block of memory, for which the system can provide huge pages.
         """
         share = num_rows / index.NUM_BUCKETS
-        if share < _SMALL_ROWS:  # such buckets grow quickly
+        if share < _SMALL_ROWS:  # small buckets grow quickly, so they need no memory in advance
             return
         count = int(share + 3 * share**0.5)
         limits = [_next_limit(bucket, count, self._growth) for bucket in range(index.NUM_BUCKETS)]
@@ -322,7 +322,7 @@ class SparseStore:
             if index.rehash(directory[2 * bucket], num_old, self.layout, bucket, grown):
                 break
             tail *= 2
-            if attempt:  # a longer tail was not enough
+            if attempt:  # the tail was made longer, but is still too short
                 grown[index.SALT + bucket] = _new_salt()
         for at in (
             2 * bucket,

@@ -1,7 +1,7 @@
 """Check the behaviour of a :class:`~paceline.collectives.Group` against NumPy.
 
-``COLLECTIVE_CHECKS`` contains the checks by name, for one test each. A check is called on every rank with its group. It
-computes the other ranks' inputs from their numbers, so the ranks need no other channel than the group.
+``COLLECTIVE_CHECKS`` contains the checks by name, for one test each. A check is called on every rank with its group.
+The check computes the other ranks' inputs from their rank numbers, so the ranks need no channel besides the group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check messages, tickets, groups and invalid calls; see `collectives`."""
+"""Check messages, tickets, groups and invalid calls; :mod:`.collectives` lists the checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_objects(group: Group) -> None:
 
 
 def check_send_receive(group: Group) -> None:
-    """Messages are matched by tag and source, in order, regardless of arrival; also to the own rank."""
+    """Messages are matched by tag and source, in the order of sending. A rank can also send to itself."""
     rank, size = group.rank, group.size
     after, before = (rank + 1) % size, (rank - 1) % size
     for number in SIZES:
@@ -110,7 +110,7 @@ def check_async_does_not_wait(group: Group) -> None:
     """Asynchronous calls return immediately, even if earlier calls wait for other ranks."""
     if group.rank == 0:
         tickets = [group.all_reduce_async(np.ones(5)) for _ in range(3)]
-        assert not tickets[0].done()  # rank 1 has not called
+        assert not tickets[0].done()  # rank 1 has not made its call yet
         group.send(np.zeros(1), 1)
         tickets += [group.all_reduce_async(np.ones(5)) for _ in range(3)]
         for ticket in tickets:

@@ -26,7 +26,7 @@ _HELLO = Hello(role="worker", rank=3, incarnation=8)
 
 
 class Inbox(Handler):
-    """Record every frame and every end of a connection, in one event loop's thread."""
+    """Records every frame and every end of a connection, in one event loop's thread."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -63,7 +63,7 @@ class Inbox(Handler):
 
 
 def check_opened_echo(setting: Setting) -> None:
-    """Frames of every size return in order and unchanged, in a separate loop and in the server's."""
+    """Frames of every size return in order and unchanged, in a separate event loop and in the server's event loop."""
     asyncio.run(_check_opened_echo(setting))
     _run_with_server(setting, _check_opened_echo(setting))
 
@@ -75,7 +75,7 @@ def check_opened_both_ways(setting: Setting) -> None:
 
 
 def check_opened_errors(setting: Setting) -> None:
-    """An error in the server's handler arrives as an ERROR frame with the request's header; the connection stays."""
+    """A handler's error arrives as an ERROR frame with the request's header; the connection stays open."""
     asyncio.run(_check_opened_errors(setting))
 
 
@@ -182,7 +182,7 @@ async def _check_opened_closing(setting: Setting) -> None:
     peer.send(*frame_parts(CLOSE))
     await inbox.wait_end()
     assert inbox.ends[0][0] is peer
-    peer.send(*frame_parts(SILENT))  # the other end is closed
+    peer.send(*frame_parts(SILENT))  # no error, although the other end is closed
     peer.close()
     assert len(inbox.ends) == 1
 

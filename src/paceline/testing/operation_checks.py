@@ -1,4 +1,4 @@
-"""Check single operations against NumPy; see `collectives`."""
+"""Check single operations against NumPy; :mod:`.collectives` lists the checks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_all_reduce_dtypes(group: Group) -> None:
 
 
 def check_all_reduce_sizes(group: Group) -> None:
-    """Every size works, into a new array, a given one and in place; the source does not change."""
+    """Every size works into a new array, into a given array and in place; the source does not change."""
     for size in (*SIZES, 300_000):
         for op, dtype in (("sum", "float32"), ("max", "float64"), ("min", "int16")):
             given = sample(group.rank, size, dtype, size)
@@ -61,7 +61,7 @@ def check_all_reduce_sizes(group: Group) -> None:
 
 
 def check_all_reduce_large(group: Group) -> None:
-    """12 MB, in place and not, several times; random floats are close to NumPy's and equal to the bit on all ranks."""
+    """Sums of 12 MB of random floats, in place or not, are close to NumPy's sums and bit-identical on all ranks."""
     for turn, size in enumerate((3_000_000, 1_000_003)):
         given = sample(group.rank, size, seed=turn)
         expected = reduced(group, "sum", size, seed=turn)
@@ -71,7 +71,7 @@ def check_all_reduce_large(group: Group) -> None:
 
 
 def check_bits(group: Group) -> None:
-    """A reduction of random floats is equal to the bit on every rank."""
+    """A reduction of random floats is bit-identical on all ranks."""
     for dtype in ("float16", "float32", "float64"):
         for size in (5, 3000, 40_001, 400_000):
             arrays = [np.random.default_rng((size, rank)).random(size).astype(dtype) for rank in range(group.size)]

@@ -35,9 +35,9 @@ def run_ranks(
 ) -> list[_T]:
     """Join ``size`` ranks, threads of this process, call ``function(group)`` on each, and return the results.
 
-    ``hosts``: the number of every rank's simulated host; ranks of different hosts share no memory and use TCP.
-    ``join_options`` are those of :func:`paceline.collectives.join`. Raises AssertionError with the ranks if some raise
-    (the first error is its cause), or if some have not ended ``within`` that time (with their stacks).
+    ``hosts`` has the number of each rank's simulated host; ranks of different hosts share no memory and use TCP.
+    ``join_options`` are those of :func:`paceline.collectives.join`. Raises AssertionError, which names the ranks: if
+    ranks raise (the first error is the cause), or if ranks run longer than ``within`` (with their stacks).
     """
     store = MemoryStore()
     results: list[Any] = [None] * size
@@ -76,7 +76,7 @@ def nothing_left() -> Iterator[None]:
         thread.join(max(deadline - time.monotonic(), 0.0))
     left = sorted(thread.name for thread in set(threading.enumerate()) - threads)
     assert not left, f"threads are left: {left}"
-    gc.collect()  # an error's traceback may keep a mapping alive
+    gc.collect()  # the traceback of an error may keep a shared-memory mapping alive
     while (opened := _open_files() - files) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not opened, f"files are left open: {opened}"
@@ -89,7 +89,7 @@ def _open_files() -> set[str]:
         try:
             found.add(f"{number.name} {number.readlink()}")
         except OSError:
-            pass  # the descriptor of the listing
+            pass  # the descriptor with which the directory itself was listed
     return found
 
 
@@ -99,7 +99,7 @@ def _stack(thread: threading.Thread) -> str:
 
 
 class StoreOfOneHost(Store):
-    """Simulate hosts: ranks of different hosts share no memory and use no Unix sockets."""
+    """A store that simulates hosts: ranks of different hosts share no memory and use no Unix sockets."""
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[int]) -> None:
         self._store, self._rank, self._hosts = store, rank, hosts
@@ -130,4 +130,4 @@ class StoreOfOneHost(Store):
 
     @override
     def close(self) -> None:
-        """Leave the other store open."""
+        """Do nothing: the wrapped store stays open."""

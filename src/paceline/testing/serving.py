@@ -65,7 +65,7 @@ def serve_in_thread(
                 raise
             ready.set_exception(error)
 
-    thread = threading.Thread(target=run, name="paceline-test-server", daemon=True)  # it may not end
+    thread = threading.Thread(target=run, name="paceline-test-server", daemon=True)  # may not end
     thread.start()
     try:
         served = ready.result(_PATIENCE_S)

@@ -22,7 +22,7 @@ TIMEOUT_S = 10.0
 
 
 class EchoHandler(Handler):
-    """Return every frame to its sender; other kinds cause silence, an error or a close."""
+    """Returns every frame to its sender, but SILENT, FAIL and CLOSE cause silence, an error or a close."""
 
     def __init__(self) -> None:
         self.peers: list[Peer] = []

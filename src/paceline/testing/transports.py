@@ -66,12 +66,12 @@ def check_echo(setting: Setting) -> None:
     channel.receive(got, TIMEOUT_S)
     assert np.array_equal(got, floats)
     statistics = channel.statistics()
-    assert 27 <= statistics.frames_sent <= 28  # the handshake may count
+    assert 27 <= statistics.frames_sent <= 28  # a transport may count the frame of the handshake
     assert 27 <= statistics.frames_received <= 29
 
 
 def check_unexpected_answers(setting: Setting) -> None:
-    """Shorter bodies, metas and several parts are received correctly; longer ones are rejected."""
+    """Answers with shorter bodies, metadata or several parts are received correctly; longer bodies are rejected."""
     channel = setting.connect()
     into = np.zeros(100_000, np.uint8)
     for size, meta in ((10, b""), (99_999, b"m"), (100_000, b"meta"), (0, b"12345678"), (100_000, b"")):
@@ -301,5 +301,5 @@ def _check_alive(channel: Channel) -> None:
 
 
 def _check_refused(channel: Channel) -> None:
-    # The server sends the reason, but closing with unread bytes may discard it.
+    # The server sends the reason, but the system may discard it, because the server closes with unread bytes.
     expect((ProtocolError, ConnectionLostError), lambda: channel.receive_header(TIMEOUT_S))

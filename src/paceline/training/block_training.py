@@ -1,4 +1,4 @@
-"""A training by blocks of columns, from the driver's side: workers read the data once and solve.
+"""A training by blocks of columns, from the driver's side: workers read the data once, then solve for the weights.
 
 If a worker dies, its rows are lost: the remaining workers read all data again, and the passes start from the beginning.
 The weights are in a table of their own; at the end they become the weights of an ordinary logistic regression.

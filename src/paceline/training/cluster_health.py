@@ -17,8 +17,8 @@ from paceline.ps import Client
 class ClusterHealth:
     """Detects losses and replacements of workers, servers and the scheduler.
 
-    `processes` is the training's own cluster. After `patience_s` the user is warned of workers busy with the previous
-    job.
+    `processes` is the training's own cluster. After `patience_s` the user gets a warning that workers are still busy
+    with the previous job.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ClusterHealth:
         num_lost = self._num_lost_before + state.lost_workers
         if num_lost > self.num_lost_workers:
             self.num_lost_workers = num_lost
-            if state.num_workers:  # otherwise :meth:`check_workers` warns
+            if state.num_workers:  # without workers, :meth:`check_workers` warns
                 remaining = "1 continues" if state.num_workers == 1 else f"{state.num_workers} continue"
                 self._warn(f"a worker died: {remaining}, and its unfinished shards are read again ({task})")
 

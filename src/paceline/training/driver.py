@@ -82,7 +82,7 @@ def train_locally(
     **cluster_options: Any,
 ) -> TrainResult:
     """Train silently on processes of this machine; :meth:`LocalCluster.start` receives the further arguments."""
-    options, sample = resolve_files(options)  # raises before any process starts
+    options, sample = resolve_files(options)  # before any process starts, because this may raise
     settings = messages.ClusterSettings(
         num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)
     )

@@ -117,10 +117,10 @@ class BestPass:
         try:
             saved = read_model(folder).manifest.model
             if saved.get("origin") != self._origin:
-                return  # another training has used the folder
+                return  # another training has used the folder and replaced the saved pass
             number, loss = int(saved["best_pass"]), float(saved["best_loss"])
         except (ModelError, KeyError, TypeError, ValueError):
-            return  # no pass was saved, so the next pass is the best
+            return  # no pass is saved, so the next pass counts as the best
         self.losses.best_pass, self.losses.best_loss = number, loss
         self._kept_in, self.kept_pass = folder, number
 
@@ -144,8 +144,8 @@ class BestPass:
         assert isinstance(table, SparseTable)  # true for all tables of models
         copies = (keys.copy() for keys, _ in saved.records(saved.table(spec.name)))  # views would retain the records
         known = np.sort(np.concatenate([np.empty(0, np.uint64), *copies]))
-        for keys, _ in read_records(self._client, spec):  # a bucket at a time
-            places = np.searchsorted(known[:-1], keys)  # at most the last
+        for keys, _ in read_records(self._client, spec):  # one bucket at a time, to limit the memory
+            places = np.searchsorted(known[:-1], keys)  # at most the last index, which is valid for every key
             later = keys[known[places] != keys] if len(known) else keys
             if len(later):
                 table.erase(later)

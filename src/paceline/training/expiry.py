@@ -28,7 +28,7 @@ class FeatureExpiry:
             table.begin_pass(number, rows_of=number if are_seen else number - 1)
 
     def end_pass(self, number: int) -> str:
-        """Erase expired rows after pass `number` and start the next pass; return a line for the user, perhaps empty."""
+        """Erase expired rows after pass `number` and start the next pass; return a line for the user, or ""."""
         num_erased = 0
         for table in self._first:
             num_erased += table.erase_unseen(self._passes, also=self._further)

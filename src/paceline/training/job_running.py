@@ -31,10 +31,10 @@ from paceline.training.snapshots import TrainingSnapshots
 from paceline.training.worker import jobs
 from paceline.transport.backoff import Backoff
 
-_FIRST_POLL_S, _POLL_S = 0.002, 0.05  # a job on little data ends quickly
+_FIRST_POLL_S, _POLL_S = 0.002, 0.05  # the first polls are frequent, because a job on little data ends quickly
 _PROGRESS_S = 0.2
 _REPLY_S = 1.0
-_PATIENCE_S = 90.0  # longer than the client waits for a lost scheduler
+_PATIENCE_S = 90.0  # must be longer than the client's wait for a lost scheduler
 _ERRORS: dict[str, type[PacelineError]] = {
     kind.__name__: kind for kind in (DataError, LostRowsError, NoRoomError, TableMismatchError, UsageError)
 }
@@ -51,7 +51,7 @@ class FinishedJob:
 
 
 class DeferredSignals:
-    """Records SIGINT, SIGTERM and SIGHUP during its block. They take effect at :meth:`check` and at its end.
+    """Records SIGINT, SIGTERM and SIGHUP during its block. They take effect at :meth:`check` and at the block's end.
 
     A second signal takes effect immediately. Signals without a Python handler, and signals outside the main thread,
     are not deferred.
@@ -126,9 +126,10 @@ class JobRunner:
     ) -> FinishedJob:
         """Run a job on the shards of a data set, except the shards finished in `before`.
 
-        `span` is the job's part of the whole work. With `num_shards` the job distributes this number of turns instead
-        of shards. Raises the workers' DataError, LostRowsError, NoRoomError, TableMismatchError or UsageError, and
-        ModelLostError, PeerError or KeyboardInterrupt for losses and interruptions.
+        `span` is the job's part of the whole work. With `num_shards`, the job distributes this number of turns to the
+        workers, instead of the data set's shards. Raises the workers' DataError, LostRowsError, NoRoomError,
+        TableMismatchError or UsageError, and ModelLostError, PeerError or KeyboardInterrupt for losses and
+        interruptions.
         """
         self._health.begin_job()
         strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)

@@ -65,16 +65,16 @@ class TrafficFilters:
     """Filters of pushes and pulls, as texts for :func:`paceline.filters.parse_filters`. Raises UsageError."""
 
     pushed: str | None = None
-    """Filters of workers' pushes and pulls; None: no filter on one machine, else :data:`BETWEEN_MACHINES`."""
+    """Filters of pushes and pulls. None: no filter if all are on one machine, else :data:`BETWEEN_MACHINES`."""
     pulled: str | None = None
-    """Filters of pulled values; None: those filters of `pushed` that change values or bytes."""
+    """Filters of pulled values. None: the filters in `pushed` that change values or bytes."""
 
     def __post_init__(self) -> None:
         parse_filters(self.pushed or "")
         parse_filters(self.pulled or "")
 
     def suited_to(self, members: Sequence[Member]) -> TrafficFilters:
-        """Return these filters; if none are given, return the default for the machines of a cluster."""
+        """Return these filters; if there are none, return the default for a cluster with these members."""
         if self.pushed is not None or not are_on_several_machines(members):
             return self
         return replace(self, pushed=BETWEEN_MACHINES)

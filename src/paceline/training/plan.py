@@ -32,9 +32,9 @@ class TrainingPlan:
     optimism: Optimism | None = None
     """A trial's calibration error on new examples; None: predictions are not corrected."""
     rates: tuple[float, float] | None = None
-    """The rate of positives at the start and at the end of the data, if the rate drifts."""
+    """The rate of positives at the start and at the end of the data, if the rate drifts; otherwise None."""
     recent: Batch | None = None
-    """Sample for correcting the mean prediction: in the order of the data, or mixed if the data is sorted."""
+    """Sample for correcting the mean prediction, in the order of the data; mixed if the data is sorted by label."""
     note: str | None = None
     chosen_on: int = 0
     num_examples: int = 0

@@ -48,10 +48,10 @@ from paceline.training.tuning.scale_trial import scaled_sample
 from paceline.training.tuning.search import FactorSearch, TunedModel, tune_linear
 from paceline.training.tuning.trial import TriedRule
 
-_EPOCHS = 4  # without a trial
+_EPOCHS = 4  # number of passes if no trial chooses it
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
-_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial on all data; a model cannot memorize many examples
+_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # if no trial used all the data; a model cannot memorize many examples
 
 
 def plan_training(
@@ -108,7 +108,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
     sample = scaled_sample(sample, scaling)
     is_sorted = is_sorted_by_label(sample)
     model = options.model
-    if model.labels == "clicks":  # other models already have their labels
+    if model.labels == "clicks":  # other models use the labels as they are
         model = model.starting_from(sample.batch.labels, sample.batch.weights)
     clicks = model if isinstance(model, ClickProbabilityModel) and not is_sorted else None
     rates = None if clicks is None else changed_rates(sample.batch.labels, sample.batch.weights)

@@ -39,7 +39,7 @@ class TrainingState:
     num_workers: int
     seconds: float
     progressive: Sequence[ProgressiveLoss] = ()
-    """The final losses before learning in the first pass; no estimates."""
+    """The losses before learning in the first pass, without the losses that may still change."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 
 
 
 def judge_losses(model: SparseModel, progress: Mapping[str, Any], sample: Batch | None) -> str | None:
-    """Return a reason to doubt that the model learned anything, given its losses and a sample's labels; else None."""
+    """Return a reason to doubt that the model has learned anything, or None; `sample` has labels for comparison."""
     if issubclass(model.evaluation, ClickEvaluation):
         examples, positives = int(progress["examples"]), int(progress.get("positives", 0))
         return find_useless(progress["loss"] / examples, (examples - positives, positives))

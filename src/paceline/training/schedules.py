@@ -83,7 +83,7 @@ class InverseSqrtRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialRate(RateSchedule):
-    """Multiply the rate by `factor` after each pass."""
+    """A rate that is multiplied by `factor` after each pass."""
 
     name: ClassVar[str] = "exponential"
     factor: float = 0.5
@@ -98,7 +98,7 @@ class ExponentialRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class StepRate(RateSchedule):
-    """Multiply the rate by `factor` after every `passes` passes."""
+    """A rate that is multiplied by `factor` after every `passes` passes."""
 
     name: ClassVar[str] = "step"
     passes: float = 1

@@ -99,7 +99,7 @@ class TrainingSnapshots:
         try:
             self._snapshotter.close()
         except PacelineError:
-            pass  # the cluster has ended, so the unfinished snapshot has too
+            pass  # the cluster has ended, so the snapshot remains unfinished
 
 
 def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Resumption:
         return num_done
 
     def reordered(self, plan: TrainingPlan) -> tuple[int, ...]:
-        """Return the started passes whose order differs under `plan`; a new order would lose their shards."""
+        """Return the started passes whose order differs under `plan`, and which therefore keep their old order."""
         num_shuffled, former = (plan.epochs - 1) * (plan.order == "shuffle"), self.training
         num_before = (former["epochs"] - 1) * (former["order"] == "shuffle")
         changed = set(range(*sorted((num_before, num_shuffled)))) ^ set(former["reordered"])

@@ -135,7 +135,7 @@ class Training:
             seconds=state.seconds,
             examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
             train_loss=mean_loss(state.progress),
-            num_features=max(rows - 1, 0),  # without the bias
+            num_features=max(rows - 1, 0),  # the bias has a row too
             evaluation=evaluation,
             staleness=found_staleness,
             bad_lines=bad_data,
@@ -270,7 +270,7 @@ class Training:
             self._warn(f"the training diverged: the mean {model.loss_name} is far too high. Pass a smaller --lr")
 
     def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
-        if is_weighted(self._options):  # predictions fit the weighted rows, not the unweighted labels
+        if is_weighted(self._options):  # the losses of weighted examples cannot be compared with plain labels
             return
         plan = self._plan
         by_losses = judge_losses(plan.model, state.progress, plan.recent)
@@ -282,7 +282,7 @@ class Training:
         recent = self._plan.recent
         if recent is None or self._plan.optimism is None:
             return
-        if self._options.passes.blocks is not None:  # the solver's intercept is optimal
+        if self._options.passes.blocks is not None:  # no correction, because the solver's intercept is optimal
             return
         tables = open_tables(self._client, self._plan.model, self._plan.update)
         model = self._plan.calibrated_model(predict_on_cluster(self._plan.model, tables, recent))

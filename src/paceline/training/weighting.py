@@ -54,8 +54,8 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, batches: Iterable[Batch], lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
         """Yield a shard's kept examples in batches, with the number of examples read for each batch.
 
-        This number counts the dropped examples before each kept one; for the last batch, also the rest of the shard.
-        The choice of negatives depends only on shard and pass.
+        This number counts the dropped examples before each kept one; for the last batch, it also counts the dropped
+        examples after the last kept one. The choice of negatives depends only on shard and pass.
         """
         generator = np.random.default_rng((lease.epoch, lease.file, lease.shard))
         num_read = num_reported = 0
@@ -77,7 +77,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
                 yield former, end - num_reported
                 num_reported = end
             former = batch
-        if num_read:  # possibly no example was kept
+        if num_read:  # the shard ended with dropped examples
             yield former or Batch.concatenate([]), num_read - num_reported
 
     def weighted(self, batch: Batch) -> Batch:

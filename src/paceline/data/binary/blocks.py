@@ -3,10 +3,10 @@
 All numbers are little-endian, and sections begin at multiples of 64 bytes::
 
     header      magic (8 bytes); version (uint32)
-    per block   labels float32 [n]; indptr int64 [n+1] unless all rows are as wide; keys uint64;
+    per block   labels float32 [n]; indptr int64 [n+1] unless all rows have the same width; keys uint64;
                 values float32, or nothing; weights float32 [n], or nothing; fields uint32, or nothing
     ...         further sections, listed in the footer with the CRC-32 of their bytes
-    footer      JSON: the blocks, each with the XXH64 of its bytes, and content of the writer
+    footer      JSON: the blocks, each with the XXH64 of its bytes, and the writer's own content
     trailer     of the footer: length (uint64) and CRC-32 (uint32); version (uint32); magic
 
 A file may be malicious: all sizes and offsets are checked, so that no kernel reads beyond an array.

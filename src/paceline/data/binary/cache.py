@@ -24,7 +24,7 @@ from paceline.storage.durable_io import process_mark, remove_leftovers
 
 _serial = itertools.count()
 _ASIDE = re.compile(r"[0-9a-f]{24}-\d+\.shard\.([0-9a-f]{16})\.\d+\.tmp")
-_LEFTOVER_S = 3600.0  # an age limit, because containers that share a folder cannot see each other's processes
+_LEFTOVER_S = 3600.0  # older temporary files are deleted; a container cannot see whether their writers live
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ShardCache:
         self._identity = identity
 
     def load(self, path: str, status: FileStatus, shard: int) -> CachedShard | None:
-        """Return the parsed shard in new arrays; None unless it was made from a file with this status."""
+        """Return the parsed shard in new arrays; None if the cache has none for a file with this status."""
         try:
             with BlockFile(self.path_of(path, shard)) as file:
                 return _decode(file, self._describe(path, status, shard))
@@ -102,7 +102,7 @@ class CacheWriter:
 
 
 def _decode(file: BlockFile, identity: dict[str, Any]) -> CachedShard | None:
-    """Return a cache file's content; None, ValueError, KeyError or TypeError if the file belongs to another shard."""
+    """Return a cache file's content; None for another shard. Raises ValueError, KeyError or TypeError."""
     content = file.content
     if content["identity"] != identity:
         return None

@@ -1,9 +1,9 @@
 """Converted data: examples of other files in one file of blocks, with the description that a training needs.
 
-:class:`DataWriter` writes the file, and :class:`ConvertedFile` reads it. The file has the numbers of its sources. A
-centre is subtracted if float32 would lose the differences. Scales are stored separately and applied by the reader, so
-the file suits every model. A shard is a range of rows. The reader skips a damaged block and reports its rows as
-malformed.
+:class:`DataWriter` writes the file, and :class:`ConvertedFile` reads it. The file has the unscaled numbers of its
+sources. If the numbers of a column are so large that float32 would lose their differences, the writer subtracts a
+constant, the column's centre. Scales are stored separately and applied by the reader, so the file suits every model. A
+shard is a range of rows. The reader skips a damaged block and reports its rows as malformed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from paceline.errors import DataError, UsageError
 
 __all__ = ["CONVERTED", "FORMATS", "Format", "detect_format", "find_format", "have_same_features", "source_format"]
 
-# JSON lines come before vw, because a text in JSON may contain the bar of a namespace; lines of vw are no objects.
+# JSON lines come before vw, because a text in JSON may contain the bar of a namespace; a line of vw is never a JSON
+# object.
 _CLASSES = (Criteo, Libsvm, Libffm, JsonLines, VowpalWabbit, Csv, Parquet, NumpyArrays, ConvertedData)
 FORMATS: Final[Mapping[str, Format]] = {kind.name: kind() for kind in _CLASSES}
 """The formats by name, in the order of detection."""

@@ -32,7 +32,7 @@ class Format(ABC):
     samples_beginnings: ClassVar[bool] = False
     """Whether a sample contains only the beginnings of shards, because shards are large."""
     has_columns: ClassVar[bool] = False
-    """Whether rows belong to a table. A model reads all formats of tables with its columns."""
+    """Whether rows belong to a table. A model can read its columns from every format of tables."""
     cells_are_text: ClassVar[bool] = False
     """Whether cells have no type, so that a category is its text in the file."""
     column_options: ClassVar[tuple[str, ...]] = ()
@@ -42,11 +42,11 @@ class Format(ABC):
     has_numbers: ClassVar[bool] = True
     """Whether values can be numbers, so that ``--numeric-scale`` applies."""
     is_keyed: ClassVar[bool] = False
-    """Whether a key identifies a number, instead of a column. A training scales such numbers by key."""
+    """Whether numbers belong to keys instead of columns. A training scales such numbers by key."""
     absent_is_zero: ClassVar[bool] = True
     """Whether a missing number means 0."""
     has_numbered_features: ClassVar[bool] = False
-    """Whether a number identifies a feature, instead of a name."""
+    """Whether features have numbers instead of names."""
     has_binary_labels: ClassVar[bool] = False
     """Whether the reader accepts only the labels 0 and 1."""
     may_lack_labels: ClassVar[bool] = False

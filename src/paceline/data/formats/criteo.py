@@ -30,7 +30,7 @@ CRITEO_NAMES = (
     *(f"C{number}" for number in range(1, CRITEO_CATEGORIES + 1)),
 )
 
-_LEAST_INTEGER = -16  # each negative integer is a category; smaller ones are rare
+_LEAST_INTEGER = -16  # each negative integer down to this one is a category; smaller integers are rare
 
 
 class Criteo(LineFormat):

@@ -1,8 +1,8 @@
 """CSV: rows of cells separated by commas, semicolons, tabs, bars or blanks.
 
 A shard is a range of bytes of the decompressed text, with the rows that begin in this range. The start of a row depends
-on all earlier quotes, so a reader that enters a file in the middle scans the text before. If this text has no quote
-and no carriage return, the reader takes the next newline, which costs little more than reading the bytes.
+on all earlier quotes, so a reader that enters a file in the middle scans all earlier text. If the earlier text has no
+quote and no carriage return, the reader takes the next newline, which costs little more than reading the bytes.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _libsvm_parser(*, needs_label: bool) -> Parse:
     powers = powers_of_ten()
 
     def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
-        row_capacity, pair_capacity = (stop - start) // 16 + 16, (stop - start) // 4 + 1  # a pair has 4 bytes
+        row_capacity, pair_capacity = (stop - start) // 16 + 16, (stop - start) // 4 + 1  # a pair has at least 4 bytes
         labels, indptr = np.empty(row_capacity, np.float32), np.empty(row_capacity + 1, np.int64)
         keys, values = np.empty(pair_capacity, np.uint64), np.empty(pair_capacity, np.float32)
         arrays = (labels, indptr, keys, values)

@@ -38,7 +38,7 @@ def quantile_edges(numbers: Doubles, num_bins: int) -> tuple[float, ...]:
 
 
 def log_edges(numbers: Doubles, unit: float) -> tuple[float, ...]:
-    """Return the lower bounds of bins of floor(ln(x)^2), and of the integers up to 2, for x = number / unit.
+    """Return the lower bounds of bins for x = number / unit: 0, 1 and 2, and each new value of floor(ln(x)^2).
 
     The bins of negative numbers mirror those of positive numbers. The last bin contains the largest number.
     """
@@ -66,7 +66,7 @@ def bin_key(name: str, number: int) -> int:
 
 
 def key_bin_key(key: int, number: int) -> int:
-    """Return the key of a bin of the feature `key`. Hash `key` first, because it may be a small number."""
+    """Return the key of a bin of the feature `key`, which is hashed first because it may be a small number."""
     return hash_bytes(number.to_bytes(8, "little"), hash_bytes(key.to_bytes(8, "little"), 0))
 
 
@@ -113,7 +113,7 @@ class ColumnBins:
         if fields is None:
             fields = np.empty(len(batch.keys), np.uint32)
         else:
-            num_categorical = 0  # the pairs already have fields
+            num_categorical = 0  # the kernel writes the fields of categories, but these pairs have fields already
         bin_columns(
             *(batch.indptr, batch.keys, batch.values, fields, self._hashes[self._num_categorical - num_categorical :]),
             *(num_categorical, self._seeds, self._firsts, self._edges, self._keys),

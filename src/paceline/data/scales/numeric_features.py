@@ -1,7 +1,8 @@
-"""Finds the features of examples that are numbers, and candidate scales and bins of all of them together.
+"""Find the features of examples that are numbers, and candidate scales and bins for all these features together.
 
-The fit of a single feature (:mod:`.scaling`) is a good guide, but not exact: together with other features it may
-explain more or less, and the cost of a bin depends on the learning algorithm. A trial selects the best candidate.
+The fit of a single feature (:mod:`.scaling`) is a good guide, but not exact: together with other features, a feature
+may explain more or less than alone, and the cost of a bin depends on the learning algorithm. A trial selects the best
+candidate.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _spread_rows(batch: Batch, most: int) -> Batch:
 
 
 def known_labels(labels: Doubles) -> Doubles | None:
-    """Return labels that a line can explain; None for 3 to 64 values, which may be classes or counts."""
+    """Return labels that a line can explain; None for 3 to 64 distinct labels, which may be classes or counts."""
     return None if 2 < len(np.unique(labels[np.isfinite(labels)])) <= _CLASSES else labels
 
 

@@ -27,16 +27,16 @@ from paceline.kernels.text.values import MAX_FLOAT32
 NUMERIC_SCALES = ("auto", "standard", "log", "log-bins", "none")
 """The methods without a parameter; ``quantile:N`` is the method with a parameter."""
 KEPT_SCALES = ("auto", "standard", "log", "log-bins")
-"""The methods whose scales converted data stores."""
+"""The methods whose scales are stored in converted data."""
 _QUANTILES = re.compile(r"quantile:([0-9]{1,9})")
 TRIED_BINS = (8, 16, 32, 64)
 _USUAL_BINS = TRIED_BINS[:3]
-_NONLINEAR = 10.0  # nats: bins seldom explain more if the effect is linear
+_NONLINEAR = 10.0  # nats: if the effect is linear, bins seldom explain more than a line by this
 _HEAVY = 10.0  # deviations; the largest of 20,000 exponential variables is 9 above the mean
 _LEAST_ROWS = 20
 _FAR = 1000.0  # deviations from 0; float32 then has 14 bits for a deviation
 _EVIDENCE = 2.0  # nats: one scale is e^2 times as likely as another
-_UNIT_SHARES = (0.5, 0.01)  # fractions of nonzero sizes below a unit
+_UNIT_SHARES = (0.5, 0.01)  # candidates for the fraction of nonzero magnitudes below a unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Scale:
     """
 
     unit: float
-    """0 for no logarithms. Otherwise numbers below the unit are nearly linear, and larger numbers logarithmic."""
+    """0 for no logarithms. Otherwise the scale is nearly linear for numbers below the unit, and logarithmic above."""
     mean: float
     deviation: float
     centre: float = 0.0
@@ -159,7 +159,7 @@ class ExplainedNumbers:
 
 
 def explain_numbers(numbers: Doubles, known: Doubles | None, chance: float = 0.0) -> ExplainedNumbers:
-    """Return the fit of numbers (finite float64) to the labels `known` (NaN if missing), or None.
+    """Return the scales of numbers (finite float64) and their fit to labels (`known`: NaN if missing; None: no labels).
 
     `chance` is the gain in nats that logarithms of one among many columns may have by chance.
     """
@@ -248,7 +248,7 @@ def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:
 
 
 class ColumnScaling:
-    """Scales and bins of the numeric columns `names`, whose numbers were read minus `centres`."""
+    """Scales and bins of the numeric columns `names`. The reader has subtracted the `centres` from the numbers."""
 
     def __init__(
         self, names: Sequence[str], centres: Sequence[float], scales: Sequence[Scale], bins: ColumnBins | None = None

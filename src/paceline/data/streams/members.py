@@ -47,7 +47,7 @@ def find_members(path: str) -> Members | None:
         status = os.stat(path)
         return _find_members(path, status.st_size, status.st_mtime_ns)
     except OSError:
-        return None  # the reader raises an error
+        return None  # the reader raises the error when it opens the file
 
 
 @lru_cache(maxsize=64)

@@ -55,7 +55,7 @@ class ByteStream(Protocol):
 
 
 class PlainStream:
-    """An uncompressed file. It uses a descriptor, because a file object would warn about an unfinished iterator."""
+    """An uncompressed file, opened as a descriptor: an unfinished iterator over a file object would cause a warning."""
 
     def __init__(self, path: str) -> None:
         self.path = path

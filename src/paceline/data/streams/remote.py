@@ -62,7 +62,7 @@ def open_url(url: str) -> Any:
 
 
 def expand_url(pattern: str) -> list[str]:
-    """Return the URLs that match a pattern; a URL without a pattern stands for itself. Raises DataError for none."""
+    """Return the URLs that match a pattern, or a URL without a pattern itself. Raises DataError without a match."""
     from glob import has_magic
 
     if not has_magic(_URL.sub("", pattern)):

@@ -15,7 +15,7 @@ from paceline.tables.types import Keys
 BASE_BYTES = 4
 _LEAST_SLOTS = 1 << 10
 _MOST_BYTES = 9
-"""Bytes of a new key: a zero and the key."""
+"""The size of a new key in a message: a zero byte and the 8 bytes of the key."""
 
 
 @dataclasses.dataclass(frozen=True)

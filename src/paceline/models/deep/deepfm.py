@@ -1,7 +1,7 @@
 """DeepFM: a factorization machine and a perceptron over the same factors.
 
-margin = margin of :mod:`paceline.models.fm` + perceptron(the columns' factors). Source: Guo, Tang, Ye, Li, He, "DeepFM:
-A factorization-machine based neural network for CTR prediction", IJCAI 2017, equations 1 to 4.
+margin = (margin of :mod:`paceline.models.fm`) + perceptron(factors of the columns). Source: Guo, Tang, Ye, Li, He,
+"DeepFM: A factorization-machine based neural network for CTR prediction", IJCAI 2017, equations 1 to 4.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ If columns have several values in a row, as namespaces of Vowpal Wabbit and list
 crossed. A namespace crossed with itself gives all pairs of its features.
 
 Interactions are computed from the column keys of each minibatch, in training, evaluation and prediction. Data and
-caches do not contain them. A model's settings store the user's text and the positions of the columns.
+caches do not contain interactions. A model's settings store the user's text and the positions of the columns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Interactions:
                     f"--interactions {self.text}: {cross!r} is invalid; expected two or three columns, as in C1:C2,C3:*"
                 )
         if self.layout is not None:
-            _ = self.crosses  # checks the crosses
+            _ = self.crosses  # raises UsageError for invalid crosses
 
     @classmethod
     def of(cls, settings: Any) -> Interactions | None:
@@ -133,7 +133,7 @@ class Interactions:
         return Batch(batch.labels, indptr, keys, None if batch.values is None else crossed, batch.weights)
 
     def _group(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the start of each field in each row, and the pairs by field (:func:`group_fields`)."""
+        """Return the start of each field in each row, and the positions of keys by field (:func:`group_fields`)."""
         from paceline.kernels.features.interactions import group_fields
 
         layout = self._columns
@@ -145,7 +145,7 @@ class Interactions:
         return starts, order
 
     def parts_of(self, batch: Batch) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the key of each cross in each row, with its source keys."""
+        """Yield the key of each cross in each row, with the keys of the crossed values."""
         rows, own = self.apply(batch), np.diff(batch.indptr)
         starts, order = self._group(batch)
         for row in range(batch.num_examples):

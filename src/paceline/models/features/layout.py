@@ -44,7 +44,7 @@ class RowLayout:
 
     @classmethod
     def of_data(cls, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> RowLayout | None:
-        """Return the layout of data of this format, or None; `fields` are namespaces of vw or fields of JSON lines."""
+        """Return the layout of data; None if it has no columns. `fields`: namespaces of vw or fields of JSON lines."""
         if columns is not None and not columns.is_open:
             return cls(categorical=(*columns.categorical, *columns.text), numeric=columns.numeric)
         if fields:

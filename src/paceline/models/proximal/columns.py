@@ -52,13 +52,13 @@ class ExampleColumns:
         if not len(self.values):
             return np.diff(self.indptr).astype(np.float64)
         sums, is_full = np.zeros(len(self.keys)), np.diff(self.indptr) > 0
-        if is_full.any():  # no differences of running sums, because they lose all digits after a large column
+        if is_full.any():  # differences of running sums would lose all digits after a large column
             sums[is_full] = np.add.reduceat(np.abs(self.values), self.indptr[:-1][is_full], dtype=np.float64)
         return sums
 
 
 class ColumnCollector:
-    """Collects examples and sorts them by column. If `available_bytes` is None, reads the system's free memory."""
+    """Collects examples and sorts them by column. `available_bytes` limits the memory; None: the free memory."""
 
     def __init__(self, available_bytes: int | None = None) -> None:
         self._batches: list[Batch] = []

@@ -1,6 +1,6 @@
 """Exchange numbers among the workers of a solver, through a table.
 
-The table with the weights is used (:class:`~paceline.tables.rules.ProximalNewton`). Rows with special keys hold the
+The table is the one with the weights (:class:`~paceline.tables.rules.ProximalNewton`). Rows with special keys hold the
 sums of all workers' last pushes. Consistency is sequential, so a read after an iteration includes all pushes of the
 iteration.
 """
@@ -30,7 +30,7 @@ class SummedRows(NamedTuple):
 
 
 class NumberExchange:
-    """A worker's side of the exchange. The worker's rank is its place among `num_places`; places may be empty."""
+    """A worker's side of the exchange. Each rank below `num_places` has a place; some ranks may have no worker."""
 
     def __init__(self, client: Client, table: SparseTable, num_places: int) -> None:
         self._client = client
@@ -60,7 +60,7 @@ class NumberExchange:
         return present
 
     def write(self, keys: Keys, records: Floats) -> None:
-        """Set complete rows; other workers write the same rows. They are visible after the next :meth:`gather`."""
+        """Set complete rows; other workers write the same rows. The rows are visible after the next :meth:`gather`."""
         write_records(self._client, self._table.spec, keys, records)
 
     def start(self, keys: Keys, pairs: Floats) -> Ticket:
@@ -70,7 +70,7 @@ class NumberExchange:
         return self._table.push_pull_async(keys, pushed, tick=True, assume_unique=True)
 
     def finish(self, ticket: Ticket) -> SummedRows:
-        """Return the rows after all workers' pushes in that iteration. Raises LostRowsError if a worker was lost."""
+        """Return the rows after all workers' pushes of the iteration. Raises LostRowsError if a worker was lost."""
         rows = ticket.result()
         num_workers = int(rows[-1, 1])
         if num_workers != (self._num_workers or num_workers):

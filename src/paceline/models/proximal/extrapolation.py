@@ -1,9 +1,9 @@
 """Extrapolate the weights from the last passes, for slow progress along a narrow valley.
 
-Coordinate descent is slow if some columns nearly add up to another, as one-hot columns do to the intercept. A better
-point is often the combination of the last iterates with the smallest combined residual. It replaces the weights if it
-lowers the objective. Source: Bertrand and Massias, "Anderson acceleration of coordinate descent", AISTATS 2021,
-algorithm 2.
+Coordinate descent is slow if some columns nearly add up to another, as one-hot columns do to the intercept. The
+combination of the last iterates with the smallest combined residual is often a better point. This point replaces the
+weights if it lowers the objective. Source: Bertrand and Massias, "Anderson acceleration of coordinate descent", AISTATS
+2021, algorithm 2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Iterates:
         return len(self._weights) > NUM_STEPS
 
     def products(self, shares: Doubles) -> Doubles:
-        """Return the inner products of the steps; a column's weight is its share: float64 [NUM_PRODUCTS]."""
+        """Return the inner products of the steps, in which `shares` weights the columns: float64 [NUM_PRODUCTS]."""
         steps = [after - before for before, after in zip(self._weights, self._weights[1:], strict=False)]
         found = [float((shares * a * b).sum()) for i, a in enumerate(steps) for b in steps[: i + 1]]
         return np.array(found)

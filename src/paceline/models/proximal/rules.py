@@ -54,7 +54,8 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
 def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -> Doubles:
     """Return the violation of each weight's optimality condition: the smallest magnitude of a subgradient.
 
-    `gradients` are those of the loss alone. The violation is 0 if the weight is optimal, given the other weights.
+    `gradients` are the gradients of the loss without the penalties. The violation is 0 if the weight is optimal, given
+    the other weights.
     """
     at_zero = np.maximum(np.abs(gradients) - l1, 0.0)
     found: Doubles = np.where(weights == 0, at_zero, np.abs(gradients + l2 * weights + l1 * np.sign(weights)))
@@ -62,9 +63,10 @@ def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -
 
 
 def stay_active(weights: Doubles, gradients: Doubles, l1: Doubles, thresholds: Doubles | Floats) -> Flags:
-    """Return the columns that the KKT filter keeps. It drops weights of 0 with |gradient| below l1 − threshold.
+    """Return a mask of the columns that the KKT filter keeps.
 
-    It keeps every weight without a penalty, and all weights while thresholds are infinite.
+    The filter drops weights of 0 with |gradient| below l1 − threshold. It keeps every weight without a penalty, and all
+    weights while thresholds are infinite.
     """
     left: Flags = (weights != 0) | (np.abs(gradients) >= l1 - thresholds)
     return left
@@ -76,7 +78,7 @@ def filter_threshold(violation: float, num_examples: int) -> float:
 
 
 def next_radii(changes: Doubles, units: Floats) -> Floats:
-    """Return the trust regions after steps, using the servers' rule."""
+    """Return the trust regions after steps, as the servers' update rule computes them."""
     radii: Floats = np.minimum(np.float32(MOST) * units, 2 * np.abs(changes).astype(np.float32) + LEAST * units)
     return radii.astype(np.float32)
 

@@ -60,7 +60,7 @@ class SolveTask(msgspec.Struct, frozen=True, kw_only=True):
     examples: int
     """The number of examples on all workers."""
     num_places: int
-    """A number above all workers' ranks."""
+    """The number of places for workers, which is above all their ranks."""
     offset: float
     """A constant added to each margin."""
 
@@ -114,7 +114,7 @@ class BlockSolver:
         num_blocks = count_blocks(self._blocks.block_ratio, values, examples, columns)
         starts = np.append(block_starts(self._columns.places, num_blocks), len(self._columns.keys))
         movable = np.ones(len(self._weights), np.bool_)
-        movable[-1] = 0 < positives < examples  # with labels of one class no intercept is optimal
+        movable[-1] = 0 < positives < examples  # if all labels are equal, no intercept is optimal
         convergence = Convergence(loss, self._blocks.tolerance, self._blocks.max_passes)
         active, violation = movable, np.inf
         iterates, order = Iterates(self._weights), block_order(num_blocks + 1)
@@ -157,13 +157,13 @@ class BlockSolver:
         """Send the columns' sums to the servers in parts, and read the sums over all workers."""
         columns = self._columns
         counts, sums = np.diff(columns.indptr).astype(np.float64), columns.magnitudes()
-        sums[-1] *= -1  # the intercept has no penalty
+        sums[-1] *= -1  # a negative sum marks the intercept, which has no penalty
         starts = block_starts(columns.places, num_parts)
         starts[-1] += 1
         for first, last in itertools.pairwise(starts):
             own = np.stack([sums[first:last], -counts[first:last]], axis=1).astype(np.float32)
             magnitudes, totals = self._exchange.finish(self._exchange.start(columns.keys[first:last], own))
-            with np.errstate(divide="ignore", invalid="ignore"):  # for a worker without examples
+            with np.errstate(divide="ignore", invalid="ignore"):  # a worker without examples divides 0 by 0
                 self._units[first:last] = np.abs(totals / magnitudes)
                 self._shares[first:last] = counts[first:last] / totals
             yield None
@@ -230,7 +230,7 @@ class BlockSolver:
         units = np.copysign(self._units, np.where(self._is_penalized, 1.0, -1.0))
         records = np.stack([found[changed], np.zeros(len(changed)), self._radii[changed], units[changed]], axis=1)
         self._exchange.write(self._columns.keys[changed], records.astype(np.float32))
-        self._gather([1.0])  # waits for all workers' writes
+        self._gather([1.0])  # returns after all workers' writes
         return after
 
     def _end_pass(self, convergence: Convergence, state: _State, num_blocks: int) -> BlockPass:

@@ -2,8 +2,8 @@
 
 Stores request a block from :class:`RowMemory` when a bucket grows. A block beyond the limit is a mapping of a file
 without a name (``O_TMPFILE``, or unlinked immediately), so no file remains, however the process ends. The system caches
-the file in free memory and writes the rest to disk; kernels use it like other memory. The disk space is allocated
-together with the block. So a full disk rejects the block, and never ends the process during a write.
+the file in free memory and writes the rest to disk; kernels use the mapping like other memory. The disk space is
+allocated together with the block. Therefore a full disk rejects the block, and never ends the process during a write.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _block_in_memory(num_bytes: int) -> RowBlock:
 
 
 def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
-    """The mapping keeps the file, so no descriptor is open."""
+    """Return a block in a file without a name. The mapping keeps the file, so no descriptor stays open."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             number = file.fileno()
@@ -139,7 +139,7 @@ def why_not_mapped(number: int) -> OSError:
 
 
 class _Mapping:
-    """A mapping that ends with this object."""
+    """A memory mapping that is removed together with this object."""
 
     __slots__ = ("__weakref__", "address")
 

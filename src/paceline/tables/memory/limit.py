@@ -15,7 +15,7 @@ from paceline.protocol import NUM_BUCKETS
 
 SIZE_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
-_MAPPINGS_BY_TABLE: Final = 2 * NUM_BUCKETS  # each bucket has one for the index and one for wide rows
+_MAPPINGS_BY_TABLE: Final = 2 * NUM_BUCKETS  # each bucket has one mapping for its index and one for wide rows
 _LEAST_MAPPINGS: Final = 16 * _MAPPINGS_BY_TABLE
 
 

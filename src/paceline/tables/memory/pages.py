@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 PAGE_BYTES = mmap.PAGESIZE
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", getattr(mmap, "MAP_ANON", 0))
-# Python defines this name since 3.13. Without the flag, Linux rejects a mapping larger than the memory.
+# MAP_NORESERVE, which Python defines since 3.13. Without it, Linux rejects a mapping larger than the memory.
 _LINUX_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX_NORESERVE)
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
-_HUGE_LEAST_BYTES = 8 << 20  # contiguous used memory; four huge pages
+_HUGE_LEAST_BYTES = 8 << 20  # least length of a written range that gets huge pages: four of them
 _FORGET = getattr(mmap, "MADV_DONTNEED", None)
 
 

@@ -1,7 +1,7 @@
 """Read rows on disk in parallel, because a kernel's loop would wait for one page after another.
 
 Before a request is processed, threads touch its rows, so that the disk reads many pages at once. If nothing waits for
-the disk, this only costs time. Therefore it is done only while requests wait for pages, which the system counts as
+the disk, the threads only cost time. Therefore they run only while requests wait for pages, which the system counts as
 major faults.
 """
 
@@ -24,7 +24,7 @@ except ImportError:  # page faults are counted only on Unix
 
 NUM_THREADS: Final = 32
 _FEW_KEYS: Final = 64
-_WORTH: Final = 1 / 64  # minimum number of waits per key
+_WORTH: Final = 1 / 64  # waits per key above which reading in parallel saves time
 _MEMORY: Final = 0.8  # weight of the previous rate when the next request updates it
 
 

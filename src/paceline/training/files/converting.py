@@ -78,7 +78,7 @@ def sample_sources(
     weight: str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> Sample:
-    """Raises DataError and UsageError for unsuitable sources and destinations."""
+    """Return a sample of the sources. Raises DataError and UsageError for unsuitable sources or destinations."""
     _check_place(sources, out)
     sample = sample_data(sources, format, columns, "none", weight, reading)
     if sample.format == CONVERTED:
@@ -132,7 +132,7 @@ def _find_scales(sample: Sample) -> dict[str, tuple[Scale, ...]]:
 
 
 def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:
-    """Return scales that leave numbers unscaled, except for a centre that float32 needs."""
+    """Return scales that only subtract a centre, which float32 needs for large numbers with small differences."""
     found = tuple(scale.centring for scale in next(iter(scales.values()), ()))
     return found if any(scale.centre for scale in found) else ()
 

@@ -52,7 +52,7 @@ def sample_data(
     weight: str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> Sample:
-    """Return a sample of data files, whose columns have scales; arguments as in :class:`TrainOptions`."""
+    """Return a sample of data files, with scales for its columns; the arguments are fields of :class:`TrainOptions`."""
     check_numeric_scale(numeric_scale)
     files = list(map(str, data))
     kind = find_format(format or detect_format(files[0]))
@@ -86,7 +86,7 @@ def resolve_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
     if model.labels == "clicks":
         _check_clicks(options, sample.labels, classes)
     elif options.init_from is not None:
-        pass  # the stored model has its settings
+        pass  # the settings come from the stored model
     else:
         labels, counts = (np.array([*found]) for found in (sample.labels.keys(), sample.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
@@ -121,7 +121,7 @@ def _check_clicks(options: TrainOptions, labels: Mapping[float, int], classes: S
             f"{options.data[0]}: {odd}. Pass the positive label with --positive, or pass --model softmax (classes)"
             + ("" if classes else ", poisson (counts) or regression (quantities)")
         )
-    if options.init_from is None:  # additional data may have only negatives
+    if options.init_from is None:  # data for continuing a model may have only negatives
         raise UsageError(f"{options.data[0]}: {odd}. Pass an existing label with --positive")
 
 
@@ -196,7 +196,7 @@ def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
 
 
 def _check_names(options: TrainOptions, sample: Sample) -> None:
-    for path, file in zip(options.data, sample.converted, strict=False):  # empty for other formats
+    for path, file in zip(options.data, sample.converted, strict=False):  # empty if not converted
         has_names = FORMATS[file.description.format].has_numbered_features or file.has_names
         if options.feature_names and not has_names:
             raise UsageError(
@@ -223,14 +223,14 @@ def total_size(files: Sequence[str | Path]) -> int:
 def open_training_data(
     options: TrainOptions, plan: TrainingPlan, num_workers: int, spare: Path | None, shard_bytes: int | None = None
 ) -> Dataset:
-    """Open the data; the number of workers determines the size of shards. Mixed shards are many and small.
+    """Open the data; the number of workers determines the size of shards, which are smaller if workers mix shards.
 
     If there are several passes and enough disk space, parsed data is cached in `spare`.
     """
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(stat_file(file).num_bytes for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)
-    is_cache = dataset.format == CONVERTED and plan.scaling is None  # as fast as a cache
+    is_cache = dataset.format == CONVERTED and plan.scaling is None  # converted data is read as fast as a cache
     if cache is None and spare is not None and plan.epochs > 1 and not is_cache:
         disk = os.statvfs(spare)
         packed = 8 if any(map(is_packed, dataset.files)) else 1

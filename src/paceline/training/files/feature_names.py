@@ -44,7 +44,7 @@ def name_features(
     wanted: Keys,
     scaling: KeyScaling | None = None,
 ) -> dict[int, str]:
-    """Return the names of the `wanted` keys that occur in the files, as :meth:`Format.find_names` does.
+    """Return the names, by key, of the `wanted` keys that occur in the files.
 
     A bin of a `scaling` is named after its feature and its bounds. With interactions the data is read twice.
     """

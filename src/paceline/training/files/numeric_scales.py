@@ -28,7 +28,7 @@ from paceline.training.tuning.scale_trial import Scaling, best_scaling, is_worse
 
 
 def add_scales(sample: Sample, how: str) -> Sample:
-    """Return the sample with scales for its numeric columns; existing scales remain. `how` as in :func:`fit_scale`."""
+    """Return the sample with scales for its numeric columns; existing scales remain. `how` is for :func:`fit_scale`."""
     columns = sample.columns
     if how == "none" or columns is None or columns.scales or not columns.numeric:
         return sample
@@ -114,8 +114,8 @@ def choose_key_scaling(
     """Return the best scaling for the values of numbered or named features; None if all values are 1.
 
     `how` is as in :func:`paceline.data.fit_scale`. Each feature is divided by its root mean square, or standardized.
-    Numeric features get logarithms or bins if these are better. If `model` is a factorization machine, it gets
-    logarithms and bins only if its loss is no worse with them.
+    Numeric features get logarithms or bins if the model's loss is lower with them. If `model` is a factorization
+    machine, its features get logarithms and bins only if its loss is no worse with them.
     """
     usual = find_key_scaling(sample.batch)
     if how == "standard":

@@ -46,7 +46,7 @@ _EXAMPLES_PER_FEATURE = 20
 _LEAST_PASSES = 6
 _SORTED = 0.7
 _MOST_FOLDS = 5
-_SPARSE_CAUTION = 2.0  # standard errors, for few examples
+_SPARSE_CAUTION = 2.0  # for few examples, `sparse` rules must be better by this number of standard errors
 
 
 def suggested_alpha(sample: ExampleSample, rate: float = RATE) -> float:

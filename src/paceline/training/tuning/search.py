@@ -44,7 +44,7 @@ _OTHER_L1 = (0.1, 10.0, 100.0)
 _ROUNDS = 2
 _WIDE_ROUNDS = 5
 _LEAST_REFINED = 200  # examples: fewer cannot distinguish similar settings
-_LEAST_GAIN = 1e-3  # fraction of the loss
+_LEAST_GAIN = 1e-3  # features get factors only if the loss decreases by more than this fraction
 _CHANCE = 2.0  # standard errors, for a part of the data (where features are rarer) and for few examples
 _WIDE = 4.0  # factor on the time of a trial
 

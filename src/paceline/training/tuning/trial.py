@@ -38,7 +38,7 @@ from paceline.tables.types import Doubles, Floats
 MAX_PASSES = 64
 SMALL = 5_000
 _USUAL_PASSES = 8
-_CAUTION = 0.5  # standard errors
+_CAUTION = 0.5  # the penalty of a result other than the standard, in standard errors
 _MAX_PAIR_VISITS = 150_000_000
 _MAX_PAIR_VISITS_OF_FOLDS = 30_000_000
 _FOLDS = 5
@@ -46,11 +46,11 @@ _HELD_OUT = 8
 RUN = 16  # neighbours on the same side of a split
 _ENOUGH_RARE = 500  # held-out examples of the rarer class
 _MOST_FOLD_PAIRS = 4 << 20
-_DRIFT = 3.0  # standard errors
-_SEPARATED = 0.01  # fraction of the base rate's loss: labels are separated, so more passes only enlarge weights
+_DRIFT = 3.0  # a larger difference, in standard errors, counts as drift
+_SEPARATED = 0.01  # fraction of the base rate's loss; below it, more passes only enlarge weights
 _TOLERANCE = 2e-4  # fraction of the base rate's loss: a smaller gain does not justify more passes
 _COPIED_SHARE = 0.05
-_EQUAL_LABELS = 0.99  # rows with few categories may be equal by chance, but then their labels differ
+_EQUAL_LABELS = 0.99  # rows with few categories may be equal by chance, but then more of their labels differ
 _LEAST_DISTINCT = 50
 
 _NONE = np.empty(0, np.float32)
@@ -190,7 +190,7 @@ class SampleTrial:
         for state, rows in zip(states, self._held_out, strict=True):
             out = np.empty(len(rows[0]) - 1, np.float32)
             csr_dot(*rows, np.ascontiguousarray(state.rows[:, 0]), out)
-            margins.append(out.astype(np.float64) + self._offset + float(state.rows[-1, 0]))  # the bias is the last
+            margins.append(out.astype(np.float64) + self._offset + float(state.rows[-1, 0]))  # the last row is the bias
         return np.concatenate(margins)
 
     def _losses(self, margins: Doubles) -> HeldOutLosses:

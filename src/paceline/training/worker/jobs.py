@@ -37,7 +37,7 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     `model` comes from :meth:`SparseModel.describe` and `dataset` from :meth:`Dataset.spec`. `update` is the rule of the
     tables for which the model has no rule. `filters` and `pull_filters` (None: the same) are texts for
     :func:`paceline.filters.parse_filters`. A worker mixes the examples of `shards_at_once` shards. A job with `solve`
-    solves by blocks; it follows a job that reads columns.
+    solves for the weights by blocks of columns; it follows a job that reads the columns.
     """
 
     task: str
@@ -51,7 +51,7 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     is_shuffled: bool = False
     epochs: int = 1
     reordered: tuple[int, ...] = ()
-    """Passes with the opposite of `is_shuffled`, because an earlier run started them so."""
+    """Passes for which `is_shuffled` is reversed, because an earlier run started them in the other order."""
     filters: str = ""
     pull_filters: str | None = None
     solve: SolveTask | None = None

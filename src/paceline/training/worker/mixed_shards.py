@@ -20,7 +20,7 @@ _LEAP: Final = (math.sqrt(5) - 1) / 2  # golden ratio: each leap lands far from 
 
 
 def leaping(shard: int, num_shards: int, epoch: int) -> int:
-    """Return the shard to read instead of `shard`: a permutation of all shards that depends on the epoch."""
+    """Return the shard to read in place of `shard`, by a permutation of all shards that depends on the epoch."""
     step = max(round(num_shards * _LEAP), 1)
     while math.gcd(step, num_shards) != 1:
         step += 1
@@ -63,7 +63,7 @@ class MixedShards:
         """Start to read the lease's shard, or the shard that replaces it in the mixed order."""
         dataset, shard = self._dataset, lease.shard
         can_enter = dataset.can_enter(lease.file)
-        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # the same on every worker
+        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # must be the same on every worker
         self._in_order = not num_shards or not (can_enter or dataset.is_cached)
         if num_shards:
             shard = leaping(shard, num_shards, lease.epoch)

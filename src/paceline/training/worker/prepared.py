@@ -77,7 +77,7 @@ class PreparedShards:
     def _prepare(
         self, job: WorkerTask, model: SparseModel, dataset: Dataset, lease: Lease, scratch: KeyScratch
     ) -> Iterator[_Prepared]:
-        # With keep_negatives each pass draws other negatives.
+        # With `keep_negatives`, each pass draws other negatives, so minibatches cannot be kept for later passes.
         is_kept = (
             job.epochs - job.is_shuffled > lease.epoch + 1 and job.weighting.keep_negatives == 1 and not self._is_full
         )
@@ -88,7 +88,7 @@ class PreparedShards:
             crossed = model.crossed(batch)
             prepared = _Prepared(crossed, KeyedMatrix(crossed, scratch), num_read)
             if is_kept:
-                prepared.rows.keys = prepared.rows.keys.copy()  # not a view of a larger buffer
+                prepared.rows.keys = prepared.rows.keys.copy()  # a view would keep a larger buffer
                 minibatches.append(prepared)
                 num_bytes += prepared.num_bytes
                 if num_bytes > self._left_bytes:
@@ -104,7 +104,7 @@ def _batches(job: WorkerTask, dataset: Dataset, lease: Lease) -> Iterator[tuple[
     if not job.shuffles(lease.epoch):
         yield from job.weighting.read(dataset, lease, job.batch_size)
         return
-    for rows, num_read in job.weighting.read(dataset, lease, _ALL_ROWS):  # one batch
+    for rows, num_read in job.weighting.read(dataset, lease, _ALL_ROWS):  # all rows of the shard in one batch
         order, done = np.random.default_rng((lease.file, lease.shard)).permutation(rows.num_examples), 0
         for start in range(0, max(len(order), 1), job.batch_size):
             batch = rows.take(order[start : start + job.batch_size])

@@ -17,7 +17,7 @@ from paceline.training.schedules import RatePlan, parse_schedule
 from paceline.training.worker.jobs import JobRates, WorkerTask
 
 _UNPACKED = 4  # bytes of text per byte of a packed file
-_LEAST_CHANGE = 0.02  # fraction of the rate: servers receive no smaller changes
+_LEAST_CHANGE = 0.02  # fraction of the rate; smaller changes are not sent to the servers
 
 
 class TableRates:

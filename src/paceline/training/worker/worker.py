@@ -61,7 +61,7 @@ def run_worker(
     def receive(notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.Expelled):
             expelled.set()
-            raise PeerError(_EXPELLED)  # closes the link, where a call may be waiting for a job
+            raise PeerError(_EXPELLED)  # the error closes the link, where a call may be waiting for a job
         if isinstance(notice, messages.Ended):
             ended.set()
 
@@ -111,7 +111,7 @@ class Worker:
     def work(self, number: int, job: jobs.WorkerTask) -> None:
         """Do this worker's part of a job. A data error fails the job, not this process."""
         client = self._client
-        if number != self._counters.job:  # the same job comes again if shards were returned
+        if number != self._counters.job:  # a worker receives the same job again if its shards were returned
             self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
             self._scratch = KeyScratch()
         leases = WorkerLeases(client.link, number)
@@ -234,7 +234,7 @@ class Worker:
     # Delayed block proximal gradient.
 
     def _read_columns(self, part: _Part) -> None:
-        """Store this worker's examples by column. If it dies, the other workers read its shards again."""
+        """Store this worker's examples by column. If this worker dies, the other workers read its shards again."""
         job, model, dataset, _, leases = part
         counters, collector = self._counters, ColumnCollector()
         held: list[Lease] = []
@@ -268,7 +268,7 @@ class Worker:
         self._columns = None
         self._take_part()
         lease = leases.next_nowait()
-        if lease is None:  # this worker joined later
+        if lease is None:  # this worker joined after the other workers had started to solve
             self.retire()
             lease = leases.wait_next()
         if lease.lease == ALL_DONE:
@@ -296,7 +296,7 @@ class Worker:
 
     def _report_progress(self) -> None:
         counters = self._counters
-        if self._expelled.is_set():  # other workers have its shards
+        if self._expelled.is_set():  # other workers now have this worker's shards
             raise PeerError(_EXPELLED)
         time_s = time.monotonic()
         if time_s - counters.reported_s > _PROGRESS_S:
@@ -313,7 +313,7 @@ class Worker:
             self._retired = True
 
     def _retire_after_failure(self) -> None:
-        """Leave the iterations; ignore rejections of other earlier pushes."""
+        """Leave the iterations after a failure; ignore further errors of earlier pushes."""
         with contextlib.suppress(NoRoomError, UsageError):
             self.retire()
         self.retire()
@@ -379,7 +379,7 @@ class _Pipeline:
 
     def end_shard(self, lease: Lease) -> None:
         self._shards.append(lease)
-        if self._current is None:  # the shard was empty
+        if self._current is None:  # the shard was empty, so no later minibatch reports it
             self.drain()
 
     def drain(self) -> None:
