@@ -1,4 +1,4 @@
-"""Define the reason why a group has ended. It is sent to the other ranks, so that they raise the same error. Pure."""
+"""Define the reason why a group has ended. Ranks send this reason to other ranks, to raise the same error. Pure."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _is_disjoint(array: Any) -> bool:
 
 def _numpy_name(dtype: Any) -> str:
     name = str(dtype)
-    if name == "bfloat16":  # the dtype of ml_dtypes
+    if name == "bfloat16":  # a dtype of ml_dtypes, not of NumPy
         return name
     plain = dtype.newbyteorder("=") if dtype.kind in "fiub" else dtype
     if plain in _NUMPY_NAMES and dtype.isnative:

@@ -32,7 +32,7 @@ class Reduction(NamedTuple):
 
 
 class Order(NamedTuple):
-    """One call, as the engine receives it."""
+    """One call of a collective, in the form that an engine receives."""
 
     call: CollectiveCall
     signature: int

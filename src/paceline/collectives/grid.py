@@ -285,9 +285,9 @@ class _Side:
 def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Replace the zeros in `shape` so that its product is `size`, like ``MPI_Dims_create``.
 
-    The new numbers do not increase from axis to axis. They are as even as possible: the largest number is minimal, then
-    the second largest, and so on. (Some MPIs distribute prime factors greedily and get 12 x 6 for 72 instead of 9 x 8:
-    Träff and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
+    The new numbers do not increase from axis to axis. The numbers are as even as possible: the largest number is
+    minimal, then the second largest, and so on. (Some MPIs distribute prime factors greedily and get 12 x 6 for 72
+    instead of 9 x 8: Träff and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
 
     Raises UsageError if no shape fits.
 

@@ -258,7 +258,7 @@ class Operations:
         self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
         """Return the number of rows from every rank. The signature of `call` reveals ranks that make another call."""
-        numbers = np.array([sends, sends], np.int64)  # row 0 is sent, row 1 receives
+        numbers = np.array([sends, sends], np.int64)  # row 0 is sent, row 1 is received
         if self.size > 1:
             source_area, target_area = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)
             engine, order = self._begin("all_to_all", numbers[0].nbytes, call, sequence)

@@ -89,7 +89,7 @@ class CollectiveTicket:
 
 
 class MessageTicket(CollectiveTicket):
-    """The ticket of a send or receive. Its result is the sender's rank."""
+    """The ticket of a send or receive. The ticket's result is the sender's rank."""
 
     __slots__ = ("_is_copied_back", "_memory", "_pending", "_timeout")
 

@@ -1,10 +1,10 @@
 """Choose the algorithm of each operation of a group, and explain the choice.
 
 On one host the algorithms are ``shared`` (data passes through slots of a shared segment) and, for large all-reduces,
-``direct`` (a rank reads the other ranks' arrays). Both are timed once, because it depends on the distance of the cores
-which one is faster. Between hosts the tuner chooses the schedule with the shortest predicted time in the model α + nβ +
-nγ. The ranks measure α, β and γ together, once, in 10 ms to 1 s. All ranks use the values of the slowest rank, so that
-their choices are equal.
+``direct`` (a rank reads the other ranks' arrays). Both algorithms are timed once, because the distance of the cores
+determines which one is faster. Between hosts the tuner chooses the schedule with the shortest predicted time in the
+model α + nβ + nγ. The ranks measure α, β and γ together, once, in 10 ms to 1 s. All ranks use the values of the slowest
+rank, so that their choices are equal.
 """
 
 from __future__ import annotations

@@ -233,10 +233,10 @@ def is_available() -> bool:
 def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
     """Leave rpc: wait for all workers and pending calls, then close the connections.
 
-    While it waits, this worker serves the calls of other workers. Without `graceful`, it leaves immediately, and the
-    pending calls of other workers fail. Raises RankLostError if a worker has died or has not called shutdown() within
-    `timeout` (0: no limit), and DeadlineError if calls are still pending here. Even if an error is raised, this worker
-    has left. Does nothing if rpc is not running.
+    While it waits, this worker serves the calls of other workers. Without `graceful`, this worker leaves immediately,
+    and the pending calls of other workers fail. Raises RankLostError if a worker has died or has not called shutdown()
+    within `timeout` (0: no limit), and DeadlineError if calls are still pending here. Even if an error is raised, this
+    worker has left. Does nothing if rpc is not running.
     """
     if not is_running():
         return

@@ -5,10 +5,10 @@ computes the gradients of this process's part of the graph, and sends the gradie
 senders. Each sender continues from the tensors that it sent, and replies when its part is done. Gradients are added to
 the context instead of ``.grad``, so that contexts do not affect each other.
 
-The recorded graph is the same as in ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). There,
-a process waits for the gradients of all messages of a context, so every message must contribute to the result. Here,
-each message is processed separately: unused messages need no gradients, and a part of the graph whose outputs were sent
-in k messages is processed k times.
+The recorded graph is the same as in ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). In
+PyTorch, a process waits for the gradients of all messages of a context, so every message must contribute to the result.
+In Paceline, each message is processed separately: unused messages need no gradients, and a part of the graph whose
+outputs were sent in k messages is processed k times.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ contexts = GradientContexts()
 
 @contextlib.contextmanager
 def context() -> Iterator[int]:
-    """Return a context that records this thread's calls for a backward pass. Its value is the context's number. Calls
-    that the called functions make are recorded too. At the end of the block all processes delete the context. Contexts
-    do not nest.
+    """Return a context that records this thread's calls for a backward pass. The ``with`` statement returns the
+    context's number. Calls that the called functions make are recorded too. At the end of the block all processes
+    delete the context. Contexts do not nest.
     """
     agent = current_agent()
     if current_context():

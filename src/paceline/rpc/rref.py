@@ -22,7 +22,7 @@ _Begin = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 
 class RRef(Generic[_Value]):
-    """A reference to an object of one worker. It can be sent to other workers, and keeps the object alive.
+    """A reference to an object of one worker. An RRef can be sent to other workers, and keeps the object alive.
 
     ``RRef(value)`` refers to an object of this process.
     """

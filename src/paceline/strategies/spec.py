@@ -37,7 +37,7 @@ class StrategyOptions:
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        from paceline.transport import register_type  # imports NumPy, so not at the top
+        from paceline.transport import register_type  # not at the top, because it imports NumPy
 
         try:
             return msgspec.json.decode(text, type=register_type(cls))

@@ -1,7 +1,7 @@
 """Exclude this package from ``torch.compile``: its frames run uncompiled, between compiled graphs.
 
 Communication has effects that a graph cannot express. During a compiled model's call, Dynamo may also compile any frame
-of this package. It would then find no attributes in a process group.
+of this package. Dynamo would then find no attributes in a process group.
 """
 
 from __future__ import annotations

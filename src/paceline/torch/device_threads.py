@@ -67,7 +67,7 @@ class DeviceThreads:
             all_started = threading.Barrier(count)
 
             def start() -> None:
-                torch.get_num_threads()  # the first call in a thread would undo set_num_threads
+                torch.get_num_threads()  # first, because the first call in a thread undoes set_num_threads
                 torch.set_num_threads(max(1, num_threads // count))
                 all_started.wait()
 

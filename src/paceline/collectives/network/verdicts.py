@@ -92,7 +92,7 @@ def unexpected(current: CurrentCall, rank: int, frame: Head) -> Abort:
 
 
 def received(current: CurrentCall, abort: Abort) -> Abort:
-    """Return an ABORT that another rank sent. If it reports a mismatch, add this rank's call."""
+    """Return an ABORT that another rank sent. If the ABORT reports a mismatch, add this rank's call."""
     if abort.kind != "mismatch" or not abort.calls or abort.sequence != current.sequence:
         return abort
     return msgspec.structs.replace(abort, calls={**abort.calls, current.rank: current.call})

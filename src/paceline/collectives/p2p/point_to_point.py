@@ -52,8 +52,8 @@ class PointToPoint(Ends):
     ) -> None:
         """``group`` is the group's name: unique, and equal on all ranks of the group.
 
-        ``on_failure`` is called once, in any thread and with the lock held. Its arguments are the first error, and
-        whether an operation of this rank raises this error.
+        ``on_failure`` is called once, in any thread and with the lock held. The arguments of ``on_failure`` are the
+        first error, and whether an operation of this rank raises this error.
         """
         self.rank = rank
         self.size = len(infos)

@@ -2,9 +2,9 @@
 
 Waking another thread takes more time than moving a small message, so a waiting thread runs the selector loop itself
 (leader and followers, Schmidt et al. 2000). A receive that is posted before its wait does not start the background
-thread. If it did, each wait would have to take the loop over from that thread: a step with 16 messages of 16 KB takes
-18 instead of 10 ms. Round trips of 8 bytes and 1 MB between two processes over Unix sockets on two cores: 24 and 162
-µs, but 143 and 447 µs if the background thread always runs the loop.
+thread. Otherwise each wait would have to take the loop over from the background thread, and a step with 16 messages of
+16 KB would take 18 ms instead of 10 ms. Round trips of 8 bytes and 1 MB between two processes over Unix sockets on two
+cores: 24 and 162 µs, but 143 and 447 µs if the background thread always runs the loop.
 """
 
 from __future__ import annotations

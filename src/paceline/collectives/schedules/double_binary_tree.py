@@ -1,14 +1,14 @@
 """Double binary tree: each of two trees carries half of the vector; inner ranks of one tree are leaves of the other.
 
-In a single binary tree the leaves, half of all ranks, send nothing. Here every rank sends about as much as it receives.
-So broadcast and reduce approach ``n β``, and all-reduce ``2 n β``, in O(log p) steps of latency. With ``pieces`` in
-each half, broadcast takes about ``(log2 p + pieces) α + (1 + log2(p)/pieces) n β``; reduce and all-reduce take about
-twice the steps (a parent adds one child's piece at a time) and ``n γ``. Good for long vectors and many ranks; the best
-``pieces`` is near the square root of ``n β log2(p) / α``.
+In a broadcast along a single binary tree, the leaves (half of all ranks) send nothing. With two trees, every rank sends
+about as much as it receives. So broadcast and reduce approach ``n β``, and all-reduce ``2 n β``, in O(log p) steps of
+latency. With ``pieces`` in each half, broadcast takes about ``(log2 p + pieces) α + (1 + log2(p)/pieces) n β``; reduce
+and all-reduce take about twice the steps (a parent adds one child's piece at a time) and ``n γ``. Good for long vectors
+and many ranks; the best ``pieces`` is near the square root of ``n β log2(p) / α``.
 
 Source: Sanders, Speck and Träff 2009 "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (the
-sections on broadcast and reduction). Their two-colouring of the edges orders the messages of ranks that can send
-one at a time; here both trees move in every step.
+sections on broadcast and reduction). The paper colours the edges with two colours, for ranks that can send only one
+message at a time. In this implementation both trees move in every step.
 """
 
 from __future__ import annotations

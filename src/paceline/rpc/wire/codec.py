@@ -42,7 +42,7 @@ _load_tensors: Callable[[], None]
 
 
 def set_loaders(load_values: Callable[[], FindPack], load_tensors: Callable[[], None]) -> None:
-    """Set the functions that import `kinds` and `tensors`. They are called at the first value of an unknown type."""
+    """Set the functions that import `kinds` and `tensors`, to call at the first value of an unknown type."""
     global _load_values, _load_tensors
     _load_values, _load_tensors = load_values, load_tensors
 
@@ -237,7 +237,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def as_sent(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array in the form that is sent: contiguous and little-endian. It is copied only if necessary."""
+    """Return the array in the form that is sent: contiguous and little-endian, without a copy if possible."""
     if array.dtype.name not in DTYPES:
         raise CannotSendError(f"its elements are of dtype {array.dtype}; {', '.join(DTYPES)} are sent")
     dtype = array.dtype.newbyteorder("<")

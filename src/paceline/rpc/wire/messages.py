@@ -61,9 +61,10 @@ decode_failure = reader(CallFailure, "a report of a failed call")
 class RemoteError(PeerError):
     """A function raised an exception in the process that ran it; see :attr:`remote_traceback`.
 
-    It is also an instance of the original class, if that class is built in, defined in :mod:`paceline.errors`, or
-    allowed in this process: ``except ValueError`` catches a remote ``ValueError``. It has the original exception's
-    ``args`` (and the ``errno`` and ``filename`` of an ``OSError``), if they are numbers, text, bytes or None.
+    The error is also an instance of the original exception's class, if that class is built in, defined in
+    :mod:`paceline.errors`, or allowed in this process: ``except ValueError`` catches a remote ``ValueError``. The error
+    has the original exception's ``args`` (and the ``errno`` and ``filename`` of an ``OSError``), if these values are
+    numbers, text, bytes or None.
     """
 
     remote_traceback: str = ""
@@ -105,7 +106,7 @@ def _arguments_of(error: BaseException) -> list[Any] | None:
     try:
         arguments: Any = error.args
         if isinstance(error, OSError) and type(error).__reduce__ is OSError.__reduce__:
-            arguments = error.__reduce__()[1]  # unlike args, they include file names
+            arguments = error.__reduce__()[1]  # unlike error.args, these arguments include file names
         return list(arguments) if _are_plain(arguments) else None
     except Exception:  # the user's class may raise any error
         return None

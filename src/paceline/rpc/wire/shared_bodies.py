@@ -104,7 +104,7 @@ class SharedBodies:
     def put(self, parts: Sequence[Buffer], size: int) -> int | None:
         """Copy a body into a free slot and return the slot's number; None if the body is too large or no slot free."""
         memory = self._segment.bytes
-        if size > SLOT_BYTES or not len(memory):  # an empty memory was closed
+        if size > SLOT_BYTES or not len(memory):  # closed memory is empty
             return None
         if not self.is_attached:
             if not memory[0]:

@@ -83,7 +83,7 @@ class Calls:
 
 
 class MonitoredBarrier:
-    """Barriers that report missing ranks. They send messages, because a collective would hang if a rank is missing."""
+    """Barriers that report missing ranks. Ranks send messages, because a collective would hang without a rank."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

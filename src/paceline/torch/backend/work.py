@@ -58,10 +58,10 @@ class _Failed(_AnyTensor):  # type: ignore[misc]
 class CallFuture(torch.futures.Future[Any]):
     """The future of a call. Calls inside its callbacks use a second group.
 
-    A callback, such as PowerSGD's communication hook, may make calls and wait for them. It runs in the group's thread,
-    which cannot wait for its own calls, or in the caller's thread if the future is already done. So the order of these
-    calls and the main thread's calls differs between ranks. The second group runs only calls of callbacks, in the order
-    of the futures, which is equal on all ranks.
+    A callback, such as PowerSGD's communication hook, may make calls and wait for them. The callback runs in the
+    group's thread, which cannot wait for its own calls, or in the caller's thread if the future is already done. So the
+    calls of callbacks and the calls of the main thread have another order on each rank. The second group runs only
+    calls of callbacks, in the order of the futures, which is equal on all ranks.
     """
 
     def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
@@ -102,7 +102,7 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class TracedOperation:
-    """An operation in PyTorch's profiler, from its creation to :meth:`end`. Its name has the form of Gloo's names."""
+    """An operation in PyTorch's profiler, from its creation to :meth:`end`. Names are like the names of Gloo."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._began_in = threading.get_ident()

@@ -187,7 +187,7 @@ _IN_PLACE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """The graph of a forward. Its placeholders stand for the input values of a call, in order."""
+    """The graph of a forward. The graph's placeholders stand for the input values of a call, in order."""
 
     graph: fx.Graph
     output: OutputForm

@@ -2,8 +2,8 @@
 
 ``torch.fx`` is tried first, module by module. Modules stay the same objects, with their training mode and buffers, and
 all sizes stay dynamic. A module whose forward cannot be traced becomes one node. If this module is the model itself, or
-contains several layers, ``torch.export`` is used instead. ``torch.export`` traces single operations. Its graph is valid
-only for the current modes of the modules, and for the sizes on which the forward depends.
+contains several layers, ``torch.export`` is used instead. ``torch.export`` traces single operations. The resulting
+graph is valid only for the current modes of the modules, and for the sizes on which the forward depends.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ RowGradient = tuple[Keys, Floats]
 
 
 class AnchorGradient(torch.Tensor):
-    """An anchor's gradient, which is empty. It rejects a ``GradScaler``, which cannot unscale the rows' gradients."""
+    """The empty gradient of an anchor. Raises UsageError in a ``GradScaler``, which cannot unscale rows' gradients."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,8 +5,8 @@ at the destination use the value. TensorFlow's partitioner sends values in the s
 et al., OSDI 2016, section 3.3). In backward, each transfer returns the value's gradient, summed over the operations at
 the destination.
 
-A segment is a sequence of operations on one device between transfers. It runs as soon as its inputs have arrived. A
-segment ends with an operation whose value is sent, so that the value is sent immediately.
+A segment is a sequence of operations on one device between transfers. A segment runs as soon as its inputs have
+arrived. A segment ends with an operation whose value is sent, so that the value is sent immediately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALLER: Final = -1
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a graph. Its result is one value."""
+    """An operation of a graph. Each operation computes one value."""
 
     name: str
     inputs: tuple[str, ...] = ()

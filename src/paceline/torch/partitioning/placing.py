@@ -96,10 +96,10 @@ def plan(
 ) -> dict[str, int]:
     """Return devices for the operations such that the last operation ends early.
 
-    This is a list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002). It places the operations with the
-    longest path to the end first, each on the device where it ends first. `together` has groups of operations that
-    share memory and need one device, `group_bytes` the memory of each group, and `room` the available bytes of each
-    device. Raises UsageError if a group does not fit.
+    This is a list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002). The scheduler places operations with
+    a longer path to the end first, each on the device where the operation ends first. `together` has groups of
+    operations that share memory and need one device, `group_bytes` the memory of each group, and `room` the available
+    bytes of each device. Raises UsageError if a group does not fit.
     """
     group_of = {name: number for number, group in enumerate(together) for name in group}
     to_end = _seconds_to_end(operations, costs, times)
@@ -164,8 +164,8 @@ def place_evenly(
 ) -> dict[str, int]:
     """Return the result of :func:`plan` with about the same memory on all devices.
 
-    The limit per device starts at an equal share. It grows, if no plan fits, to an equal share plus the largest group,
-    for which a plan always exists.
+    The limit per device starts at an equal share. If no plan fits, the limit grows, up to an equal share plus the
+    largest group, for which a plan always exists.
     """
     share, largest = -(-sum(group_bytes) // num_devices), max(group_bytes, default=0)
     for room in sorted({max(int(share * more), largest) for more in (1.0, 1.05, 1.1, 1.25)}):

@@ -254,8 +254,9 @@ class Strategy(Closing, ABC):
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
         """Write a checkpoint for any strategy and world size. Every rank calls this method; rank 0 writes, all wait.
 
-        It contains the model, the states of optimizers and schedulers, the positions of the prepared loaders, the
-        embeddings' tables, and `extra` (JSON values such as the epoch). It replaces an old checkpoint atomically.
+        The checkpoint contains the model, the states of optimizers and schedulers, the positions of the prepared
+        loaders, the embeddings' tables, and `extra` (JSON values such as the epoch). A new checkpoint replaces an old
+        one atomically.
         """
         from paceline.torch.strategies.checkpoints import save
 

@@ -36,10 +36,10 @@ def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]
 def strategy(name: str | None = None, **options: Any) -> Strategy:
     """Create the strategy that the launcher chose: ``paceline run --strategy X``, or ``PACELINE_STRATEGY=X``.
 
-    A `name` takes precedence. Without a choice it is ``hybrid`` if the environment names parameter servers,
-    ``all-reduce`` if it names several ranks (torchrun, mpirun, Slurm), else ``one-device``. `options` are the arguments
-    of the class; all classes have ``device`` and ``seed``. So that one script runs under all strategies, a strategy
-    ignores options of other strategies that do not change the result (``find_unused_parameters=True``, which
+    A `name` takes precedence. Without a choice the strategy is ``hybrid`` if the environment names parameter servers,
+    ``all-reduce`` if the environment names several ranks (torchrun, mpirun, Slurm), else ``one-device``. `options` are
+    the arguments of the class; all classes have ``device`` and ``seed``. So that one script runs under all strategies,
+    a strategy ignores options of other strategies that do not change the result (``find_unused_parameters=True``, which
     parameter-server treats as ``unused="skip"``, ``bucket_mb``, ``timeout``).
 
     Raises UsageError for an unknown name, or an option that the strategy does not have.

@@ -17,7 +17,7 @@ from paceline.errors import UsageError, first_line
 
 
 class DeferredValues:
-    """The modules of a model whose values are not set yet. Their parameters are placeholders: one NaN, expanded."""
+    """The modules of a model whose values are not set yet. Each parameter is a placeholder: one NaN, expanded."""
 
     def __init__(self, modules: dict[str, nn.Module], seed: int) -> None:
         """`modules` has the modules by name, inner modules before the modules that contain them."""

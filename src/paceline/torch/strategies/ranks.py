@@ -19,7 +19,7 @@ from paceline.torch.backend.registration import join_through
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _FAILURE = "failure of a rank"
-_FIRST_PORT, _NUM_PORTS = 20000, 10000  # below the ports that operating systems assign
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # ports at which ranks may meet, below the ports that operating systems assign
 
 
 class Ranks:
@@ -73,7 +73,7 @@ class Ranks:
             self.group.barrier()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank, by rank. Its type must be supported by msgpack."""
+        """Return the `value` of every rank, by rank. Values must have a type that msgpack supports."""
         return [value] if self.group is None else self.group.all_gather_objects(value)
 
     def exchange_as(self, doing: str, value: Any) -> list[Any]:

@@ -193,8 +193,8 @@ class Pipeline(Strategy):
 
 
 class PipelinedModel(nn.Module):
-    """A model whose layers run on several processes. Its parameters are those of the original model; if only another
-    process needs a parameter, its values read as NaN here.
+    """A model whose layers run on several processes. The parameters are those of the original model. If only another
+    process needs a parameter, the parameter's values read as NaN here.
     """
 
     def __init__(self, module: nn.Module, runner: Runner) -> None:

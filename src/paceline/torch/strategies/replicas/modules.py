@@ -59,8 +59,8 @@ def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mo
 class ReplicaModule:
     """A replica of a module, like those of ``torch.nn.DataParallel``, but with real parameters.
 
-    Its modules are shallow copies. `values` has the replica's values by the id of the original parameter. Buffers are
-    those of the original (``shares_buffers``), or copies on `device`.
+    The replica's modules are shallow copies. `values` has the replica's values by the id of the original parameter.
+    Buffers are those of the original (``shares_buffers``), or copies on `device`.
     """
 
     def __init__(

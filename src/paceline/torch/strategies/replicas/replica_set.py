@@ -112,7 +112,7 @@ class Replicas:
 
 
 class _Pass:
-    """One forward of all replicas, and the data for its backward. Without trained parameters it has no graph."""
+    """One forward of all replicas, and the data for its backward. Without trained parameters there is no graph."""
 
     def __init__(self, owner: Replicas, trained: Sequence[nn.Parameter], leaves: Sequence[Any]) -> None:
         self._owner = owner
@@ -261,7 +261,7 @@ def _take_gradient(start: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _sum(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    """Return the sum of the gradients that are not None, in order. It may be in the memory of the first gradient."""
+    """Return the sum of the gradients that are not None, in order. The sum may use the memory of the first gradient."""
     total: torch.Tensor | None = None
     for gradient in gradients:
         if gradient is not None:

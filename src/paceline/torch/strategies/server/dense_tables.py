@@ -1,8 +1,8 @@
 """Store a model's parameters in dense tables on servers: layout and buckets.
 
-Every parameter group is one float32 table. Its parameters have the model's order, which is approximately the order in
-which the forward uses them. A *bucket* is a range of a table that is pushed and pulled in one message: several small
-parameters, or a part of a large parameter.
+Every parameter group is one float32 table. The parameters of a table have the model's order, which is approximately the
+order in which the forward uses them. A *bucket* is a range of a table that is pushed and pulled in one message: several
+small parameters, or a part of a large parameter.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class DenseTables:
         self._ranks.barrier()
 
     def assign(self, slots: Iterable[Slot]) -> None:
-        """Write the values of `slots`, but no optimizer state. One rank calls it while the servers apply no push."""
+        """Write the values of `slots`, but no optimizer state. Only one rank calls this, while no push is applied."""
         for slot in slots:
             table = self.tables[slot.group]
             assert table is not None

@@ -92,7 +92,7 @@ class HandsOn:
         """Replace the gradients by their mean over all ranks, unless a rank has left the loop."""
         group = self._ranks.group
         assert group is not None
-        if any(slot.gradient.was_changed for slot in self._slots):  # by the program's own hook
+        if any(slot.gradient.was_changed for slot in self._slots):  # a hook of the program changed it
             self._num_calm = _NEVER
         has_gradient = bytes(slot.grad is not None for slot in self._slots)
         states = self._ranks.exchange_as(_LOOP, [True, self._num_calm, has_gradient])

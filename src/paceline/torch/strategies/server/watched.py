@@ -297,8 +297,8 @@ _Wait = Callable[[nn.Parameter], None]
 class WaitingParameters(dict[str, Any]):
     """A module's own parameters; an access such as ``module.weight`` waits for the values.
 
-    It replaces the dictionary in ``nn.Module``, because other modules may read the parameters without a forward, so
-    that hooks before forwards would miss the access.
+    This dictionary replaces that of ``nn.Module``. Hooks before forwards would not be enough, because other modules may
+    read the parameters without a forward.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: _Wait) -> None:

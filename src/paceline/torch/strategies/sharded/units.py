@@ -24,10 +24,10 @@ _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, least: int = LEAST_NUMEL) -> list[str]:
     """Return the names of a model's units, inner ones before the units that contain them; never the model itself.
 
-    Without `patterns`: the modules of the outermost ``nn.Sequential``, ``ModuleList`` and ``ModuleDict`` (a
-    transformer's blocks), and the other modules next to these containers (its embedding and its head), if they have at
-    least `least` parameters and share none with the rest of the model. A pattern is a module's name, with ``*`` for any
-    one part of it: ``blocks.*``.
+    Without `patterns`, the units are the modules of the outermost ``nn.Sequential``, ``ModuleList`` and ``ModuleDict``
+    (a transformer's blocks), and the other modules next to these containers (the transformer's embedding and head), if
+    they have at least `least` parameters and share no parameter with the rest of the model. A pattern is a module's
+    name, with ``*`` for any one part of it: ``blocks.*``.
 
     Raises UsageError for a pattern without a matching module, or only with modules that cannot be units: the model
     itself, modules without parameters or without a forward (``ModuleList``), and modules that share a parameter with

@@ -1,4 +1,4 @@
-"""A call of a pipelined model. Its forwards and backwards run when the training loop needs values or gradients."""
+"""Run a call of a pipelined model as soon as the training loop needs the call's values or gradients."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class ModelCall:
 
 
 class _Joined(torch.autograd.Function):
-    """The node with the output's tensors in the loop's autograd graph. Its backward runs the stages' backwards."""
+    """The output's tensors as a node of the loop's autograd graph. The node's backward runs the stages' backwards."""
 
     @staticmethod
     def forward(ctx: Any, call: ModelCall, anchor: Tensor, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -82,7 +82,7 @@ def as_operation(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialLoss(ABC):
-    """Abstract: a term of a loss. Its value is the sum of one part per microbatch."""
+    """Abstract: a term of a loss. The term is the sum of one part per microbatch."""
 
     leaf: int
     base: int = field(default_factory=lambda: next(_numbers))

@@ -1,8 +1,9 @@
 """Combine the outputs of microbatches into the output of the batch: join rows, add numbers such as a loss.
 
-The graph determines how a number is computed. If it is a sum over rows, the microbatches' numbers are added. If it is a
-mean, their mean is weighted by the number of rows or, for a classification loss, of targets that are not ignored. The
-targets depend on the model's arguments alone, so the weights are known before the forward.
+The graph determines how a number is computed. If the number is a sum over rows, the microbatches' numbers are added. If
+the number is a mean, the microbatches' numbers are averaged, weighted by their rows or, for a classification loss, by
+their targets that are not ignored. The targets depend on the model's arguments alone, so the weights are known before
+the forward.
 """
 
 from __future__ import annotations

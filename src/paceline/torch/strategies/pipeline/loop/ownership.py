@@ -25,7 +25,7 @@ _PLAIN: Final = (
 
 
 class AbsentGrad(torch.Tensor):
-    """The gradient of a parameter of another process. It has a shape and norms, but no values.
+    """The gradient of a parameter of another process. Such a gradient has a shape and norms, but no values.
 
     Norm functions such as ``torch.nn.utils.clip_grad_norm_`` work as in one process. An elementwise change in place has
     no effect here, because the process with the gradient runs the same call.
@@ -136,7 +136,7 @@ class Ownership:
         return [parameter for name, parameter in self._module.named_parameters() if self.is_local(name)]
 
     def release(self) -> None:
-        """Free the parameters that only other ranks need. They keep their shape, and their values read as NaN."""
+        """Free the parameters that only other ranks need. These parameters keep their shape, and read as NaN."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
                 parameter.data = stand_in(parameter)

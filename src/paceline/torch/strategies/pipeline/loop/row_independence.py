@@ -77,8 +77,8 @@ def _state_of_python(module: nn.Module) -> tuple[dict[str, Any], Any, Any]:
 def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, part: int) -> None:
     """Raise UsageError if a model's output for `part` rows depends on later rows.
 
-    The check runs in evaluation mode, where BatchNorm and dropout keep rows apart. It skips models that fail in this
-    mode or draw random numbers.
+    The check runs in evaluation mode, where BatchNorm and dropout keep rows apart. Models that fail in evaluation mode,
+    or draw random numbers in this mode, are not checked.
     """
     norms = [submodule for submodule in module.modules() if isinstance(submodule, _BatchNorm)]
     if 2 * part > rows or any(norm.running_mean is None for norm in norms):

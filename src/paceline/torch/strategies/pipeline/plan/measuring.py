@@ -280,7 +280,7 @@ def _leaf(value: Any) -> Any:
 
 
 def measure_link(group: Any, rank: int) -> MessageCost:
-    """Return the times of messages between the first two ranks of a group. Both ranks call this function."""
+    """Return the times of messages between the first two ranks of a group. Both of these ranks call this function."""
     small, large = (_trip(group, rank, size) for size in (_SMALL, _LARGE))
     (latency_s, per_byte), (sending_s, sending_per_byte) = (
         (of_small, max(of_large - of_small, 0.0) / ((_LARGE - _SMALL) * 4))

@@ -52,7 +52,7 @@ class Messages:
         self._post(key, tensors_of(self._known[route, microbatch]))
 
     def receive_value(self, route: int, microbatch: int, source: int) -> Any:
-        """Wait for a value. Its tensors are leaves of autograd, and need gradients if the source's tensors do."""
+        """Wait for a value. The received tensors are leaves of autograd; they need gradients if the source's do."""
         key = (route, microbatch, FORWARD, source)
         if self._is_new:
             length = torch.zeros(1, dtype=torch.int64)

@@ -45,11 +45,11 @@ class ValueRoutes:
         return sorted({self.places[user] for user in route.users} - {own})
 
     def first_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the first stage on a rank that uses a value. Its backward is the last of these stages."""
+        """Return the first stage on a rank that uses a value. Of the rank's stages, this stage runs backward last."""
         return min((user for user in route.users if self.places[user] == rank), default=None)
 
     def last_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the last stage on a rank that uses a value. Its forward is the last of these stages."""
+        """Return the last stage on a rank that uses a value. Of the rank's stages, this stage runs forward last."""
         return max((user for user in route.users if self.places[user] == rank), default=None)
 
 
