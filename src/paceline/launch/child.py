@@ -37,7 +37,8 @@ def prepare() -> None:
 
 def main() -> int:
     options: dict[str, Any] = json.loads(sys.argv[1])
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all processes, and the parent handles them
+    # ignored, because a terminal sends them to all processes and the parent handles them
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     token = environment().token
     assert token is not None

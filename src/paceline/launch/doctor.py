@@ -96,7 +96,7 @@ def _kernels() -> Finding:
     start = time.perf_counter()
     try:
         prepare_kernels()
-    except Exception as error:  # any error of Numba is a finding
+    except Exception as error:  # report any error of Numba as a finding
         return Finding("fail", "kernels", f"cannot be compiled ({error})", "reinstall numba and llvmlite")
     return Finding("ok", "kernels", f"compiled, ready in {time.perf_counter() - start:.1f} s")
 

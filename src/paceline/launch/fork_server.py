@@ -161,7 +161,7 @@ class ForkServer:
             closing.callback(os.close, line)
             command = module_command("paceline.launch.warm_parent", str(line), module)
             process = subprocess.Popen(
-                [*command, " " * _TITLE_BYTES],  # room for the titles of the forks
+                [*command, " " * _TITLE_BYTES],  # space for longer titles of the forked processes
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**MALLOC, **os.environ, **_ONE_THREAD},
@@ -208,7 +208,7 @@ class ForkServer:
                 self._line.close()
                 self._line = None
             if self._process is not None:
-                self._process.kill()  # the process may still be loading
+                self._process.kill()  # kill the process, because it may still be loading modules
                 self._process.wait()
                 self._process = None
 

@@ -30,14 +30,15 @@ def _compile_side_by_side() -> None:
     command = [sys.executable, "-c", _COMPILE_VALUES]
     try:
         other = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    except (OSError, TypeError):  # no process can start, or Python is embedded and sys.executable unknown
+    # compile alone: no process can start, or Python is embedded and sys.executable is unknown
+    except (OSError, TypeError):
         return
     with other:
         try:
             compile_remaining()
             other.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            pass  # the other process may be stopped
+            pass  # the other process is too slow or stopped, so it is killed
         finally:
             other.kill()
 

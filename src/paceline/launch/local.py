@@ -124,7 +124,7 @@ class LocalCluster(Closing):
                 settings, serving, listening, settings.num_workers if start_workers else 0, share, on_replaced
             )
         except BaseException:
-            cluster.scheduler = ""  # end the scheduler last, because a starting server still needs it
+            cluster.scheduler = ""  # so that close() ends the scheduler last: a starting server still needs it
             cluster.close()
             raise
         return cluster

@@ -285,7 +285,7 @@ async def _drain(link: SchedulerLink, stop: asyncio.Event, on_leaving: Callable[
     try:
         await asyncio.to_thread(link.notify, messages.Drain())
     except PacelineError:
-        return  # the other servers continue without its buckets
+        return  # the scheduler is lost, so the server ends without moving its buckets
     try:
         await asyncio.wait_for(stop.wait(), _SOON_S)
     except asyncio.TimeoutError:
@@ -319,7 +319,7 @@ def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, f
             try:
                 loop.add_signal_handler(number, stop.set)
             except (NotImplementedError, RuntimeError, ValueError):
-                pass  # this is not the main thread, or not Unix
+                pass  # not in the main thread, or not on Unix, where signals cannot be handled
         if with_parent:
             watch_parent(lambda: _call_soon(loop, stop.set))
         await serve(stop)

@@ -83,7 +83,7 @@ class GroupNames:
             yield f"{base_name}#{number}"
             agreed.append(number)
         except (ConnectionLostError, DeadlineError):
-            raise  # the store is lost
+            raise  # keep the count, because the store is lost and nothing can be deleted
         except BaseException:
             with contextlib.suppress(Exception):
                 count_store.delete(f"number/rank {position}")

@@ -170,7 +170,7 @@ class StoreServer:
             try:
                 self._loop.call_soon_threadsafe(self._stop.set)
             except RuntimeError:
-                pass  # the loop has ended
+                pass  # the loop has already ended, so the server is closed
         self._thread.join()
 
 

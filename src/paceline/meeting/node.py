@@ -265,7 +265,7 @@ class Node:
         context = self._client_context if address.scheme == "tcp" else None
         return connect_stream(address, self._token, hello, timeout_s, listener=info.id, context=context)[0]
 
-    # in the threads of acceptor and greeters
+    # Methods that run in the threads of the acceptor and the greeters.
 
     def _accept_all(self, listening: list[socket.socket]) -> None:
         with selectors.DefaultSelector() as selector:
@@ -285,7 +285,7 @@ class Node:
         except OSError as error:
             if not isinstance(error, (BlockingIOError, ConnectionError)):
                 _logger.warning("cannot accept a connection: %s", error)
-                time.sleep(0.05)  # probably out of descriptors; wait until some are released
+                time.sleep(0.05)  # probably no descriptor is free; wait until some are released
             return
         if is_other_user(connected):
             connected.close()

@@ -143,7 +143,7 @@ def own_host(rendezvous_host: str) -> str:
     try:
         family, _, _, _, place = socket.getaddrinfo(rendezvous_host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing, only uses the routing table
+            probe.connect(place)  # sends nothing, but makes the system choose a route
             found = str(probe.getsockname()[0])
     except OSError as error:
         raise AddressError(
@@ -192,11 +192,11 @@ def _places(address: str | None, world_size: int, variables: Environment) -> lis
 
 
 class _Server(StoreServer):
-    """A server with a property: whether it listens on every address of this machine."""
+    """The store's server. `is_everywhere` is true if it listens on every address of this machine."""
 
     def __init__(self, place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
-        # Another address than this machine's own, or a loopback address, means that other ranks connect through another
-        # one.
+        # If the host is not an address of this machine, or resolves to loopback here, other ranks reach this machine
+        # through another of its addresses.
         self.is_everywhere = not is_loopback(place.host) and not _is_own(place.host)
         super().__init__(Address("tcp", "0.0.0.0", place.port) if self.is_everywhere else place, token, hello, tls)
 

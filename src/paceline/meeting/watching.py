@@ -16,7 +16,7 @@ class Watch:
     def __init__(self, processes: Mapping[int, int]) -> None:
         """`processes` maps ranks to process ids; this process is not watched."""
         self._processes = {rank: pid for rank, pid in processes.items() if pid != os.getpid()}
-        self._descriptors: dict[int, int] = {}  # descriptor to rank
+        self._descriptors: dict[int, int] = {}  # process descriptor → rank
         self._poll = select.poll()
         self._ended: set[int] = set()
         for rank, pid in self._processes.items():
@@ -29,7 +29,7 @@ class Watch:
             except ProcessLookupError:
                 self._ended.add(rank)
                 return
-            except OSError:  # not supported by this kernel, or not allowed
+            except OSError:  # the kernel does not support or allow this, so the process is not watched
                 return
             self._descriptors[descriptor] = rank
             self._poll.register(descriptor, select.POLLIN)

@@ -143,7 +143,8 @@ class World:
             if is_local and info.pid != os.getpid() and not is_alive(info.pid):
                 assert info.endpoint.unix is not None
                 folder = os.path.dirname(info.endpoint.unix.path)
-                if os.path.basename(folder).startswith("paceline-"):  # the folder name of bind_unix
+                # remove only a folder that bind_unix() has created
+                if os.path.basename(folder).startswith("paceline-"):
                     with contextlib.suppress(OSError):
                         os.unlink(info.endpoint.unix.path)
                         os.rmdir(folder)

@@ -91,7 +91,7 @@ class StreamChannel(Channel):
     def _set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of later reads."""
 
-    # sending
+    # Sending.
 
     @override
     def send(self, *parts: Buffer) -> None:
@@ -116,7 +116,7 @@ class StreamChannel(Channel):
                 sent += self._write((piece,))
         return sent + self._write((seal.end(),))
 
-    # receiving
+    # Receiving.
 
     @override
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
@@ -142,7 +142,7 @@ class StreamChannel(Channel):
             or header[0] != MAGIC
             or header[1] != PROTOCOL_VERSION
         ):
-            # The frame is unexpected, so read the received bytes again, step by step.
+            # The frame is not the expected one, so later calls read the received bytes again, part by part.
             read = self._first if is_small else join((self._head_view, into, self._pad))
             self._returned = memoryview(bytes(read[:got]))
             return self._receive_in_steps(into, timeout_s)
@@ -264,7 +264,7 @@ class StreamChannel(Channel):
     def statistics(self) -> Statistics:
         return Statistics(self._bytes_received, self._bytes_sent, self._frames_received, self._frames_sent)
 
-    # for subclasses and this class
+    # Methods for subclasses and this class.
 
     def _fill_frame(self, view: memoryview) -> None:
         """Fill ``view`` with the next bytes of the frame; sealed bytes are hashed while more arrive."""

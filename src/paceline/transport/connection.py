@@ -46,13 +46,13 @@ class Connection(FrameReceiver):
             self.stop_receiving()
             self.transport.close()
 
-    # calls of asyncio
+    # Methods that asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         enlarge_socket_buffers(transport.get_extra_info("socket"))
-        if transport.get_extra_info("ssl_object") is None:  # TLS has its own buffer limits
+        if transport.get_extra_info("ssl_object") is None:  # not for TLS, which has its own buffer limits
             transport.set_write_buffer_limits(high=0)
         self._begin()
 
@@ -66,7 +66,7 @@ class Connection(FrameReceiver):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify the handler if the connection was authenticated."""
-        self.transport.close()  # already closed, but Python 3.10's TLS requires the call
+        self.transport.close()  # the transport is already closed, but TLS in Python 3.10 requires this call
         self._cancel_timer()
         within_frame = self.is_within_frame and not self._stopped
         self.stop_receiving()
@@ -85,7 +85,7 @@ class Connection(FrameReceiver):
             reason.__cause__ = exc
         self._peer_lost(peer, reason)
 
-    # for subclasses
+    # Methods for subclasses.
 
     def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
         try:

@@ -75,7 +75,7 @@ class AcceptedConnection(Connection):
         self._leave_unauthenticated()
         super().connection_lost(exc)
 
-    # calls of the receiver
+    # Methods that the receiver calls.
 
     def frame_failed(self, header: Header, error: Exception) -> None:
         """Reply with an ERROR frame; before the end of the handshake, close the connection."""
@@ -106,7 +106,7 @@ class AcceptedConnection(Connection):
             more = f" (and {num_skipped} earlier ones of unauthenticated peers, not logged)" if num_skipped else ""
             _logger.warning("closing the connection to %s: %s%s", self._address, error, more)
 
-    # the handshake
+    # The handshake.
 
     def _hello_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind != FrameKind.HELLO:
@@ -219,7 +219,7 @@ class SocketListener(Listener):
                 except BlockingIOError:
                     await _wait_readable(listening)
                 except ConnectionError:
-                    continue  # the connection is already closed
+                    continue  # the client has already closed the connection
                 except OSError as error:
                     if not is_full:
                         _logger.warning("cannot accept a connection at %s: %s", self.endpoint, error)
@@ -243,7 +243,8 @@ class SocketListener(Listener):
         if dropped is not None:
             _logger.debug("too many unauthenticated connections, so the oldest is dropped")
             with contextlib.suppress(OSError):
-                dropped.shutdown(socket.SHUT_RDWR)  # the transport detects the end and closes the socket
+                # only shut down: the transport then detects the end and closes the socket
+                dropped.shutdown(socket.SHUT_RDWR)
         connected.setblocking(False)
         self._starting.add(connected)
         self._run(self._start_asyncio(connected))

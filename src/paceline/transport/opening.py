@@ -103,7 +103,7 @@ class OpenedConnection(Connection):
         else:
             self._failure = reason
 
-    # calls of the receiver
+    # Methods that the receiver calls.
 
     def frame_failed(self, header: Header, error: Exception) -> None:
         """Close the connection, because the peer expects no reply to this frame and its failure would be lost."""
@@ -138,7 +138,7 @@ class OpenedConnection(Connection):
             self._fail(ProtocolError(f"{server} is not a Paceline server: {error}"))
         self.transport.close()
 
-    # the handshake
+    # The handshake.
 
     def _handshake_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         handshake = self._handshake
@@ -171,7 +171,7 @@ class OpenedConnection(Connection):
         lost = ConnectionLostError(f"the connection to the server at {self._address} was closed{cause}")
         return self._lost_early or self._handshake.explain(lost)
 
-    # after the handshake
+    # After the handshake.
 
     def _received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         peer = self._peer
@@ -272,7 +272,7 @@ async def _dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def _resolve(address: Address) -> list[Any]:
-    try:  # a numeric host needs no thread to resolve
+    try:  # try without a thread first, because a numeric host needs no look-up
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         return await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)

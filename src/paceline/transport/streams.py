@@ -124,7 +124,7 @@ def _welcome(
     try:
         client_hello = handshake.identify()
     except PacelineError:
-        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # contains the reason
+        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # authenticates the reason for the rejection
         raise
     if expect is not None:
         expect(client_hello)

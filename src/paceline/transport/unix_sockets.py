@@ -76,7 +76,7 @@ def is_other_user(connected: socket.socket | Any) -> bool:
         else:
             return False
     except (OSError, struct.error):
-        return True  # already closed
+        return True  # reject: the socket is closed, or the system reports no user
     return bool(user != os.geteuid())
 
 

@@ -55,7 +55,7 @@ class Signals(Closing):
     def __enter__(self) -> Self:
         if self.is_awake:
             for number in _PASSED_ON:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has set this signal to be ignored
                     self._before[number] = signal.signal(number, self._pass_on)
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
             self._wakeup_before = signal.set_wakeup_fd(self._other_end.fileno(), warn_on_full_buffer=False)
@@ -143,7 +143,7 @@ class RunLoop:
 
     def _read(self, stream: Stream, selector: selectors.BaseSelector) -> None:
         if stream.pipe >= 0 and not stream.read():
-            # A readable but empty pipe is closed, but its rank may still run.
+            # A readable pipe without data is closed by its rank, which may still run.
             selector.unregister(stream.pipe)
             stream.close(drain=True)
 

@@ -202,8 +202,8 @@ def plan_ranks(
 ) -> list[RankPlan]:
     """Return the ranks of this launcher with their environments.
 
-    `threads` is OMP_NUM_THREADS. If it is None, the user's own value remains; without one, several ranks share the
-    cores.
+    `threads` is OMP_NUM_THREADS. If it is None, the user's own value is kept; without such a value, the cores are
+    divided among several ranks.
     """
     inherited_variables = {
         name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _OWN

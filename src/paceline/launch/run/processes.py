@@ -88,7 +88,7 @@ class RankProcesses:
         return [rank for rank in self.ranks if rank.status is None]
 
     def find_ended(self) -> list[Rank]:
-        """Return ranks that have ended but for which :meth:`reap` was not called."""
+        """Return the ranks that have ended, and for which :meth:`reap` was not called yet."""
         return [rank for rank in self.living() if not rank.child.is_alive()]
 
     def reap(self, rank: Rank) -> None:

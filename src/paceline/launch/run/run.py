@@ -50,8 +50,10 @@ _OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # script
 _DATA_SUFFIXES = {".csv", ".gz", ".jsonl", ".npy", ".npz", ".parquet", ".svm", ".tsv", ".txt", ".vw", ".zst"}
 _MOST_SCRIPT_BYTES = 16 << 20
 _HEARTBEAT_TIMEOUT_S = 30.0
-"""Timeout for stopped or disconnected processes. It is long, because a rank may be busy; connections show killed
-ones."""
+"""Timeout for stopped or disconnected processes.
+
+It is long, because a rank may be busy; broken connections reveal killed processes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,13 +33,13 @@ _POLL_S = 0.5
 class News:
     """Lines about dead and replaced processes, kept until the main thread prints them.
 
-    The thread of the link to the scheduler adds them. It also sends heartbeats, so it must not wait for a reader of
-    standard error. A server's death is reported when another server has joined.
+    The thread of the link to the scheduler adds them. That thread also sends heartbeats, so it must not wait for a
+    reader of standard error. A server's death is reported when another server has joined.
     """
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        self._notes: dict[str, str] = {}  # by the name of a server, in the order of the deaths
+        self._notes: dict[str, str] = {}  # name of a dead server → line, in the order of the deaths
         self._known: set[int] | None = None
 
     def add(self, line: str) -> None:
@@ -72,7 +72,7 @@ class RunServers(Closing):
         self._share = share
         self._view: messages.View | None = None
         self._seen: set[int] = set()  # ranks of workers that have joined
-        self._expelled: dict[str, float] = {}  # servers declared dead, with the deadline for their end
+        self._expelled: dict[str, float] = {}  # server that was declared dead → deadline for its end
         self._stopped: set[str] = set()  # names of servers that were killed after this deadline
         self._news = News()
         self._watch = RouteWatch()

@@ -40,7 +40,7 @@ def socket_binding(connected: socket.socket | Any, *, connecting: bool) -> bytes
             return _digest("unix", host_identity())
         local, remote = _loopback_address(connected.getsockname()), _loopback_address(connected.getpeername())
     except OSError:
-        return b""  # already closed
+        return b""  # the connection is already closed
     if not (local and remote):
         return b""
     return _digest("loopback", host_identity(), *((local, remote) if connecting else (remote, local)))

@@ -16,7 +16,7 @@ from paceline.transport.client import is_hung_up, shut, wait_readable
 from paceline.transport.frames import Limits, join, size_of, view_of
 from paceline.transport.security.sealing import certificate_binding
 
-_JOINED_BYTES = 1 << 14  # size of a TLS record
+_JOINED_BYTES = 1 << 14  # up to the size of a TLS record, buffers are joined for one write
 
 
 class TLSChannel(StreamChannel):
@@ -103,7 +103,7 @@ def wrap_tls(connected: socket.socket, context: ssl.SSLContext, address: Address
     except OSError as error:
         raise no_tls(address, error, timeout_s) from None
     finally:
-        connected.close()  # wrap_socket has detached this socket or failed
+        connected.close()  # release this object, because wrap_socket has detached its descriptor or failed
 
 
 def client_not_trusted(address: Address) -> AuthenticationError:

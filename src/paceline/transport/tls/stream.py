@@ -56,7 +56,7 @@ class _Direction:
             socket.socket.shutdown(self._target, socket.SHUT_WR)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
-        except OSError:  # the target accepts no more bytes
+        except OSError:  # the target is closed and accepts no more bytes
             self.held = self._buffer[:0]
         self.has_ended = True
         return True
