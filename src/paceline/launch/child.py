@@ -37,8 +37,7 @@ def prepare() -> None:
 
 def main() -> int:
     options: dict[str, Any] = json.loads(sys.argv[1])
-    # ignored, because a terminal sends them to all processes and the parent handles them
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal signals all processes; the parent handles it
         signal.signal(number, signal.SIG_IGN)
     token = environment().token
     assert token is not None

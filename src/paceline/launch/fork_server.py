@@ -156,8 +156,7 @@ class ForkServer:
             return cls(None)
         own, remote = socket.socketpair()
         with remote, contextlib.ExitStack() as closing:
-            # a descriptor of at least 3, because lower descriptors are standard streams
-            line = fcntl.fcntl(remote.fileno(), fcntl.F_DUPFD, 3)
+            line = fcntl.fcntl(remote.fileno(), fcntl.F_DUPFD, 3)  # not below 3, the standard streams
             closing.callback(os.close, line)
             command = module_command("paceline.launch.warm_parent", str(line), module)
             process = subprocess.Popen(

@@ -100,8 +100,7 @@ def rendezvous(
     if rank == 0:
         server = _serve(places, token, hello, tls)
         try:
-            # the host that the certificate contains
-            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)
+            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)  # the host in the certificate
             reached = Address("tcp", everywhere if server.is_everywhere else server.address.host, server.address.port)
             store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server, answer_s=timeout_s, tls=tls)
         except BaseException:

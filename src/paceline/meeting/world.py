@@ -143,8 +143,7 @@ class World:
             if is_local and info.pid != os.getpid() and not is_alive(info.pid):
                 assert info.endpoint.unix is not None
                 folder = os.path.dirname(info.endpoint.unix.path)
-                # remove only a folder that bind_unix() has created
-                if os.path.basename(folder).startswith("paceline-"):
+                if os.path.basename(folder).startswith("paceline-"):  # a folder of bind_unix()
                     with contextlib.suppress(OSError):
                         os.unlink(info.endpoint.unix.path)
                         os.rmdir(folder)

@@ -31,8 +31,7 @@ class VectorClock:
         self._seen: set[int] = set()  # workers that took the place of a missing expected worker
         self._num_missing = num_expected
         self._first_clock = first_clock
-        # clock → number of counted workers and missing workers at this clock
-        self._tally: dict[int, int] = {first_clock: num_expected} if num_expected else {}
+        self._tally: dict[int, int] = {first_clock: num_expected} if num_expected else {}  # clock → number of workers
         self._minimum = first_clock
         self._highest = first_clock
 

@@ -133,8 +133,7 @@ class Iterations:
         self._unaware: set[int] = set()  # workers that may not have a view with this server's successor
         # Set once all workers have this view: pushes of earlier iterations may exist only on this server.
         self._unretained_below: int | None = None
-        # pushes of earlier iterations may belong to workers that ticked the iteration and then left
-        self._orphaned_below = 0
+        self._orphaned_below = 0  # earlier iterations may have pushes of workers that ticked them and then left
 
     def follow(self, former: Iterations) -> None:
         """Take over the sums of `former` that are in flight, because their acknowledgements will arrive here."""
@@ -236,8 +235,7 @@ class Iterations:
             self._parts.release(before & ~buckets)
         if buckets & ~before:
             self._parts.adopt(buckets & ~before, ())
-        # this server does not know which iterations of the former primary were durable
-        if buckets & ~before & self._replication.place.short:
+        if buckets & ~before & self._replication.place.short:  # the former primary's durable iterations are unknown
             self._safe = 0
         self._record_safe()
         was_over = self._takeover.is_over

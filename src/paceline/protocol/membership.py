@@ -227,8 +227,7 @@ class Membership:
             del self._by_node[member.node], self._by_rank[member.role][member.rank], self._heartbeat_s[incarnation]
             self._free_rank[member.role] = min(member.rank, self._free_rank[member.role])
             if incarnation > self.last_incarnation:
-                # so that `last_incarnation` is at least this incarnation, and views exclude it
-                self._unknown = range(0)
+                self._unknown = range(0)  # raise `last_incarnation`, so that views exclude this process
         return member
 
     def _find_rank(self, role: Role) -> int:

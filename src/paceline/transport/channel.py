@@ -182,8 +182,7 @@ class StreamChannel(Channel):
         if header.kind == FrameKind.ERROR or header.kind == FrameKind.REFUSED:
             meta = self.receive_meta()
             if self._receiving is not None and self._body_left:
-                # the tag after the body must be checked before the error is trusted
-                self.receive_into(allocate(self._body_left))
+                self.receive_into(allocate(self._body_left))  # check the tag before the error is trusted
             if header.kind == FrameKind.REFUSED:
                 self.close()
             raise error_of(meta)

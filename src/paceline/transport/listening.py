@@ -243,8 +243,7 @@ class SocketListener(Listener):
         if dropped is not None:
             _logger.debug("too many unauthenticated connections, so the oldest is dropped")
             with contextlib.suppress(OSError):
-                # only shut down: the transport then detects the end and closes the socket
-                dropped.shutdown(socket.SHUT_RDWR)
+                dropped.shutdown(socket.SHUT_RDWR)  # the transport detects this and closes the socket
         connected.setblocking(False)
         self._starting.add(connected)
         self._run(self._start_asyncio(connected))

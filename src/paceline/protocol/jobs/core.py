@@ -29,8 +29,7 @@ class JobCore:
         """The highest job number that this scheduler or an earlier one may have used."""
         self._poster: object = None
         self._claimant: object = None
-        # peer → its GetJob request, and the number of the job that it has finished
-        self._idle: dict[object, tuple[ReceivedRequest, int]] = {}
+        self._idle: dict[object, tuple[ReceivedRequest, int]] = {}  # peer → its GetJob, number of its last job
         self._busy: dict[int, int] = {}  # worker → number of its job, until the worker requests the next job
         self._has_ended = False
 

@@ -91,8 +91,7 @@ class MemberLedger:
                 self._leases[number] = answer
                 self._last_lease = max(self._last_lease, number)
             case messages.GetJob(), Job(number=number) if number <= self._working:
-                # with a positive number this worker requests its job again, whose shards became free
-                self._is_busy = number > 0
+                self._is_busy = number > 0  # number > 0: the same job again, because its shards became free
             case messages.GetJob(), Job(number=number):
                 self._is_busy = True
                 self._begin(number)

@@ -43,8 +43,7 @@ class Results:
         self._of_done: dict[int, Counters] = {_BEFORE: progress}  # incarnation → counters of its finished shards
         self._reports: deque[StoredReport] = deque()
         self._held: dict[tuple[int, Key], list[StoredReport]] = {}  # reports of unfinished shards
-        # each worker's last report of a finished shard, until the poster has it
-        self._unknown: dict[int, StoredReport] = {}
+        self._unknown: dict[int, StoredReport] = {}  # each worker's last report that the poster lacks
         self._taken: StoredReport | None = None  # the last report sent, until the poster confirms it
         self._seen: set[tuple[int, int]] = set()  # (incarnation, number) of all received reports
 

@@ -220,8 +220,7 @@ class Shards:
                 key = cursor.epoch, cursor.file, cursor.shard
                 if self._states.of(key) == FREE:
                     return key
-                # already leased or done; only a restored pool has such shards after the cursor
-                cursor.shard += self._stride
+                cursor.shard += self._stride  # leased or done before the pool was restored
                 continue
             cursor.file += 1
             if cursor.file == len(self._states.sizes):

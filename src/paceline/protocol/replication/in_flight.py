@@ -109,8 +109,7 @@ class PendingPush(Struct, eq=False):
     is_left: bool = False
     end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
     """The final instruction for the token, when all successors have the push."""
-    # target without an acknowledgement → number of the forwarded push, buckets
-    waiting: dict[int, tuple[int, int]] = {}
+    waiting: dict[int, tuple[int, int]] = {}  # awaited target → number of the forward, buckets
 
     @property
     def is_sum(self) -> bool:
@@ -141,8 +140,7 @@ class PendingPushes:
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
         self._pushes: dict[PendingPush, None] = {}
-        # incarnation, sequence → pending parts of this push
-        self._by_push: dict[tuple[int, int], list[PendingPush]] = {}
+        self._by_push: dict[tuple[int, int], list[PendingPush]] = {}  # incarnation, sequence → pending parts
         self._by_number: dict[int, PendingPush] = {}
 
     def __iter__(self) -> Iterator[PendingPush]:

@@ -256,8 +256,7 @@ class Leader:
                 self._commit(view, former, departing)
             case Proposed(proposal):
                 self._out.append(events.Prepare(self.peers.of(sorted(proposal.audience)), proposal.view))
-                # true if the view needs no answers from servers
-                self._has_changed = proposal.is_accepted(self.next.ended)
+                self._has_changed = proposal.is_accepted(self.next.ended)  # true if no answer is needed
         if self.publication.proposal is not None:
             self._out += self.next.notes(self.publication.proposal.gaining, self.membership)
         released = self.next.drains.release_all(self.membership.servers, self.peers.connected)

@@ -252,8 +252,7 @@ class Recovery:
         if not self._returned:
             return [Abandoned()] if is_late or not self._replaces else []
         if self.cluster != self._cluster:
-            # the incarnations of the other cluster, which now has more members here, are other processes
-            if self._cluster:
+            if self._cluster:  # the other cluster uses the same incarnations for other processes
                 self._ended, self._doubted = set(), set()
             self._cluster = self.cluster
         evidence = self.evidence()

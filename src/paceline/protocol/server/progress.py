@@ -203,15 +203,13 @@ class Progress:
         self._out += [events.Stale(token) for token in self.reads.take_all()]
         self._reports = {}
         self.replicate(self.replication.handle(replication.Change(view.version, view.groups)))
-        # the target may have dropped the clocks in a view that this server missed
-        for target in self.replication.filling:
+        for target in self.replication.filling:  # it may have dropped the clocks in a view missed here
             self._out.append(events.SendClocks(target))
 
     def replicate(self, instructions: Iterable[replication.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                # the most frequent instructions come first
-                case replication.Forward() | replication.Apply():
+                case replication.Forward() | replication.Apply():  # the most frequent cases first
                     self._out.append(instruction)
                 case replication.Acknowledge(events.SumUp(iteration)):
                     assert self.iterations is not None

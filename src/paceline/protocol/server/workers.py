@@ -56,8 +56,7 @@ class Workers:
     def leave(self, worker: int) -> list[clocks.Instruction]:
         self.departed.add(worker)
         joined: list[clocks.Instruction] = []
-        # the worker died before it joined, so count it as joined: the other workers must not wait for it
-        if worker not in self.ranks:
+        if worker not in self.ranks:  # it died before it joined: do not wait for it any longer
             joined = self.gate.join(worker)
         self.counted.discard(worker)
         self.ranks.pop(worker, None)

@@ -416,8 +416,7 @@ class Servers:
             with self.lock:
                 for connection in self.connections:
                     connection.patience_s = min(self._reconnect_s, self.timeout_s)
-                # once more for each connection, because a lost connection interrupts the wait
-                for _ in range(len(self.connections) + 1):
+                for _ in range(len(self.connections) + 1):  # each lost connection interrupts one wait
                     try:
                         self.drain()
                         break

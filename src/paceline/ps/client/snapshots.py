@@ -151,8 +151,7 @@ class SnapshotCoordinator:
                     boundary=boundary,
                     round=attempt.round,
                 )
-                # the buckets of this server are then missing, and the next round requests them
-                with contextlib.suppress(StaleEpochError, ConnectionLostError):
+                with contextlib.suppress(StaleEpochError, ConnectionLostError):  # the next round retries
                     answers.append(connection.call(request, SnapshotStarted)[0])
                     attempt.waits.append(connection)
         return answers
@@ -192,8 +191,7 @@ class SnapshotCoordinator:
                     state = connection.call(
                         GetSnapshotState(directory=str(self.directory), number=attempt.number), SnapshotState
                     )[0]
-                # the parts of this server are unknown, so the next round requests its buckets
-                except (StaleEpochError, ConnectionLostError):
+                except (StaleEpochError, ConnectionLostError):  # the next round requests its buckets
                     attempt.waits.remove(connection)
                     continue
                 if state.error:
@@ -255,8 +253,7 @@ class SnapshotCoordinator:
         for state in attempt.states:
             found += [(part, bucket_set(part.buckets)) for part in state.parts if part.table == spec.name]
             for kept in state.unchanged:
-                # these buckets are unchanged since snapshot `kept.number`
-                if kept.table == number and self._newest is not None:
+                if kept.table == number and self._newest is not None:  # unchanged since `kept.number`
                     found += _parts_of(self._newest, spec.name, kept.number, from_bytes(kept.buckets))
         for part, buckets in found:
             fresh = buckets & ~covered  # if two servers wrote a bucket, use only one copy

@@ -302,8 +302,7 @@ class SchedulerLink:
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
         elif call is not None:
-            # apply the welcome here, because changes of its view may follow immediately
-            if isinstance(call.struct, messages.Register):
+            if isinstance(call.struct, messages.Register):  # changes of this view may follow immediately
                 welcome = read_meta(frame.meta, _WELCOME, "a welcome")
                 self._memory.joined(welcome.incarnation)
                 self._take_view(self.state.welcomed(welcome))

@@ -123,8 +123,7 @@ class Scheduler(Handler):
         )
         self._timer: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None  # the timer of the next Flush
-        # the last message and its encoding, because several processes may receive the same message
-        self._encoded: tuple[Any, bytes] = (None, b"")
+        self._encoded: tuple[Any, bytes] = (None, b"")  # last message, which several processes may receive
         self.failure: PacelineError | None = None
         """The reason why this scheduler ended, if no process requested the end."""
         self.ended = asyncio.Event()
@@ -214,8 +213,7 @@ class Scheduler(Handler):
             case events.NewsSoon():
                 loop.call_soon(lambda: self._feed(events.NewsDue()))
             case events.BucketsLost(buckets):
-                # no loss is reported at the end of the cluster, when servers leave with their buckets
-                if not self.ended.is_set():
+                if not self.ended.is_set():  # at the end, servers leave with their buckets without a loss
                     self._on_loss(f"{buckets.bit_count()} buckets of the tables are lost: no live server has them")
             case events.NotifyOperator(text):
                 self.on_note(text)

@@ -122,8 +122,7 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
     for piece in pieces:
         part, keys = tables.find(piece.table).part, piece.selection.key_array()
         part.check_bucket(bucket, keys)
-        # records of sparse tables may end with a word for the pass over the data
-        most_words = part.record_words + (part.spec.kind == "sparse")
+        most_words = part.record_words + (part.spec.kind == "sparse")  # plus the word of a pass
         if len(piece.floats) not in (len(keys) * part.record_words, len(keys) * most_words):
             raise ProtocolError(
                 f"bucket {bucket} of table {part.spec.name!r} ({part.spec}) has {len(piece.floats)} float32 for "
@@ -132,8 +131,7 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
-    # the primary has already recorded the magnitude of its own pushes
-    is_seen = push.header is None or push.header.kind != FORWARD
+    is_seen = push.header is None or push.header.kind != FORWARD  # the primary has recorded the magnitude
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
         if push.operation == GRADIENTS:

@@ -245,8 +245,7 @@ class _PartsLoading:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _set(self, bucket: int, keys: Keys, records: Floats) -> None:
-        # a bucket that has moved is skipped, because the coordinator then repeats the loading
-        if self._part.held >> bucket & 1:
+        if self._part.held >> bucket & 1:  # skip a moved bucket: the coordinator repeats the loading
             self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
             self._part.load_with_passes(bucket, keys, records)
         self.rows += len(keys)
