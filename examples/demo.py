@@ -118,8 +118,8 @@ def compare_strategies(console: Console) -> None:
     console.print()
     console.print(make_table(rows))
     console.print(
-        "Accuracy is on 449 images that were not trained on. So small a model gains nothing from a second process: "
-        "what this shows is one script under three architectures."
+        "Accuracy is on 449 images that were not trained on. A model of this size gains nothing from a second process; "
+        "the table shows one script under three architectures."
     )
 
 
