@@ -69,6 +69,8 @@ class Environment:
     """``PACELINE_PULL_FILTERS``: filters for pulled rows, in the format of ``--pull-filters``; may be empty."""
     strategy_options: str | None = None
     """``PACELINE_STRATEGY_OPTIONS``: the options of the strategy, written by ``paceline run``."""
+    incarnation: int | None = None
+    """``PACELINE_INCARNATION``: unique number of this process in an elastic training, set by ``paceline run``."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -135,6 +137,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         filters=found.get("PACELINE_FILTERS") or None,
         pull_filters=found.get("PACELINE_PULL_FILTERS"),
         strategy_options=found.get("PACELINE_STRATEGY_OPTIONS") or None,
+        incarnation=_integer(found, "PACELINE_INCARNATION"),
     )
 
 

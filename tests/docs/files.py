@@ -60,6 +60,7 @@ os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT
 PRELUDES = {
     "README.md": TORCH,
     "docs/guides/strategies.md": TORCH,
+    "docs/guides/elastic.md": TORCH,
     "docs/guides/sharding.md": TORCH + "import paceline.torch as pt\n",
     "docs/guides/pipeline.md": TORCH + "import paceline.torch as pt\n",
     "docs/guides/memory.md": "import paceline\n",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from typing import Annotated, Final
@@ -41,6 +41,7 @@ class StoreCall(IntEnum):
     DELETE = FIRST_APPLICATION_KIND + 1
     COLLECT = FIRST_APPLICATION_KIND + 2
     DONE = FIRST_APPLICATION_KIND + 3
+    QUORUM = FIRST_APPLICATION_KIND + 4
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -62,8 +63,8 @@ _decode_values = reader(list[bytes | None], "an answer of the store")
 
 
 class _Collecting:
-    def __init__(self, peer: Peer, keys: Sequence[str], missing: set[str]) -> None:
-        self.peer, self.keys, self.missing = peer, keys, missing
+    def __init__(self, peer: Peer, header: Header, keys: Sequence[str], missing: set[str]) -> None:
+        self.peer, self.header, self.keys, self.missing = peer, header, keys, missing
         self.timer: asyncio.TimerHandle | None = None
 
 
@@ -78,19 +79,13 @@ class ServedStore(Handler):
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Answer a request now or when its key is set."""
         if header.kind == StoreCall.SET:
-            key, value = decode_request(meta).key, bytes(body)
-            if self._values.setdefault(key, value) != value:
-                raise written_twice(key)
+            self.set(decode_request(meta).key, bytes(body))
             peer.send(*frame_parts(StoreCall.DONE))
-            for collecting in self._collecting.pop(key, ()):
-                collecting.missing.discard(key)
-                if not collecting.missing:
-                    self._answer(collecting)
         elif header.kind == StoreCall.DELETE:
             self._values.pop(decode_request(meta).key, None)
             peer.send(*frame_parts(StoreCall.DONE))
         elif header.kind == StoreCall.COLLECT:
-            self._collect(peer, body)
+            self._collect(peer, header, body)
         else:
             raise ProtocolError(f"got a request of the unknown kind {header.kind} for the store")
 
@@ -99,10 +94,33 @@ class ServedStore(Handler):
             if collecting.peer is peer:
                 self._forget(collecting)
 
-    def _collect(self, peer: Peer, body: memoryview) -> None:
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value, and answer the requests that wait for it. Raises UsageError for a different value."""
+        self._check_key(key)
+        if self._values.setdefault(key, value) != value:
+            raise written_twice(key)
+        for collecting in self._collecting.pop(key, ()):
+            collecting.missing.discard(key)
+            if not collecting.missing:
+                self._answer(collecting)
+
+    def drop(self, prefix: str, error: PacelineError) -> None:
+        """Remove the keys with a prefix; requests that wait for one raise `error`."""
+        self._values = {key: value for key, value in self._values.items() if not key.startswith(prefix)}
+        waiting = [waiting for key, waiting in self._collecting.items() if key.startswith(prefix)]
+        for collecting in {request for requests in waiting for request in requests}:
+            self._forget(collecting)
+            collecting.peer.send_error(collecting.header, error)
+
+    def _check_key(self, key: str) -> None:
+        """Raise a PacelineError for a key that may not be used (any more)."""
+
+    def _collect(self, peer: Peer, header: Header, body: memoryview) -> None:
         wanted = _decode_wanted(body)
+        for key in wanted.keys:
+            self._check_key(key)
         missing = {key for key in wanted.keys if key not in self._values}
-        collecting = _Collecting(peer, wanted.keys, missing)
+        collecting = _Collecting(peer, header, wanted.keys, missing)
         if not missing or not wanted.wait_s:
             self._answer(collecting)
             return
@@ -129,7 +147,10 @@ class ServedStore(Handler):
 class StoreServer:
     """The store, served at one address until :meth:`close`. Raises AddressError if it cannot listen there."""
 
-    def __init__(self, address: Address, token: str, hello: Hello, tls: TLS | None = None) -> None:
+    def __init__(
+        self, address: Address, token: str, hello: Hello, tls: TLS | None = None, *, store: ServedStore | None = None
+    ) -> None:
+        self._store = store or ServedStore()
         self._ready: Future[Listener] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -154,7 +175,7 @@ class StoreServer:
 
     async def _serve(self, address: Address, hello: Hello) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        listener = await self._transport.serve(ServedStore(), hello, address=address, unix=False)
+        listener = await self._transport.serve(self._store, hello, address=address, unix=False)
         try:
             self._ready.set_result(listener)
             await self._stop.wait()
@@ -164,13 +185,32 @@ class StoreServer:
         finally:
             await listener.close()
 
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Call a function in the loop's thread, unless the loop has ended. Thread-safe."""
+        if self._thread.is_alive() and self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(function)
+            except RuntimeError:
+                pass  # the loop has ended
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the loop's thread, and wait for its end. Raises its error."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                function()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self.call_soon(run)
+        done.result(_ANSWER_S)
+
     def close(self) -> None:
         """Stop serving when all clients have disconnected, or after two seconds. Idempotent."""
-        if self._thread.is_alive() and self._loop is not None and self._stop is not None:
-            try:
-                self._loop.call_soon_threadsafe(self._stop.set)
-            except RuntimeError:
-                pass  # the loop has already ended, so the server is closed
+        if self._stop is not None:
+            self.call_soon(self._stop.set)
         self._thread.join()
 
 

@@ -2,6 +2,7 @@
 package. ``paceline.torch`` has the implementations.
 """
 
+from paceline.strategies.elastic import ElasticFlags, ElasticOptions, choose_elastic
 from paceline.strategies.pipeline import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.strategies.registry import (
     NEUTRAL_SETTINGS,
@@ -17,6 +18,8 @@ from paceline.strategies.sharding import ShardingFlags, ShardingOptions, choose_
 from paceline.strategies.spec import StrategyOptions, StrategySpec
 
 __all__ = [
+    "ElasticFlags",
+    "ElasticOptions",
     "NEUTRAL_SETTINGS",
     "PipelineFlags",
     "PipelineOptions",
@@ -29,6 +32,7 @@ __all__ = [
     "StrategyOptions",
     "StrategySpec",
     "check_strategy",
+    "choose_elastic",
     "choose_pipeline",
     "choose_sharding",
     "choose_strategy",

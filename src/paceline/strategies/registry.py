@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline.command_options import given_values
 from paceline.errors import UsageError
+from paceline.strategies.elastic import ALL_REDUCE, ElasticFlags
 from paceline.strategies.pipeline import PIPELINE, PipelineFlags
 from paceline.strategies.sharding import SHARDED, ShardingFlags
 from paceline.strategies.spec import StrategyOptions, StrategySpec
@@ -38,13 +39,7 @@ STRATEGIES: Final[dict[str, StrategySpec]] = {
             has_replicas=True,
             neutral_settings=("devices", "storage"),
         ),
-        StrategySpec(
-            name="all-reduce",
-            meaning="one process per device, gradients averaged by all-reduce",
-            implementation=f"{_TORCH}.all_reduce:AllReduce",
-            filters=("gradients",),
-            neutral_settings=("find_unused_parameters", "static_graph", "bucket_mb", "backend", "timeout"),
-        ),
+        ALL_REDUCE,
         StrategySpec(
             name="parameter-server",
             meaning="one process per device, parameters and their updates on servers",
@@ -76,6 +71,7 @@ class StrategyFlags:
 
     pipeline: PipelineFlags = PipelineFlags()
     sharding: ShardingFlags = ShardingFlags()
+    elastic: ElasticFlags = ElasticFlags()
 
     def given(self) -> dict[str, Any]:
         return given_values(self)

@@ -67,7 +67,7 @@ class StrategySpec:
     """Fields of :class:`~paceline.strategies.StrategyFlags` that the strategy uses."""
     without_flags: str = ""
     """The reason in error messages why other strategies do not use the flags, such as ``has no pipeline stages``."""
-    choose_options: Callable[[Mapping[str, Any], int | None], StrategyOptions] | None = None
+    choose_options: Callable[[Mapping[str, Any], int | None], StrategyOptions | None] | None = None
     """Create the options, given the flags by name and the number of processes. Raises UsageError.
 
     If `flags_set_processes`, the number may be None; the options then contain the number that the flags require.

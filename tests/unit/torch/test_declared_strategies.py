@@ -12,6 +12,7 @@ import paceline.torch as pt
 from paceline.environment import Environment
 from paceline.strategies import (
     STRATEGIES,
+    ElasticFlags,
     PipelineFlags,
     PipelineOptions,
     ShardingFlags,
@@ -32,7 +33,7 @@ def test_declaration_names_the_public_class(spec: StrategySpec) -> None:
 
 @pytest.mark.parametrize("spec", STRATEGIES.values(), ids=list(STRATEGIES))
 def test_declared_flags_exist(spec: StrategySpec) -> None:
-    known = {field.name for group in (PipelineFlags, ShardingFlags) for field in fields(group)}
+    known = {field.name for group in (ElasticFlags, PipelineFlags, ShardingFlags) for field in fields(group)}
     assert set(spec.flags) <= known
     assert bool(spec.flags) == bool(spec.without_flags) == (spec.choose_options is not None)
 

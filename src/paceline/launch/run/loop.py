@@ -24,7 +24,8 @@ from paceline.launch.run.blame import (
     follow_names,
     waiting_time,
 )
-from paceline.launch.run.processes import RankProcesses
+from paceline.launch.run.elastic import ElasticRun
+from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.streams import Screen, Stream
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -34,6 +35,7 @@ _FAILURE_GRACE_S = 3.0
 _GLIMPSE_S = 5.0
 _NOTE_S = 2.0
 _POLL_S = 1.0
+_MOST_FAILURES = 16  # that are remembered of ranks that may die
 
 
 class Signals(Closing):
@@ -92,9 +94,11 @@ class RunLoop:
         world_size: int,
         log_dir: Path | None,
         find_lost_server: Callable[[], str | None],
+        elastic: ElasticRun | None = None,
     ) -> None:
         self._processes, self._screen, self._tracebacks = processes, screen, tracebacks
         self._world_size, self._log_dir, self._find_lost_server = world_size, log_dir, find_lost_server
+        self._elastic = elastic
         self._started = time.monotonic()
         self._failures: list[RankFailure] = []
         self._failed_at = 0.0
@@ -109,8 +113,7 @@ class RunLoop:
         with selector:
             selector.register(signals.wakeup, selectors.EVENT_READ)
             for rank in self._processes.ranks:
-                for stream in rank.streams:
-                    selector.register(stream.pipe, selectors.EVENT_READ, stream)
+                _read_from(rank, selector)
             checks_at = glimpses_at = 0.0
             while self._processes.living():
                 time_s = time.monotonic()
@@ -133,12 +136,17 @@ class RunLoop:
                         for stream in rank.streams:
                             stream.glimpse()
                 self._decide(time_s, signals)
+                if self._elastic is not None and signals.first is None:
+                    for rank in self._elastic.replace(self._processes, time_s):
+                        _read_from(rank, selector)
         return self._finish(signals)
 
     def _patience(self, time_s: float, signals: Signals) -> float:
         if not signals.is_awake:
             return 0.05
         times = [self._tracebacks.due(), self._decides_at, self._kills_at, time_s + _POLL_S]
+        if self._elastic is not None:
+            times.append(self._elastic.next_start_s())
         return max(min(moment for moment in times if moment is not None) - time_s, 0.0)
 
     def _read(self, stream: Stream, selector: selectors.BaseSelector) -> None:
@@ -158,6 +166,11 @@ class RunLoop:
             if rank.status and signals.first is None:
                 self._failed_at = self._failed_at or time.monotonic()
                 self._failures.append(RankFailure(rank.rank, rank.status, rank.last_lines()))
+            if self._elastic is not None:
+                del self._failures[:-_MOST_FAILURES]
+                message = self._elastic.ended(rank)
+                if message is not None and signals.first is None:
+                    self._screen.write_bytes(f"{message}\n".encode(), is_error=True)
         if self._lost_server is None and signals.first is None:
             self._lost_server = self._find_lost_server()
 
@@ -167,8 +180,9 @@ class RunLoop:
             self._wait_for_end_after_signal(time_s, signals)
         elif self._culprit is None and self._kills_at is None:
             if self._lost_server is not None:
-                self._end_all(time_s, None)
-            elif self._failures:
+                culprit = choose_culprit(self._failures)
+                self._end_all(time_s, None if culprit is None else culprit.rank)
+            elif self._failures and self._elastic is None:
                 culprit = choose_culprit(self._failures)
                 living = [rank.rank for rank in self._processes.living()]
                 decides_at = self._failed_at + waiting_time(self._failures, living)
@@ -234,6 +248,11 @@ class RunLoop:
             log_dir=str(self._log_dir) if self._log_dir is not None else None,
         )
         self._screen.write_bytes(report, is_error=True)
+
+
+def _read_from(rank: Rank, selector: selectors.BaseSelector) -> None:
+    for stream in rank.streams:
+        selector.register(stream.pipe, selectors.EVENT_READ, stream)
 
 
 def _drain(wakeup: socket.socket) -> bool:

@@ -38,6 +38,7 @@ class RankProcesses:
 
     def __init__(self) -> None:
         self.ranks: list[Rank] = []
+        self._started: set[int] = set()
         self._supervisor = Supervisor()
 
     def start(
@@ -50,17 +51,20 @@ class RankProcesses:
         captured: bool,
         log_dir: Path | None,
     ) -> None:
-        """Start the ranks. If not `captured`, they inherit the standard streams. The first rank gets standard input."""
-        for number, plan in enumerate(plans):
+        """Start the ranks. If not `captured`, they inherit the standard streams. The first rank gets standard input.
+
+        A log of an earlier rank with the same number is continued.
+        """
+        for plan in plans:
             logs: tuple[IO[bytes] | None, IO[bytes] | None] = (None, None)
             if log_dir is not None:
-                logs = open_logs(log_dir, plan.rank)
+                logs = open_logs(log_dir, plan.rank, appends=plan.rank in self._started)
             pipes = [os.pipe(), os.pipe()] if captured else []
             launch = partial(
                 spawn,
                 command,
                 env=plan.environment,
-                stdin=None if number == 0 else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if self._started else None,
                 stdout=pipes[0][1] if captured else None,
                 stderr=pipes[1][1] if captured else None,
             )
@@ -82,6 +86,7 @@ class RankProcesses:
                 )
                 for (reading, _), is_error, log in zip(pipes, (False, True), logs, strict=False)
             )
+            self._started.add(plan.rank)
             self.ranks.append(Rank(plan, child, streams))
 
     def living(self) -> list[Rank]:

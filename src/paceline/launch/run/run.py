@@ -20,11 +20,13 @@ from paceline.filters.gradients import gradient_filters
 from paceline.filters.modules import with_modules
 from paceline.launch.local import Share, wait_cluster
 from paceline.launch.run.blame import Tracebacks
+from paceline.launch.run.elastic import ElasticRun
 from paceline.launch.run.loop import RunLoop, Signals
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
     ClusterFile,
     Layout,
+    RankPlan,
     command_of,
     lay_out_node,
     lay_out_worker,
@@ -32,14 +34,14 @@ from paceline.launch.run.plan import (
     read_cluster_file,
     servers_of_node,
 )
-from paceline.launch.run.processes import RankProcesses
+from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
 from paceline.meeting.rendezvous import is_loopback, own_host
 from paceline.protocol import Accept, parse_stale_policy
 from paceline.ps import messages
 from paceline.ps.client.filtered import filters_of_dense_tables
-from paceline.strategies import STRATEGIES, StrategyChoice, StrategySpec, choose_strategy, needs_servers
+from paceline.strategies import STRATEGIES, ElasticOptions, StrategyChoice, StrategySpec, choose_strategy, needs_servers
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Address, SocketTransport, make_token
 from paceline.transport.addresses import bind_tcp
@@ -80,6 +82,8 @@ def run_script(options: RunOptions) -> int:
     setup = _plan_cluster(options) if options.cluster is not None else _plan_node(options)
     stale = str(Accept() if options.stale is None else parse_stale_policy(options.stale))
     choice = setup.choice
+    if isinstance(choice.options, ElasticOptions):
+        _check_elastic(options)
     filters, pull_filters = _find_filters(options, choice.spec)
     settings: messages.ClusterSettings | None = None
     if choice.consistency is not None:
@@ -169,6 +173,7 @@ def _run_ranks(
         threads=options.threads,
         cores=num_cores(),
     )
+    elastic_options = setup.choice.options if isinstance(setup.choice.options, ElasticOptions) else None
     command = command_of(sys.executable, options.script, options.arguments or (), is_module=options.module)
     is_alone = layout.world_size == 1
     screen, tracebacks = Screen(labelled=not is_alone), Tracebacks()
@@ -177,8 +182,20 @@ def _run_ranks(
         stack.callback(processes.close)
         with Signals(processes) as signals:
             # A single rank inherits the standard streams, which may be a terminal.
-            captured = not is_alone or options.log_dir is not None
-            processes.start(command, plans, screen, tracebacks, captured=captured, log_dir=options.log_dir)
+            captured = not is_alone or options.log_dir is not None or elastic_options is not None
+
+            def start(*plans: RankPlan) -> Rank:
+                processes.start(command, plans, screen, tracebacks, captured=captured, log_dir=options.log_dir)
+                return processes.ranks[-1]
+
+            elastic: ElasticRun | None = None
+            if elastic_options is None:
+                start(*plans)
+            else:
+                address = Address("tcp", layout.master_addr, layout.master_port)
+                elastic = ElasticRun(elastic_options, plans, start, address=address, token=setup.token, tls=setup.tls)
+                stack.callback(elastic.close)
+                elastic.start_all()
             if signals.first is not None:  # the signal arrived before all ranks were started
                 processes.signal(signals.first, groups=True)
             loop = RunLoop(
@@ -187,7 +204,8 @@ def _run_ranks(
                 tracebacks,
                 world_size=layout.world_size,
                 log_dir=options.log_dir,
-                find_lost_server=(lambda: None) if servers is None else servers.failure,
+                find_lost_server=next((found.failure for found in (servers, elastic) if found), lambda: None),
+                elastic=elastic,
             )
             return loop.run(signals)
 
@@ -230,6 +248,12 @@ def _is_python(script: Path) -> bool:
     except (SyntaxError, ValueError):
         return False
     return True
+
+
+def _check_elastic(options: RunOptions) -> None:
+    for name, value in (("--nnodes", options.nnodes), ("--cluster", options.cluster), ("--filters", options.filters)):
+        if value is not None and value not in (1, "none"):
+            raise UsageError(f"{name} {value}: not supported with --min-ranks and --max-ranks. Leave it out")
 
 
 def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, strategy: str) -> None:
@@ -325,7 +349,9 @@ def _num_processes(options: RunOptions, nnodes: int) -> int:
     spec = STRATEGIES.get(options.strategy or "")
     if spec is None or spec.choose_options is None or not spec.flags_set_processes:
         return 1
-    needed = spec.choose_options(options.flags.given(), None).num_processes
+    chosen = spec.choose_options(options.flags.given(), None)
+    assert chosen is not None
+    needed = chosen.num_processes
     if needed % nnodes:
         raise UsageError(
             f"{needed} processes of a {spec.name} cannot be divided equally among {nnodes} nodes. Choose other --stages"

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from paceline.errors import UsageError
 from paceline.launch.run.blame import RECENT_LINE_BYTES, RECENT_LINES, Tracebacks
@@ -180,12 +180,13 @@ class Stream:
                 pass
 
 
-def open_logs(folder: Path, rank: int) -> tuple[IO[bytes], IO[bytes]]:
+def open_logs(folder: Path, rank: int, *, appends: bool = False) -> tuple[IO[bytes], IO[bytes]]:
     check_log_dir(folder)
+    mode: Literal["ab", "wb"] = "ab" if appends else "wb"
     out: IO[bytes] | None = None
     try:
-        out = open(folder / f"rank{rank}.stdout", "wb", buffering=0)  # noqa: SIM115
-        return out, open(folder / f"rank{rank}.stderr", "wb", buffering=0)
+        out = open(folder / f"rank{rank}.stdout", mode, buffering=0)  # noqa: SIM115
+        return out, open(folder / f"rank{rank}.stderr", mode, buffering=0)
     except OSError as error:
         if out is not None:
             out.close()

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.collectives import Group
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
+from paceline.strategies import ElasticOptions
 from paceline.torch.gradient_filters import check_compression, compress, filter_hook, launcher_filters
 from paceline.torch.strategies.base import Strategy, as_one, choose_device, named_parameters
 from paceline.torch.strategies.deferred import is_stand_in
@@ -90,7 +92,7 @@ class AllReduce(Strategy):
             raise UsageError(f"backend='nccl' needs a CUDA device, but this rank has {chosen}: leave backend out")
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        super().__init__(Ranks.meet(timeout, backend=backend or "paceline"), device=chosen, seed=seed)
+        super().__init__(self._meet(timeout, backend or "paceline"), device=chosen, seed=seed)
         self.takes_uneven = join
         self._compression = compression
         self._filters = filters
@@ -101,6 +103,15 @@ class AllReduce(Strategy):
         self._wraps = backend is not None or self.world_size > 1  # a single rank has no gradients to average
         self._replicas: list[Replica] = []
         self._reached: list[Reached] = []
+
+    def _meet(self, timeout: timedelta, backend: str) -> Ranks:
+        """Return the ranks of the training; ``torch.distributed`` is initialized afterwards."""
+        if ElasticOptions.of_environment(environment()) is not None:
+            raise UsageError(
+                f"{type(self).__name__}() in a run with --min-ranks or --max-ranks: create the strategy by "
+                "paceline.torch.strategy()"
+            )
+        return Ranks.meet(timeout, backend=backend)
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
@@ -196,19 +207,7 @@ class AllReduce(Strategy):
         if len(set(counts)) == 1 or group is None:
             return
         source = counts.index(max(counts))
-        state = self.gather_optimizer_state()
-        described: list[list[Any]] = [
-            [number, key, describe_entry(value)] for number, entry in state.items() for key, value in entry.items()
-        ]
-        described = group.broadcast_object(described if self.rank == source else None, root=source)
-        shared: dict[int, dict[str, Any]] = {}
-        for number, key, (kind, value) in described:
-            if kind != "value":
-                tensor = torch.empty(value, dtype=getattr(torch, kind))
-                if self.rank == source:
-                    tensor.copy_(state[number][key])
-                value = group.broadcast(tensor, root=source)
-            shared.setdefault(number, {})[key] = value
+        shared = share_optimizer_state(group, self.gather_optimizer_state(), source)
         if self.rank != source:
             self._scatter_optimizer_state(shared)
 
@@ -223,6 +222,23 @@ def broadcast_values(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel() and not is_stand_in(tensor):
             dist.broadcast(tensor.detach(), 0)
+
+
+def share_optimizer_state(group: Group, state: dict[int, dict[str, Any]], source: int) -> dict[int, dict[str, Any]]:
+    """Return the optimizer state of the rank `source`, in the form of :meth:`Strategy.gather_optimizer_state`."""
+    described: list[list[Any]] = [
+        [number, key, describe_entry(value)] for number, entry in state.items() for key, value in entry.items()
+    ]
+    described = group.broadcast_object(described if group.rank == source else None, root=source)
+    shared: dict[int, dict[str, Any]] = {}
+    for number, key, (kind, value) in described:
+        if kind != "value":
+            tensor = torch.empty(value, dtype=getattr(torch, kind))
+            if group.rank == source:
+                tensor.copy_(state[number][key])
+            value = group.broadcast(tensor, root=source)
+        shared.setdefault(number, {})[key] = value
+    return shared
 
 
 def describe_entry(value: Any) -> tuple[str, Any]:

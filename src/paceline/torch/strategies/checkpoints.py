@@ -66,7 +66,7 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
     for number, state in states.items():
         optimizer = optimizers[number]
         for group, stored in zip(optimizer.param_groups, description[_key("optimizer", number)]["groups"], strict=True):
-            group.update(_options(group, stored))
+            group.update(options_of_group(group, stored))
         strategy._scatter_optimizer_state(state, number)
     for number, scheduler in enumerate(strategy.schedulers):
         scheduler_state = description.get(_key("scheduler", number))
@@ -193,7 +193,10 @@ def _check_optimizer(
             f"the checkpoint in {directory} has other parameter groups than this optimizer: create the same groups"
         )
     for number, (group, other) in enumerate(zip(optimizer.param_groups, stored["groups"], strict=True)):
-        own_rule, saved_rule = _rule_name(optimizer, group), _rule_name(optimizer, {**group, **_options(group, other)})
+        own_rule, saved_rule = (
+            _rule_name(optimizer, group),
+            _rule_name(optimizer, {**group, **options_of_group(group, other)}),
+        )
         if own_rule != saved_rule:
             raise ModelError(
                 f"the checkpoint in {directory} was saved with {own} as {saved_rule} in parameter group {number}, but "
@@ -201,7 +204,7 @@ def _check_optimizer(
             )
 
 
-def _options(group: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_group(group: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved options of a parameter group, converted to the types of the group's own options."""
     return {key: like(group.get(key), value) for key, value in stored.items() if key != "params"}
 

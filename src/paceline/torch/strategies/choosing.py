@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.strategies import NEUTRAL_SETTINGS, StrategySpec, check_strategy, default_strategy
+from paceline.strategies import NEUTRAL_SETTINGS, ElasticOptions, StrategySpec, check_strategy, default_strategy
 from paceline.torch.strategies.base import Strategy
+
+_ELASTIC = "paceline.torch.strategies.elastic.strategy:ElasticAllReduce"
 
 
 def class_of(spec: StrategySpec) -> type[Strategy]:
@@ -49,7 +52,10 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     if chosen is None:
         chosen = default_strategy(has_servers=settings.scheduler is not None, num_ranks=settings.world_size or 1)
     try:
-        kind = class_of(check_strategy(chosen))
+        spec = check_strategy(chosen)
+        if chosen == ElasticOptions.strategy and ElasticOptions.of_environment(settings) is not None:
+            spec = replace(spec, implementation=_ELASTIC)
+        kind = class_of(spec)
         return kind(**_options_of(kind, options))
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import base64
 import copy
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from paceline.errors import ModelError, UsageError
+from paceline.torch.strategies.sampling import (
+    Remaining,
+    ShardedSampler,
+    is_sharded,
+    seeded,
+    set_epoch,
+    sharded_stream,
+)
 
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
 
 
 @dataclass
-class _Position:
-    """Position in an epoch: the number of items that all ranks received, and the generator's state before the epoch."""
+class Position:
+    """Position in an epoch: the items that ranks have not received, and the generator's state at its beginning."""
 
     epoch: int
-    items: int
+    remaining: Remaining
+    """Numbers of samples, or of batches in a stream or without a batch size."""
     generator: str | None
 
 
@@ -61,12 +69,12 @@ class Loader:
         self._rank, self._size = strategy.data_place if shard else (0, 1)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._epoch = 0
-        self._skip = 0
-        """Items to leave out of the next epoch, because the training loop received them before the checkpoint."""
-        self._reading: _Position | None = None
+        self._remaining = Remaining()
+        """Items of the next epoch, without those that the training loop received before the checkpoint."""
+        self._reading: Position | None = None
         """Position in the running epoch; None between epochs."""
         self._given = loader
-        self.inner: DataLoader[Any] = loader if self._is_stream else self._with_sampler()
+        self.inner: DataLoader[Any] = loader if self._is_stream else self._with_sampler(Remaining())
         if trains:
             sizes = strategy._ranks.exchange([self._num_batches(), self._num_samples()])
             for rank, (num_batches, num_samples) in enumerate(sizes):
@@ -75,18 +83,18 @@ class Loader:
         elif not self._is_stream and len_or_none(loader) == 0:
             raise UsageError(self._describe_empty(strategy.rank, self._num_samples()))
 
-    def _with_sampler(self, skip: int = 0) -> DataLoader[Any]:
-        """Return the given loader with this rank's part of the data, without the first `skip` items of all ranks."""
+    def _with_sampler(self, remaining: Remaining) -> DataLoader[Any]:
+        """Return the given loader with this rank's part of the `remaining` items of all ranks."""
         loader, pads = self._given, self._trains
 
         def share(sampler: Any) -> Any:
-            place, left_out = (self._rank, self._size), skip
+            place, own = (self._rank, self._size), remaining
             if self._size > 1 and is_sharded(sampler, *place):
-                place, left_out = (0, 1), skip // self._size
+                place, own = (0, 1), Remaining(remaining.first // self._size)
             sampler = seeded(sampler, self._strategy.seed)
-            if place == (0, 1) and not left_out:
+            if place == (0, 1) and own == Remaining():
                 return sampler
-            return ShardedSampler(sampler, *place, drop_last=loader.drop_last, pads=pads, skip=left_out)
+            return ShardedSampler(sampler, *place, drop_last=loader.drop_last, pads=pads, remaining=own)
 
         sampler: Any = loader.sampler
         batch_sampler: Any = loader.batch_sampler
@@ -128,7 +136,7 @@ class Loader:
         beginning.
         """
         if epoch != self._epoch:
-            self._skip = 0
+            self._remaining = Remaining()
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,10 +145,11 @@ class Loader:
         The batch of the current iteration counts as received. Items are samples, or batches if the loader has no batch
         size.
         """
-        position = self._reading or _Position(self._epoch, self._skip, self._generator_state())
+        position = self._reading or Position(self._epoch, self._remaining, self._generator_state())
         return {
             "epoch": position.epoch,
-            "items": position.items,
+            "items": position.remaining.first * self._items_per_number,
+            "returned": list(position.remaining.returned),
             "unit": "batch" if self.batch_size is None else "sample",
             "length": self._num_items(),
             "generator": position.generator,
@@ -151,20 +160,30 @@ class Loader:
 
         Raises ModelError if the position is not between two batches of this loader.
         """
-        self._epoch, self._skip, self._reading = state["epoch"], 0, None
+        self._epoch, self._remaining, self._reading = state["epoch"], Remaining(), None
         unit = "batch" if self.batch_size is None else "sample"
         if (unit, self._num_items()) != (state["unit"], state["length"]):
             return
-        per_batch = (self.batch_size or 1) if self._is_stream else 1
-        if self._is_stream and state["items"] % per_batch:
+        per_batch = self._items_per_number
+        if state["items"] % per_batch:
             raise ModelError(
                 f"the checkpoint was saved after {state['items']:,} samples of a stream, which are no whole number of "
                 f"batches with batch_size={per_batch}: use the batch_size of the saved training"
             )
-        self._skip = state["items"]
+        self._remaining = Remaining(state["items"] // per_batch, tuple(state.get("returned", ())))
         generator = self._generator()
         if generator is not None and state["generator"] is not None:
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state["generator"])), dtype=torch.uint8))
+
+    @property
+    def _items_per_number(self) -> int:
+        """Number of items that one number of :class:`Remaining` counts: a stream is divided by batches."""
+        return (self.batch_size or 1) if self._is_stream else 1
+
+    @property
+    def numbers_per_step(self) -> int:
+        """The numbers of :class:`Remaining` that all ranks receive together in one batch each."""
+        return self._size * (1 if self._is_stream else self.batch_size or 1)
 
     def _generator(self) -> torch.Generator | None:
         """Return the generator of the user's sampler, if any. (The epoch seeds the generators of :func:`seeded`.)"""
@@ -191,18 +210,12 @@ class Loader:
         return math.ceil((length - (0 if self._trains else self._rank)) / self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, skip = self._epoch, self._skip
-        self._epoch, self._skip = epoch + 1, 0
-        inner = self.inner if self._is_stream or not skip else self._with_sampler(skip)
+        epoch, remaining = self._epoch, self._remaining
+        self._epoch, self._remaining = epoch + 1, Remaining()
+        inner = self.inner if self._is_stream or remaining == Remaining() else self._with_sampler(remaining)
         if self._trains:
-            self._reading = _Position(epoch, skip, self._generator_state())
-        if self._is_stream:
-            set_epoch(inner.dataset, epoch)
-        elif inner.batch_sampler is not None:
-            set_epoch(inner.batch_sampler, epoch)
-        else:
-            set_epoch(inner.sampler, epoch)
-        batches = self._batches(inner, skip)
+            self._reading = Position(epoch, remaining, self._generator_state())
+        batches = self._batches(inner, epoch, remaining)
         if not self._trains:
             return batches
         return self._iterate_training(batches, None if self._is_stream else len_or_none(inner))
@@ -217,23 +230,24 @@ class Loader:
             elif len(set(lengths)) > 1:
                 counts = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(lengths))
                 raise UsageError(f"the ranks have unequal numbers of batches in an epoch ({counts}){self._advice()}")
-        if length is None and not position.items:
+        if length is None and not position.remaining.first:
             batches = self._at_least_one(batches)
         if strategy.embedder is not None:
             batches = self._prefetching(batches)
-        num_items = (self.batch_size or 1) * self._size
         with strategy.epoch(length):
             for batch in batches:
-                position.items += num_items
+                position.remaining = position.remaining.after(self.numbers_per_step)
                 yield batch
             strategy._ran_out()
         if self._reading is position:
             self._reading = None
 
-    def _batches(self, inner: DataLoader[Any], skip: int) -> Iterator[Any]:
+    def _batches(self, inner: DataLoader[Any], epoch: int, remaining: Remaining) -> Iterator[Any]:
+        """Return this rank's batches of an epoch, on the strategy's device."""
+        set_epoch(inner.dataset if self._is_stream else inner.batch_sampler or inner.sampler, epoch)
         batches: Iterator[Any] = iter(inner)
-        if self._is_stream and skip:
-            batches = itertools.islice(batches, skip // (self.batch_size or 1), None)
+        if self._is_stream and remaining != Remaining():
+            batches = (batch for number, batch in enumerate(batches) if number in remaining)
         if self._is_stream and self._size > 1:
             batches = sharded_stream(batches, self._rank, self._size, drop_last=self.inner.drop_last, pads=self._trains)
         device = self._strategy.device
@@ -326,118 +340,3 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(moved(value, device) for value in batch)
     return batch
-
-
-class ShardedSampler(Sampler[Any]):
-    """Every `size`-th item of another sampler, starting at number `rank`: indices, or batches of indices.
-
-    The first `skip` items of the other sampler are left out. An incomplete last group of `size` items is dropped
-    (`drop_last`), filled up with the first items, or, with ``pads=False``, shared without repetition, so that some
-    ranks get no item.
-    """
-
-    def __init__(
-        self, sampler: Any, rank: int, size: int, *, drop_last: bool, pads: bool = True, skip: int = 0
-    ) -> None:
-        self.sampler = sampler
-        self._rank = rank
-        self._size = size
-        self._drop_last = drop_last
-        self._pads = pads
-        self._skip = skip
-
-    def __iter__(self) -> Iterator[Any]:
-        first: list[Any] = []
-        group: list[Any] = []
-        for number, item in enumerate(self.sampler):
-            if len(first) < self._size:
-                first.append(item)
-            if number < self._skip:
-                continue
-            group.append(item)
-            if len(group) == self._size:
-                yield group[self._rank]
-                group.clear()
-        if group and not self._drop_last:
-            if self._pads:
-                group += itertools.islice(itertools.cycle(first), self._size - len(group))
-            yield from group[self._rank : self._rank + 1]
-
-    def __len__(self) -> int:
-        num_groups, remainder = divmod(max(len(self.sampler) - self._skip, 0), self._size)
-        has_last = not self._drop_last and (remainder > 0 if self._pads else remainder > self._rank)
-        return num_groups + has_last
-
-    def set_epoch(self, epoch: int) -> None:
-        set_epoch(self.sampler, epoch)
-
-
-class SeededSampler(Sampler[Any]):
-    """One of torch's samplers, which draws the same items in every process: from the seed and the epoch's number."""
-
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self.sampler = copy.copy(sampler)
-        self.sampler.generator = torch.Generator()
-        self._seed = seed
-        self.set_epoch(0)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.sampler.generator.manual_seed(self._seed + self._epoch)
-        yield from self.sampler
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-
-def set_epoch(sampler: Any, epoch: int) -> None:
-    """Set the epoch's number of a sampler, or of its inner sampler, if it has ``set_epoch``."""
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    elif hasattr(sampler, "sampler"):
-        set_epoch(sampler.sampler, epoch)
-
-
-def seeded(sampler: Any, seed: int) -> Any:
-    """Return a sampler that draws the same items in every process: `sampler` itself unless it uses global state.
-
-    A shuffling loader's order then depends only on the seed and the epoch. A user's sampler without a ``generator`` is
-    unchanged.
-    """
-    if type(sampler) is BatchSampler:
-        inner = seeded(sampler.sampler, seed)
-        return sampler if inner is sampler.sampler else BatchSampler(inner, sampler.batch_size, sampler.drop_last)
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement
-    if shuffles or getattr(sampler, "generator", True) is None:
-        return SeededSampler(sampler, seed)
-    return sampler
-
-
-def is_sharded(sampler: Any, rank: int, size: int) -> bool:
-    """Return whether a sampler yields only this rank's part. Raises UsageError for a part of other ranks."""
-    if isinstance(sampler, BatchSampler):
-        sampler = sampler.sampler
-    if not isinstance(sampler, DistributedSampler):
-        return False
-    if (sampler.rank, sampler.num_replicas) == (rank, size):
-        return True
-    raise UsageError(
-        f"rank {rank} of {size} got a DistributedSampler for rank {sampler.rank} of {sampler.num_replicas}: leave it "
-        "out and use shuffle=True, because the strategy shards the data"
-    )
-
-
-def sharded_stream(batches: Iterable[Any], rank: int, size: int, *, drop_last: bool, pads: bool) -> Iterator[Any]:
-    """Yield every `size`-th batch of a stream, starting at number `rank`.
-
-    An incomplete last group is dropped with `drop_last`. Otherwise, with `pads`, each rank gets a batch from the group
-    (some batches twice); without `pads`, some ranks get no batch.
-    """
-    stream = iter(batches)
-    while group := list(itertools.islice(stream, size)):
-        if len(group) == size or (rank < len(group) and not drop_last):
-            yield group[rank]
-        elif pads and not drop_last:
-            yield group[rank % len(group)]

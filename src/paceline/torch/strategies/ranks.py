@@ -26,11 +26,21 @@ class Ranks:
     """The ranks of a training. `group` (None for one rank) is used only by the strategy, not by the program."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, group: Group | None = None) -> None:
-        self.rank = rank
-        self.size = size
+        self._rank = rank
+        self._size = size
         self.local_rank = local_rank
         self.group = group
         self._owns_torch = False
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among the ranks."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
 
     @classmethod
     def meet(cls, timeout: timedelta = DEFAULT_TIMEOUT, *, backend: str | None = None) -> Ranks:
@@ -44,7 +54,7 @@ class Ranks:
             if backend is None:
                 return cls()
             ranks = cls()
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+            be_alone(backend, timeout)
             ranks._owns_torch = True
             return ranks
         owns_torch = False
@@ -113,6 +123,11 @@ class Ranks:
         if self._owns_torch and dist.is_initialized():
             self._owns_torch = False
             dist.destroy_process_group()
+
+
+def be_alone(backend: str, timeout: timedelta) -> None:
+    """Initialize ``torch.distributed`` for this process alone."""
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _is_placeless(settings: Environment) -> bool:

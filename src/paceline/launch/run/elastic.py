@@ -1,0 +1,121 @@
+"""Ranks that may die without the end of the run: their coordinator, and the replacements of dead ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from typing_extensions import override
+
+from paceline.closing import Closing
+from paceline.launch.run.plan import RankPlan
+from paceline.launch.run.processes import Rank, RankProcesses
+from paceline.launch.supervisor import describe_status
+from paceline.meeting.coordinator import CoordinatorServer
+from paceline.protocol.quorum import Coordinator
+from paceline.strategies import ElasticOptions
+from paceline.transport import TLS, Address
+from paceline.transport.backoff import Backoff
+
+_REPORT_TIMEOUT_S: Final = 300.0
+"""Time for all ranks to report after a failure, because a rank may compute for long between two exchanges."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_MOST_FAILED_STARTS: Final = 5
+"""Replacements in a row that end before they take part; then dead ranks are not replaced any more."""
+
+
+class ElasticRun(Closing):
+    """Serves the coordinator of a run, and starts a new process for each dead one."""
+
+    def __init__(
+        self,
+        options: ElasticOptions,
+        plans: Sequence[RankPlan],
+        start: Callable[[RankPlan], Rank],
+        *,
+        address: Address,
+        token: str,
+        tls: TLS | None,
+    ) -> None:
+        """`start` starts a rank's process. Raises AddressError if the coordinator cannot be served at `address`."""
+        self._start = start
+        self._plans = {plan.rank: plan for plan in plans}
+        self._ranks: dict[int, Rank] = {}
+        """The living ranks by incarnation."""
+        self._next_member = 0
+        self._due: list[tuple[float, int]] = []
+        """Times of the next starts, with the rank's numbers in the output and the environment."""
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._num_failed_starts = 0
+        self._is_over = False
+        coordinator = Coordinator(
+            range(len(plans)),
+            min_ranks=options.min_ranks,
+            max_ranks=options.max_ranks,
+            report_timeout_s=_REPORT_TIMEOUT_S,
+        )
+        self._server = CoordinatorServer(coordinator, address, token, tls, self._expel)
+
+    def start_all(self) -> None:
+        for number in self._plans:
+            self._start_rank(number)
+
+    def _start_rank(self, number: int) -> Rank:
+        member, self._next_member = self._next_member, self._next_member + 1
+        self._server.started(member)
+        plan = self._plans[number]
+        rank = self._start(replace(plan, environment={**plan.environment, "PACELINE_INCARNATION": str(member)}))
+        self._ranks[member] = rank
+        return rank
+
+    def failure(self) -> str | None:
+        """Return the reason for which the ranks cannot continue."""
+        return self._server.failure
+
+    def ended(self, rank: Rank) -> str | None:
+        """Handle the end of a rank; return the message for the user, None after a good end."""
+        member = next(member for member, other in self._ranks.items() if other is rank)
+        del self._ranks[member]
+        took_part = self._server.has_joined(member)
+        self._server.ended(member, is_failure=bool(rank.status))
+        if not rank.status:
+            self._is_over = True
+            return None
+        assert rank.status is not None
+        text = f"paceline run: rank {rank.rank} {describe_status(rank.status)}"
+        if self._is_over or self._server.failure is not None:
+            return text
+        if took_part:
+            self._backoff.reset()
+            self._num_failed_starts, pause_s = 0, 0.0
+        else:
+            self._num_failed_starts += 1
+            pause_s = self._backoff.next_s()
+        if self._num_failed_starts > _MOST_FAILED_STARTS:
+            return f"{text}. It is not replaced, because {self._num_failed_starts} ranks in a row ended at their start"
+        self._due.append((time.monotonic() + pause_s, rank.rank))
+        return f"{text}. The other ranks continue, and a new rank {rank.rank} starts"
+
+    def next_start_s(self) -> float | None:
+        """Return the time of the next start of a replacement."""
+        return min((due_s for due_s, _ in self._due), default=None)
+
+    def replace(self, processes: RankProcesses, time_s: float) -> list[Rank]:
+        """Start the replacements that are due, and return them."""
+        if self._is_over or self._server.failure is not None:
+            self._due = []
+        due = [number for due_s, number in self._due if due_s <= time_s]
+        self._due = [(due_s, number) for due_s, number in self._due if due_s > time_s]
+        processes.ranks = [rank for rank in processes.ranks if rank.status is None or rank.rank not in due]
+        return [self._start_rank(number) for number in due]
+
+    def _expel(self, member: int) -> None:
+        rank = self._ranks.get(member)
+        if rank is not None:
+            rank.child.kill()
+
+    @override
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,363 @@
+"""Choose the ranks of each quorum of an elastic training, and decide which steps are committed.
+
+A *step* is one exchange between the ranks of a *quorum*, for example the all-reduce of one backward pass. A rank is
+*prepared* when it has the step's result. Then all ranks vote, by one more all-reduce. A rank with a successful vote
+*commits* the step. These are the rules:
+
+1. A vote succeeds only if all ranks contribute to it, and a rank contributes only when it is prepared. So a commit on
+   one rank implies that all ranks were prepared.
+2. If an exchange or a vote fails, the rank reports its number of committed steps to the coordinator and waits. The
+   coordinator waits for the reports of all members of the quorum that live.
+3. The step is committed if a member has committed it, or if all surviving members are prepared. Otherwise the members
+   repeat the exchange, with the same inputs, in the next quorum. So all members commit a step, or none.
+4. Only the coordinator starts quorums. Their numbers grow, and a rank accepts only a larger number than its own.
+5. Newcomers enter between two steps, when all members of the quorum report for it. They receive the state from a
+   member that has it.
+
+A member has a unique number for each process, its incarnation. The runtimes are :mod:`paceline.meeting.coordinator` and
+:mod:`paceline.collectives.elastic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from paceline.errors import ProtocolError
+from paceline.protocol.bounds import Number
+
+# Requests of the ranks.
+
+
+class JoinRequest(Struct, frozen=True, array_like=True, tag=True):
+    """A process requests to become a member; `epoch` is its position in the training loop."""
+
+    member: Number
+    epoch: Number
+
+
+class QuorumReport(Struct, frozen=True, array_like=True, tag=True):
+    """A member has stopped its exchanges in a quorum, and waits for the next one."""
+
+    member: Number
+    quorum: Number
+    step: Number
+    """Steps that the member has committed."""
+    is_prepared: bool
+    """Whether it has the result of the next step."""
+    has_state: bool
+    """Whether it has the training's state; False for a newcomer that has not received it."""
+    epoch: Number | None = None
+    """Set between two steps, to let newcomers in: its position in the training loop. None after a failure."""
+
+
+class LeaveNotice(Struct, frozen=True, array_like=True, tag=True):
+    """A member makes no further exchanges."""
+
+    member: Number
+    step: Number
+
+
+# Instructions of the coordinator. The first two are also its answers to ranks.
+
+
+class StartQuorum(Struct, frozen=True, array_like=True, tag=True):
+    """Form a quorum of these members; a member's rank is its place in `members`."""
+
+    quorum: Number
+    members: tuple[Number, ...]
+    step: Number
+    """Steps that all members have committed, or commit now."""
+    source: Number
+    """Rank of a member with the training's state."""
+    has_newcomers: bool
+    """Whether the source sends the state, before the next step."""
+
+
+class RetryJoin(Struct, frozen=True, array_like=True, tag=True):
+    """A newcomer was in another epoch than the members: it must continue to their epoch, and join again."""
+
+    member: Number
+
+
+class RejectMember(Struct, frozen=True):
+    """Answer a process that is no member any more."""
+
+    member: int
+    reason: str
+
+
+class DismissProcess(Struct, frozen=True):
+    """Answer a waiting process that the training has ended."""
+
+    member: int
+
+
+class AnnounceNewcomers(Struct, frozen=True):
+    """Notify the members of a quorum that newcomers wait."""
+
+    quorum: int
+
+
+class BreakQuorum(Struct, frozen=True):
+    """End the formation of a quorum, because a member was lost."""
+
+    quorum: int
+
+
+class ExpelMember(Struct, frozen=True):
+    """End a process that was declared lost."""
+
+    member: int
+
+
+class FailTraining(Struct, frozen=True):
+    """End the training."""
+
+    reason: str
+
+
+QuorumInstruction: TypeAlias = (
+    StartQuorum
+    | RetryJoin
+    | RejectMember
+    | DismissProcess
+    | AnnounceNewcomers
+    | BreakQuorum
+    | ExpelMember
+    | FailTraining
+)
+
+
+class Coordinator:
+    """Starts the quorums of one training.
+
+    `initial` are the members of the first quorum, except those that end before. The training fails if fewer than
+    `min_ranks` members live. Members without a report `report_timeout_s` after the first report are declared lost.
+    """
+
+    def __init__(self, initial: Iterable[int], *, min_ranks: int, max_ranks: int, report_timeout_s: float) -> None:
+        self.quorum = 0
+        self.members: tuple[int, ...] = ()
+        """The members that form the current quorum, in rank order, with those lost since."""
+        self.has_failed = False
+        self._min_ranks, self._max_ranks, self._report_timeout_s = min_ranks, max_ranks, report_timeout_s
+        self._initial = frozenset(initial)
+        self._processes = set(self._initial)
+        self._awaited = set(self._initial)
+        """Initial members that have not joined yet."""
+        self._waiting: dict[int, int] = {}
+        """Epochs of the processes that wait to become members."""
+        self._alive: set[int] = set()
+        self._leaving: set[int] = set()
+        """Members that have left and whose processes live."""
+        self._has_ended = False
+        """Whether a member has ended without a failure."""
+        self._step_of_left = 0
+        self._reports: dict[int, QuorumReport] = {}
+        self._start: StartQuorum | None = None
+        self._deadline_s: float | None = None
+        self._is_announced = False
+
+    @property
+    def num_tracked(self) -> int:
+        """Number of processes, waiting processes, members and reports in memory."""
+        return sum(map(len, (self._processes, self._waiting, self._alive, self._leaving, self._reports)))
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The time at which :meth:`time_passed` has an effect."""
+        return self._deadline_s
+
+    def is_member(self, member: int) -> bool:
+        """Return whether a process takes part in the current quorum."""
+        return member in self._alive
+
+    def started(self, member: int) -> None:
+        """Expect a new process. Requests of unexpected processes are rejected."""
+        self._processes.add(member)
+
+    def joined(self, request: JoinRequest) -> list[QuorumInstruction]:
+        member = request.member
+        if self.has_failed or member not in self._processes or member in self._leaving:
+            return [RejectMember(member, "it was declared lost, or the training has failed")]
+        if member in self._alive:
+            assert self._start is not None
+            return [self._start]  # the first answer was lost
+        if self.quorum and not self._alive:
+            return [DismissProcess(member)]
+        self._waiting[member] = request.epoch
+        self._awaited.discard(member)
+        return self._start_first() if not self.quorum else self._announce()
+
+    def reported(self, report: QuorumReport, time_s: float) -> list[QuorumInstruction]:
+        if report.member not in self._alive or report.quorum > self.quorum:
+            return [RejectMember(report.member, "the other ranks continue without it, because it was declared lost")]
+        if report.quorum < self.quorum:
+            assert self._start is not None
+            return [self._start]  # the first answer was lost
+        self._reports[report.member] = report
+        if self._deadline_s is None:
+            self._deadline_s = time_s + self._report_timeout_s
+        return self._decide()
+
+    def left(self, request: LeaveNotice) -> list[QuorumInstruction]:
+        self._waiting.pop(request.member, None)
+        if request.member not in self._alive:
+            return []
+        self._alive.remove(request.member)
+        self._leaving.add(request.member)
+        self._reports.pop(request.member, None)
+        self._step_of_left = max(self._step_of_left, request.step)
+        return self._decide()
+
+    def ended(self, member: int, *, is_failure: bool) -> list[QuorumInstruction]:
+        """Remove a process that has ended."""
+        if self.has_failed or member not in self._processes:
+            return []
+        is_old = member in self._alive or member in self._leaving or member in self._awaited
+        was_alive = member in self._alive
+        for members in (self._processes, self._alive, self._leaving, self._awaited):
+            members.discard(member)
+        self._waiting.pop(member, None)
+        self._reports.pop(member, None)
+        if not self.quorum:
+            num_left = len(self._initial & self._processes)
+            if is_failure and num_left < self._min_ranks:
+                return self._fail_for_size(num_left)
+            return self._start_first()
+        if not is_old:
+            return []
+        self._has_ended |= not is_failure
+        if is_failure and self._has_ended:
+            return self._fail("a rank failed after another rank had ended the training")
+        if is_failure and len(self._alive) + len(self._leaving) < self._min_ranks:
+            return self._fail_for_size(len(self._alive) + len(self._leaving))
+        instructions: list[QuorumInstruction] = [BreakQuorum(self.quorum)] if was_alive else []
+        if not self._alive and not self._leaving:
+            return [*instructions, *self._dismiss()]
+        return [*instructions, *self._decide()]
+
+    def time_passed(self, time_s: float) -> list[QuorumInstruction]:
+        """Declare members lost that have not reported in time."""
+        if self.has_failed or self._deadline_s is None or time_s < self._deadline_s:
+            return []
+        silent = sorted(self._alive - self._reports.keys())
+        self._alive -= set(silent)
+        self._processes -= set(silent)
+        instructions: list[QuorumInstruction] = [BreakQuorum(self.quorum), *map(ExpelMember, silent)] if silent else []
+        if len(self._alive) + len(self._leaving) < self._min_ranks:
+            return [*instructions, *self._fail_for_size(len(self._alive) + len(self._leaving))]
+        return [*instructions, *self._decide()]
+
+    def _start_first(self) -> list[QuorumInstruction]:
+        if self._awaited:
+            return []
+        members = self._initial & self._waiting.keys()
+        if not members:
+            return self._dismiss()
+        for member in members:
+            del self._waiting[member]
+        return self._start_quorum(members, 0, min(members), has_newcomers=False)
+
+    def _dismiss(self) -> list[QuorumInstruction]:
+        waiting, self._waiting = self._waiting, {}
+        return [DismissProcess(member) for member in waiting]
+
+    def _decide(self) -> list[QuorumInstruction]:
+        """Start the next quorum if all living members have reported."""
+        if self.has_failed or not self._alive or self._alive - self._reports.keys():
+            return []
+        reports = [self._reports[member] for member in sorted(self._alive)]
+        step = max(self._step_of_left, *(report.step for report in reports))
+        if all(report.step == step and report.is_prepared for report in reports):
+            step += 1
+        for report in reports:
+            if report.step + report.is_prepared < step:
+                return self._fail(
+                    f"member {report.member} has not prepared step {step}, which another member committed"
+                )
+        # The first step of a newcomer is the state's transfer.
+        sources = [report.member for report in reports if report.has_state or report.step < step]
+        if not sources:
+            return self._fail("no rank is left that has the training's state")
+        epoch = next((report.epoch for report in reports if report.epoch is not None), None)
+        late: list[int] = []
+        newcomers: list[int] = []
+        if epoch is not None:
+            late = [member for member, position in self._waiting.items() if position != epoch]
+            room = max(self._max_ranks - len(self._alive), 0)
+            newcomers = [member for member in sorted(self._waiting) if member not in late][:room]
+            for member in (*late, *newcomers):
+                del self._waiting[member]
+        has_newcomers = bool(newcomers) or len(sources) < len(reports)
+        started = self._start_quorum({*self._alive, *newcomers}, step, sources[0], has_newcomers=has_newcomers)
+        return [*started, *map(RetryJoin, late)]
+
+    def _start_quorum(
+        self, members: Set[int], step: int, source: int, *, has_newcomers: bool
+    ) -> list[QuorumInstruction]:
+        self.quorum += 1
+        self.members = tuple(sorted(members))
+        self._alive = set(members)
+        self._reports, self._deadline_s, self._is_announced = {}, None, False
+        self._start = StartQuorum(self.quorum, self.members, step, self.members.index(source), has_newcomers)
+        return [self._start, *self._announce()]
+
+    def _announce(self) -> list[QuorumInstruction]:
+        if self._is_announced or not self._waiting or len(self._alive) >= self._max_ranks:
+            return []
+        self._is_announced = True
+        return [AnnounceNewcomers(self.quorum)]
+
+    def _fail_for_size(self, num_left: int) -> list[QuorumInstruction]:
+        ranks = "1 rank is" if num_left == 1 else f"{num_left} ranks are" if num_left else "no rank is"
+        return self._fail(f"{ranks} left, and --min-ranks is {self._min_ranks}")
+
+    def _fail(self, reason: str) -> list[QuorumInstruction]:
+        self.has_failed = True
+        self._deadline_s = None
+        return [FailTraining(reason)]
+
+    def validate(self) -> None:
+        assert self._alive <= set(self.members)
+        assert self._alive | self._leaving | self._waiting.keys() <= self._processes
+        assert not self._alive & (self._waiting.keys() | self._leaving)
+        assert self._reports.keys() <= self._alive
+        assert len(self.members) <= self._max_ranks
+
+
+class QuorumMember:
+    """The rules of one rank: its quorum, its steps, and its reports."""
+
+    def __init__(self, member: int, *, has_state: bool) -> None:
+        self.member, self.has_state = member, has_state
+        self.quorum = self.step = 0
+        self.is_prepared = False
+
+    def prepare(self) -> None:
+        """Record that the rank has the result of the next step."""
+        self.is_prepared = True
+
+    def commit(self) -> None:
+        """Commit the step after a successful vote."""
+        assert self.is_prepared
+        self.step += 1
+        self.is_prepared = False
+
+    def report(self, epoch: int | None = None) -> QuorumReport:
+        """Return the report after a failure, or, with an `epoch`, between two steps for newcomers."""
+        assert epoch is None or not self.is_prepared
+        return QuorumReport(self.member, self.quorum, self.step, self.is_prepared, self.has_state, epoch)
+
+    def start(self, start: StartQuorum) -> bool:
+        """Enter the next quorum; return whether the prepared step is committed. Raises ProtocolError."""
+        if start.quorum <= self.quorum or self.member not in start.members:
+            raise ProtocolError(f"member {self.member} of quorum {self.quorum} cannot enter {start}")
+        is_committed = self.step < start.step and self.is_prepared
+        if self.quorum and self.step + is_committed < start.step:
+            raise ProtocolError(f"member {self.member} cannot commit step {start.step}, which it has not prepared")
+        self.quorum, self.step, self.is_prepared = start.quorum, start.step, False
+        return is_committed

@@ -1,0 +1,1 @@
+"""All-reduce whose ranks may die, and join, during the training."""

@@ -1,0 +1,67 @@
+"""Transfer a training's state from one rank to newcomers: model, optimizers, schedulers and the loaders' positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.collectives import Group
+from paceline.torch.strategies.all_reduce import share_optimizer_state
+from paceline.torch.strategies.base import Strategy, state_of
+from paceline.torch.strategies.checkpoints import from_json, like, options_of_group, to_json
+
+
+class TransferredState:
+    """The state of a strategy's training on one rank."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._values: dict[str, torch.Tensor] = {}
+        self._states: list[dict[int, dict[str, Any]]] = []
+        self._description: dict[str, Any] = {}
+
+    def share(self, group: Group, source: int) -> None:
+        """Receive the state of the rank `source`; every rank of the group calls it, again if it fails."""
+        strategy, is_source = self._strategy, group.rank == source
+        assert strategy.module is not None
+        own = self._describe() if is_source else None
+        self._description = from_json(group.broadcast_object(own, root=source))
+        self._values = {
+            name: group.broadcast(value.to("cpu", copy=True).contiguous(), root=source)
+            for name, value in state_of(strategy.module).items()
+        }
+        self._states = [
+            share_optimizer_state(group, strategy.gather_optimizer_state(number) if is_source else {}, source)
+            for number in range(len(strategy.optimizers))
+        ]
+
+    def _describe(self) -> Any:
+        strategy = self._strategy
+        groups = [
+            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            for optimizer in strategy.optimizers
+        ]
+        return to_json(
+            {
+                "optimizers": groups,
+                "schedulers": [scheduler.state_dict() for scheduler in strategy.schedulers],
+                "loaders": [loader.state_dict() for loader in strategy.loaders],
+            },
+            "the state for new ranks",
+        )
+
+    def load(self) -> None:
+        """Make the received state the state of this rank."""
+        strategy = self._strategy
+        strategy._scatter_values(self._values)
+        for number, (optimizer, groups) in enumerate(
+            zip(strategy.optimizers, self._description["optimizers"], strict=True)
+        ):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options_of_group(group, options))
+            strategy._scatter_optimizer_state(self._states[number], number)
+        for scheduler, state in zip(strategy.schedulers, self._description["schedulers"], strict=True):
+            scheduler.load_state_dict(like(scheduler.state_dict(), state))
+        for loader, position in zip(strategy.loaders, self._description["loaders"], strict=True):
+            loader.load_state_dict(position)

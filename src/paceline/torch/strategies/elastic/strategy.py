@@ -1,0 +1,142 @@
+"""The strategy ``all-reduce`` under ``paceline run --min-ranks N``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from paceline.collectives import Group
+from paceline.collectives.elastic import ElasticGroup
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.strategies import ElasticOptions
+from paceline.torch.embeddings import RowTables
+from paceline.torch.strategies.all_reduce import AllReduce
+from paceline.torch.strategies.deferred import is_stand_in
+from paceline.torch.strategies.elastic.gradients import ElasticGradients
+from paceline.torch.strategies.elastic.loader import ElasticLoader
+from paceline.torch.strategies.elastic.training import ElasticTraining
+from paceline.torch.strategies.loaders import Loader
+from paceline.torch.strategies.ranks import Ranks, be_alone
+from paceline.torch.strategies.reached import Reached
+from paceline.torch.strategies.replicas.replica import Replica
+from paceline.transport import TLS, Address
+
+_UNSUPPORTED = ("join", "compression", "filters", "sync_batch_norm", "find_unused_parameters", "static_graph")
+
+
+class _ElasticRanks(Ranks):
+    """The present ranks of an elastic training. A newcomer is alone until it joins."""
+
+    def __init__(self, group: ElasticGroup, local_rank: int) -> None:
+        # ElasticGroup has the methods of Group that all-reduce uses.
+        super().__init__(local_rank=local_rank, group=cast(Group, group))
+        self._elastic = group
+
+    @property
+    @override
+    def rank(self) -> int:
+        # A newcomer that is alone prints and writes nothing.
+        return self._elastic.rank if self._elastic.quorum else max(self.local_rank, 1)
+
+    @property
+    @override
+    def size(self) -> int:
+        return self._elastic.size
+
+
+class ElasticAllReduce(AllReduce):
+    """All-reduce over ranks that may die, and join, during the training.
+
+    If a rank dies, the other ranks average their gradients again without it; the mean is then over fewer samples. A new
+    rank takes part after the step in which it arrives. Before that, its loop computes one batch of each earlier epoch
+    alone. Then it receives the other ranks' parameters, buffers, optimizers, schedulers and position in the data.
+    Other variables of its loop have their first values.
+
+    Options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, except `join`, `compression`, `filters`,
+    `sync_batch_norm`, `find_unused_parameters` and `static_graph`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        for name in _UNSUPPORTED:
+            if options.get(name):
+                raise UsageError(
+                    f"{name}={options[name]!r}: not supported with --min-ranks and --max-ranks. Leave it out"
+                )
+        super().__init__(**options)
+        self._wraps = True
+        self._training = ElasticTraining(self, self._elastic)
+        if self._elastic.has_state:
+            self._elastic.enter()
+
+    @override
+    def _meet(self, timeout: timedelta, backend: str) -> Ranks:
+        self._elastic = _connect(timeout)
+        if not dist.is_initialized():
+            be_alone(backend, timeout)
+        return _ElasticRanks(self._elastic, environment().local_rank or 0)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this process takes part in the training; False before a newcomer's first shared step."""
+        return self._training.has_joined
+
+    @property
+    @override
+    def data_place(self) -> tuple[int, int]:
+        return self._elastic.rank, self._elastic.size
+
+    @override
+    def prepare_loader(self, loader: Any, *, shard: bool = True, prefetch: bool = False) -> Loader:
+        return ElasticLoader(loader, self, self._training, shard=shard, trains=prefetch)
+
+    @override
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
+        for model in models:
+            self._share_initial_values(model)
+        return super()._spread(models, optimizers)
+
+    @torch.no_grad()
+    def _share_initial_values(self, model: nn.Module) -> None:
+        """Give every rank rank 0's parameters and buffers."""
+        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
+        tensors = [tensor.detach() for tensor in tensors if not is_stand_in(tensor)]
+        values = self._elastic.exchange(
+            lambda group: [group.broadcast(tensor.to("cpu", copy=True).contiguous(), root=0) for tensor in tensors]
+        )
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+    @override
+    def _wrap(self, model: nn.Module, reached: Reached | None) -> Replica:
+        replica = super()._wrap(model, reached)
+        gradients = ElasticGradients(self._elastic, model)
+        self._training.gradients.append(gradients)
+        replica.register_comm_hook(None, gradients.hook)
+        return replica
+
+    @override
+    def _row_tables(self) -> RowTables:
+        raise UsageError("--min-ranks and --max-ranks: not supported with Paceline's embeddings. Leave them out")
+
+
+def _connect(timeout: timedelta) -> ElasticGroup:
+    """Connect to the coordinator in the launcher. Raises UsageError outside of an elastic run."""
+    settings = environment()
+    options, member = ElasticOptions.of_environment(settings), settings.incarnation
+    if options is None or member is None or not settings.master_addr or not settings.master_port or not settings.token:
+        raise UsageError("ElasticAllReduce() needs a coordinator: start the script by paceline run --min-ranks N")
+    return ElasticGroup(
+        Address("tcp", settings.master_addr, settings.master_port),
+        settings.token,
+        member,
+        is_newcomer=member >= options.initial_ranks,
+        tls=TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca),
+        timeout=timeout,
+    )

@@ -1,0 +1,114 @@
+"""Elastic groups with their coordinator: threads as ranks, of which some fall silent or leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.collectives.elastic import ElasticGroup
+from paceline.errors import GroupClosedError, MismatchError, RankLostError
+from paceline.meeting.coordinator import CoordinatorServer
+from paceline.protocol.quorum import Coordinator
+from paceline.transport import Address, make_token
+
+
+class Training:
+    """A coordinator whose ranks are threads."""
+
+    def __init__(self) -> None:
+        self.expelled: list[int] = []
+        self.token = make_token()
+        coordinator = Coordinator(range(3), min_ranks=1, max_ranks=3, report_timeout_s=1.0)
+        self.server = CoordinatorServer(
+            coordinator, Address("tcp", "127.0.0.1", 0), self.token, None, self.expelled.append
+        )
+
+    def join(self, member: int) -> ElasticGroup:
+        group = ElasticGroup(
+            self.server.address, self.token, member, is_newcomer=member > 2, tls=None, timeout=timedelta(seconds=20)
+        )
+        try:
+            group.enter()
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    def run(self, work: Callable[[ElasticGroup], Any], *members: int) -> list[Any]:
+        """Call `work` in a thread for each member; return the results."""
+
+        def start(member: int) -> Any:
+            with self.join(member) as group:
+                return work(group)
+
+        with ThreadPoolExecutor(len(members)) as pool:
+            return list(pool.map(start, members))
+
+
+@pytest.fixture
+def training() -> Iterator[Training]:
+    found = Training()
+    with found.server:
+        yield found
+
+
+def test_all_ranks_get_the_same_result(training: Training) -> None:
+    def work(group: ElasticGroup) -> Any:
+        values = np.full(3, group.rank + 1.0)
+        total = group.all_reduce(values, out=values)
+        return total.tolist(), group.all_gather_objects(group.rank), group.members
+
+    assert training.run(work, 0, 1, 2) == [([6.0] * 3, [0, 1, 2], (0, 1, 2))] * 3
+
+
+def test_the_others_repeat_an_exchange_without_a_rank_that_leaves(training: Training) -> None:
+    def work(group: ElasticGroup) -> Any:
+        group.barrier()
+        if group.rank == 0:
+            return None
+        return group.all_reduce(np.ones(1)).tolist(), group.members, group.quorum
+
+    assert training.run(work, 0, 1, 2) == [None, ([2.0], (1, 2), 2), ([2.0], (1, 2), 2)]
+
+
+def test_a_silent_rank_is_expelled_and_cannot_come_back(training: Training) -> None:
+    may_continue = threading.Event()
+
+    def work(group: ElasticGroup) -> Any:
+        if group.rank == 1:
+            may_continue.wait(20)
+            with pytest.raises(RankLostError, match="declared lost"):
+                group.barrier()
+            return "lost"
+        if group.rank == 0:
+            group._group.abort()  # an exchange that fails without a death
+        total = group.all_reduce(np.ones(1)).tolist()
+        may_continue.set()
+        return total
+
+    assert training.run(work, 0, 1, 2) == [[2.0], "lost", [2.0]]
+    assert training.expelled == [1]
+
+
+def test_different_calls_are_an_error_on_every_rank(training: Training) -> None:
+    def work(group: ElasticGroup) -> Any:
+        with pytest.raises(MismatchError):
+            group.all_reduce(np.ones(1 + group.rank))
+        return group.quorum
+
+    assert training.run(work, 0, 1, 2) == [1, 1, 1]
+
+
+def test_a_process_is_dismissed_after_the_end(training: Training) -> None:
+    training.run(lambda group: group.barrier(), 0, 1, 2)
+    training.server.started(3)
+    for member in range(3):
+        training.server.ended(member, is_failure=False)
+    with pytest.raises(GroupClosedError, match="has ended"):
+        training.join(3)

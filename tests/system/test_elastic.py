@@ -1,0 +1,173 @@
+"""Elastic all-reduce: ranks are killed and replaced while the others train, without a restart."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.warm.processes import RANKS
+
+from .running import Commands, Finished
+
+NUM_ITEMS = 240
+_TRAIN = """
+import itertools, os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+import paceline.torch as pt
+
+victims = {int(number) for number in sys.argv[1].split(",") if number}
+last = int(sys.argv[2])
+incarnation = int(os.environ["PACELINE_INCARNATION"])
+strategy = pt.strategy(bucket_mb=0.0001)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+x = torch.randn(240, 4, generator=torch.Generator().manual_seed(1))
+y = x.sum(1, keepdim=True)
+data = torch.utils.data.TensorDataset(x, y, torch.arange(len(x)))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+model, optimizer, loader, scheduler = strategy.prepare(model, optimizer, loader, scheduler)
+num_steps = 0
+
+def die(_):  # in the middle of backward: the all-reduce of the last layers has begun
+    if incarnation in victims and num_steps >= 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+strategy.module[2].weight.register_hook(die)
+print("starts", incarnation, os.getpid(), flush=True)
+items = open(f"items{incarnation}", "a", buffering=1)
+for epoch in itertools.count():
+    for inputs, targets, numbers in loader:
+        is_alone = not strategy.has_joined
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        if not is_alone:
+            num_steps += 1
+            for number in numbers.tolist():
+                items.write(f"{epoch} {number}\\n")
+            if incarnation == last and num_steps == 5:
+                Path("done").touch()
+    scheduler.step()
+    if strategy.reduce(float(epoch >= 5 and os.path.exists("done")), "min"):
+        break
+values = torch.cat([tensor.detach().reshape(-1) for tensor in (*model.parameters(), *model.buffers())])
+with torch.no_grad():
+    loss = nn.functional.mse_loss(model(x), y).item()
+moments = sum(entry["exp_avg"].double().sum().item() for entry in optimizer.state.values())
+rate = optimizer.param_groups[0]["lr"]
+print(f"ends {incarnation} {epoch} {values.double().sum().item()!r} {moments!r} {rate!r}", f"loss={loss}", flush=True)
+"""
+
+
+@pytest.fixture
+def elastic(paceline: Commands, tmp_path: Path) -> Commands:
+    """Commands whose ranks are forked from a process that has imported torch."""
+    paceline.environment[RANKS] = "torch"
+    (tmp_path / "train.py").write_text(_TRAIN)
+    return paceline
+
+
+def run(elastic: Commands, num_ranks: int, victims: str, last: int, min_ranks: int = 1) -> Finished:
+    """Train; `victims` are incarnations that are killed, `last` is the one that must have joined before the end."""
+    options = ["--min-ranks", str(min_ranks), "--nproc-per-node", str(num_ranks)]
+    return elastic.run("run", "--strategy", "all-reduce", *options, "train.py", victims, str(last))
+
+
+def ends(finished: Finished) -> dict[int, tuple[str, ...]]:
+    """Return the last lines of the ranks by incarnation."""
+    found = re.findall(r"ends (\d+) (\d+ \S+ \S+ \S+) loss=(\S+)", finished.out)
+    return {int(incarnation): (state, loss) for incarnation, state, loss in found}
+
+
+def check_items(folder: Path) -> None:
+    """Check that each epoch's items were used once, except for the repetitions at the end of an epoch."""
+    used: dict[str, Counter[str]] = {}
+    for path in folder.glob("items*"):
+        for line in path.read_text().splitlines():
+            epoch, number = line.split()
+            used.setdefault(epoch, Counter())[number] += 1
+    assert len(used) >= 6
+    for epoch, counts in used.items():
+        assert len(counts) == NUM_ITEMS, (epoch, NUM_ITEMS - len(counts))
+        assert counts.total() < NUM_ITEMS + 12, (epoch, counts.total())
+
+
+def test_the_survivors_of_a_killed_rank_continue_and_a_new_rank_joins(elastic: Commands, tmp_path: Path) -> None:
+    undisturbed = run(elastic, 3, "", 2)
+    assert undisturbed.status == 0, undisturbed
+    for path in [tmp_path / "done", *tmp_path.glob("items*")]:
+        path.unlink()
+    finished = run(elastic, 3, "1", 3)
+    assert finished.status == 0, finished
+    assert "rank 1 was killed by SIGKILL" in finished.err
+    last = ends(finished)
+    assert last.keys() == {0, 2, 3}
+    assert len(set(last.values())) == 1, "the ranks differ"
+    assert [finished.out.count(f"starts {incarnation} ") for incarnation in (0, 2)] == [1, 1], "a restart"
+    check_items(tmp_path)
+    losses = [float(next(iter(ends(each).values()))[1]) for each in (undisturbed, finished)]
+    assert losses[1] < max(2 * losses[0], 0.05), losses
+
+
+def test_ranks_are_killed_in_the_middle_of_an_all_reduce_again_and_again(elastic: Commands, tmp_path: Path) -> None:
+    finished = run(elastic, 3, "0,2,3,4,5", 6)
+    assert finished.status == 0, finished
+    assert finished.err.count("was killed by SIGKILL") >= 4
+    last = ends(finished)
+    assert 6 in last
+    assert 1 in last
+    assert len(set(last.values())) == 1, "the ranks differ"
+    check_items(tmp_path)
+
+
+def test_too_few_ranks_end_the_run(elastic: Commands) -> None:
+    finished = run(elastic, 3, "1,2", 9, min_ranks=2)
+    assert finished.status == 1
+    assert "1 rank is left, and --min-ranks is 2" in finished.err or "no rank is left" in finished.err
+
+
+def test_a_failing_script_ends_the_run_with_its_traceback(elastic: Commands, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import paceline.torch as pt\npt.strategy()\nraise ValueError('a defect')\n")
+    finished = run(elastic, 2, "", 0)
+    assert finished.status == 1
+    assert "ValueError: a defect" in finished.err
+
+
+def test_rank_0_is_killed_from_outside(elastic: Commands) -> None:
+    running = elastic.start(
+        "run", "--strategy", "all-reduce", "--max-ranks", "2", "--nproc-per-node", "2", "train.py", "", "2"
+    )
+    pid = int(running.wait_line("starts 0 ").split()[-1])
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    finished = running.wait()
+    assert finished.status == 0, finished
+    assert ends(finished).keys() == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--min-ranks", "0"], "--min-ranks 0"),
+        (["--min-ranks", "3", "--max-ranks", "2"], "--min-ranks 3 --max-ranks 2"),
+        (["--min-ranks", "3"], "--nproc-per-node 2"),
+        (["--min-ranks", "1", "--strategy", "hybrid"], "--min-ranks 1"),
+        (["--min-ranks", "1", "--nnodes", "2", "--master-addr", "127.0.0.1"], "--nnodes 2"),
+        (["--min-ranks", "1", "--filters", "float16"], "--filters float16"),
+    ],
+)
+def test_impossible_options(paceline: Commands, tmp_path: Path, options: list[str], named: str) -> None:
+    (tmp_path / "train.py").write_text("")
+    paceline.environment["PACELINE_TOKEN"] = "a secret of the tests"
+    finished = paceline.run("run", "--nproc-per-node", "2", *options, "train.py")
+    assert finished.status == 2, finished
+    assert named in finished.err

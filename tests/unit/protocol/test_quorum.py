@@ -1,0 +1,349 @@
+"""Elastic quorums: steps are committed by all surviving ranks or by none, whatever dies, joins or is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paceline.errors import ProtocolError
+from paceline.protocol.quorum import (
+    AnnounceNewcomers,
+    BreakQuorum,
+    Coordinator,
+    DismissProcess,
+    ExpelMember,
+    FailTraining,
+    JoinRequest,
+    LeaveNotice,
+    QuorumInstruction,
+    QuorumMember,
+    QuorumReport,
+    RejectMember,
+    RetryJoin,
+    StartQuorum,
+)
+
+
+def report(member: int, quorum: int, step: int, *, prepared: bool = False, epoch: int | None = None) -> QuorumReport:
+    return QuorumReport(member, quorum, step, prepared, True, epoch)
+
+
+def started(instructions: Iterable[QuorumInstruction]) -> StartQuorum:
+    """Return the only quorum that starts."""
+    (start,) = [instruction for instruction in instructions if isinstance(instruction, StartQuorum)]
+    return start
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    """A coordinator whose first quorum has members 0, 1 and 2."""
+    found = Coordinator(range(3), min_ranks=1, max_ranks=4, report_timeout_s=10.0)
+    assert found.joined(JoinRequest(2, 0)) == found.joined(JoinRequest(0, 0)) == []
+    assert started(found.joined(JoinRequest(1, 0))) == StartQuorum(1, (0, 1, 2), 0, 0, False)
+    return found
+
+
+def test_a_step_is_committed_if_one_survivor_committed_it(coordinator: Coordinator) -> None:
+    assert coordinator.ended(1, is_failure=True) == [BreakQuorum(1)]
+    assert coordinator.reported(report(0, 1, 5), 0.0) == []
+    assert started(coordinator.reported(report(2, 1, 4, prepared=True), 0.0)) == StartQuorum(2, (0, 2), 5, 0, False)
+
+
+@pytest.mark.parametrize(("is_prepared", "step"), [(True, 5), (False, 4)])
+def test_a_step_is_committed_if_all_survivors_are_prepared(
+    coordinator: Coordinator, is_prepared: bool, step: int
+) -> None:
+    coordinator.ended(1, is_failure=True)
+    coordinator.reported(report(0, 1, 4, prepared=True), 0.0)
+    assert started(coordinator.reported(report(2, 1, 4, prepared=is_prepared), 0.0)).step == step
+
+
+def test_the_step_of_a_member_that_left_is_committed(coordinator: Coordinator) -> None:
+    coordinator.ended(1, is_failure=True)
+    coordinator.left(LeaveNotice(0, 9))
+    assert started(coordinator.reported(report(2, 1, 8, prepared=True), 0.0)) == StartQuorum(2, (2,), 9, 0, False)
+
+
+def test_a_newcomer_enters_between_two_steps_and_receives_the_state(coordinator: Coordinator) -> None:
+    coordinator.started(3)
+    assert coordinator.joined(JoinRequest(3, 2)) == [AnnounceNewcomers(1)]
+    coordinator.reported(report(0, 1, 7, epoch=2), 0.0)
+    coordinator.reported(report(1, 1, 6, prepared=True), 0.0)
+    assert started(coordinator.reported(report(2, 1, 7, epoch=2), 0.0)) == StartQuorum(2, (0, 1, 2, 3), 7, 0, True)
+
+
+def test_a_newcomer_of_another_epoch_joins_again(coordinator: Coordinator) -> None:
+    coordinator.started(3)
+    coordinator.joined(JoinRequest(3, 1))
+    for member in (0, 1):
+        coordinator.reported(report(member, 1, 7, epoch=2), 0.0)
+    instructions = coordinator.reported(report(2, 1, 7, epoch=2), 0.0)
+    assert started(instructions).members == (0, 1, 2)
+    assert RetryJoin(3) in instructions
+
+
+def test_no_more_than_max_ranks_enter(coordinator: Coordinator) -> None:
+    for member in (3, 4):
+        coordinator.started(member)
+        coordinator.joined(JoinRequest(member, 0))
+    for member in (0, 1):
+        coordinator.reported(report(member, 1, 1, epoch=0), 0.0)
+    assert started(coordinator.reported(report(2, 1, 1, epoch=0), 0.0)).members == (0, 1, 2, 3)
+
+
+def test_a_newcomer_waits_for_the_first_quorum() -> None:
+    coordinator = Coordinator(range(2), min_ranks=1, max_ranks=2, report_timeout_s=10.0)
+    coordinator.joined(JoinRequest(0, 0))
+    coordinator.started(2)
+    assert coordinator.joined(JoinRequest(2, 0)) == []
+    first = [StartQuorum(1, (0,), 0, 0, False), AnnounceNewcomers(1)]
+    assert coordinator.ended(1, is_failure=True) == first
+
+
+def test_too_few_ranks_end_the_training() -> None:
+    coordinator = Coordinator(range(2), min_ranks=2, max_ranks=2, report_timeout_s=10.0)
+    coordinator.joined(JoinRequest(0, 0))
+    coordinator.joined(JoinRequest(1, 0))
+    (failure,) = coordinator.ended(1, is_failure=True)
+    assert isinstance(failure, FailTraining)
+    assert "1 rank is left" in failure.reason
+    assert "--min-ranks is 2" in failure.reason
+
+
+def test_a_silent_member_is_lost_and_rejected_when_it_comes_back(coordinator: Coordinator) -> None:
+    for member in (0, 1):
+        coordinator.reported(report(member, 1, 3), 5.0)
+    assert coordinator.time_passed(14.9) == []
+    instructions = coordinator.time_passed(15.0)
+    assert instructions[:2] == [BreakQuorum(1), ExpelMember(2)]
+    assert started(instructions).members == (0, 1)
+    assert isinstance(coordinator.reported(report(2, 1, 3), 16.0)[0], RejectMember)
+    assert isinstance(coordinator.joined(JoinRequest(2, 0))[0], RejectMember)
+
+
+def test_a_repeated_report_gets_the_same_answer(coordinator: Coordinator) -> None:
+    for member in (0, 1):
+        coordinator.reported(report(member, 1, 3), 0.0)
+    start = started(coordinator.reported(report(2, 1, 3), 0.0))
+    assert coordinator.reported(report(0, 1, 3), 0.0) == [start]
+    assert coordinator.joined(JoinRequest(1, 0)) == [start]
+
+
+def test_a_newcomer_is_dismissed_after_the_training(coordinator: Coordinator) -> None:
+    coordinator.started(3)
+    coordinator.joined(JoinRequest(3, 0))
+    for member in range(3):
+        coordinator.left(LeaveNotice(member, 4))
+    instructions = [i for member in range(3) for i in coordinator.ended(member, is_failure=False)]
+    assert instructions == [DismissProcess(3)]
+    coordinator.started(4)
+    assert coordinator.joined(JoinRequest(4, 0)) == [DismissProcess(4)]
+
+
+def test_a_state_without_a_source_ends_the_training(coordinator: Coordinator) -> None:
+    coordinator.started(3)
+    coordinator.joined(JoinRequest(3, 0))
+    for member in range(3):
+        coordinator.reported(report(member, 1, 1, epoch=0), 0.0)
+    for member in range(3):
+        coordinator.ended(member, is_failure=True)
+    (failure,) = coordinator.reported(QuorumReport(3, 2, 1, False, False), 0.0)
+    assert isinstance(failure, FailTraining)
+
+
+def test_a_rank_accepts_larger_numbers_only() -> None:
+    member = QuorumMember(1, has_state=True)
+    assert not member.start(StartQuorum(3, (0, 1), 0, 0, False))
+    with pytest.raises(ProtocolError):
+        member.start(StartQuorum(3, (0, 1), 0, 0, False))
+    with pytest.raises(ProtocolError):
+        member.start(StartQuorum(4, (0, 2), 0, 0, False))
+    with pytest.raises(ProtocolError):
+        member.start(StartQuorum(4, (0, 1), 1, 0, False))
+
+
+def test_many_reconfigurations_leave_nothing_behind() -> None:
+    coordinator = Coordinator(range(3), min_ranks=1, max_ranks=3, report_timeout_s=10.0)
+    for member in range(3):
+        coordinator.joined(JoinRequest(member, 0))
+    for number in range(10_000):
+        dead, *living = coordinator.members
+        coordinator.ended(dead, is_failure=True)
+        coordinator.started(number + 3)
+        coordinator.joined(JoinRequest(number + 3, 0))
+        for epoch in (None, 0):
+            for member in living:
+                instructions = coordinator.reported(report(member, coordinator.quorum, number, epoch=epoch), 0.0)
+        assert started(instructions).members == (*living, number + 3)
+        coordinator.validate()
+        assert coordinator.num_tracked <= 7
+
+
+class Rank:
+    """One process of the machine's model: it exchanges, votes, reports, and waits."""
+
+    def __init__(self, member: int, *, is_newcomer: bool) -> None:
+        self.rules = QuorumMember(member, has_state=not is_newcomer)
+        self.is_waiting = False
+        """Whether the rank waits for the coordinator's answer."""
+        self.phase = 0
+        """0: contributes to the exchange next; 1: awaits its result; 2: contributes to the vote next; 3: awaits it."""
+        self.knows_newcomers = False
+        self.pending: JoinRequest | QuorumReport = JoinRequest(member, 0)
+
+
+class Elastic(RuleBasedStateMachine):
+    """Ranks, collectives that fail on any subset of ranks, lost reports, deaths, joins and timeouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coordinator = Coordinator(range(3), min_ranks=1, max_ranks=4, report_timeout_s=10.0)
+        self.ranks = {member: Rank(member, is_newcomer=False) for member in range(3)}
+        self.next_member = 3
+        self.time_s = 0.0
+        self.broken: set[int] = set()
+        self.contributions: dict[tuple[int, int, str], set[int]] = {}
+        """Members that have contributed, by quorum, step and kind of exchange."""
+        self.members: dict[int, tuple[int, ...]] = {}
+        self.has_announced: set[int] = set()
+        self.decisions: dict[tuple[int, int], bool] = {}
+        """By quorum and step: whether the coordinator's next quorum commits it."""
+        self.applied: dict[int, set[int]] = {}
+        """Members that have committed, by step."""
+        self.highest = 0
+
+    def living(self) -> list[int]:
+        return sorted(self.ranks)
+
+    def carry_out(self, instructions: Iterable[QuorumInstruction], *, is_dropped: bool = False) -> None:
+        for instruction in instructions:
+            match instruction:
+                case StartQuorum():
+                    self.highest = max(self.highest, instruction.quorum)
+                    assert self.members.setdefault(instruction.quorum, instruction.members) == instruction.members
+                    self.broken.update(range(instruction.quorum))
+                    for member in instruction.members:
+                        rank = self.ranks.get(member)
+                        if rank is not None and rank.is_waiting and not is_dropped:
+                            self.enter(rank, instruction)
+                case AnnounceNewcomers(quorum=quorum):
+                    self.has_announced.add(quorum)
+                case BreakQuorum(quorum=quorum):
+                    self.broken.add(quorum)
+                case ExpelMember(member=member) | RejectMember(member=member) | DismissProcess(member=member):
+                    self.ranks.pop(member, None)
+                case RetryJoin(member=member):
+                    pass
+
+    def enter(self, rank: Rank, start: StartQuorum) -> None:
+        if start.quorum <= rank.rules.quorum:
+            return  # an answer to an earlier report
+        before = rank.rules.quorum, rank.rules.step
+        is_committed = rank.rules.start(start)
+        if before[0]:
+            assert self.decisions.setdefault((start.quorum, before[1]), is_committed) == is_committed
+        if is_committed:
+            self.apply(rank)
+        rank.is_waiting, rank.phase, rank.knows_newcomers = False, 0, False
+
+    def apply(self, rank: Rank) -> None:
+        rank.rules.has_state = True
+        self.applied.setdefault(rank.rules.step, set()).add(rank.rules.member)
+
+    def send(self, rank: Rank, is_dropped: bool) -> None:
+        rank.is_waiting = True
+        request = rank.pending
+        if isinstance(request, JoinRequest):
+            self.carry_out(self.coordinator.joined(request), is_dropped=is_dropped)
+        else:
+            self.carry_out(self.coordinator.reported(request, self.time_s), is_dropped=is_dropped)
+
+    def fail(self, rank: Rank, *, is_dropped: bool, epoch: int | None = None) -> None:
+        self.broken.add(rank.rules.quorum)  # the rank closes its group
+        rank.pending = rank.rules.report(epoch)
+        self.send(rank, is_dropped)
+
+    @precondition(lambda self: self.ranks)
+    @rule(data=st.data(), answer_lost=st.booleans())
+    def advance(self, data: st.DataObject, answer_lost: bool) -> None:
+        rank = self.ranks[data.draw(st.sampled_from(self.living()))]
+        if rank.is_waiting or not rank.rules.quorum:
+            self.send(rank, answer_lost)  # the first time, or again after a lost connection
+            return
+        quorum = rank.rules.quorum
+        kind = "exchange" if rank.phase < 2 else "vote"
+        given = self.contributions.setdefault((quorum, rank.rules.step, kind), set())
+        if rank.phase in (0, 2):
+            if quorum in self.broken:
+                self.fail(rank, is_dropped=answer_lost)
+                return
+            if rank.phase == 0 and rank.knows_newcomers:
+                self.fail(rank, is_dropped=answer_lost, epoch=0)
+                return
+            given.add(rank.rules.member)
+            rank.phase += 1
+        elif given != set(self.members[quorum]):
+            if quorum in self.broken:
+                self.fail(rank, is_dropped=answer_lost)
+        elif quorum in self.broken and data.draw(st.booleans(), label="the result is lost"):
+            self.fail(rank, is_dropped=answer_lost)
+        elif rank.phase == 1:
+            rank.rules.prepare()
+            rank.phase = 2
+        else:
+            rank.rules.commit()
+            rank.phase, rank.knows_newcomers = 0, self.sees_newcomers(quorum, rank.rules.step)
+            self.apply(rank)
+
+    def sees_newcomers(self, quorum: int, step: int) -> bool:
+        """Return the vote's flag: all ranks see the value at the first commit."""
+        flags = self.__dict__.setdefault("flags", {})
+        return bool(flags.setdefault((quorum, step), quorum in self.has_announced))
+
+    @precondition(lambda self: len(self.ranks) > 1)
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        member = data.draw(st.sampled_from(self.living()))
+        quorum = self.ranks.pop(member).rules.quorum
+        self.broken.add(quorum)
+        self.carry_out(self.coordinator.ended(member, is_failure=True))
+
+    @precondition(lambda self: len(self.ranks) < 6)
+    @rule(count=st.integers(1, 3))
+    def start_processes(self, count: int) -> None:
+        for _ in range(count):
+            self.coordinator.started(self.next_member)
+            self.ranks[self.next_member] = Rank(self.next_member, is_newcomer=True)
+            self.next_member += 1
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.time_s += seconds
+        self.carry_out(self.coordinator.time_passed(self.time_s))
+
+    @invariant()
+    def numbers_grow(self) -> None:
+        self.coordinator.validate()
+        assert self.highest == self.coordinator.quorum
+
+    @invariant()
+    def no_survivor_misses_a_step(self) -> None:
+        """A living rank with the state is at most one step behind, and prepared if another rank has committed."""
+        if self.coordinator.has_failed:
+            return
+        members = [
+            rank.rules
+            for member, rank in self.ranks.items()
+            if self.coordinator.is_member(member) and rank.rules.quorum
+        ]
+        top = max((member.step for member in members), default=0)
+        for member in members:
+            assert member.step + member.is_prepared >= top or member.quorum < self.coordinator.quorum
+
+
+Elastic.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestElastic = Elastic.TestCase
