@@ -1,1 +1,1 @@
-"""Numba loops on raw arrays. Their references in NumPy are in ``tests/reference``."""
+"""Numba loops on raw arrays. The reference implementations in NumPy are in ``tests/reference``."""

@@ -1,7 +1,7 @@
 """Primitives of kernels that share memory with other processes: atomics, copies, calls through an address, waits.
 
-Addresses are ``uint64``. An acquire load sees everything that was written before the exchange that it reads. There is
-no plain-Python twin: with ``NUMBA_DISABLE_JIT=1`` shared memory is not used at all.
+Addresses are ``uint64``. After an acquire load of a word, the reader sees all writes that the word's writer made before
+its exchange. There is no plain-Python version, because with ``NUMBA_DISABLE_JIT=1`` shared memory is not used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ process_vm_readv = types.ExternalFunction(
     "process_vm_readv",
     types.int64(types.int32, types.uint64, types.uint64, types.uint64, types.uint64, types.uint64),
 )
-"""Linux only: a kernel that calls it is compiled nowhere else."""
+"""A system call of Linux; kernels that call it are compiled only on Linux."""
 
 
 @intrinsic
@@ -76,7 +76,7 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, num_bytes: Any) ->
 
 @intrinsic
 def pause(typing_context: Any) -> Any:
-    """Tell the processor that this is a loop that waits."""
+    """Mark a waiting loop for the processor, which then saves power."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if _MACHINE in ("x86_64", "amd64"):
@@ -95,7 +95,7 @@ def pause(typing_context: Any) -> Any:
 def call_combiner(
     typing_context: Any, function: Any, target: Any, sources: Any, num: Any, count: Any, op: Any, scale: Any
 ) -> Any:
-    """Call what `combine.combiner` returned."""
+    """Call the native function at an address returned by :func:`paceline.kernels.combine.combiner`."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_LONG, _LONG, _LONG, _LONG, _LONG, ir.DoubleType()])

@@ -25,7 +25,7 @@ def _round(lane, word):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def xxh64(words):  # type: ignore[no-untyped-def]
-    """The checksum, with seed 0, of `words` (uint64 [n], n a positive multiple of 4), as a uint64."""
+    """Return the checksum (uint64), with seed 0, of `words` (uint64 [n]; n is a positive multiple of 4)."""
     a, b, c, d = _STARTS
     for at in range(0, words.shape[0], 4):
         a, b = _round(a, words[at]), _round(b, words[at + 1])
@@ -43,5 +43,5 @@ KERNELS = (xxh64,)
 
 
 def compile_kernels() -> None:
-    """Compile the kernel, or load it from Numba's cache, for the one signature that real calls have."""
+    """Compile the kernel for the signature of the real calls, or load it from Numba's cache."""
     xxh64(np.zeros(4, np.uint64))

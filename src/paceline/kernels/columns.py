@@ -1,8 +1,8 @@
 """Examples by column: gradients of the logistic loss and bounds of its curvature, a few columns at a time.
 
-A matrix is `indptr` int64 [columns + 1], `rows` int32 [nnz], `values` float32 [nnz], or of length 0 where every value
-is 1. Arrays of each example i: its margin (float64), its weight c (float32 [n], or of length 0: all 1),
-its residual c·(p − y) and its curvature c·p·(1 − p) (float32).
+A matrix is `indptr` int64 [columns + 1], `rows` int32 [nnz], `values` float32 [nnz], or of length 0 if every value is
+1. Arrays with an element per example: the margin (float64), the weight c (float32 [n], or of length 0 if all are 1),
+the residual c·(p − y) and the curvature c·p·(1 − p) (float32).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from .jit import njit
 
-_MOST_GROWTH: Final = 80.0  # exponents beyond say no more than the greatest curvature
+_MOST_GROWTH: Final = 80.0  # for larger exponents the bound is the largest curvature anyway
 _LEAST_CURVATURE: Final = 1e-12
 
 
 @njit(cache=True, nogil=True)
 def count_entries(indptr, rows, columns, step, counts):  # type: ignore[no-untyped-def]
-    """Add `step` to `counts` (int32 [n]) of each example for each of its entries in `columns` (int64)."""
+    """Add `step` to an example's element of `counts` (int32 [n]) for each of its entries in `columns` (int64)."""
     for at in range(len(columns)):
         for k in range(indptr[columns[at]], indptr[columns[at] + 1]):
             counts[rows[k]] += step
@@ -27,12 +27,12 @@ def count_entries(indptr, rows, columns, step, counts):  # type: ignore[no-untyp
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def column_gradients(indptr, rows, values, columns, radii, counts, weights, residuals, curvatures, out):  # type: ignore[no-untyped-def]
-    """Write gradient and bound of the second derivative of each of `columns` to `out` (float32 [columns, 2]).
+    """Write the gradient and a bound of the second derivative for each of `columns` to `out` (float32 [columns, 2]).
 
-    The bound holds while weight j moves by up to `radii[j]` (float32 [all columns]) together with the other
-    moving columns: `counts` (int32 [n]) is the number m of an example's entries in moving columns. It is
-    Σ m·x²·min(c·p·(1 − p)·exp(m·|x|·radius), c/4): for m = 1 as in OSDI'14; for more, by Jensen's inequality, the
-    loss at a margin moved by Σ x·d is at most the mean of the losses at margins moved by m·x·d each.
+    The bound is valid while weight j and the other moving weights change by up to `radii[j]` (float32 [all columns]).
+    `counts` (int32 [n]) has the number m of an example's entries in moving columns. The bound is Σ m·x²·min(c·p·(1 −
+    p)·exp(m·|x|·radius), c/4). For m = 1 this is the bound of OSDI'14. For larger m, Jensen's inequality applies: the
+    loss at a margin moved by Σ x·d is at most the mean of the losses at margins moved by m·x·d.
     """
     ones = len(values) == 0
     for at in range(len(columns)):
@@ -61,7 +61,7 @@ def column_gradients(indptr, rows, values, columns, radii, counts, weights, resi
 def move_columns(indptr, rows, values, columns, steps, labels, weights, margins, residuals, curvatures, touched):  # type: ignore[no-untyped-def]
     """Add the changes `steps` (float64 [columns]) of weights to margins, and update the derived arrays.
 
-    `touched` is uint8 [n], zeros before and after.
+    `touched` is uint8 [n], and zero before and after the call.
     """
     ones = len(values) == 0
     size = 0
@@ -106,10 +106,10 @@ def summed_loss(labels, weights, margins):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def sort_entries(columns, first, values, ends, rows, sorted_values):  # type: ignore[no-untyped-def]
-    """Put entries of examples into their columns: `columns` int32 [nnz] in the order of examples.
+    """Sort entries of examples by column; `columns` int32 [nnz] has each entry's column, in the order of examples.
 
-    `first` int64 [n + 1] is where each example's entries begin. `ends` int64 [columns] is where the next entry of each
-    column goes, and moves on. Entries of value 0 are left out; `ends` must have been made without them.
+    `first` int64 [n + 1] has the start of each example's entries. `ends` int64 [columns] has the position of each
+    column's next entry, and is advanced. Entries with value 0 are left out, and must not be counted in `ends`.
     """
     ones = len(values) == 0
     for i in range(len(first) - 1):

@@ -1,4 +1,4 @@
-"""Sparse minibatches as CSR matrices: times vector or rows, transposed times them, pairs of columns, logistic loss."""
+"""Kernels for minibatches as CSR matrices: products with vectors and rows, factor interactions, logistic loss."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .jit import njit
 def csr_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-def]
     """Write matrix times `vector` to `out`.
 
-    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 where every value is
-    1; `vector` float32; `out` float32 [n]. Sums are taken in float64.
+    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 if every value is 1; `vector`
+    float32; `out` float32 [n]. Sums are computed in float64.
     """
     ones = len(values) == 0
     for i in range(len(out)):
@@ -28,7 +28,7 @@ def csr_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def csr_transposed_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-def]
-    """Write the transposed matrix times `vector` (float32 [n]) to `out` (float32 [columns]); as `csr_dot`."""
+    """Write the transposed matrix times `vector` (float32 [n]) to `out` (float32 [columns]); see :func:`csr_dot`."""
     out[:] = np.float32(0)
     ones = len(values) == 0
     for i in range(len(vector)):
@@ -42,7 +42,7 @@ def csr_transposed_dot(indptr, indices, values, vector, out):  # type: ignore[no
 
 @njit(cache=True, nogil=True)
 def csr_dot_rows(indptr, indices, values, rows, out):  # type: ignore[no-untyped-def]
-    """Write matrix times `rows` (float32 [columns, dim]) to `out` (float32 [n, dim]); as `csr_dot`, in float32."""
+    """Write matrix times `rows` (float32 [columns, dim]) to `out` (float32 [n, dim]); sums are float32."""
     ones, dim = len(values) == 0, rows.shape[1]
     for i in range(len(out)):
         for j in range(dim):
@@ -71,8 +71,8 @@ def csr_transposed_dot_rows(indptr, indices, values, rows, out):  # type: ignore
 def add_interactions(indptr, indices, values, factors, sums, margins):  # type: ignore[no-untyped-def]
     """Add ½ Σ_f ((Σ_k v_kf x_k)² − Σ_k (v_kf x_k)²) of each row to `margins` (float32 [n]).
 
-    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 where every value is 1;
-    `factors` float32 [columns, dim]. The inner sums are written to `sums` (float32 [n, dim]).
+    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 if every value is 1; `factors`
+    float32 [columns, dim]. The inner sums are written to `sums` (float32 [n, dim]).
     """
     ones, dim = len(values) == 0, factors.shape[1]
     for i in range(len(margins)):
@@ -94,9 +94,9 @@ def add_interactions(indptr, indices, values, factors, sums, margins):  # type: 
 
 @njit(cache=True, nogil=True)
 def interaction_gradients(indptr, indices, values, factors, sums, residuals, out):  # type: ignore[no-untyped-def]
-    """Write the gradient by `factors` to `out` (float32 [columns, dim]): Σ r_i x_k (sums_if − v_kf x_k).
+    """Write the gradient with respect to `factors` to `out` (float32 [columns, dim]): Σ r_i x_k (sums_if − v_kf x_k).
 
-    Arguments as `add_interactions` has them; `residuals` float32 [n] are derivatives by margin.
+    For the other arguments see :func:`add_interactions`; `residuals` float32 [n] are derivatives by margin.
     """
     ones, dim = len(values) == 0, factors.shape[1]
     out[:] = np.float32(0)
@@ -115,9 +115,9 @@ def interaction_gradients(indptr, indices, values, factors, sums, residuals, out
 def add_field_interactions(indptr, indices, values, fields, active, factors, width, margins):  # type: ignore[no-untyped-def]
     """Add Σ_{a<b} ⟨v_a(field of b), v_b(field of a)⟩ x_a x_b of each row to `margins` (float32 [n]).
 
-    `indptr`, `indices`, `values` as :func:`add_interactions` has them; `fields` int32 [nnz] is the field of each pair,
-    `active` uint8 [columns] which columns take part, `factors` float32 [columns, fields * width] their vectors, `width`
-    numbers for each field.
+    For `indptr`, `indices` and `values` see :func:`add_interactions`. `fields` int32 [nnz] has the field of each pair;
+    `active` uint8 [columns] is 1 for columns that take part; `factors` float32 [columns, fields * width] has a vector
+    of `width` numbers for each column and field.
     """
     ones = len(values) == 0
     for i in range(len(margins)):
@@ -144,7 +144,7 @@ def field_interaction_gradients(  # type: ignore[no-untyped-def]
 ):
     """Write the gradient by `factors` to `out` (float32 [columns, fields * width]).
 
-    Arguments as :func:`add_field_interactions` has them; `residuals` float32 [n] are derivatives by margin.
+    For the other arguments see :func:`add_field_interactions`; `residuals` float32 [n] are derivatives by margin.
     """
     ones = len(values) == 0
     out[:] = np.float32(0)
@@ -166,7 +166,7 @@ def field_interaction_gradients(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def logistic(margins, labels, probabilities, residuals):  # type: ignore[no-untyped-def]
-    """Write p = 1/(1 + exp(−margin)) and p − label; return the summed log loss (float64), stable."""
+    """Write p = 1/(1 + exp(−margin)) and p − label; return the summed log loss (float64), without overflow."""
     loss = 0.0
     for i in range(len(margins)):
         margin = np.float64(margins[i])

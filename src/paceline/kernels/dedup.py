@@ -1,6 +1,6 @@
 """Distinct keys of a minibatch, and their split by server and by bucket.
 
-`np.unique` sorts: 160,000 keys take it 66 to 83 ms on the machine where this takes 2.
+`np.unique` sorts the keys. For 160,000 keys it needs 66 to 83 ms, and :func:`dedup` 2 ms on the same machine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _LOW32 = np.uint64(0xFFFFFFFF)
 
 
 def scratch_size(num_keys: int) -> int:
-    """Return how many int32 of scratch memory :func:`dedup` needs: a power of two, at most half full."""
+    """Return the number of int32 of scratch memory for :func:`dedup`: a power of two, of which at most half is used."""
     return 1 << max(4, (2 * num_keys - 1).bit_length())
 
 
 @njit(cache=True, nogil=True)
 def dedup(keys, scratch, unique, inverse):  # type: ignore[no-untyped-def]
-    """Write the distinct keys to `unique` in order of first appearance; return how many there are.
+    """Write the distinct keys to `unique` in order of first appearance; return their number.
 
     `keys` uint64 [n]; `scratch` int32 [scratch_size(n)], overwritten; `unique` uint64 [n], whose element after
     the last key is overwritten too; `inverse` int32 [n] is such that ``unique[inverse] == keys``.
@@ -34,7 +34,7 @@ def dedup(keys, scratch, unique, inverse):  # type: ignore[no-untyped-def]
     for i in range(len(keys)):
         key = keys[i]
         at = np.int64(mix(key) & mask)
-        unique[count] = key  # whether it is new is then no branch, which would be guessed wrong for a key in three
+        unique[count] = key  # written even if not new, because a branch would be mispredicted for a third of the keys
         while True:
             number = scratch[at]
             found = number - np.int32(1) if number else count
@@ -65,10 +65,10 @@ def sum_rows(inverse, rows, dim, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def split(keys, owners, starts, order):  # type: ignore[no-untyped-def]
-    """Group keys by the server that owns their bucket, keeping their order within each (a counting sort).
+    """Group keys by the server that owns their bucket, in the same order for each server (a counting sort).
 
-    `owners` int32 [512], bucket → position of the server; `starts` int64 [servers + 1] and `order` int64 [n]
-    are written: the keys of server s are ``keys[order[starts[s]:starts[s + 1]]]``.
+    `owners` int32 [512] has the position of each bucket's server. Out: `starts` int64 [servers + 1] and `order` int64
+    [n]; the keys of server s are ``keys[order[starts[s]:starts[s + 1]]]``.
     """
     starts[:] = 0
     for i in range(len(keys)):
@@ -86,7 +86,7 @@ def split(keys, owners, starts, order):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def select(keys, words, chosen):  # type: ignore[no-untyped-def]
-    """Write the positions of the keys whose bucket is in a set, in order; return how many there are.
+    """Write the positions of the keys whose bucket is in a set, in order; return the number of positions.
 
     `words` uint64 [8], the set of :func:`paceline.kernels.index.bucket_words`; `chosen` int64 [n], whose element
     after the last position is overwritten too.
@@ -94,7 +94,7 @@ def select(keys, words, chosen):  # type: ignore[no-untyped-def]
     count = np.int64(0)
     for i in range(len(keys)):
         bucket = mix(keys[i]) >> _BUCKET_SHIFT
-        chosen[count] = i  # to be overwritten where the key is not of the set: a branch takes 5.6 ns per key, this 1.3
+        chosen[count] = i  # overwritten later if not in the set: 1.3 ns per key instead of 5.6 with a branch
         count += np.int64((words[np.int64(bucket >> _WORD_SHIFT)] >> (bucket & _WORD_MASK)) & _U1)
     if count < len(keys):
         chosen[count] = 0
@@ -119,7 +119,7 @@ def take_rows(rows, order, dim, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def put_rows(rows, order, dim, out):  # type: ignore[no-untyped-def]
-    """Write the rows (float32, `dim` each) to the places `order` of `out`: undoes :func:`take_rows`."""
+    """Write the rows (float32, `dim` each) to the positions `order` of `out`; the inverse of :func:`take_rows`."""
     for i in range(len(order)):
         target = order[i] * dim
         for j in range(dim):

@@ -15,7 +15,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @njit(inline="always")
 def cross_keys(one, other):  # type: ignore[no-untyped-def]
-    """The key of two features together, whose order counts."""
+    """Return the key of two features together, which depends on their order."""
     return mix(mix(one) + other * _GOLDEN)
 
 
@@ -25,12 +25,12 @@ def cross_features(  # type: ignore[no-untyped-def]
 ):
     """Write each row's pairs and then the pairs of its crosses; return the number of pairs.
 
-    `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs], or [0] where all are 1. A row has a pair
-    for each of `num_categorical` columns, then one for each numeric column that is not missing, whose keys are
-    `numeric` (uint64 [n]). `terms` int64 [crosses, 3] are the numbers of the columns that are crossed, the last one -1
-    in a cross of two. `out_indptr` int64 [rows + 1]; `out_keys` and `out_values` have room for a pair of each cross in
-    each row; the values are not written where all are 1. The key of a cross is made of the columns' in their order, its
-    value is the product; a row without one of the columns has no such cross.
+    `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs], or of length 0 if all are 1. A row has a
+    pair for each of `num_categorical` columns, then one for each numeric column that is not missing, whose keys are
+    `numeric` (uint64 [n]). `terms` int64 [crosses, 3] has the numbers of the crossed columns; the third is -1 in a
+    cross of two columns. `out_indptr` int64 [rows + 1]; `out_keys` and `out_values` have room for a pair of each cross
+    in each row; values are not written if all are 1. The key of a cross combines the keys of its columns in order, and
+    its value is the product of their values. A row without one of the columns does not have the cross.
     """
     places = np.empty(num_categorical + numeric.shape[0], np.int64)
     has_values = values.shape[0] > 0
@@ -73,10 +73,11 @@ def cross_features(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def group_fields(indptr, keys, fields, are_sorted, starts, order):  # type: ignore[no-untyped-def]
-    """Write where the pairs of each field are in each row.
+    """Write the positions of each field's pairs in each row.
 
-    `fields` int32 [pairs]; `are_sorted` uint8 [fields]. Out: `order` int64 [pairs], the pairs of a row by field, and
-    by their keys where the field is sorted; `starts` int64 [rows, fields + 1], where each field begins in it.
+    `fields` int32 [pairs]; `are_sorted` uint8 [fields]. Out: `order` int64 [pairs] has the positions of a row's pairs
+    in the order of fields; within a field with ``are_sorted`` 1, in the order of keys. `starts` int64 [rows, fields +
+    1] has the start of each field in `order`.
     """
     num_fields = are_sorted.shape[0]
     for row in range(indptr.shape[0] - 1):
@@ -102,7 +103,7 @@ def group_fields(indptr, keys, fields, are_sorted, starts, order):  # type: igno
 
 @njit(cache=True, nogil=True)
 def count_crosses(starts, terms):  # type: ignore[no-untyped-def]
-    """Return how many pairs :func:`cross_fields` adds; arguments as it has them."""
+    """Return the number of pairs that :func:`cross_fields` adds for the same arguments."""
     total = np.int64(0)
     for row in range(starts.shape[0]):
         for t in range(terms.shape[0]):
@@ -128,9 +129,9 @@ def count_crosses(starts, terms):  # type: ignore[no-untyped-def]
 def cross_fields(indptr, keys, values, starts, order, terms, out_indptr, out_keys, out_values):  # type: ignore[no-untyped-def]
     """Write each row's pairs and then the pairs of its crosses; a field may have any number of pairs.
 
-    `starts` and `order` are what :func:`group_fields` has written; the other arguments are as :func:`cross_features`
-    has them, columns being fields, in `terms` not falling. A cross is made of every choice of one pair of each of its
-    fields; of a field that it has twice, of every two pairs.
+    `starts` and `order` come from :func:`group_fields`. For the other arguments see :func:`cross_features`; `terms` has
+    fields in place of columns, in ascending order. A cross combines each choice of one pair from each of its fields; if
+    it has a field twice, each two pairs of the field.
     """
     has_values = values.shape[0] > 0
     to = np.int64(0)
@@ -168,7 +169,7 @@ KERNELS = (cross_features, group_fields, count_crosses, cross_fields)
 
 
 def compile_kernels() -> None:
-    """Compile the kernels, or load them from Numba's cache, for the one signature that real calls have."""
+    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
     indptr, keys, values = np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros(1, np.float32)
     terms, starts = np.zeros((1, MAX_ORDER), np.int64), np.zeros((0, 2), np.int64)
     cross_features(indptr, keys, values, 1, keys, terms, indptr, keys, values)

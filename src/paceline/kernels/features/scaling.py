@@ -1,4 +1,4 @@
-"""Kernels that bring the numbers of columns to a common scale (see :mod:`paceline.data.scales.scaling`)."""
+"""Kernels that scale the numbers of columns (see :mod:`paceline.data.scales.scaling`)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import numpy as np
 from paceline.kernels.jit import njit
 
 MOST_DEVIATIONS = 1000.0
-"""A value farther from the mean is clipped to this distance: no sample had such a value."""
+"""The largest distance of a scaled value from the mean; values farther away are clipped."""
 
 
 @njit()
 def centre_number(value, centre):  # type: ignore[no-untyped-def]
-    """`value` less `centre`, as float32 has it; float64."""
+    """Return `value` minus `centre` as float64, rounded to float32."""
     return np.float64(np.float32(value - centre))
 
 
 @njit()
 def scale_number(number, unit, mean, deviation, centre):  # type: ignore[no-untyped-def]
-    """(value - mean) / deviation, float64; of the logarithm sign(x) log(1 + |x| / unit) where `unit` is not 0.
+    """Return (value - mean) / deviation (float64); if `unit` is not 0, sign(x) log(1 + |x| / unit) replaces the value.
 
     `number` is the value returned by :func:`centre_number`, and does not change if `deviation` is 0.
     """
@@ -43,11 +43,11 @@ def scale_numbers(values, scale, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def scale_columns(indptr, keys, values, seeds, offsets, scales):  # type: ignore[no-untyped-def]
-    """Scale the numeric features of rows in place: the last pairs of each, in the order of `seeds`, missing ones aside.
+    """Scale the numeric features of rows in place: the last pairs of each row, in the order of `seeds`, some missing.
 
     `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs]; `seeds` uint64 [n] are the keys of the
-    numeric columns, `offsets` float64 [n] subtracted from their values, `scales` float64 [4, n] the parameters of
-    :func:`scale_number` takes.
+    numeric columns. `offsets` float64 [n] were subtracted from their values. `scales` float64 [4, n] has the unit,
+    mean, deviation and centre for :func:`scale_number`.
     """
     units, means, deviations, centres = scales[0], scales[1], scales[2], scales[3]
     for row in range(indptr.shape[0] - 1):
@@ -64,13 +64,14 @@ def scale_columns(indptr, keys, values, seeds, offsets, scales):  # type: ignore
 
 @njit(cache=True, nogil=True)
 def bin_columns(indptr, keys, values, fields, hashes, num_categorical, seeds, firsts, edges, bins):  # type: ignore[no-untyped-def]
-    """Make the numbers of some columns of rows categories, in place: the bins that they fall into, with value 1.
+    """Replace numbers of some columns in place by their bins, which are categories with value 1.
 
-    `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs] and `fields` uint32 [pairs] are of rows
-    that have a pair for each of `num_categorical` columns, and then pairs of numeric columns, whose keys are
-    `seeds` (uint64 [n]), in their order, missing ones aside. `hashes` uint32 [num_categorical + n] are what `fields`
-    gets. Column c has bins if ``firsts[c] < firsts[c + 1]`` (int64 [n + 1]), from each of its `edges` (float32, rising)
-    on another, the first one below all; `bins` uint64 are their keys, one more for each column than it has edges.
+    `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs] and `fields` uint32 [pairs] describe
+    rows. A row has a pair for each of `num_categorical` columns, then pairs of numeric columns, with keys in the order
+    of `seeds` (uint64 [n]); some may be missing. `hashes` uint32 [num_categorical + n] are written to `fields`. Column
+    c has bins if ``firsts[c] < firsts[c + 1]`` (int64 [n + 1]). Its first bin lies below its first edge, and another
+    bin starts at each of its `edges` (float32, ascending). `bins` uint64 has the keys of the bins, one more per column
+    than edges.
     """
     for row in range(indptr.shape[0] - 1):
         at, stop = indptr[row], indptr[row + 1]
@@ -84,7 +85,7 @@ def bin_columns(indptr, keys, values, fields, hashes, num_categorical, seeds, fi
             while found < seeds.shape[0] and seeds[found] != keys[i]:
                 found += 1
             if found == seeds.shape[0]:
-                continue  # of lists, which stand between
+                continue  # a key of a list, which lies between categories and numbers
             column = found + 1
             fields[i] = hashes[num_categorical + found]
             low, high = firsts[found], firsts[found + 1]

@@ -1,7 +1,7 @@
 """Kernels of a count-min sketch in blocks (see :mod:`paceline.models.features.counting`).
 
-A block has :data:`BLOCK` cells, side by side, of which :data:`DEPTH` count a feature: which block and which of its
-cells two hashes of the feature say, the second as a number of :data:`MASKS`.
+A block has :data:`BLOCK` adjacent cells, and :data:`DEPTH` cells of one block count a feature. A hash of the feature
+determines the block, and a second hash the cells, as an index of :data:`MASKS`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _INFINITY = np.float32(np.inf)
 def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # type: ignore[no-untyped-def]
     """Write the features to look up and the cells that count each feature; return the number of features.
 
-    `features` uint64 [n]; `num_blocks` uint64. `frequent` uint64 [a power of two] are features that need not be looked
-    up, each where its hash says. Out: `chosen` int64, `blocks` uint64 and `masks` uint8, all [n].
+    `features` uint64 [n]; `num_blocks` uint64. `frequent` uint64 [a power of two] has features that need no look-up,
+    each at the index that its hash gives. Out: `chosen` int64, `blocks` uint64 and `masks` uint8, all [n].
     """
     last, count = np.uint64(len(frequent) - 1), np.int64(0)
     for i in range(len(features)):
         hashed = mix(features[i])
-        chosen[count] = i  # overwritten if it is frequent: no branch that would be guessed wrong
+        chosen[count] = i  # overwritten later if frequent, because a branch would be mispredicted
         blocks[count] = hashed % num_blocks
         masks[count] = MASKS[np.int64(((mix(hashed + _SECOND_HASH) >> _U32) * _NUM_MASKS) >> _U32)]
         count += np.int64(frequent[np.int64(hashed & last)] != features[i])
@@ -44,7 +44,7 @@ def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # ty
 
 @njit(cache=True, nogil=True)
 def least_counts(rows, places, masks, out):  # type: ignore[no-untyped-def]
-    """Write the least of each feature's cells to `out` (float32 [n]).
+    """Write the minimum of each feature's cells to `out` (float32 [n]).
 
     `rows` float32 [blocks * BLOCK]; the cells of feature i are the cells ``masks[i]`` (uint8 [n]) in the row
     ``places[i]`` (int32 [n]).
@@ -59,11 +59,11 @@ def least_counts(rows, places, masks, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def add_counts(occurrences, chosen, rows, places, masks, enough, out, is_written):  # type: ignore[no-untyped-def]
-    """Add occurrences of features to the cells that count them, but for cells that have come to `enough` (float32).
+    """Add occurrences of features to the cells that count them, except cells that have reached `enough` (float32).
 
-    `occurrences` int64 are of all features, and `chosen` int64 [n] selects some; `rows`, `places` and `masks` are
-    as :func:`least_counts` has them. `out` float32 [blocks * BLOCK] is added to `rows`; `is_written` uint8
-    [blocks] is 1 for changed rows.
+    `occurrences` int64 are of all features, and `chosen` int64 [n] selects some; for `rows`, `places` and `masks` see
+    :func:`least_counts`. `out` float32 [blocks * BLOCK] is added to `rows`; `is_written` uint8 [blocks] is 1 for
+    changed rows.
     """
     out[:] = np.float32(0)
     is_written[:] = 0
@@ -77,9 +77,10 @@ def add_counts(occurrences, chosen, rows, places, masks, enough, out, is_written
 
 @njit(cache=True, nogil=True)
 def note_frequent(features, chosen, is_frequent, frequent):  # type: ignore[no-untyped-def]
-    """Put features into the set of :func:`place_features`, in place of features that are at their own positions.
+    """Write features that are now frequent to `frequent`, the table of :func:`place_features`.
 
-    Of `features` uint64 those at the places ``chosen[is_frequent]`` (int64 [n], bool [n]).
+    Each overwrites the feature at the index that its hash gives. The features are those of `features` (uint64) at the
+    positions ``chosen[is_frequent]`` (int64 [n], bool [n]).
     """
     last = np.uint64(len(frequent) - 1)
     for i in range(len(chosen)):
@@ -90,7 +91,7 @@ def note_frequent(features, chosen, is_frequent, frequent):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def count_occurrences(indices, out):  # type: ignore[no-untyped-def]
-    """Write how often each number from 0 to ``len(out) - 1`` is in `indices` (int32) to `out` (int64)."""
+    """Write the number of occurrences in `indices` (int32) of each number below ``len(out)`` to `out` (int64)."""
     out[:] = 0
     for i in range(len(indices)):
         out[indices[i]] += 1

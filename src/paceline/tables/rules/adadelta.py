@@ -43,7 +43,7 @@ class Adadelta(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """Rate, weight decay, epsilon, smoothing. States: moving averages of the gradients' and the steps' squares."""
+        """`hyper`: rate, weight decay, epsilon, smoothing. State: moving averages of squared gradients and steps."""
         rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
         rho, complement = np.float32(hyper[3]), np.float32(1.0 - hyper[3])
         for j in range(start, stop):

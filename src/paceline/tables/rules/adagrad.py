@@ -20,7 +20,7 @@ from paceline.tables.types import Doubles, Floats
 class Adagrad(UpdateRule):
     """Adagrad (Duchi et al., JMLR 2011), as ``torch.optim.Adagrad``.
 
-    With ``l1`` weights move nearer to 0 by l1 times the step of a gradient of 1, and to 0 where they are no farther.
+    With ``l1``, each update then moves a weight towards 0 by l1 times the step of a gradient of 1, but not beyond 0.
     """
 
     lr: float
@@ -68,7 +68,7 @@ class Adagrad(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """Rate, weight decay, epsilon, initial accumulator, the rate's decay, L1 penalty. State: sum of squares."""
+        """`hyper`: rate, weight decay, epsilon, initial accumulator, the rate's decay, L1. State: sum of squares."""
         decay, epsilon = np.float32(hyper[1]), np.float32(hyper[2])
         rate = np.float32(hyper[0] / (1.0 + (step - 1.0) * hyper[4]))
         for j in range(start, stop):
@@ -94,7 +94,7 @@ class Adagrad(UpdateRule):
     @staticmethod
     @rule_kernel
     def initialize(record, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-        """The initial accumulator."""
+        """Set the state to the initial accumulator."""
         for j in range(start, stop):
             record[dim + j] = np.float32(hyper[3])
 

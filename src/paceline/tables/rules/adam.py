@@ -42,10 +42,9 @@ def _update(record, dim, start, stop, grads, at, hyper, sign, step, amsgrad):  #
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam(Moments):
-    """Adam (Kingma & Ba, ICLR 2015), as ``torch.optim.Adam``; AMSGrad (Reddi et al., ICLR 2018) on demand.
+    """Adam (Kingma & Ba, ICLR 2015), as ``torch.optim.Adam``; optionally AMSGrad (Reddi et al., ICLR 2018).
 
-    With ``l1`` weights move nearer to 0 by lr·l1 over the root of the second moment, and to 0 where they are no
-    farther.
+    With ``l1``, each update then moves a weight towards 0 by lr·l1 / (root of the second moment), but not beyond 0.
     """
 
     amsgrad: bool = False
@@ -65,7 +64,7 @@ class Adam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of the family, whether AMSGrad, whether weight decay is decoupled, L1 penalty."""
+        """The numbers of :class:`Moments`, whether AMSGrad is used, whether decay is decoupled, the L1 penalty."""
         return (*super().numbers, float(self.amsgrad), float(self.is_decoupled), self.l1)
 
     @property
@@ -76,7 +75,7 @@ class Adam(Moments):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: first moment, second moment, and for AMSGrad the greatest second moment."""
+        """State: first moment, second moment, and for AMSGrad the largest second moment so far."""
         if hyper[5] != 0.0:
             _update(record, dim, start, stop, grads, at, hyper, sign, step, True)
         else:
@@ -113,7 +112,7 @@ class Adam(Moments):
         if forgets <= 0.0:
             return UNKNOWN, math.inf
         off = error(num)
-        # Cauchy and Schwarz: |b1·m + (1 - b1)·g| where m² ≤ ratio²·v, against the root of b2·v + (1 - b2)·g².
+        # By Cauchy and Schwarz: |b1·m + (1 - b1)·g| divided by the root of b2·v + (1 - b2)·g², if m² ≤ ratio²·v.
         ratio = max(at.ratio, (1.0 - beta1) / math.sqrt((1.0 - beta2) * forgets)) * off
         step = self.lr / (1.0 - beta1) * (ratio + over(TINY_GRADIENT, self.eps))
         growth = abs(1.0 - self.lr * self.weight_decay) if self.is_decoupled else 1.0

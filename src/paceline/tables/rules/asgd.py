@@ -38,7 +38,7 @@ class ASGD(UpdateRule):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Rate, weight decay, decay term, power of the rate's decay, step at which averaging starts."""
+        """Rate, weight decay, decay term, exponent of the rate's decay, and the step at which averaging starts."""
         return (self.lr, self.weight_decay, self.lambd, self.alpha, self.t0)
 
     @property
@@ -49,7 +49,7 @@ class ASGD(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: average of the values, the rate of the next step."""
+        """State: the average of the values, and the rate of the next step."""
         decay = np.float32(hyper[1])
         weight = np.float32(1.0 if step == 1.0 else 1.0 / max(1.0, step - 1.0 - hyper[4]))
         following = np.float32(hyper[0] / (1.0 + hyper[2] * hyper[0] * step) ** hyper[3])

@@ -1,10 +1,11 @@
-"""The base of update rules: a frozen dataclass with a kernel, a reference in NumPy, and cases for tests.
+"""The base class of update rules: a frozen dataclass with a kernel, a reference in NumPy, and cases for tests.
 
-A rule is one file of this package, found here by :data:`RULES` as soon as its class exists. It works on one *record*: a
-float32 array that holds the values first (element `j` at ``record[j]``), then the state planes (``record[dim + j]``,
-``record[2 * dim + j]``), each `dim` long, and a step count last where the rule has one. A sparse row is a record of its
-own; a dense table is a single long one, updated on ``[start, stop)``. All arithmetic is float32, in the order of
-``torch.optim``'s single-tensor code, so that results agree to 1e-6 over 100 steps.
+Each rule is a file of this package, and the definition of its class adds the rule to :data:`RULES`. A rule works on one
+*record*: a float32 array with the values (element `j` at ``record[j]``), then the state planes (``record[dim + j]``,
+``record[2 * dim + j]``) of `dim` elements each, and finally a step count if the rule counts steps. Each row of a sparse
+table is a record; a dense table is a single long record, of which a push updates the elements ``[start, stop)``. All
+arithmetic is float32, in the order of ``torch.optim``'s single-tensor code, so that results agree to 1e-6 over 100
+steps.
 """
 
 from __future__ import annotations
@@ -24,39 +25,39 @@ RULES: Final[dict[str, type[UpdateRule]]] = {}
 """Every update rule by the name of its class, which messages and saved models use."""
 
 rule_kernel: Final = inlined(error_model="numpy", pipeline_class=Unaliased)
-"""Decorator of a rule's kernels. They are compiled into the loops over rows that call them, and cached there."""
+"""Decorator of a rule's kernels, which are compiled into, and cached with, the loops over rows that call them."""
 
 _NUM_NUMBERS: Final = NUM_HYPER - 2
 
 
 class RuleCase(NamedTuple):
-    """Settings with which tests compare kernel and twin, and the benchmark times them."""
+    """Settings for tests, which compare the kernel with the reference, and for the benchmark."""
 
     rule: UpdateRule
     is_rare: bool = True
-    """Whether it is run on few elements only: its time is of no great interest."""
+    """Whether the benchmark runs the case on few elements only, because its time matters little."""
 
 
 class UpdateRule(ABC):
     """The update of a row by a gradient. Abstract: use one of the final classes of this package.
 
-    Those with ``maximize`` ascend if it is True, as ``torch.optim`` does.
+    Rules with the field ``maximize`` ascend if it is True, as in ``torch.optim``.
     """
 
     code: ClassVar[int]
-    """The number by which the kernels know the rule, which no other one has."""
+    """The unique number that identifies the rule in kernels."""
     counts: ClassVar[Literal["never", "always", "by settings"]] = "never"
-    """Whether records hold a step count: ``by settings`` if :attr:`has_count` decides."""
+    """Whether records have a step count; ``by settings`` means that :attr:`has_count` decides."""
     narrow_words: ClassVar[int] = 0
-    """Words of a record of one value without a step count, if a loop over such rows is compiled for this rule alone."""
+    """The words of a record with one value and no step count, if this rule has its own compiled loop over such rows."""
     wide_loop: ClassVar[bool] = False
-    """Whether a loop over wide rows is compiled for this rule alone."""
+    """Whether this rule has its own compiled loop over wide rows."""
     squares: ClassVar[int] = 0
-    """The plane, counted from the values, whose root is taken, if any."""
+    """The number of the plane whose square root the rule computes; 0 for none. The values are plane 0."""
     row_dim: ClassVar[int | None] = None
-    """The `dim` of the tables that it is for, sparse ones all, if it updates the values of a row together."""
+    """If the rule updates the values of a row together: the required `dim` of its tables, which must be sparse."""
     logistic_rate: ClassVar[float | None] = None
-    """The learning rate that suits sparse logistic regression: makes the rule a choice of ``paceline train``."""
+    """The learning rate for sparse logistic regression; None if ``paceline train`` does not offer the rule."""
 
     def __init_subclass__(cls, is_abstract: bool = False) -> None:
         if is_abstract:
@@ -75,7 +76,7 @@ class UpdateRule(ABC):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the state planes, each as long as the values; torch's names if it has the rule."""
+        """The names of the state planes; PyTorch's names if PyTorch has the rule."""
         return ()
 
     @property
@@ -83,7 +84,7 @@ class UpdateRule(ABC):
         """Whether a step count follows the planes."""
         return self.counts == "always"
 
-    # The kernel, for a run of elements that have had the same number of updates, and its twin.
+    # The kernel, for elements with the same number of updates, and its reference in NumPy.
 
     @staticmethod
     @abstractmethod
@@ -100,63 +101,65 @@ class UpdateRule(ABC):
     ) -> None:
         """Apply the gradients ``grads[at : at + stop - start]`` to elements ``[start, stop)`` of a record.
 
-        A kernel (:data:`rule_kernel`). `hyper` begins with :attr:`numbers`, as float64, so that 1 - beta**step is
-        exact. `sign` is -1 where the rule ascends. `step` counts this update too; 1 where steps are not counted.
+        The method is a kernel (:data:`rule_kernel`). `hyper` begins with :attr:`numbers`, as float64, so that 1 -
+        beta**step is exact. `sign` is -1 if the rule ascends. `step` includes this update; it is 1 if the rule does not
+        count steps.
         """
 
     @staticmethod
     @abstractmethod
     def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        """Update values and states in place as :meth:`update` does, in NumPy: readable and slow.
+        """Update values and states in place in NumPy, with the same results as :meth:`update`.
 
         `g` is a copy of the gradients, with their sign; `steps` has the step of each element.
         """
 
     initialize: ClassVar[Any] = None
-    """A kernel ``(record, dim, start, stop, hyper)`` that sets state planes which do not start at zero."""
+    """A kernel ``(record, dim, start, stop, hyper)`` that sets state planes with initial values other than zero."""
     initialize_reference: ClassVar[Any] = None
-    """Its twin ``(w, states, hyper)``."""
+    """The reference ``(w, states, hyper)`` of :attr:`initialize` in NumPy."""
 
     @classmethod
     @abstractmethod
     def cases(cls) -> dict[str, RuleCase]:
-        """Return the cases of tests and benchmark, by their names; ``""`` is the plain one."""
+        """Return the cases for tests and the benchmark by name; ``""`` is the case with default settings."""
 
     # How large records become.
 
     def initial_bounds(self, largest: float) -> Bounds:
-        """Return the bounds of records that have had no push, and whose values are at most `largest`."""
+        """Return the bounds of records without a push, with values of at most `largest`."""
         return Bounds(largest)
 
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
         """Return bounds of the records after `num` pushes, and of the intermediate values.
 
-        `at` are the current bounds, `formed` the bounds of records from other hyperparameters, `gradient` is
-        the greatest. A rule without bounds has every push tried on a copy of its rows first, which takes twice as long.
+        `at` are the current bounds, `formed` the bounds of records that other hyperparameters have formed, and
+        `gradient` is the largest magnitude of a gradient. If a rule has no bounds, every push is first tried on a copy
+        of its rows, which takes twice as long.
         """
         return UNKNOWN, np.inf
 
     def ratio_of(self, planes: list[Floats]) -> float:
-        """Return what :attr:`Bounds.ratio` bounds, of the planes of records."""
+        """Return the ratio that :attr:`Bounds.ratio` bounds, given the planes of records."""
         return 0.0
 
     @classmethod
     def has_bounds(cls) -> bool:
-        """Return whether the rule has bounds of its records."""
+        """Return whether the rule can bound its records."""
         return cls.grown is not UpdateRule.grown
 
     # Derived values.
 
     @property
     def hyper(self) -> tuple[float, ...]:
-        """The kernel's arguments: :attr:`numbers`, zeros, whether the rule ascends, the plane of the step count."""
+        """The kernel's `hyper`: :attr:`numbers`, zeros, whether the rule ascends, and the plane of the step count."""
         padding = (0.0,) * (_NUM_NUMBERS - len(self.numbers))
         count = float(1 + self.num_states) if self.has_count else 0.0
         return (*self.numbers, *padding, float(getattr(self, "maximize", False)), count)
 
     @property
     def num_states(self) -> int:
-        """How many state planes there are."""
+        """The number of state planes."""
         return len(self.states)
 
     @property
@@ -165,7 +168,7 @@ class UpdateRule(ABC):
         return ", ".join([*self.states, "step"] if self.has_count else self.states)
 
     def check_follows(self, other: UpdateRule, subject: str) -> None:
-        """Raise UsageError if it cannot continue from the state of `other`, the former rule of `subject`."""
+        """Raise UsageError if this rule cannot continue from the state of `other`, the former rule of `subject`."""
         name, former = type(self).__name__, type(other).__name__
         if (name, self.state_names) == (former, other.state_names):
             return
@@ -177,6 +180,6 @@ class UpdateRule(ABC):
 
 
 def decayed(w: Floats, g: Floats, hyper: Doubles) -> Floats:
-    """Return gradients with weight decay, the second number of most rules."""
+    """Return gradients with weight decay, which is the second hyperparameter of most rules."""
     result: Floats = g + np.float32(hyper[1]) * w
     return result

@@ -50,7 +50,7 @@ class FTRL(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: z, n. L1 and L2 act when the weight is formed, so a weight with little evidence is exactly 0."""
+        """State: z, n. L1 and L2 apply when the weight is computed, so a weight with little evidence is exactly 0."""
         inverse, beta = np.float32(1.0 / hyper[0]), np.float32(hyper[1])
         l1, l2, squares = np.float32(hyper[2]), np.float32(hyper[3]), dim + dim
         for j in range(start, stop):
@@ -77,7 +77,7 @@ class FTRL(UpdateRule):
     @staticmethod
     @rule_kernel
     def initialize(record, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-        """The z that gives the initial weight at n = 0."""
+        """Set z so that it gives the initial weight for n = 0."""
         for j in range(start, stop):
             value = record[j]
             if value != _F0:
@@ -107,9 +107,9 @@ class FTRL(UpdateRule):
         inverse, least = over(1.0, self.alpha), over(self.beta, self.alpha) + self.l2
         squares = (at.second + num * gradient * gradient) * off
         root = math.sqrt(squares)
-        slope = (gradient + ROUNDING * root) * inverse  # by how much the divisor of a weight grows with one push
-        # A weight that these hyperparameters have formed moves by no more than the gradient over its new divisor, which
-        # grows with the root of the gradient's square. Other values are computed again.
+        slope = (gradient + ROUNDING * root) * inverse  # the largest growth of a weight's divisor in one push
+        # A weight computed with these hyperparameters changes by at most the gradient / its new divisor, which grows
+        # with the root of the gradient's square. Weights from other hyperparameters are computed anew.
         updated = formed.first + gradient + slope * formed.values
         moves = num * (self.alpha + over(ROUNDING * self.l1, least))
         values = (max(at.values, over(updated + self.l1, least)) + moves) * off

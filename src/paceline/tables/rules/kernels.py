@@ -1,8 +1,8 @@
 """The loops over rows and elements that apply update rules, compiled once for all rules of this package.
 
-A table has the number of its rule: a kernel compares it with every rule's number, in a function made from
-the registry, and calls that rule's kernel, which the compiler inlines. So there is one `push` to compile and to load
-from the cache, not one for each rule; rules that ask for it have a loop of their own within it.
+A table stores the number of its rule. A function generated from the registry compares this number with the number of
+every rule and calls the rule's kernel, which the compiler inlines. Therefore a single `push`, and not one for each
+rule, is compiled and loaded from the cache. Some rules have their own loop in `push` (:attr:`UpdateRule.wide_loop`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _loop: Final = inlined()
 
 @cache
 def _make_update(kernel: Any, counts: str) -> Any:
-    """Return a kernel that applies one rule, whose own kernel this is, to elements of a record.
+    """Return a kernel that applies a rule, given the rule's own `kernel`, to elements of a record.
 
-    The rule's kernel gets unsigned places: Numba adds the length to signed indices below 0, and its loops over elements
-    are vectorized only without that.
+    The rule's kernel receives unsigned indices. For signed indices Numba adds the length to negative values, which
+    prevents vectorized loops.
     """
 
     @rule_kernel
@@ -39,12 +39,12 @@ def _make_update(kernel: Any, counts: str) -> Any:
 
     @rule_kernel
     def update_runs(record, dim, start, stop, grads, at, hyper, per_element):  # type: ignore[no-untyped-def]
-        # The count is one word of a row, of a dense table a word per element.
+        # A row has one step count; a dense table has one for each element.
         sign = np.float32(-1.0 if hyper[MAXIMIZE] != 0.0 else 1.0)
         count, begin = np.int64(hyper[COUNT_PLANE]) * dim, start
         while begin < stop:
             place, end = count, stop
-            if per_element:  # elements with the same count share the values that depend on the count
+            if per_element:  # elements with the same count are updated together
                 place, end = count + begin, begin + 1
                 while end < stop and record[count + end] == record[place]:
                     end += 1
@@ -79,7 +79,7 @@ def _make_row_update(update: Any) -> Any:
 
 
 def _make_narrow_loop(rule: type[UpdateRule]) -> Any:
-    """Return a kernel that pushes to rows of one value by one rule; -1 is its answer where they have a step count."""
+    """Return a kernel that pushes to rows of one value by one rule, and returns -1 for rows with a step count."""
     words, entry_words = rule.narrow_words, sparse.entry_words(rule.narrow_words)
     slots, entry_bytes = LINE_BYTES // (4 * entry_words), np.uint64(4 * entry_words)
     update = _make_row_update(_UPDATES[rule])
@@ -106,14 +106,14 @@ def _make_wide_loop(rule: type[UpdateRule]) -> Any:
 
 
 def _make_choice(parameters: str, kernels: Iterable[tuple[type[UpdateRule], Any]], otherwise: Any = None) -> Any:
-    """Return a function whose first parameter is a rule's number: it calls that rule's kernel with the others.
+    """Return a function of a rule's number and further parameters, which it passes to the kernel of this rule.
 
-    It is made from text: in a chain of functions with one rule each, the last would be compiled as often as
-    the chain is long.
+    The function is generated as text. In a chain of functions with one rule each, the last function would be compiled
+    once for each function in the chain.
     """
     names: dict[str, Any] = {}
     lines = [f"def choose(rule, {parameters}):"]
-    codes: dict[Any, list[int]] = {}  # of rules with the same kernel
+    codes: dict[Any, list[int]] = {}  # the numbers of rules with the same kernel
     for rule, kernel in kernels:
         codes.setdefault(kernel, []).append(rule.code)
     for number, (kernel, rule_codes) in enumerate(codes.items()):
@@ -138,20 +138,20 @@ _initialize: Final = rule_kernel(
 
 @uncounted(nogil=True, error_model="numpy")
 def _update_row(rule, record, dim, grads, hyper):  # type: ignore[no-untyped-def]
-    """Apply gradients to a row, by any rule; inlined nowhere, since it is large."""
+    """Apply gradients to a row by any rule. This function is never inlined, because it is large."""
     _update_elements(rule, record, dim, 0, dim, grads, 0, hyper, False)
 
 
 @uncounted(nogil=True, error_model="numpy")
 def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-    """Set the state of elements ``[start, stop)``, whose values are set, to the state before the first update."""
+    """Set the state of elements ``[start, stop)``, which have values already, to the state before the first update."""
     for plane in range(dim, words, dim):
         for j in range(start, min(stop, words - plane)):
             record[plane + j] = _F0
     _initialize(rule, record, dim, start, stop, hyper)
 
 
-# Kernels with a rule from elsewhere are compiled in every process: the cache does not know when that rule changes.
+# Kernels with a rule from outside this package are not cached, because the cache does not notice its changes.
 _only_builtin_rules: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
 _PUSH: Final = "directory, layout, parameters, keys, grads, scratch"
 _push_narrow: Final = _loop(
@@ -192,19 +192,19 @@ def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-
 
 @njit(cache=_only_builtin_rules, nogil=True)
 def dense_start(rule, record, size, start, stop, first_key, kind, seed, parameters):  # type: ignore[no-untyped-def]
-    """Set elements of a dense table to initial values and state: :func:`paceline.kernels.dense.start_range`."""
+    """Set elements of a dense table to initial values and state by :func:`paceline.kernels.dense.start_range`."""
     dense.start_range(rule, record, size, start, stop, first_key, kind, seed, parameters, _start_state)
 
 
 @njit(cache=_only_builtin_rules, nogil=True)
 def dense_push(rule, record, size, start, stop, grads, at, parameters):  # type: ignore[no-untyped-def]
-    """Update a range of a dense table: :func:`paceline.kernels.dense.push_range`."""
+    """Update a range of a dense table by :func:`paceline.kernels.dense.push_range`."""
     dense.push_range(rule, record, size, start, stop, grads, at, parameters, _update_elements)
 
 
 @njit(cache=_only_builtin_rules, nogil=True)
 def dense_push_at(rule, record, size, positions, grads, parameters):  # type: ignore[no-untyped-def]
-    """Update elements of a dense table by position: :func:`paceline.kernels.dense.push_at`."""
+    """Update elements of a dense table at positions by :func:`paceline.kernels.dense.push_at`."""
     dense.push_at(rule, record, size, positions, grads, parameters, _update_elements)
 
 

@@ -16,7 +16,7 @@ from paceline.tables.types import Doubles, Floats
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments(UpdateRule, is_abstract=True):
-    """A rule with two moments of the gradients; the step count is each row's own. Abstract."""
+    """A rule with two moments of the gradients, and a step count for each row. Abstract."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -34,7 +34,7 @@ class Moments(UpdateRule, is_abstract=True):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Rate, weight decay, epsilon, the two betas."""
+        """Rate, weight decay, epsilon, and the two betas."""
         return (self.lr, self.weight_decay, self.eps, *self.betas)
 
     @property
@@ -45,9 +45,9 @@ class Moments(UpdateRule, is_abstract=True):
 
 @rule_kernel
 def moment_factors(hyper, is_decoupled):  # type: ignore[no-untyped-def]
-    """Return as float32 the gradient's decay, the weights' own, epsilon, 1 - beta1, beta2, 1 - beta2.
+    """Return float32 factors: decay in the gradient, decoupled decay, epsilon, 1 - beta1, beta2, 1 - beta2.
 
-    Weights decay by themselves after Loshchilov & Hutter, ICLR 2019.
+    Decoupled weight decay is from Loshchilov & Hutter, ICLR 2019.
     """
     decay = np.float32(0.0 if is_decoupled else hyper[1])
     shrink = np.float32(1.0 - hyper[0] * hyper[1] if is_decoupled else 1.0)
@@ -62,7 +62,7 @@ def moment_factors(hyper, is_decoupled):  # type: ignore[no-untyped-def]
 
 
 def update_moments(w: Floats, states: list[Floats], g: Floats, hyper: Doubles, *, is_decoupled: bool) -> Floats:
-    """Decay the weights, or the gradient, and move both moments, in NumPy; return the gradient."""
+    """Apply weight decay and update both moments in NumPy; return the gradient, with decay unless decoupled."""
     if is_decoupled:
         w *= np.float32(1.0 - hyper[0] * hyper[1])
     else:

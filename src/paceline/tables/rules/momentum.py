@@ -19,7 +19,7 @@ _F1 = np.float32(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Momentum(UpdateRule):
-    """SGD with momentum, Nesterov's on demand, as ``torch.optim.SGD(momentum=…, dampening=…, nesterov=…)``.
+    """SGD with momentum, optionally Nesterov's, as ``torch.optim.SGD(momentum=…, dampening=…, nesterov=…)``.
 
     Source: Sutskever et al., ICML 2013.
     """
@@ -54,12 +54,12 @@ class Momentum(UpdateRule):
     @property
     @override
     def has_count(self) -> bool:
-        return self.dampening != 0  # the first gradient is not dampened
+        return self.dampening != 0  # the count is needed because the first gradient is not dampened
 
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """Rate, weight decay, momentum, whether Nesterov's, dampening. State: velocity."""
+        """`hyper`: rate, weight decay, momentum, whether the momentum is Nesterov's, dampening. State: velocity."""
         rate, decay, momentum = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
         nesterov = hyper[3] != 0.0
         complement = _F1 if step == 1.0 else np.float32(1.0 - hyper[4])
@@ -89,8 +89,8 @@ class Momentum(UpdateRule):
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
         off = error(num)
         undamped = max(1.0, abs(1.0 - self.dampening))
-        gain = undamped * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # of the velocity, whatever num
-        # The gradient is more by weight decay, and the values by the gradient: solved for the values.
+        gain = undamped * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # bounds the velocity
+        # Weight decay makes the gradient larger, and the gradient makes the values larger; solved for the values.
         factor = num * self.lr * (1.0 + gain) * off
         divisor = 1.0 - factor * self.weight_decay
         if divisor < 0.5:

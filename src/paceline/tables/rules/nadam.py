@@ -34,7 +34,7 @@ class NAdam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of the family, the momentum's decay, whether weight decay is decoupled."""
+        """The numbers of :class:`Moments`, the momentum's decay, and whether weight decay is decoupled."""
         return (*super().numbers, self.momentum_decay, float(self.decoupled_weight_decay))
 
     @property
@@ -45,7 +45,7 @@ class NAdam(Moments):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: first moment, second moment, product of the momenta so far."""
+        """State: first moment, second moment, and the product of all momenta so far."""
         decay, shrink, epsilon, complement1, beta2, complement2 = moment_factors(hyper, hyper[6] != 0.0)
         correction = np.float32(1.0 - hyper[4] ** step)
         momentum = hyper[3] * (1.0 - 0.5 * 0.96 ** (step * hyper[5]))

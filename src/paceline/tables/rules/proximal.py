@@ -15,10 +15,10 @@ from paceline.tables.settings import check_bounds
 from paceline.tables.types import Doubles, Floats
 
 START: Final = 1.0
-"""The first trust region of a weight, in units of the inverse of its column's mean magnitude; as are those below."""
+"""A weight's first trust region. The unit of this and the next numbers is 1 / (mean magnitude of its column)."""
 LEAST: Final = 0.1
 MOST: Final = 5.0
-_LONGEST: Final = 1e18  # of a unit
+_LONGEST: Final = 1e18  # the largest unit
 _START, _LEAST, _MOST = np.float32(START), np.float32(LEAST), np.float32(MOST)
 _LONG, _SHORT = np.float32(_LONGEST), np.float32(1.0 / _LONGEST)
 _F0, _F1, _F2 = np.float32(0), np.float32(1), np.float32(2)
@@ -31,14 +31,14 @@ class ProximalNewton(UpdateRule):
     Minimizes g·d + u·d²/2 + l1·|w + d| + l2·(w + d)²/2 over |d| ≤ radius, and sets radius to min(5, 2|d| + 0.1) units,
     where a unit is the inverse of the column's mean magnitude (Li et al., OSDI'14, algorithm 3; the radius as in
     Genkin, Lewis and Madigan 2007, section 3.1). Rows have two values: the weight, and the gradient of the last step. A
-    push is one of three things:
+    push (two numbers) has one of three meanings:
 
     - (g, u) with u > 0 is a step;
     - (s, -n) with n > 0 describes a column of n values with the sum of magnitudes s, and sets its weight to 0:
       the row's values are (s, n) until its first step. If s is negative, the weight has no penalty;
-    - (g, 0) sets the second value, and no more: so pushes are summed by the servers, and read.
+    - (g, 0) only sets the second value, so that workers can read sums of their numbers.
 
-    The state is the radius and, negative where there is no penalty, the unit.
+    The state is the radius and the unit, which is negative if the weight has no penalty.
     """
 
     l1: float = 0.0

@@ -31,7 +31,7 @@ class RAdam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of the family, whether weight decay is decoupled."""
+        """The numbers of :class:`Moments`, and whether weight decay is decoupled."""
         return (*super().numbers, float(self.decoupled_weight_decay))
 
     @staticmethod

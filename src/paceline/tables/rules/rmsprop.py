@@ -49,7 +49,7 @@ class RMSprop(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """Rate, weight decay, epsilon, smoothing, momentum, whether centered. States: see :func:`_update`."""
+        """`hyper`: rate, weight decay, epsilon, smoothing, momentum, whether centered. State: see :func:`_update`."""
         if hyper[4] == 0.0 and hyper[5] == 0.0:
             _update(record, dim, start, stop, grads, at, hyper, sign, False, False)
         else:
@@ -83,7 +83,7 @@ class RMSprop(UpdateRule):
 
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
-        if self.centered or self.momentum >= 1.0:  # a difference whose root is taken
+        if self.centered or self.momentum >= 1.0:  # no bound, because the rule takes the root of a difference
             return UNKNOWN, math.inf
         off = error(num)
         step = over(normed(self.eps), math.sqrt(max(1.0 - self.alpha, 0.0)))
@@ -95,7 +95,7 @@ class RMSprop(UpdateRule):
 
 @rule_kernel
 def _update(record, dim, start, stop, grads, at, hyper, sign, has_momentum, is_centered):  # type: ignore[no-untyped-def]
-    """State: moving average of squares, the velocity if there is momentum, the moving average if centered."""
+    """State: moving average of squares; with momentum the velocity; if centered the moving average of gradients."""
     rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
     alpha, complement, momentum = np.float32(hyper[3]), np.float32(1.0 - hyper[3]), np.float32(hyper[4])
     middle = 3 * dim if has_momentum else 2 * dim

@@ -40,7 +40,7 @@ class Rprop(UpdateRule):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Rate, the factors of steps that shrink and grow, the least and the greatest step."""
+        """Rate, the factors for smaller and larger steps, and the limits of a step."""
         return (self.lr, *self.etas, *self.step_sizes)
 
     @property
@@ -51,7 +51,7 @@ class Rprop(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: the gradient before, or zero where the sign changed; the size of the step."""
+        """State: the previous gradient, or zero if the sign has changed; the size of the step."""
         shrink, grow = np.float32(hyper[1]), np.float32(hyper[2])
         least, most = np.float32(hyper[3]), np.float32(hyper[4])
         for j in range(start, stop):

@@ -20,7 +20,7 @@ from paceline.tables.types import Doubles, Floats
 class SGD(UpdateRule):
     """w ← w − lr·(g + weight_decay·w), as ``torch.optim.SGD`` without momentum.
 
-    With ``l1`` weights move nearer to 0 by lr·l1 after that, and to 0 where they are no farther.
+    With ``l1``, each update then moves a weight towards 0 by lr·l1, but not beyond 0.
     """
 
     lr: float
@@ -45,7 +45,7 @@ class SGD(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """Rate, weight decay, L1 penalty."""
+        """`hyper`: rate, weight decay, L1 penalty."""
         rate, decay = np.float32(hyper[0]), np.float32(hyper[1])
         for j in range(start, stop):
             gradient = sign * grads[at + j - start] + decay * record[j]
