@@ -95,7 +95,7 @@ def move_columns(indptr, rows, values, columns, steps, labels, weights, margins,
 
 @njit(cache=True, nogil=True)
 def summed_loss(labels, weights, margins):  # type: ignore[no-untyped-def]
-    """Return the summed log loss (float64), stable; `labels` float32 [n], other arguments as above."""
+    """Return the summed log loss (float64), without overflow. `labels` float32 [n]; others as in the module."""
     loss = 0.0
     for i in range(len(margins)):
         margin = margins[i] if labels[i] > np.float32(0) else -margins[i]

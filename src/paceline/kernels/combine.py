@@ -1,11 +1,11 @@
 """The arithmetic of a reduction: elementwise over n pieces of raw memory, one native function per dtype.
 
-A collective's kernels call these functions by address, so that they know neither dtypes nor operations. They
-are made of LLVM instructions rather than by ``numba.njit`` because the target may be one of the sources: a
-compiler that must prove arrays apart before it vectorizes takes its slow loop then (two of float32 in L2: 14
-GB/s instead of 58). A step here reads a vector of every source before it writes one, which is right in either
-case, needs one pass for any number of sources, and leaves LLVM little to do: a function takes 20 to 40 ms to
-make, so there is no cache on disk.
+A collective's kernels call these functions by address, so that they know neither dtypes nor operations. The functions
+are built from LLVM instructions instead of ``numba.njit``, because the target may be one of the sources. Then the
+compiler cannot prove that arrays are disjoint, and its loops are not vectorized (two sources of float32 in L2: 14 GB/s
+instead of 58). The functions of this module read a vector of every source before they write one, which is correct in
+both cases and needs one pass for any number of sources. LLVM compiles a function in 20 to 40 ms, so there is no cache
+on disk.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from numba.core.codegen import get_host_cpu_features
 Array = npt.NDArray[Any]
 
 SUM, PRODUCT, MIN, MAX, BITWISE_AND, BITWISE_OR, BITWISE_XOR = range(7)
-"""The operations. A mean is SUM with a scale of 1/n. Integers wrap around; MIN and MAX hand on NaN, and of two
-zeros the later. For bool, as in NumPy, SUM and MAX are "or", PRODUCT and MIN are "and"."""
+"""The operations. A mean is SUM with a scale of 1/n. Integers wrap around. MIN and MAX of a NaN are NaN, and of two
+zeros they return the later zero. For bool, as in NumPy, SUM and MAX are "or", PRODUCT and MIN are "and"."""
 
 _STEP_BYTES: Final = 256
-"""Values that a step accumulates in registers: 4 of AVX-512's or 8 of AVX2's; 512 would not fit the latter's 16."""
+"""The bytes that a step accumulates, in 4 registers of AVX-512 or 8 of AVX2. 512 would not fit AVX2's 16 registers."""
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
@@ -44,7 +44,7 @@ def _choice(compare: Any, sign: str) -> _Operation:
 
 
 def _float_choice(sign: str) -> _Operation:
-    choose = _choice(ir.IRBuilder.fcmp_ordered, sign)  # which takes b where either is NaN
+    choose = _choice(ir.IRBuilder.fcmp_ordered, sign)  # the comparison chooses b if a or b is NaN
     return lambda builder, a, b: builder.select(builder.fcmp_unordered("uno", a, a), a, choose(builder, a, b))
 
 
@@ -67,7 +67,7 @@ _FLOATS: Final[Mapping[int, _Operation]] = {
 
 
 def _like(value: Any, element: Any) -> Any:
-    """Return the type of a vector of `element`, of as many as `value` has."""
+    """Return the type of a vector of `element` with as many elements as `value`."""
     return ir.VectorType(element, value.type.count)
 
 
@@ -80,10 +80,10 @@ def _lanes(numbers: Sequence[int]) -> Any:
 
 
 def _widen_bfloat16(builder: Any, value: Any) -> Any:
-    """Return the lower elements of all pairs, then the upper ones.
+    """Return the lower elements of all pairs, then the upper elements.
 
-    The order does not matter as long as :func:`_narrow_bfloat16` undoes it. Keeping it takes shuffles, with which
-    AVX2 makes 12 GB/s of the 20 here (2 sources in L2).
+    The order does not matter as long as :func:`_narrow_bfloat16` undoes it. Keeping the order would need shuffles,
+    which reduce AVX2 from 20 to 12 GB/s (2 sources in L2).
     """
     words, count = _like(value, _I32), value.type.count
     if count == 1:
@@ -99,7 +99,7 @@ def _widen_bfloat16(builder: Any, value: Any) -> Any:
 def _narrow_bfloat16(builder: Any, value: Any) -> Any:
     """Round to nearest even by carrying into the upper half; the carry out of the largest makes infinity.
 
-    A NaN stays one: its low half is 0, whether it comes from a bfloat16 or is made by the processor.
+    A NaN remains a NaN, because its low half is 0: it comes from a bfloat16 or from the processor.
     """
     words, count = _like(value, _I32), value.type.count
     bits = builder.bitcast(value, words)
@@ -151,9 +151,9 @@ def _narrow_float16(builder: Any, value: Any) -> Any:
 
 
 def _converts_float16() -> bool:
-    """Return whether the processor does, which is 4 times as fast; the other way is from M. Dukhan's FP16 library.
+    """Return whether the processor converts float16: 4 times as fast as the code from M. Dukhan's FP16 library.
 
-    Every 64-bit ARM does, and every x86 since 2013, but not some emulators of it.
+    Every 64-bit ARM and every x86 since 2013 converts float16, but some emulators of x86 do not.
     """
     return binding.get_process_triple().startswith(("aarch64", "arm64")) or "+f16c" in get_host_cpu_features()
 
@@ -164,14 +164,14 @@ def _unchanged(_builder: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Format:
-    """How the elements of a dtype lie in memory, and how they are accumulated."""
+    """The elements of a dtype in memory, and the type in which they are accumulated."""
 
     numpy: Any
     element: Any
     accumulator: Any
     operations: Mapping[int, _Operation]
     widen: _Conversion = _unchanged
-    """From vectors of elements to vectors of accumulators."""
+    """A function that converts vectors of elements to vectors of accumulators."""
     narrow: _Conversion = _unchanged
 
     @property
@@ -181,7 +181,7 @@ class _Format:
 
     @property
     def step(self) -> int:
-        """How many elements a step takes."""
+        """The number of elements in a step."""
         return _STEP_BYTES // (4 if self.accumulator == _F32 else self.item_bytes)
 
 
@@ -201,19 +201,18 @@ _FORMATS: Final[Mapping[str, _Format]] = {
     "bool": _Format(np.bool_, _I8, _I8, _BOOLS),
 }
 DTYPES: Final[tuple[str, ...]] = tuple(_FORMATS)
-"""The dtypes that can be reduced. NumPy has no bfloat16: such an array has dtype uint16."""
+"""The dtypes that can be reduced. NumPy has no bfloat16, so an array of bfloat16 has dtype uint16."""
 
 
 def combiner(dtype: str) -> int:
     """Return the address of the native function that reduces memory of `dtype`. It is compiled at the first call.
 
     Its type is ``void (uint64 target, uint64 sources, int64 num_sources, int64 count, int64 op, double scale)``:
-    ``target[i] = scale * (sources[0][i] op sources[1][i] op ...)`` for ``0 <= i < count``, in this order, hence
-    with the same bits wherever it is computed. `sources` is the address of a table of `num_sources` (>= 1)
-    addresses (uint64). `target` may be one of the sources, but not overlap one partly. All are aligned to the
-    item. Integers and bools ignore `scale`. float16 and bfloat16 are computed in float32, the scale too, and
-    rounded once, to nearest even. One source with a scale of 1 is copied bit by bit. The function takes no locks
-    and needs no GIL.
+    ``target[i] = scale * (sources[0][i] op sources[1][i] op ...)`` for ``0 <= i < count``, in this order, so every
+    process computes the same bits. `sources` is the address of a table of `num_sources` (>= 1) addresses (uint64).
+    `target` may be one of the sources, but must not overlap a source partly. All addresses are aligned to the item.
+    Integers and bools ignore `scale`. float16 and bfloat16 are computed and scaled in float32, and rounded once, to
+    nearest even. One source with a scale of 1 is copied bit by bit. The function takes no locks and needs no GIL.
     """
     with _compiling:
         return _compiled(dtype)
@@ -234,7 +233,7 @@ def _compiled(dtype: str) -> int:
 
 
 _engines: Final[list[Any]] = []
-"""The owners of the compiled code, which never goes away."""
+"""The owners of the compiled code, which is never freed."""
 _compiling: Final = threading.Lock()
 
 
@@ -265,7 +264,7 @@ def _module(format_: _Format) -> Any:
 
 
 def _reduce(builder: Any, format_: _Format, operation: _Operation, start: Any, width: int) -> Any:
-    """Emit the reduction of elements from `start` on, as long as there are `width`; return where it stopped."""
+    """Emit the reduction of elements from `start` on in steps of `width`; return the index after the last step."""
     target, sources, num_sources, count, _, scale = builder.function.args
     vector = ir.VectorType(format_.element, width)
 
@@ -281,7 +280,7 @@ def _reduce(builder: Any, format_: _Format, operation: _Operation, start: Any, w
             lambda k, so_far: operation(builder, so_far, load(k, offset)),
             load(_I64(0), offset),
         )
-        if format_.operations is _FLOATS:  # a multiplication by 1 changes nothing and is hidden by the loads
+        if format_.operations is _FLOATS:  # multiplication by 1 changes nothing, and costs nothing
             total = builder.fmul(total, _broadcast(builder, scale, total.type))
         pointer = builder.inttoptr(builder.add(target, offset), vector.as_pointer())
         builder.store(format_.narrow(builder, total), pointer, align=format_.item_bytes)

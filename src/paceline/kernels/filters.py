@@ -24,8 +24,8 @@ _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 def digest(keys, out):  # type: ignore[no-untyped-def]
     """Write a digest of 128 bits of a list of keys (uint64 [n]), order included, to `out` (uint64 [2]).
 
-    Two sums of hashes of key and position: different lists collide with probability 2**-128. It is not a protection
-    against one who looks for such lists.
+    The digest has two sums of hashes of key and position. Different lists collide with probability 2**-128, but an
+    attacker can construct lists that collide.
     """
     first, second, position = np.uint64(len(keys)), _SALT, np.uint64(0)
     for i in range(len(keys)):
@@ -39,9 +39,9 @@ def digest(keys, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def encode_deltas(keys, out):  # type: ignore[no-untyped-def]
-    """Write the differences of rising keys (uint64 [n]) to `out` (uint8, 10 bytes for each); return how many bytes.
+    """Write the differences of ascending keys (uint64 [n]) to `out` (uint8 [10 n]); return the number of bytes.
 
-    Seven bits to a byte, the low ones first; the eighth bit is set if more bytes follow (LEB128).
+    Each byte has seven bits, the low bits first; the eighth bit is set if more bytes follow (LEB128).
     """
     at = 0
     former = np.uint64(0)
@@ -59,9 +59,9 @@ def encode_deltas(keys, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def decode_deltas(data, out):  # type: ignore[no-untyped-def]
-    """Read what :func:`encode_deltas` wrote (uint8 [m]) into `out` (uint64 [n]).
+    """Decode the output of :func:`encode_deltas` (uint8 [m]) into `out` (uint64 [n]).
 
-    Return how many bytes were read, -1 if they are wrong.
+    Return the number of bytes read, or -1 if the bytes are invalid.
     """
     at = 0
     key = np.uint64(0)
@@ -84,9 +84,9 @@ def decode_deltas(data, out):  # type: ignore[no-untyped-def]
 def number_keys(keys, slot_keys, slot_numbers, state, out):  # type: ignore[no-untyped-def]
     """Write keys (uint64 [n]) to `out` (uint8, 9 bytes for each): those with a number as that (LEB128), others whole.
 
-    A whole key follows a zero and gets the next number, from 1, while numbers are left. `slot_keys` uint64 and
-    `slot_numbers` uint32 (0: free) are a hash table, whose size is a power of two. `state` int64 [2]: how many numbers
-    are given, and how many there are. Return how many bytes were written.
+    A whole key follows a zero byte and gets the next number, from 1 on, while there are free numbers. `slot_keys`
+    uint64 and `slot_numbers` uint32 (0: free) are a hash table, whose size is a power of two. `state` int64 [2] has the
+    count of used numbers and the largest number. Return the number of bytes written.
     """
     mask = np.uint64(len(slot_keys) - 1)
     count, at = state[0], 0
@@ -118,7 +118,7 @@ def number_keys(keys, slot_keys, slot_numbers, state, out):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def renumber(slot_keys, slot_numbers, new_keys, new_numbers):  # type: ignore[no-untyped-def]
-    """Copy the hash table of :func:`number_keys` to a larger one, which is zero."""
+    """Copy the hash table of :func:`number_keys` to a larger table, which is all zeros."""
     mask = np.uint64(len(new_keys) - 1)
     for i in range(len(slot_keys)):
         if slot_numbers[i] != 0:
@@ -131,10 +131,10 @@ def renumber(slot_keys, slot_numbers, new_keys, new_numbers):  # type: ignore[no
 
 @njit(cache=True, nogil=True)
 def read_numbers(data, known, state, out):  # type: ignore[no-untyped-def]
-    """Read what :func:`number_keys` wrote (uint8 [m]) into `out` (uint64 [n]).
+    """Decode the output of :func:`number_keys` (uint8 [m]) into `out` (uint64 [n]).
 
-    `known` uint64 has the keys by number, from 1 on, and room for new keys; `state` as in the encoder. Return the
-    number of bytes read, or -1 for invalid bytes; then `state` is unchanged.
+    `known` uint64 has the keys by number, from 1 on, and room for new keys; for `state` see :func:`number_keys`. Return
+    the number of bytes read, or -1 for invalid bytes; then `state` is unchanged.
     """
     count, at = state[0], 0
     for i in range(len(out)):
@@ -169,7 +169,7 @@ def read_numbers(data, known, state, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untyped-def]
-    """Round values (float32 [n]) to whole numbers of `bits` bits, up or down by chance so that the mean is right.
+    """Round values (float32 [n]) to whole numbers of `bits` bits, up or down at random so that the mean is exact.
 
     `half` is half of the greatest number: 127, 7, 1 or 0.5 for 8, 4, 2 or 1 bit. `scales` float32 [ceil(n / BLOCK)]
     gets the largest magnitude of each block; NaN where it is not finite.
@@ -199,11 +199,12 @@ def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untype
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def quantize_nearest(values, bits, half, scales, codes):  # type: ignore[no-untyped-def]
-    """Round as :func:`quantize` does, but to the nearest number, which is for those who keep the error for next time.
+    """Round values to the nearest number, for senders that keep the error; arguments as in :func:`quantize`.
 
     With 1 and 2 bits a block's scale minimizes its error: it is the mean magnitude of the values that do not become
-    zero. With 2 bits, values up to 0.7 of the mean magnitude do (Li et al., "Ternary weight networks", 2016); with 1
-    bit none does (Karimireddy et al., ICML 2019). No block's error is larger than the block.
+    zero. With 2 bits, values up to 0.7 of the mean magnitude become zero (Li et al., "Ternary weight networks", 2016);
+    with 1 bit no value becomes zero (Karimireddy et al., ICML 2019). The norm of a block's error is at most the norm of
+    the block.
     """
     codes[:] = 0
     for block in range(len(scales)):
@@ -240,7 +241,7 @@ def quantize_nearest(values, bits, half, scales, codes):  # type: ignore[no-unty
 
 @njit(cache=True, nogil=True)
 def dequantize(codes, bits, half, scales, out):  # type: ignore[no-untyped-def]
-    """Read what :func:`quantize` wrote into `out` (float32 [n])."""
+    """Decode the output of :func:`quantize` into `out` (float32 [n])."""
     mask = np.uint8((1 << bits) - 1)
     for block in range(len(scales)):
         start, stop = block * BLOCK, min((block + 1) * BLOCK, len(out))
@@ -264,7 +265,7 @@ KERNELS = (
 
 
 def compile_kernels() -> None:
-    """Compile or load them, for the one signature that real calls have."""
+    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
     keys, data = np.zeros(1, np.uint64), np.zeros(16, np.uint8)
     values, half = np.zeros(1, np.float32), np.float32(127)
     digest(keys, np.zeros(2, np.uint64))

@@ -1,34 +1,33 @@
 """The hash index of a sparse table: uint64 key → row, in fixed buckets that grow one at a time.
 
-Layout. A key's mixed hash picks one of 512 *buckets* by its top 9 bits (the same bucket that placement moves
-between servers). A bucket is an array of 64-byte *lines*; of the other bits times the bucket's *salt*, the upper 32
-pick the home line. A line
-holds as many *entries* as fit; an entry is ``key (2 words) | payload``. A narrow row is the payload itself
-(*inline*: one cache miss for a look-up); of a wide row the payload is its slot number in the bucket's row
-array (*indirect*). Entries fill a line from its front; a full line overflows into the next one. There is no
-wrap: spare lines, the *tail*, follow. The all-zero key means *empty*; the real key 0 lives in the line before
-the first.
+Layout. The top 9 bits of a key's hash select one of 512 *buckets*, which are also the unit of placement on servers. A
+bucket is an array of 64-byte *lines*. The other bits of the hash are multiplied by the bucket's *salt*, and the upper
+32 bits of the product select the home line. A line holds as many *entries* as fit; an entry is ``key (2 words) |
+payload``. For a narrow row the payload is the row itself (*inline*: one cache miss for a look-up). For a wide row the
+payload is the row's slot number in the bucket's row array (*indirect*). Entries fill a line from its front; a full line
+overflows into the next one. The last line does not wrap around to the first: spare lines, the *tail*, follow. The
+all-zero key means *empty*; the real key 0 lives in the line before the first.
 
-Spare lines start at ``TAIL_LINES`` and double where a run of full lines reaches their end: no keys, crafted
-ones included, can make a bucket that no growth can hold.
+A bucket starts with ``TAIL_LINES`` spare lines, and their number doubles if a run of full lines reaches their end. So
+every set of keys fits, including crafted keys.
 
-Keys may be crafted: the hash can be inverted, so that thousands have one home line, and each search would go through
-all of them. Every bucket begins with the salt ``FIRST_SALT``, by which bits 23..54 pick the line: so tables that are
-filled equally have equal layouts. If an entry would be more than ``MAX_RUN`` lines after its home, which no other
-keys bring about, the bucket gets a random odd salt (multiply-shift, Dietzfelbinger et al., J. Algorithms 1997: any two
-keys share one of n lines with a chance of at most 2/n), and is filled again.
+Keys may be crafted: the hash can be inverted, so thousands of keys may have the same home line, and each search would
+read all of them. Every bucket begins with the salt ``FIRST_SALT``, with which bits 23 to 54 select the line, so equal
+insertions give equal layouts. If an entry would lie more than ``MAX_RUN`` lines after its home line, which happens only
+for crafted keys, the bucket gets a random odd salt, and its entries are inserted again (multiply-shift, Dietzfelbinger
+et al., J. Algorithms 1997: two keys share one of n lines with probability at most 2/n).
 
-Marks. A line of three or five entries leaves its last word to spare: where the layout has a ``MARK``, 6 bits of that
-word are each entry's, which hold the mark of the pass over the data in which its row was last pushed (of key 0, a word
-of its line). Marks go round from 1 to 63; rows that are older must have been erased before.
+Marks. The last word of a line with three or five entries is unused. If the layout has a ``MARK``, 6 bits of this word
+belong to each entry: the mark of the data pass in which the entry's row was last pushed. For key 0, the mark is a word
+of its own line. Marks repeat after 63 passes, so older rows must be erased before.
 
-Growth is per bucket, to 1.25 times, at sizes that differ from bucket to bucket, so a table of any size pays
-for it in small pieces: at 10^7 rows one growth copies 20,000 rows.
+Each bucket grows by a quarter, at a size that differs between buckets. So a table grows in small pieces: at 10^7 rows
+one growth copies 20,000 rows.
 
-Speed depends on the cache misses in flight: the home line of the key 32 places ahead is prefetched while
-this one is compared, and all entries of a line are compared without a branch. Measured at 10^7 rows of dim 1,
-per key: this 17 ns; blocks of 64 (prefetch all, then compare all) 23 ns; no prefetch 37 ns; key → slot → row
-in two arrays 36 ns.
+Speed depends on the cache misses in flight: while a key is compared, the home line of the key 32 positions later is
+prefetched, and all entries of a line are compared without a branch. Measured at 10^7 rows of dim 1, per key: this
+method 17 ns; blocks of 64 keys (prefetch all, then compare all) 23 ns; no prefetch 37 ns; key → slot → row in two
+arrays 36 ns.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ from .memory import load_u32, load_u64, prefetch, store_u32, store_u64
 
 NUM_BUCKETS = 512
 LINE_BYTES = 64
-TAIL_LINES = 12  # to begin with
-_AT_ONCE = 64  # keys whose lines are prefetched together, where speed counts less
+TAIL_LINES = 12  # the initial number of spare lines
+_AT_ONCE = 64  # keys whose lines are prefetched together, in kernels whose speed matters less
 AHEAD = 32  # keys between prefetch and use; 24 to 48 are equally fast
 
 # Sections of the directory, a uint64 array.
 LINES = 0  # pairs: address of the first line, number of home lines
-ROWS = 2 * NUM_BUCKETS  # address of the row array (indirect), else 0
+ROWS = 2 * NUM_BUCKETS  # address of the row array; 0 for inline rows
 COUNT = 3 * NUM_BUCKETS  # entries in the bucket
-LIMIT = 4 * NUM_BUCKETS  # entries at which it must grow
+LIMIT = 4 * NUM_BUCKETS  # number of entries at which the bucket must grow
 USED = 5 * NUM_BUCKETS  # row slots ever used (indirect)
-FREE = 6 * NUM_BUCKETS  # 1 + first free slot, 0 for none; a free slot's first word chains on (indirect)
+FREE = 6 * NUM_BUCKETS  # 1 + first free slot, 0 for none; the first word of a free slot has the next one (indirect)
 TAIL = 7 * NUM_BUCKETS  # spare lines after the home lines
-SALT = 8 * NUM_BUCKETS  # odd, or FIRST_SALT
+SALT = 8 * NUM_BUCKETS  # the salt: FIRST_SALT, or a random odd number
 DIRECTORY_WORDS = 9 * NUM_BUCKETS
 
 FIRST_SALT = 1 << 9
-MAX_RUN = 64  # lines: 1.5 million random keys never came to it, in four layouts
+MAX_RUN = 64  # lines; 1.5 million random keys in four layouts never reached this limit
 
 # Fields of the layout, an int64 array.
-ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED, MARK = range(9)  # MARK: of now; 0 for no marks
+ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED, MARK = range(9)  # MARK: current; 0: none
 LAYOUT_WORDS = 9
 NUM_MARKS = 63
 
@@ -68,7 +67,7 @@ _LINE = np.uint64(LINE_BYTES)
 _KEY = np.uint64(8)
 _WORD = np.uint64(4)
 _BUCKET_SHIFT = np.uint64(55)
-_MARKS_AT, _ZERO_MARK_AT = np.uint64(60), np.uint64(56)  # in the line of an entry, and in the line of key 0
+_MARKS_AT, _ZERO_MARK_AT = np.uint64(60), np.uint64(56)  # in an entry's line, and in key 0's
 _MARK_BITS, _MARK_MASK = np.uint32(6), np.uint32(63)
 _EVERY_ENTRY = np.uint32(0x01041041)
 _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
@@ -77,7 +76,7 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 @njit(cache=True, nogil=True, inline="always")
 def mix(key):  # type: ignore[no-untyped-def]
-    """Return the 64-bit hash of a key, one to one (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
+    """Return the 64-bit hash of a key, a bijection (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
     key = (key ^ (key >> _S30)) * _M1
     key = (key ^ (key >> _S27)) * _M2
     return key ^ (key >> _S31)
@@ -94,7 +93,7 @@ def home_line(directory, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, inline="always")
 def _find_in_line(line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
-    """Return the address of the entry of `key` in a line, or 0; compares every entry, branches on none."""
+    """Return the address of the entry of `key` in a line, or 0. All entries are compared, without branches."""
     found = _U0
     if slots == 5:
         if load_u64(line) == key:
@@ -129,7 +128,7 @@ def _find_in_line(line, key, entry_bytes, slots):  # type: ignore[no-untyped-def
 @njit(cache=True, nogil=True, inline="always")
 def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
     """Return the address of the entry of `key`, searching from its home line, or 0 if the key is absent."""
-    if key == _U0:  # bucket 0, in the line before the first; its last word is 1 if the key exists
+    if key == _U0:  # key 0 is in the line before bucket 0's first; its last word is 1 if the key exists
         zero = directory[0] - _LINE
         return zero if load_u32(zero + np.uint64(60)) != np.uint32(0) else _U0
     last = np.uint64(slots - 1) * entry_bytes
@@ -144,8 +143,8 @@ def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-unt
 def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
     """Write `key`, known to be absent, into the first empty entry from `line` on; return its address.
 
-    Returns 0, and writes nothing, when the bucket must change first: more rows if it is at its limit, another salt if
-    the run of full lines from `line` on is too long, else more tail.
+    Returns 0, and writes nothing, if the bucket must change first. It needs more rows if it is at its limit, another
+    salt if the run of full lines from `line` on is too long, and otherwise a longer tail.
     """
     bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
     if directory[COUNT + bucket] >= directory[LIMIT + bucket]:
@@ -156,7 +155,7 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
         directory[COUNT] += _U1
         return zero
     base = directory[2 * bucket]
-    # The last tail line's last entry stays empty: it ends every search.
+    # The last entry of the last tail line stays empty, because an empty entry ends a search.
     last_line = base + (directory[2 * bucket + 1] + directory[TAIL + bucket] - _U1) * _LINE
     last = np.uint64(slots - 1) * entry_bytes
     furthest = line + np.uint64(MAX_RUN) * _LINE
@@ -174,7 +173,7 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
 
 @njit(cache=True, nogil=True)
 def is_run_too_long(directory, key, layout):  # type: ignore[no-untyped-def]
-    """Return whether the full lines from the home line of `key` on are more than there may be."""
+    """Return whether the run of full lines from the home line of `key` on exceeds the limit."""
     line = home_line(directory, key)
     last = np.uint64(layout[SLOTS] - 1) * np.uint64(layout[ENTRY_WORDS]) * _WORD
     num_lines = 0
@@ -186,7 +185,7 @@ def is_run_too_long(directory, key, layout):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def take_slot(directory, bucket, row_words):  # type: ignore[no-untyped-def]
-    """Return a free row slot of a bucket (indirect); there is one while COUNT is below LIMIT."""
+    """Return a free row slot of a bucket (indirect). A slot is free while COUNT is below LIMIT."""
     free = directory[FREE + bucket]
     if free != _U0:
         slot = free - _U1
@@ -228,7 +227,7 @@ def _set_mark_of_entry(entry, entry_bytes, mark):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True)
 def mark(directory, layout, keys):  # type: ignore[no-untyped-def]
-    """Give the rows of `keys` (uint64 [n]) the mark of now; keys without a row are passed over."""
+    """Give the rows of `keys` (uint64 [n]) the current mark; keys without a row are skipped."""
     entry_bytes, slots = np.uint64(layout[ENTRY_WORDS]) * _WORD, layout[SLOTS]
     lines = np.empty(_AT_ONCE, np.uint64)
     for start in range(0, len(keys), _AT_ONCE):
@@ -248,10 +247,10 @@ def mark(directory, layout, keys):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def mark_all(directory, layout):  # type: ignore[no-untyped-def]
-    """Give every row the mark of now."""
+    """Give every row the current mark."""
     for bucket in range(NUM_BUCKETS):
         if directory[COUNT + bucket] == _U0:
-            continue  # its line is all such buckets'
+            continue  # all empty buckets share one line
         base = directory[2 * bucket]
         for number in range(np.int64(directory[2 * bucket + 1] + directory[TAIL + bucket])):
             store_u32(base + np.uint64(number) * _LINE + _MARKS_AT, np.uint32(layout[MARK]) * _EVERY_ENTRY)
@@ -282,9 +281,10 @@ def old_keys(directory, layout, bucket, num_passes, keys_out):  # type: ignore[n
 
 @njit(cache=True, nogil=True)
 def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[no-untyped-def]
-    """Copy a bucket's entries from its `num_old` old lines, with tail, to the empty ones of `new_directory`.
+    """Copy a bucket's entries from its `num_old` old lines, tail included, to empty lines of `new_directory`.
 
-    Returns False when the new lines' tail overflows (try again with more), or a run of lines gets too long.
+    Returns False if the tail of the new lines overflows, so that the caller must retry with more lines, or if a run of
+    full lines is too long.
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
@@ -314,9 +314,9 @@ def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[n
 
 @njit(cache=True, nogil=True)
 def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
-    """Erase the rows of `keys`; return how many there were.
+    """Erase the rows of `keys`; return the number of rows that existed.
 
-    The hole is closed immediately (no tombstones): entries that may have overflowed a full line are inserted again.
+    The gap is closed immediately, without tombstones: entries that may have overflowed a full line are inserted again.
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
@@ -349,14 +349,14 @@ def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _put_in_again(directory, bucket, first_line, layout):  # type: ignore[no-untyped-def]
-    """Take out the entries of the lines from `first_line` to the first that is not full; insert them again."""
+    """Remove the entries of the lines from `first_line` to the first line that is not full, and insert them again."""
     entry_words, slots = layout[ENTRY_WORDS], layout[SLOTS]
     entry_bytes = np.uint64(entry_words) * _WORD
     last = np.uint64(slots - 1) * entry_bytes
     num_lines = 1
     while load_u64(first_line + np.uint64(num_lines - 1) * _LINE + last) != _U0:
         num_lines += 1
-    taken = np.empty((num_lines * slots, entry_words + 1), np.uint32)  # entries, and their marks
+    taken = np.empty((num_lines * slots, entry_words + 1), np.uint32)  # the removed entries, each followed by its mark
     count = 0
     for number in range(num_lines):
         for slot in range(slots):
@@ -381,7 +381,7 @@ def _put_in_again(directory, bucket, first_line, layout):  # type: ignore[no-unt
 
 @njit(cache=True, nogil=True)
 def _drop_entry(line, entry, layout):  # type: ignore[no-untyped-def]
-    """Remove an entry from its line; the line's last takes its place, so that entries stay at the front."""
+    """Remove an entry from its line. The line's last entry takes its place, so that entries stay at the front."""
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
     tail = line + np.uint64(layout[SLOTS] - 1) * entry_bytes
@@ -393,12 +393,12 @@ def _drop_entry(line, entry, layout):  # type: ignore[no-untyped-def]
         store_u32(tail + at, np.uint32(0))
     if layout[MARK] != 0:
         _set_mark_of_entry(entry, entry_bytes, _mark_of(line, (tail - line) // entry_bytes))
-    # `entry` may be `tail` itself: it was copied onto itself, then cleared.
+    # If `entry` is `tail` itself, the entry was copied onto itself and then cleared.
 
 
 @njit(cache=True, nogil=True)
 def bucket_keys(directory, layout, bucket, keys_out, rows_out):  # type: ignore[no-untyped-def]
-    """Write the keys of a bucket and the addresses of their rows; return how many there are."""
+    """Write the keys of a bucket and the addresses of their rows; return the number of keys."""
     entry_bytes = np.uint64(layout[ENTRY_WORDS]) * _WORD
     base, num_lines = directory[2 * bucket], directory[2 * bucket + 1] + directory[TAIL + bucket]
     count = 0
@@ -428,7 +428,7 @@ def buckets_of(keys, out):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def bucket_words(keys, out):  # type: ignore[no-untyped-def]
     """Write the set of the keys' buckets as bits (uint64 [8], bucket b is bit b % 64 of word b // 64)."""
-    # A byte for each bucket first: setting bits directly waits for the previous bit, 1.2 ns per key instead of 0.9.
+    # First set a byte for each bucket: setting bits directly waits for the previous bit, 1.2 ns per key instead of 0.9.
     there = np.zeros(NUM_BUCKETS, np.uint8)
     for i in range(len(keys)):
         there[np.int64(mix(keys[i]) >> _BUCKET_SHIFT)] = 1

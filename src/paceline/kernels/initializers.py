@@ -1,9 +1,8 @@
 """Initial values of parameters: a function of seed, key and element alone.
 
-So they do not depend on the order in which rows appear, on the server that holds them or on the number of
-servers, and a row that was never pushed reads the same on every pull without being stored. The generator is
-counter-based in the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with
-splitmix64's finalizer.
+So the values do not depend on the order in which rows are created, on the row's server or on the number of servers. A
+row without a push has the same values in every pull, although it is not stored. The generator is counter-based in the
+manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with splitmix64's finalizer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Numba's `njit` with a cache that is renewed when any file that a kernel inlines has changed.
+"""Numba's `njit` with a cache that is renewed after a change of any file that a kernel inlines.
 
-Numba keeps one cache file per function and checks it against the function's own source file only. These
-kernels are inlined across files, so an upgrade that changes `index.py` alone would leave an old hash inside
-`sparse.gather`, which then looks in the wrong places. Here the check covers all files. Numba first writes in the
-index what a file will hold, and then the file: files are named by source and process, or one process could take for
-new what another one has yet to write. This reaches into private attributes of Numba (the same from 0.57 to 0.68);
-where they are missing, only Numba's own check remains.
+Numba keeps one cache file per function and checks it against the function's own source file only. Paceline's kernels
+are inlined across files, so an upgrade that changes only `index.py` would leave an old hash function in
+`sparse.gather`, which would then read wrong addresses. The check of this module covers all files. Numba writes a
+cache's index before the file that the index describes. File names include the source's hash and the process, because
+otherwise a process could load an old file that another process has not replaced yet. The module uses private attributes
+of Numba (equal from 0.57 to 0.68). Without these attributes, only Numba's own check remains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SOURCES = (*_PACKAGE.glob("kernels/**/*.py"), *_PACKAGE.glob("tables/rules/*.py
 
 @cache
 def _package_stamp() -> str:
-    """Return a hash of every source file that may stand inside a compiled kernel."""
+    """Return a hash of all source files that may be inlined in a compiled kernel."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES):
         digest.update(source.read_bytes())
@@ -38,7 +38,7 @@ def _package_stamp() -> str:
 
 
 class _OwnName(str):
-    """The name of a file in the cache, with the process that writes it: after a fork, that is another one."""
+    """The name of a file in the cache, with the id of the current process, which is another one after a fork."""
 
     @override
     def format(self, *arguments: object, **fields: object) -> str:
@@ -46,10 +46,10 @@ class _OwnName(str):
 
 
 class _LoadedAlone(numba.core.caching.FunctionCache):
-    """A kernel's cache that loads machine code without all that Numba needs to compile.
+    """A kernel's cache that loads machine code without importing Numba's compiler.
 
-    Numba imports its implementations of every function of NumPy before the first load, with SciPy and pycparser where
-    they are installed: 0.45 s. Compiled code needs Numba's runtime alone; a compilation imports the rest.
+    Before the first load, Numba imports its implementations of all NumPy functions, and SciPy and pycparser if
+    installed, which takes 0.45 s. Compiled code needs only Numba's runtime; a compilation imports the rest.
     """
 
     @override
@@ -67,7 +67,7 @@ _LOADS_ALONE = all(
 
 
 def njit(**options: Any) -> Any:
-    """Return a decorator as ``numba.njit(**options)`` does."""
+    """Return a decorator like ``numba.njit(**options)``, with the cache of this module."""
     decorate_with_numba = numba.njit(**options)
 
     def decorate(function: Any) -> Any:
@@ -88,14 +88,14 @@ def njit(**options: Any) -> Any:
 def inlined(**options: Any) -> Any:
     """Return a decorator for kernels that are compiled into other kernels, and that Python does not call.
 
-    So there is no wrapper to compile that takes Python's objects, and nothing to cache. They make no arrays: the
+    So no wrapper for Python's objects is compiled, and nothing is cached. The kernels must not create arrays, because
     references to arrays are not counted (:func:`uncounted`).
     """
     return uncounted(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
 
 
 class Unaliased(numba.core.compiler.Compiler):
-    """Compiler of kernels whose arrays share no memory: loops are vectorized without a check for that."""
+    """Compiler of kernels whose arrays share no memory: loops are vectorized without a check for overlap."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -103,22 +103,22 @@ class Unaliased(numba.core.compiler.Compiler):
 
 
 def uncounted(**options: Any) -> Any:
-    """Return a decorator for kernels that other kernels call, which take arrays and make none.
+    """Return a decorator for kernels that other kernels call, and that create no arrays.
 
     Numba counts the references to each array at each call of a function that it does not inline, by two atomic
-    additions: a csv row of 13 numbers took 1,100 ns so, and takes 310 where nothing is counted.
+    additions: a csv row of 13 numbers takes 1,100 ns with counting and 310 ns without.
     """
     return njit(**_UNCOUNTED, **options)
 
 
 def is_cached(kernel: Any) -> bool:
-    """Return whether a kernel needs no compilation: its cache holds something made from today's source."""
+    """Return whether a kernel needs no compilation, because its cache has code compiled from the current source."""
     if numba.config.DISABLE_JIT or kernel.signatures:  # type: ignore[attr-defined]
         return True
     load_index = getattr(_cache_file(kernel), "_load_index", None)
     try:
         return load_index is not None and bool(load_index())
-    except Exception:  # a damaged index, which unpickles to anything: Numba will say so when it compiles
+    except Exception:  # a damaged index may unpickle to anything; Numba reports the problem when it compiles
         return False
 
 

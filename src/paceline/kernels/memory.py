@@ -1,8 +1,8 @@
 """Raw memory for kernels: loads, stores, copies and prefetches at an address; for shared memory, atomics.
 
-A sparse table is a few hundred small allocations that grow one by one, so its kernels cannot take it as one
-NumPy array; they take a directory of addresses instead. These intrinsics turn an address into a load. Entries
-are packed 32-bit words, so 64-bit accesses are declared as 4-byte aligned.
+A sparse table has a few hundred small allocations that grow separately, so its kernels cannot use one NumPy array; they
+use a directory of addresses instead. The intrinsics of this module load and store at an address. Entries are packed
+32-bit words, so 64-bit accesses are declared as 4-byte aligned.
 
 With ``NUMBA_DISABLE_JIT=1`` the same names are plain Python over :mod:`ctypes`, so that coverage can see the
 kernels.
@@ -49,7 +49,7 @@ else:
 
     @intrinsic
     def prefetch(typing_context: Any, address: Any) -> Any:
-        """Ask for the cache line at `address`; it never faults."""
+        """Prefetch the cache line at `address`, which may be invalid."""
         signature = types.void(types.uint64)
 
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -98,7 +98,7 @@ else:
     def floats_at(typing_context: Any, address: Any, size: Any) -> Any:
         """Return the `size` float32 from `address` on, as an array without reference counting.
 
-        Compiled, its length is 0, so that the compiler drops the addition of the length to negative indices.
+        In compiled code its length is 0, so that the compiler omits the addition of the length to negative indices.
         """
         kind = types.Array(types.float32, 1, "C")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .jit import inlined
 
 NUM_HYPER = 10
-"""Hyperparameters of a rule: at most 8 of its own, whether it ascends, and the plane of its step count."""
+"""The number of a rule's hyperparameters: at most 8 settings, whether the rule ascends, the step count's plane."""
 MAXIMIZE, COUNT_PLANE = 8, 9
 INITIAL_A, INITIAL_B = 10, 11
 NUM_PARAMETERS = 12

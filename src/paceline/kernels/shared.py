@@ -1,7 +1,7 @@
-"""Collectives through memory that the ranks of one host share: see `steps` for the segment and its slots.
+"""Collectives through memory that the ranks of one host share. :mod:`.steps` describes the segment and its slots.
 
-Chunk sizes were measured on a 2-core AMD EPYC (1 MB L2, 32 MB L3): parts of 16 KB moved 100 MB in 20 ms, parts of
-256 KB in 12 ms: a line in L3 is cheaper to fetch than a dirty line in the other core's L2.
+Chunk sizes were measured on a 2-core AMD EPYC (1 MB L2, 32 MB L3): parts of 16 KB moved 100 MB in 20 ms, parts of 256
+KB in 12 ms, because fetching a line from L3 is faster than fetching a dirty line from the other core's L2.
 """
 
 # mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
@@ -74,7 +74,7 @@ def all_reduce_small(plan, state, signature, source, target, num_bytes, item_byt
 
 @njit(**OPTIONS)
 def _reduce_part(plan, source, target, at, part, num_bytes, item_bytes, step, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """Reduce this rank's part of the chunk that was published in `step`, and leave the result for the others."""
+    """Reduce this rank's part of the chunk published in `step`, and store the result for the other ranks."""
     rank, size = np.int64(plan[RANK]), np.int64(plan[SIZE])
     start = at + rank * part
     length = min(part, num_bytes - start)
@@ -100,7 +100,7 @@ def _take_results(plan, target, at, part, num_bytes, step):  # type: ignore[no-u
 
 @njit(**OPTIONS)
 def _give(plan, source, at, part, num_bytes, step):  # type: ignore[no-untyped-def]
-    """Write the others' parts of a chunk into this rank's slot."""
+    """Write the parts of a chunk that other ranks reduce into this rank's slot."""
     rank, size = np.int64(plan[RANK]), np.int64(plan[SIZE])
     for distance in range(1, size):
         other = (rank + distance) % size
@@ -114,8 +114,8 @@ def _give(plan, source, at, part, num_bytes, step):  # type: ignore[no-untyped-d
 def all_reduce(plan, state, signature, source, target, num_bytes, item_bytes, part, combiner, op, scale):  # type: ignore[no-untyped-def]
     """All-reduce in chunks of one `part` (bytes, whole items) per rank: reduce-scatter, then all-gather, in a pipeline.
 
-    In one step a rank takes the results of the chunk before last, reduces its part of the last one and gives away the
-    next: one wait per chunk.
+    In one step a rank reads the results of the chunk before the last, reduces its part of the last chunk, and writes
+    the next chunk into its slot. So each chunk needs one wait.
     """
     signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     chunk = part * np.int64(plan[SIZE])
@@ -185,11 +185,11 @@ def _combine_blocks(plan, takes, own, at, block, step, item_bytes, combiner, op,
 
 @njit(**OPTIONS)
 def move(plan, state, signature, puts, takes, block, own, item_bytes, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """Every collective except all-reduce: in a step, write a block of every part to send, then read the others' blocks.
+    """Run a collective other than all-reduce: each step writes a block of every part to send, and reads others' blocks.
 
     `puts` is uint64[n, 2]: (address, bytes) of this rank's part for block 0, 1, ... of its slot; `takes` is
     uint64[m, 4]: (rank, block of its slot, address, bytes). `block` is in bytes, the same on all ranks. With a
-    `combiner` (else 0), a taken block is the reduction of that block over all ranks, this one's being at `own`.
+    `combiner` (else 0), each taken block is the reduction of the block over all ranks; this rank's block is at `own`.
     """
     signature, own, combiner = _U(signature), _U(own), _U(combiner)
     if state[AT] == 0 and state[WAITING] == 0:
@@ -227,7 +227,7 @@ def move(plan, state, signature, puts, takes, block, own, item_bytes, combiner, 
 
 KERNELS = (publish_word, read_word, claim, read_peer, all_reduce_small, all_reduce, all_reduce_direct, move)
 """Every kernel that is called from Python."""
-if sys.platform != "linux":  # the others call process_vm_readv, which is found nowhere else
+if sys.platform != "linux":  # two kernels call process_vm_readv, which exists only on Linux
     KERNELS = (publish_word, read_word, claim, all_reduce_small, all_reduce, move)
 
 

@@ -1,9 +1,10 @@
 """Kernels of a sparse table: read rows, look up and update rows, write and copy whole records.
 
-They take the index's directory and layout (see :mod:`paceline.kernels.index`) and the table's parameters (see
-:mod:`paceline.kernels.parameters`). A kernel that inserts stops where a bucket must grow first and returns how far
-it got; the caller grows that key's bucket and calls again from there. The loops that update rows are given two kernels:
-`update`, which applies a rule to a row, and `start_state`; who calls them compiles them (:mod:`paceline.tables.rules`).
+The kernels use the index's directory and layout (see :mod:`paceline.kernels.index`) and the table's parameters (see
+:mod:`paceline.kernels.parameters`). A kernel that inserts rows stops at a key whose bucket must grow first, and returns
+the key's position. The caller grows the bucket and calls the kernel again from this position. The loops that update
+rows receive two kernels, `update`, which applies a rule to a row, and `start_state`; :mod:`paceline.tables.rules`
+compiles these loops.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ SCRATCH = _RING + _BLOCK
 
 
 def entry_words(row_words: int) -> int:
-    """Return the words of an entry of the index that holds a row of so many."""
+    """Return the number of words of an index entry for rows of `row_words` words."""
     return max(3, 2 + row_words)
 
 
 @njit(cache=True, nogil=True, inline="always")
 def bytes_of_entry(layout):  # type: ignore[no-untyped-def]
-    """Return the bytes of an entry of the index."""
+    """Return the size of an index entry in bytes."""
     return np.uint64(layout[ENTRY_WORDS]) * _WORD
 
 
@@ -122,7 +123,7 @@ def _gather_wide(directory, layout, parameters, keys, out):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def gather(directory, layout, parameters, keys, out):  # type: ignore[no-untyped-def]
-    """Write the values of `keys` (uint64 [n]) to `out` (float32 [n * dim]), initial ones for missing keys."""
+    """Write the values of `keys` (uint64 [n]) to `out` (float32 [n * dim]); missing keys have initial values."""
     slots, dim = layout[SLOTS], layout[DIM]
     if layout[INLINE] == 1:
         if dim == 1 and slots == 5:
@@ -137,7 +138,7 @@ def gather(directory, layout, parameters, keys, out):  # type: ignore[no-untyped
 
 @uncounted(cache=True, nogil=True)
 def _place_row(directory, layout, key, line):  # type: ignore[no-untyped-def]
-    """Make the row of an absent key, still to be written; return its address, 0 if the bucket must grow."""
+    """Create the unwritten row of an absent key; return its address, or 0 if the bucket must grow."""
     entry = place_entry(directory, line, key, bytes_of_entry(layout), layout[SLOTS])
     if entry == _U0:
         return _U0
@@ -149,7 +150,7 @@ def _place_row(directory, layout, key, line):  # type: ignore[no-untyped-def]
 
 @uncounted(nogil=True)
 def _insert_row(directory, layout, parameters, key, line, start_state):  # type: ignore[no-untyped-def]
-    """Make the row of an absent key, at its initial value; return its address, 0 if the bucket must grow."""
+    """Create the row of an absent key with initial values; return its address, or 0 if the bucket must grow."""
     row = _place_row(directory, layout, key, line)
     if row != _U0:
         dim, words = layout[DIM], layout[ROW_WORDS]
@@ -166,7 +167,7 @@ def has_room(directory, keys, counts):  # type: ignore[no-untyped-def]
     If not, `counts` (uint64 [512]) has the number of keys by bucket.
     """
     num_keys, num_easy = np.uint64(len(keys)), 0
-    if len(keys) <= _BLOCK:  # as if all were of one bucket
+    if len(keys) <= _BLOCK:  # for few keys, test whether every bucket has room for all of them
         for i in range(len(keys)):
             at = np.int64(mix(keys[i]) >> _BUCKET_SHIFT)
             num_easy += directory[COUNT + at] + num_keys <= directory[LIMIT + at]
@@ -183,7 +184,7 @@ def has_room(directory, keys, counts):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def count_absent(directory, layout, keys, absent):  # type: ignore[no-untyped-def]
-    """Write how many of `keys` have no row, by bucket, to `absent` (uint64 [512]); one there twice counts twice."""
+    """Write the number of `keys` without a row, by bucket, to `absent` (uint64 [512]). Duplicates count repeatedly."""
     entry_bytes, slots = bytes_of_entry(layout), layout[SLOTS]
     lines = np.empty(_BLOCK, np.uint64)
     absent[:] = _U0
@@ -199,9 +200,9 @@ def count_absent(directory, layout, keys, absent):  # type: ignore[no-untyped-de
 
 @inlined()
 def push_narrow(directory, layout, parameters, keys, grads, scratch, sizes, update, start_state):  # type: ignore[no-untyped-def]
-    """Update the rows of `keys` that lie in the index itself; return as `push_wide` does."""
+    """Update the rows of `keys` for rows stored in the index itself; the result is that of :func:`push_wide`."""
     slots, entry_bytes, dim, words = sizes
-    # They are constants in the common cases, of dim 1, whose rule is inlined: SGD and FTRL at 10^7 rows
+    # The sizes are constants in the common cases, with dim 1 and an inlined rule: SGD and FTRL at 10^7 rows
     # 26 → 17 and 30 → 20 ns per key, Adagrad at 10^5 rows 16 → 6
     num_keys, hyper, rule = len(keys), hyper_of(parameters), layout[RULE]
     ring, gradient, step = scratch[:_RING], np.uint64(grads.ctypes.data), np.uint64(dim) * _WORD
@@ -232,7 +233,7 @@ def push_wide(directory, layout, parameters, keys, grads, scratch, update, start
 
     Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
     """
-    # The common rules are inlined: SGD of dim 16 at 10^5 rows 34 → 21 ns per key
+    # The common rules are inlined, which reduces SGD of dim 16 at 10^5 rows from 34 to 21 ns per key.
     dim, words, num_keys, hyper, rule = layout[DIM], layout[ROW_WORDS], len(keys), hyper_of(parameters), layout[RULE]
     rows, lines = scratch[:_BLOCK], scratch[_BLOCK:]
     gradient, step = np.uint64(grads.ctypes.data), np.uint64(dim) * _WORD
@@ -241,7 +242,7 @@ def push_wide(directory, layout, parameters, keys, grads, scratch, update, start
         _find_rows(directory, layout, keys, start, stop, rows, lines, words)
         for i in range(start, stop):
             row = rows[i - start]
-            if row == _U0:  # absent, or inserted a moment ago if the key stands twice
+            if row == _U0:  # absent, or just inserted if `keys` has a duplicate
                 entry = find_entry(directory, lines[i - start], keys[i], bytes_of_entry(layout), layout[SLOTS])
                 if entry != _U0:
                     row = row_of_entry(directory, entry, keys[i], layout)
@@ -256,7 +257,7 @@ def push_wide(directory, layout, parameters, keys, grads, scratch, update, start
 
 @njit(cache=True, nogil=True)
 def write_records(directory, layout, keys, records, first):  # type: ignore[no-untyped-def]
-    """Set whole records (values and state, float32 [n * row_words]) of ``keys[first:]``; return as `push_wide`."""
+    """Set records (values and state, float32 [n * row_words]) of ``keys[first:]``; the result is as in `push_wide`."""
     words, num_keys = layout[ROW_WORDS], len(keys)
     lines = np.empty(_BLOCK, np.uint64)
     for start in range(first, num_keys, _BLOCK):
@@ -307,9 +308,10 @@ def copy_records(rows, words, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def largest(array):  # type: ignore[no-untyped-def]
-    """Return the greatest magnitude in a float32 array: NaN if it holds NaN, else Inf if it holds Inf; 0 of nothing."""
-    # As integers: the bits of magnitudes have the order of the values, NaN after Inf, and the loop is vectorized.
-    # Without the conversion in the loop they are compared as 64 bits: 160,000 numbers take 30 µs instead of 13.
+    """Return the largest magnitude in a float32 array: NaN if the array has a NaN, and 0 if it is empty."""
+    # Integers are compared, because the bits of magnitudes have the order of the values, with NaN after Inf, and this
+    # loop is vectorized. Without the conversion in the loop, 64 bits are compared, and 160,000 numbers take 30 µs
+    # instead of 13.
     bits, found = array.view(np.uint32), np.zeros(1, np.uint32)
     top = np.uint32(0)
     for i in range(len(bits)):
@@ -322,7 +324,7 @@ def largest(array):  # type: ignore[no-untyped-def]
 def digest_records(keys, words):  # type: ignore[no-untyped-def]
     """Return a hash (uint64) of rows: `keys` (uint64 [n]) and the bits of their records (uint32 [n, w]), in any order.
 
-    Two sets of rows that differ have the same one by chance of some 2^-64 only.
+    Two different sets of rows have equal hashes with a probability of about 2^-64.
     """
     total = _U0
     for i in range(words.shape[0]):

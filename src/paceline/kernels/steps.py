@@ -1,15 +1,16 @@
-"""The segment that the ranks of one host share, and how they go through it in steps.
+"""The memory segment that the ranks of one host share, and the steps in which ranks write and read it.
 
 The segment: a page whose first word is the *abort flag*, then ``CONTROL_BYTES`` per rank, then the ranks' slots. Each
 rank counts its *steps*. In a step it writes into its own slot, publishes the step's number (a release store), waits
-until every rank has published it, and reads the others' slots. A slot has two halves, used by odd and even steps: who
-publishes step n + 1 has finished reading step n, so when all have published n + 1, the half of step n is free for
-n + 2. That holds because *every* step waits for *every* rank, even where its data come from one (broadcast); it also
-lets every rank compare every other's signature in the first step of a call, and makes a mismatch raise everywhere.
+until every rank has published it, and reads the others' slots. A slot has two halves, for odd and even steps. A rank
+that publishes step n + 1 has finished reading step n. So when all ranks have published n + 1, the half of step n is
+free for step n + 2. This requires that *every* step waits for *every* rank, even if the data come from one rank
+(broadcast). In the first step of a call, every rank also compares the signatures of all ranks, so a mismatch raises an
+error on every rank.
 
 A kernel waits by spinning, then yielding, then sleeping (futex where there is one), and returns ``ATTENTION`` from time
-to time so that its caller can look at the clock, at signals and at whether its peers live; it is called again with the
-same arguments and continues at ``state``.
+to time, so that its caller can check the clock, signals and the other processes. The caller then calls the kernel again
+with the same arguments, and the kernel continues at ``state``.
 """
 
 # mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
@@ -26,7 +27,7 @@ DONE, ATTENTION, MISMATCH, ABORTED, UNREADABLE = range(5)
 
 # The layout of a segment, in bytes.
 HEADER_BYTES = 4096
-ABORT, CLAIMED, STORY = 0, 8, 64  # within the header
+ABORT, CLAIMED, STORY = 0, 8, 64  # offsets within the header
 CONTROL_BYTES = 2048
 STEP, SLEEPERS, SIGNATURES, NUM_STEPS, SOURCES, TARGETS, PROCESS = 0, 64, 128, 144, 160, 176, 192
 LEFT, READABLE, DESCRIBED, DESCRIPTION = 200, 208, 256, 264
@@ -51,24 +52,24 @@ _U = np.uint64
 
 
 def segment_bytes(num_ranks: int) -> int:
-    """Return the bytes of a segment for this number of ranks."""
+    """Return the size in bytes of a segment for this number of ranks."""
     return data_offset(num_ranks) + num_ranks * RANK_BYTES
 
 
 def data_offset(num_ranks: int) -> int:
-    """Return where the first slot begins: on a page."""
+    """Return the offset of the first slot, a multiple of the page size."""
     return (HEADER_BYTES + num_ranks * CONTROL_BYTES + 4095) // 4096 * 4096
 
 
 @njit(**OPTIONS, inline="always")
 def control_of(plan, rank):  # type: ignore[no-untyped-def]
-    """Return where a rank's control block begins."""
+    """Return the address of a rank's control block."""
     return plan[SEGMENT] + _U(HEADER_BYTES) + _U(rank) * _U(CONTROL_BYTES)
 
 
 @njit(**OPTIONS, inline="always")
 def slot_of(plan, rank, step):  # type: ignore[no-untyped-def]
-    """Return where a rank's slot for a step begins."""
+    """Return the address of a rank's slot for a step."""
     return plan[DATA] + _U(rank) * _U(RANK_BYTES) + _U(step & 1) * _U(SLOT_BYTES)
 
 
@@ -80,7 +81,7 @@ def result_of(plan, rank, step):  # type: ignore[no-untyped-def]
 
 @njit(**OPTIONS)
 def publish_word(address, value):  # type: ignore[no-untyped-def]
-    """Write a word after everything that was written before."""
+    """Write a word with release order: all earlier writes become visible first."""
     exchange(address, value)
 
 
@@ -98,7 +99,7 @@ def claim(address):  # type: ignore[no-untyped-def]
 
 @njit(**OPTIONS)
 def _nap(control, seen):  # type: ignore[no-untyped-def]
-    """Sleep until a rank that has published `seen` publishes more, or a little while."""
+    """Sleep until a rank that has published step `seen` publishes another step, or for a short time."""
     if FUTEX == 0:
         usleep(types.uint32(100))
         return
@@ -115,7 +116,7 @@ def _nap(control, seen):  # type: ignore[no-untyped-def]
 def publish(plan, step):  # type: ignore[no-untyped-def]
     """Publish that this rank is in a step and has finished the previous one; wake sleeping ranks."""
     control = control_of(plan, plan[RANK])
-    exchange(control, _U(step))  # a full fence: the look at the sleepers must not come before it
+    exchange(control, _U(step))  # a full fence, because the sleeping ranks must be read after this write
     if FUTEX != 0 and load_acquire(control + _U(SLEEPERS)) != _U(0):
         system_call(FUTEX, control, _FUTEX_WAKE, 1 << 30, _U(0), _U(0), 0)
 
@@ -157,7 +158,7 @@ def wait_for_all(plan, step):  # type: ignore[no-untyped-def]
 
 @njit(**OPTIONS)
 def compare(plan, state, step, signature):  # type: ignore[no-untyped-def]
-    """Compare the ranks' descriptions of this call in its first step; store the most steps that a rank needs."""
+    """Compare the ranks' signatures of this call in its first step; store the largest number of steps of a rank."""
     for rank in range(np.int64(plan[SIZE])):
         control = control_of(plan, rank) + _U(8) * _U(step & 1)
         if load_u64(control + _U(SIGNATURES)) != signature:
@@ -168,7 +169,7 @@ def compare(plan, state, step, signature):  # type: ignore[no-untyped-def]
 
 @njit(**OPTIONS, inline="always")
 def announce(plan, step, signature, num_steps):  # type: ignore[no-untyped-def]
-    """Say, in the first step of a call, which call it is and how many steps it needs."""
+    """Write this rank's signature and number of steps in the first step of a call."""
     control = control_of(plan, plan[RANK]) + _U(8) * _U(step & 1)
     store_u64(control + _U(SIGNATURES), signature)
     store_u64(control + _U(NUM_STEPS), _U(num_steps))

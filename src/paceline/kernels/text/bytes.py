@@ -1,12 +1,12 @@
 """Building blocks of :mod:`paceline.kernels.text`: bytes and words at a position, and the hash.
 
-`byte_at` and `word_at` load one and eight bytes, and check no bounds; `low_bytes` keeps the first bytes of a word,
-`has_control` is whether a byte of a word is below 32. `repeat_byte` makes a word of one byte; `first_match` finds it in
-another word, `first_ending` it or a byte below 32: the number of bytes before, 8 without a match. `first_bytes` keeps
-one to eight bytes; `digits_of` reads them as a number, -1 if a byte is not a digit. The hash of
-:mod:`paceline.kernels.hashing` is `hash_start`, `hash_step` for each word (`as_bits` of a number), and
-`hash_finish`; `hash_span` hashes a whole span. `skip_blanks` passes over spaces, tabs and carriage returns. Words are
-little-endian, as on every platform that Numba supports.
+`byte_at` and `word_at` load one and eight bytes without checking bounds. `low_bytes` keeps the first bytes of a word,
+and `has_control` returns whether a byte of a word is below 32. `repeat_byte` repeats a byte in a word, the *pattern*.
+`first_match` returns the number of bytes before the pattern's byte in another word, or 8 if the byte is missing;
+`first_ending` also stops at a byte below 32. `first_bytes` keeps one to eight bytes; `digits_of` returns their number,
+or -1 if a byte is not a digit. The hash of :mod:`paceline.kernels.hashing` consists of `hash_start`, `hash_step` for
+each word (`as_bits` converts a number to a word), and `hash_finish`; `hash_span` hashes a whole span. `skip_blanks`
+skips spaces, tabs and carriage returns. Words are little-endian, as on every platform that Numba supports.
 """
 
 # ruff: noqa: D103
@@ -77,7 +77,7 @@ else:
 
     @intrinsic
     def byte_at(typing_context: Any, text: Any, at: Any) -> Any:
-        """``text[at]`` as an int64, with no bounds check and no wrap-around of negative positions."""
+        """Return ``text[at]`` as an int64, without a bounds check and without wrap-around of negative positions."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -88,7 +88,7 @@ else:
 
     @intrinsic
     def word_at(typing_context: Any, text: Any, at: Any) -> Any:
-        """The eight bytes from ``text[at]``, in one load; they need no alignment."""
+        """Return the eight bytes from ``text[at]`` on in one load, which needs no alignment."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -123,7 +123,7 @@ else:
 
     @uncounted()
     def digits_of(word, count):  # type: ignore[no-untyped-def]
-        # Lemire, "Quickly parsing eight digits", 2018: to the right, after zeros, three multiplications
+        # Lemire, "Quickly parsing eight digits", 2018: shift the digits right, fill with zeros, multiply three times
         unwanted = np.uint64(64) - np.uint64(count) * np.uint64(8)
         digits = (word << unwanted) ^ np.uint64(_ZEROS)
         if unwanted > 0:
@@ -141,7 +141,7 @@ else:
 
     @uncounted()
     def first_match(word, pattern):  # type: ignore[no-untyped-def]
-        # "Bit Twiddling Hacks": the lowest byte that is zero; those above it may be taken for one wrongly
+        # "Bit Twiddling Hacks": find the lowest zero byte; bytes above it may be reported wrongly
         other = word ^ pattern
         zeros = (other - np.uint64(_ONES)) & ~other & np.uint64(_TOPS)
         return np.int64(_trailing_zeros(zeros) >> np.uint64(3))
@@ -176,7 +176,7 @@ else:
 
 @uncounted()
 def skip_blanks(text, at):  # type: ignore[no-untyped-def]
-    """The first position from `at` that is not a space, tab or carriage return; a newline stops it."""
+    """Return the first position from `at` on that is not a space, tab or carriage return."""
     byte = byte_at(text, at)
     while byte in (_SPACE, _TAB, _RETURN):
         at += 1
@@ -186,7 +186,7 @@ def skip_blanks(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
-    """The hash of ``text[start:stop]``; loads up to seven bytes after `stop`."""
+    """Return the hash of ``text[start:stop]``; loads up to seven bytes after `stop`."""
     h = hash_start(seed, stop - start)
     at = start
     while at + 8 <= stop:
@@ -213,7 +213,7 @@ def class_of(text, at, stop, classes):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def category_end(text, start, stop):  # type: ignore[no-untyped-def]
-    """Where the category ``text[start:stop]`` ends, as :func:`~paceline.kernels.text.values.category_text` has it."""
+    """Return the end of the category ``text[start:stop]`` by :func:`~paceline.kernels.text.values.category_text`."""
     if stop - start < 3 or byte_at(text, stop - 1) != 48 or byte_at(text, stop - 2) != 46:
         return stop
     first = start + 1 if byte_at(text, start) == 45 else start
@@ -225,7 +225,7 @@ def category_end(text, start, stop):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def trim_blanks(text, at, stop):  # type: ignore[no-untyped-def]
-    """Where ``text[at:stop]`` begins and ends without the blanks around it."""
+    """Return the start and the end of ``text[at:stop]`` without the blanks around it."""
     while at < stop and byte_at(text, at) == 32:
         at += 1
     while at < stop and byte_at(text, stop - 1) == 32:
@@ -235,7 +235,7 @@ def trim_blanks(text, at, stop):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _letter_end(text, at, stop):  # type: ignore[no-untyped-def]
-    """The position after the letter at `at`, or `at` if it is missing."""
+    """Return the position after the letter at `at`, or `at` if there is no letter."""
     if at == stop:
         return at
     byte = byte_at(text, at)
@@ -251,7 +251,7 @@ def _letter_end(text, at, stop):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def hash_words(text, at, stop, seed, words, count):  # type: ignore[no-untyped-def]
-    """Write the keys of the words of ``text[at:stop]`` into `words` from `count` on; return where they end."""
+    """Write the keys of the words of ``text[at:stop]`` into `words` from `count` on; return the new count."""
     while at < stop:
         first, after = at, _letter_end(text, at, stop)
         while after > at:

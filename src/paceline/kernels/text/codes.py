@@ -19,13 +19,13 @@ NO_WEIGHT = 13
 NO_WEIGHT_NUMBER = 14
 
 DETAIL = 16
-"""The fault of a csv row is one of the last seven plus DETAIL times a number: of the row's cells, or of the column."""
+"""The fault code of a csv row is one of the last seven, plus DETAIL times the number of cells or of the column."""
 
 LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT, OPTIONAL_LABEL_SLOT, TEXT_SLOT = -1, -2, -3, -4, -5
 """Slots of csv columns that are not one feature each.
 
 They hold the label, the weight, or nothing that is read. With OPTIONAL_LABEL_SLOT, a missing label is NaN. TEXT_SLOT is
-the first column of text; the slots of further ones lie below it.
+the slot of the first text column; further text columns have smaller numbers.
 """
 
 NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE = range(17, 21)

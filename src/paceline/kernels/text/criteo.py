@@ -31,8 +31,8 @@ def field_seed(field: int) -> int:
 def log_thresholds() -> tuple[int, ...]:
     """Return thresholds: element k is the least integer x with ln(x)² ≥ k + 1, for all such x of up to 18 digits.
 
-    So ⌊ln(x)²⌋ is the number of thresholds ≤ x, exactly: exp(√k) is never an integer, and is known to 100 bits. It is
-    computed as exp(√(k - 1)) · exp(√k - √(k - 1)) in fixed point, in a seventh of the time that `decimal` takes.
+    So ⌊ln(x)²⌋ is the number of thresholds ≤ x, exactly: exp(√k) is never an integer, and is known to 100 bits. The
+    function computes exp(√(k - 1)) · exp(√k - √(k - 1)) in fixed point, in a seventh of the time of `decimal`.
     """
     thresholds: list[int] = []
     power, root = 1 << _FIXED_BITS, 0
