@@ -1,4 +1,4 @@
-"""A pass of logistic regression by FTRL over examples in memory: the work of workers and servers in one loop."""
+"""A pass of logistic regression with FTRL over examples in memory: one loop in place of workers and servers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _update = FTRL.update
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def logistic_pass(indptr, ids, values, labels, weights, order, offset, batch_size, hyper, rows, gradients, touched):  # type: ignore[no-untyped-def]
-    """Update `rows` by the examples `order`, minibatch by minibatch, with gradients summed over each.
+    """Update `rows` by the examples in `order`, minibatch by minibatch, with gradients summed over each minibatch.
 
-    `indptr` int64 [n + 1], `ids` int32 [nnz] and `values` float32 [nnz] (of length 0: all are 1) are the examples,
-    `labels` float32 [n] theirs, `weights` float32 [n] (or of length 0) how often each counts; `order` int64; `offset`
-    float64 is added to every margin; `hyper` is ``FTRL.hyper``; `rows` float32 [features + 1, 3], the bias' last;
-    `gradients` float32 [features + 1], zeros before and after; `touched` uint8 [features + 1], likewise.
+    `indptr` int64 [n + 1], `ids` int32 [nnz] and `values` float32 [nnz] (of length 0 if all are 1) are the examples.
+    `labels` float32 [n] are their labels, and `weights` float32 [n] (of length 0 if all are 1) their weights. `order`
+    int64 has the numbers of examples. `offset` float64 is added to every margin. `hyper` is ``FTRL.hyper``. `rows`
+    float32 [features + 1, 3]; the last row is the bias. `gradients` float32 [features + 1] and `touched` uint8
+    [features + 1] are zero before and after the call.
     """
     ones = len(values) == 0
     bias = len(rows) - 1
@@ -64,7 +65,7 @@ KERNELS: Final = (logistic_pass,)
 
 
 def compile_kernels() -> None:
-    """Compile it, or load it from Numba's cache."""
+    """Compile the kernel, or load it from Numba's cache."""
     one = np.zeros(1, np.float32)
     logistic_pass(
         np.zeros(2, np.int64), np.zeros(0, np.int32), one, one, one, np.zeros(0, np.int64), 0.0, 1,

@@ -106,7 +106,7 @@ KERNELS = (scale_numbers, scale_columns, bin_columns)
 
 
 def compile_kernels() -> None:
-    """Compile the kernels, or load them from Numba's cache, for the one signature that real calls have."""
+    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
     values, keys, indptr = np.zeros(1, np.float32), np.zeros(1, np.uint64), np.zeros(1, np.int64)
     scale_numbers(np.zeros(1), np.ones(4), values)
     scale_columns(indptr, keys, values, keys, np.ones(1), np.ones((4, 1)))

@@ -101,7 +101,7 @@ KERNELS: Final = (place_features, least_counts, add_counts, note_frequent, count
 
 
 def compile_kernels() -> None:
-    """Compile the kernels, or load them from Numba's cache, for the one signature that real calls have."""
+    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
     keys, numbers, masks = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.ones(1, np.uint8)
     rows, places = np.zeros(BLOCK, np.float32), np.zeros(1, np.int32)
     place_features(keys, np.uint64(1), keys.copy(), numbers, keys.copy(), masks)

@@ -199,7 +199,7 @@ def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def class_of(text, at, stop, classes):  # type: ignore[no-untyped-def]
-    """The place of ``text[at:stop]``, without blanks around it, in `classes` (uint64, hashes of words); -1 for none."""
+    """Return the index of ``text[at:stop]``, without outer blanks, in `classes` (uint64, hashes of words), or -1."""
     while at < stop and byte_at(text, at) in (9, 10, 13, 32):
         at += 1
     while at < stop and byte_at(text, stop - 1) in (9, 10, 13, 32):

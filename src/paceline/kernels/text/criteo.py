@@ -29,7 +29,7 @@ def field_seed(field: int) -> int:
 
 @cache
 def log_thresholds() -> tuple[int, ...]:
-    """Return thresholds: element k is the least integer x with ln(x)² ≥ k + 1, for all such x of up to 18 digits.
+    """Return all thresholds of up to 18 digits: element k is the smallest integer x with ln(x)² ≥ k + 1.
 
     So ⌊ln(x)²⌋ is the number of thresholds ≤ x, exactly: exp(√k) is never an integer, and is known to 100 bits. The
     function computes exp(√(k - 1)) · exp(√k - √(k - 1)) in fixed point, in a seventh of the time of `decimal`.

@@ -1,9 +1,9 @@
 """Numba kernels that turn rows of csv into keys and values.
 
-Cells are split as RFC 4180 has it, and as Python's `csv` module and Arrow do: a quote counts at the beginning of a
-cell alone, a doubled one inside quotes stands for itself, what follows the closing quote belongs to the cell; a row
-ends with a newline, a carriage return, or both; empty lines are not rows. The reference is
-``csv_row`` of ``tests/reference/text.py``; :mod:`.csv_cells` defines the meaning of cells.
+Cells are split by RFC 4180, with the rules of Python's `csv` module and Arrow. A quote counts only at the beginning of
+a cell; a doubled quote inside quotes stands for a quote; text after the closing quote belongs to the cell. A row ends
+with a newline, a carriage return, or both; empty lines are not rows. The reference is ``csv_row`` of
+``tests/reference/text.py``; :mod:`.csv_cells` defines the meaning of cells.
 
 The parsers read ``text[start:end]``, and may load (never use) eight bytes after `end`. ``text[end]`` must be a
 newline: a row that ends there is unfinished.
@@ -47,7 +47,7 @@ _BYTE, _LOW = np.uint64(0xFF), np.uint64(0xFFFFFFFF)
 
 @uncounted()
 def _cell_end(text, at, separator, pattern):  # type: ignore[no-untyped-def]
-    """The position of the character that ends a cell outside quotes, from `at` on."""
+    """Return the position, from `at` on, of the character that ends a cell outside quotes."""
     while True:
         at += first_ending(word_at(text, at), pattern)
         byte = byte_at(text, at)
@@ -59,7 +59,7 @@ def _cell_end(text, at, separator, pattern):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _next_quote(text, at, end):  # type: ignore[no-untyped-def]
-    """The position from `at` on of a quote, or `end` or more."""
+    """Return the position of the next quote from `at` on; `end` or more if there is none."""
     pattern = repeat_byte(_QUOTE)
     while at < end:
         offset = first_match(word_at(text, at), pattern)
@@ -71,7 +71,7 @@ def _next_quote(text, at, end):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _quoted(text, at, end, separator, pattern, scratch):  # type: ignore[no-untyped-def]
-    """The cell whose quote is at `at`: (first, stop, position of its end or -1, whether in `scratch`).
+    """Return the cell whose quote is at `at`: (first, stop, position of its end or -1, whether it is in `scratch`).
 
     A cell that is not contiguous, because of doubled quotes or text after the closing quote, is assembled in
     `scratch`.
@@ -108,7 +108,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
     text, at, end, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
     labels, weights, row, keys, values, base, words, word_fields, num_words,
 ):  # fmt: skip
-    """Parse the row at `at`: (position after it, columns, fault code of its cells, or 0, where its words end).
+    """Parse the row at `at`; return (position after it, number of columns, fault code or 0, number of words so far).
 
     The position is -1 for a row with an open quote, and -2 for a row that is otherwise incomplete.
     """
@@ -121,10 +121,10 @@ def _parse_row(  # type: ignore[no-untyped-def]
         size = first_ending(word, pattern)
         ending = byte_at(text, at + size)
         is_padded = trims and size > 0 and (byte_at(text, at) == _SPACE or byte_at(text, at + size - 1) == _SPACE)
-        if ending == separator and at + size < end and not is_padded:  # most cells are so, and done with here
+        if ending == separator and at + size < end and not is_padded:  # most cells are short and end here
             is_done = False
             if 0 <= slot < first_numeric:
-                if size == 8:  # a branch of its own: the next cell need not wait for the size of this one
+                if size == 8:  # a separate branch, so that the next cell does not wait for the size of this cell
                     if (word >> np.uint64(48)) != POINT_ZERO and np.int64(word & _BYTE) != _QUOTE:
                         keys[base + slot] = hash_finish(hash_step(hash_start(seeds[slot], 8), word))
                         at += 9
@@ -158,7 +158,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
             stop = at
         if at >= end:
             return -2, column, why, num_words
-        # Not one call of a variable that is the one or the other: Numba counts references to it, for each cell.
+        # Two calls, because with one variable for `scratch` or `text` Numba would count references for each cell.
         if slot <= TEXT_SLOT:
             seed, fault, before = text_seeds[TEXT_SLOT - slot], 0, num_words
             if moved:
@@ -190,7 +190,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[no-untyped-def]
-    """Give categories value 1 and leave missing numbers out; return where the next row's pairs begin."""
+    """Give categories the value 1 and leave missing numbers out; return the start of the next row's pairs."""
     after = base + num_features
     if num_numeric == 0:
         return after
@@ -200,7 +200,7 @@ def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[n
     kept = first_numeric
     for k in range(first_numeric, after):
         keys[kept], values[kept] = keys[k], values[k]
-        kept += np.int64(values[k] == values[k])  # a branch would be guessed wrong
+        kept += np.int64(values[k] == values[k])  # a branch would be mispredicted
     return kept
 
 
@@ -209,7 +209,7 @@ def _parse_rows(  # type: ignore[no-untyped-def]
     text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
     labels, weights, indptr, keys, values, words, word_fields, word_ends, bad_at, bad_why, counts,
 ):  # fmt: skip
-    """All of :func:`parse_csv`, where no row costs references to arrays."""
+    """Do the work of :func:`parse_csv`, in a function without reference counting for each row."""
     at, rows, bad, pairs = start, 0, 0, 0
     indptr[0] = word_ends[0] = 0
     while at < end and at < limit and rows < labels.shape[0]:
@@ -247,16 +247,17 @@ def parse_csv(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Parse the rows that begin before `limit`, until `end`, an unfinished row, or until `labels` is full.
 
-    `last` is 1 if the text ends at `end`, so that a quote that is open there is a fault; `trims` is 1 if blanks around
-    categories do not count. `slots` int64 [columns] is the position of a column's feature in a row, or one of the other
-    slots. `seeds` is uint64 [features]; the last ones are numeric, as many as `scales`, float64 [4, numeric
-    features], has columns: log, mean, deviation, which is 0 for numbers as they stand, and centre. `classes` uint64 are
-    hashes of the words that labels are, whose places are the labels then; none if labels are numbers. `text_seeds`
-    uint64 are the seeds of text columns. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows];
-    `weights` float32 [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times
-    features]; `values` float32, as many, or none if no feature is numeric; `words` uint64 and `word_fields` uint32:
-    keys and fields of the words in texts, up to ``word_ends[i + 1]`` of row i; `bad_at`, `bad_why` int64: where
-    the first bad rows begin, and their fault codes; `counts` int64 [NUM_COUNTS].
+    `last` is 1 if the text ends at `end`, so that a quote still open there is a fault; `trims` is 1 if blanks around
+    categories do not count. `slots` int64 [columns] has the position of each column's feature in a row, or another slot
+    of :mod:`.codes`. `seeds` uint64 [features] has the seeds of categories, then of numeric features. `scales` float64
+    [4, numeric features] has the unit of logarithms, mean, deviation (0 for unscaled numbers) and centre. `classes`
+    uint64 has the hashes of the words that are labels, where the index of a word is its label; empty if labels are
+    numbers. `text_seeds` uint64 are the seeds of text columns. `scratch` is uint8, as long as `text`. Out: `labels`
+    float32 [rows]; `weights` float32 [rows], or of length 0 if no column is the weight; `indptr` int64 [rows + 1];
+    `keys` uint64 [rows times features]; `values` float32 of the same length, or of length 0 if no feature is numeric;
+    `words` uint64 and `word_fields` uint32: keys and fields of the words in texts, where the words of row i end at
+    ``word_ends[i + 1]``; `bad_at`, `bad_why` int64: the positions and fault codes of the first bad rows; `counts` int64
+    [NUM_COUNTS].
     """
     _parse_rows(
         text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
@@ -266,7 +267,7 @@ def parse_csv(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def skip_rows(text, start, end, limit, separator, scratch):  # type: ignore[no-untyped-def]
-    """The position of the first row that begins at `limit` or later, or of an unfinished one before; else `end`."""
+    """Return the position of the first row that begins at `limit` or later or is unfinished; otherwise `end`."""
     pattern = repeat_byte(separator)
     at = row = start
     while row < end and row < limit:
@@ -291,7 +292,7 @@ KERNELS = (parse_csv, skip_rows)
 
 
 def compile_kernels() -> None:
-    """Compile the kernels, or load them from Numba's cache, for the one signature that real calls have."""
+    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     scratch = np.empty(16, np.uint8)
     numbers, bad = np.empty(1, np.float32), np.empty(1, np.int64)

@@ -1,6 +1,6 @@
 """The values of csv cells: kernels that convert a cell into a number, a label, a weight or a category's key.
 
-A part of :mod:`.csv`, which finds where cells begin and end; the reference is ``csv_row`` of
+The parser :mod:`.csv` finds the beginnings and ends of cells; the reference is ``csv_row`` of
 ``tests/reference/text.py``.
 """
 
@@ -46,7 +46,7 @@ POINT_ZERO = 0x302E
 
 @uncounted()
 def _lower_word(text, at, stop):  # type: ignore[no-untyped-def]
-    """Up to seven letters of ``text[at:stop]`` as one number, in lower case; 0 for more."""
+    """Return up to seven letters of ``text[at:stop]`` as one number, in lower case; 0 for longer text."""
     found = 0
     if stop - at > 7:
         return 0
@@ -68,7 +68,7 @@ _FALSE, _F, _NO, _N = _word(b"false"), _word(b"f"), _word(b"no"), _word(b"n")
 
 @uncounted()
 def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The number ``text[at:stop]``, blanks around it allowed: (value, FLOAT_ code, the word in its place)."""
+    """Return the number ``text[at:stop]``, without blanks around it: (value, FLOAT_ code, the word in its place)."""
     if 0 < stop - at <= 8:
         digits = digits_of(word_at(text, at), stop - at)
         if digits >= 0:
@@ -90,7 +90,7 @@ def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_label(text, at, stop, powers, classes):  # type: ignore[no-untyped-def]
-    """The label ``text[at:stop]``: (value, fault code, or 0)."""
+    """Return the label ``text[at:stop]``: (value, fault code or 0)."""
     if classes.shape[0] > 0:
         found = class_of(text, at, stop, classes)
         return np.float64(found), 0 if found >= 0 else NO_LABEL if at == stop else NO_LABEL_NUMBER
@@ -106,7 +106,7 @@ def _read_label(text, at, stop, powers, classes):  # type: ignore[no-untyped-def
 
 @uncounted()
 def _read_weight(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The weight ``text[at:stop]``: (value, fault code, or 0)."""
+    """Return the weight ``text[at:stop]``: (value, fault code or 0)."""
     value, status, _ = _number(text, at, stop, powers)
     if status == FLOAT_OK and value >= 0.0:
         return value, 0
@@ -115,7 +115,7 @@ def _read_weight(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def hash_short(word, size, seed):  # type: ignore[no-untyped-def]
-    """The hash of a cell of up to eight bytes; `word` is 0 after them."""
+    """Return the hash of a cell of up to eight bytes; the other bytes of `word` are 0."""
     h = hash_start(seed, size)
     stepped = hash_step(h, word)
     return hash_finish(stepped if size > 0 else h)
@@ -123,9 +123,10 @@ def hash_short(word, size, seed):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def plain_category(word, size):  # type: ignore[no-untyped-def]
-    """The bytes of a cell of up to eight, and whether it has no quote at its beginning and no ``.0`` at its end.
+    """Return the bytes of a cell of up to eight bytes, and whether it has neither a first quote nor a final ``.0``.
 
-    Without a branch on its size, which would be guessed wrong often: a shift by up to 64 bits is two.
+    There is no branch on the cell's size, because it would often be mispredicted. A shift by up to 64 bits is two
+    shifts.
     """
     unwanted = np.uint64(64 - 8 * size)
     half = unwanted >> np.uint64(1)
@@ -137,10 +138,10 @@ def plain_category(word, size):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def short_number(word, size, powers):  # type: ignore[no-untyped-def]
-    """The number in the first `size` bytes of a word (NaN if `size` is 0), and whether they are a number or empty.
+    """Return the number in the first `size` bytes of a word (NaN if `size` is 0), and whether these bytes are valid.
 
-    Other spellings are left to :func:`_number`. Both digits and power of ten are exact, so that the
-    quotient is the nearest float64 (Clinger, "How to read floating point numbers accurately", PLDI 1990).
+    Other spellings are left to :func:`_number`. The digits and the power of ten are both exact, so the quotient is the
+    nearest float64 (Clinger, "How to read floating point numbers accurately", PLDI 1990).
     """
     if size == 0:
         return np.nan, True
@@ -166,7 +167,7 @@ def short_number(word, size, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def put_number(value, scales, k, seed, values, keys, at):  # type: ignore[no-untyped-def]
-    """Write a numeric feature; NaN, as `value` then is, if it is missing."""
+    """Write a numeric feature. If the number is missing, `value` is NaN and NaN is written."""
     keys[at] = seed
     number = centre_number(value, scales[3, k])
     if scales[2, k] != 0.0:
@@ -193,7 +194,7 @@ def take_cell(  # type: ignore[no-untyped-def]
     values,
     base,
 ):
-    """Write the value of the cell ``text[first:stop]``; return fault code, or 0."""
+    """Write the value of the cell ``text[first:stop]``; return the fault code, or 0."""
     if slot >= first_numeric:
         value, status, _ = _number(text, first, stop, powers)
         k = slot - first_numeric

@@ -1,10 +1,10 @@
-"""A Numba kernel that turns JSON lines, an object each, into keys and values.
+"""A Numba kernel that converts JSON lines, with one object per line, to keys and values.
 
-The value of a name is a feature: a number unchanged, under the hash of the name; a text, `true` and `false` as a
-category, hashed under that as the seed; `null` and `NaN` are missing. In lists numbers are categories too, by how
-:func:`paceline.kernels.text.values.number_text` writes them. The names of nested objects are joined by dots; an
-object in a list has the list's name. All values under one name of the row, at any depth, are one field. The reference
-is ``json_line`` of ``tests/reference/json_lines.py``; :mod:`.lines` defines how text is read.
+The value of a name is a feature. A number is unchanged, and its key is the hash of the name. A text, `true` and `false`
+are categories; their key is a hash with the name's hash as the seed. `null` and `NaN` are missing. In lists, numbers
+are categories too, in the spelling of :func:`paceline.kernels.text.values.number_text`. The names of nested objects are
+joined by dots; an object in a list has the list's name. All values under one name of the row, at any depth, are one
+field. The reference is ``json_line`` of ``tests/reference/json_lines.py``; :mod:`.lines` defines how text is read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IS_NUMBER, _IS_TEXT, _IS_MISSING = range(3)
 
 @uncounted()
 def _string_end(text, at):  # type: ignore[no-untyped-def]
-    """The position of the quote that ends a string which begins at `at`, and whether it has escapes; -1 for none."""
+    """Return the position of the quote that ends the string at `at`, or -1, and whether the string has escapes."""
     escaped = False
     while True:
         byte = byte_at(text, at)
@@ -57,7 +57,7 @@ def _string_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _hex4(text, at):  # type: ignore[no-untyped-def]
-    """Four hexadecimal digits as a number, or -1."""
+    """Return four hexadecimal digits as a number, or -1 if they are invalid."""
     found = 0
     for k in range(at, at + 4):
         byte = byte_at(text, k)
@@ -93,7 +93,7 @@ def _put_utf8(code, scratch, to):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _unescape(text, at, stop, scratch, to):  # type: ignore[no-untyped-def]
-    """Copy ``text[at:stop]`` into `scratch` with escapes resolved; the position after it, or -1 for a wrong escape."""
+    """Copy ``text[at:stop]`` into `scratch`, resolving escapes; return the end, or -1 for an invalid escape."""
     while at < stop:
         byte = byte_at(text, at)
         at += 1
@@ -144,7 +144,7 @@ _FALSE_WORDS = tuple(tuple(word.ljust(5)) for word in (b"false", b"f", b"no", b"
 
 @uncounted()
 def _is_one_of(text, at, stop, words):  # type: ignore[no-untyped-def]
-    """Whether ``text[at:stop]`` is one of some words of up to five letters, in any case."""
+    """Return whether ``text[at:stop]`` is one of `words` (up to five letters), ignoring case."""
     if stop - at > 5 or at == stop:
         return False
     for word in words:
@@ -163,9 +163,9 @@ def _is_one_of(text, at, stop, words):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-untyped-def]
-    """A value that is neither a list nor an object: (kind, number, first, stop, in scratch, end or -1, why).
+    """Read a value other than lists and objects: (kind, number, first, stop, is in scratch, end or -1, fault).
 
-    `first` and `stop` are where its text is: of a number too.
+    `first` and `stop` are the bounds of the value's text, also for a number.
     """
     byte = byte_at(text, at)
     if byte == _QUOTE:
@@ -193,7 +193,7 @@ def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-u
 
 @uncounted()
 def _as_number(text, kind, value, first, stop, powers):  # type: ignore[no-untyped-def]
-    """A scalar as a label or a weight: (number, whether it is one)."""
+    """Return a scalar as a label or a weight: (number, whether the scalar is a number)."""
     if kind == _IS_NUMBER:
         return value, True
     if _is_one_of(text, first, stop, _TRUE_WORDS):
@@ -222,10 +222,10 @@ def _parse_object(  # type: ignore[no-untyped-def]
     fields,
     pair,
 ):
-    """The object whose brace is at `at`: (position after it, after the last pair, label, weight, fault code, or 0).
+    """Parse the object whose brace is at `at`: (position after it, number of pairs so far, label, weight, fault or 0).
 
-    `bases` and `is_list`, int64 [MAX_DEPTH], are of the lists and objects that are open: where the name ends in
-    `scratch`, and which they are.
+    `bases` and `is_list`, int64 [MAX_DEPTH], describe the open lists and objects: the end of the name in `scratch`, and
+    1 for a list.
     """
     label, weight = np.nan, np.nan if weight_seed != _NO_SEED else 1.0
     depth, bases[0], is_list[0], may_close = 0, 0, 0, True
@@ -293,7 +293,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 values[pair] = 1.0 if is_category else value
                 fields[pair] = np.uint32(name_hash & _LOW)
                 pair += 1
-            depth += 1  # the value is closed below, as lists and objects are
+            depth += 1  # the code below closes the value, as it closes lists and objects
         depth -= 1
         if depth < 0:
             return at, pair, label, weight, 0
@@ -312,7 +312,7 @@ def _parse_lines(  # type: ignore[no-untyped-def]
     bases, is_list,
     labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts,
 ):  # fmt: skip
-    """All of :func:`parse_json_lines`, where no line costs references to arrays; `bases`, `is_list` as an object's."""
+    """Do the work of :func:`parse_json_lines`, in a function without reference counting for each line."""
     at, rows, bad, pairs, ones = start, 0, 0, 0, True
     indptr[0] = 0
     while at < end:
@@ -358,15 +358,15 @@ def parse_json_lines(  # type: ignore[no-untyped-def]
     text, start, end, needs_label, label_seed, weight_seed, as_text, powers, classes, scratch,
     labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts,
 ):  # fmt: skip
-    """Parse whole lines, an object each, until `end`.
+    """Parse complete lines, with one object each, until `end`.
 
-    `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight, without
-    which an object is malformed otherwise; `as_text` uint64 the hashes of names whose numbers are categories;
-    `classes` uint64 the hashes of the labels' words, whose positions are the labels; empty for numbers. If
-    `needs_label` is 1 an object without a label is malformed, else its label is NaN. `scratch` is uint8, 128 longer
-    than `text`. Out: `labels`, `weights` and `values` float32, `keys` uint64 and `fields` uint32 [half as many as there
-    are bytes, and 1], `indptr` int64 [one more]; the others as those of
-    :func:`paceline.kernels.text.lines.parse_libsvm`.
+    `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight; with a
+    `weight_seed`, an object without a weight is malformed. `as_text` uint64 has the hashes of names whose numbers are
+    categories; `classes` uint64 has the hashes of the words that are labels, where the index of a word is its label;
+    empty if labels are numbers. If `needs_label` is 1, an object without a label is malformed; otherwise its label is
+    NaN. `scratch` is uint8, 128 longer than `text`. Out, with n = (number of bytes) // 2 + 1: `labels`, `weights` and
+    `values` float32 [n]; `keys` uint64 [n]; `fields` uint32 [n]; `indptr` int64 [n + 1]. For `bad_at`, `bad_why` and
+    `counts` see :func:`paceline.kernels.text.lines.parse_libsvm`.
     """
     bases, is_list = np.empty(MAX_DEPTH, np.int64), np.empty(MAX_DEPTH, np.int64)
     _parse_lines(
@@ -380,7 +380,7 @@ KERNELS = (parse_json_lines,)
 
 
 def compile_kernels() -> None:
-    """Compile the kernel, or load it from Numba's cache, for the one signature that real calls have."""
+    """Compile the kernel for the signature of the real calls, or load it from Numba's cache."""
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     floats, numbers, keys = np.empty(2, np.float32), np.empty(NUM_COUNTS, np.int64), np.empty(2, np.uint64)
     scratch, seed = np.empty(32, np.uint8), np.uint64(0)

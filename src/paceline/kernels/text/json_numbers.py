@@ -1,4 +1,4 @@
-"""Numbers of JSON as text: where they end, and as categories are written; a part of :mod:`.json_lines`."""
+"""Numbers of JSON as text: their ends, and their spelling as categories; a part of :mod:`.json_lines`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from paceline.kernels.jit import uncounted
 from paceline.kernels.text.bytes import byte_at
 
 _MINUS, _DOT = 45, 46
-_MOST_PLACES, _LEAST_PLACE = 18, -5  # of numbers that are written without an exponent
+_MOST_PLACES, _LEAST_PLACE = 18, -5  # limits of the decimal point's place in numbers without an exponent
 
 
 @uncounted()
@@ -18,7 +18,7 @@ def _digits_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def number_end(text, at):  # type: ignore[no-untyped-def]
-    """The position after the number at `at`, as JSON writes them, or -1."""
+    """Return the position after the JSON number at `at`, or -1 if there is none."""
     if byte_at(text, at) == _MINUS:
         at += 1
     first = at
@@ -43,7 +43,7 @@ def number_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no-untyped-def]
-    """Copy `count` digits of ``text[at:stop]`` after the first `skipped`, zeros where there are no more."""
+    """Copy `count` digits of ``text[at:stop]`` after the first `skipped` digits; write zeros for missing digits."""
     while count > 0:
         byte = 48
         while at < stop:
@@ -62,7 +62,7 @@ def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no
 
 @uncounted()
 def canonical_number(text, first, stop, scratch, to):  # type: ignore[no-untyped-def]
-    """The number ``text[first:stop]`` as categories are written: (first, stop, whether in `scratch`, from `to` on).
+    """Return a number's spelling as a category: (first, stop, whether it is in `scratch`, where it begins at `to`).
 
     The reference is :func:`paceline.kernels.text.values.number_text`.
     """
@@ -94,7 +94,7 @@ def canonical_number(text, first, stop, scratch, to):  # type: ignore[no-untyped
             at += 1
         if is_negative:
             exponent = -exponent
-    place = (point if point >= 0 else digits) - zeros + exponent  # of the point, after the first digit that counts
+    place = (point if point >= 0 else digits) - zeros + exponent  # the point's place after the leading zeros
     count = shown - zeros
     begin, to_begin = start, to
     if start > first:

@@ -1,8 +1,8 @@
 """Numba kernels that turn text into keys and values: Criteo rows, LIBSVM rows, and Arrow columns.
 
-Each has its reference in ``tests/reference/text.py``. :mod:`paceline.kernels.hashing` defines the hash. The parsers
-read ``text[start:end]``, whole lines that end in a newline, and may load (never use) eight bytes
-after ``end``: ``text`` must be that much longer.
+The reference implementation of each kernel is in ``tests/reference/text.py``. :mod:`paceline.kernels.hashing` defines
+the hash. The parsers read ``text[start:end]``, complete lines that end in a newline. They may load, but never use,
+eight bytes after ``end``, so ``text`` must be eight bytes longer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TAB, _NEWLINE, _RETURN, _SPACE, _COLON, _HASH = 9, 10, 13, 32, 58, 35
 
 @uncounted()
 def _line_end(text, at):  # type: ignore[no-untyped-def]
-    """The position after the newline of the line that `at` is in."""
+    """Return the position after the newline of the line that contains `at`."""
     while byte_at(text, at) != _NEWLINE:
         at += 1
     return at + 1
@@ -59,7 +59,7 @@ def _line_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _count_at_most(thresholds, x):  # type: ignore[no-untyped-def]
-    """How many of the ascending `thresholds` are at most `x`.
+    """Return the number of the ascending `thresholds` that are at most `x`.
 
     ``np.searchsorted`` is equivalent, but a kernel that calls it makes Numba import SciPy: 0.2 s.
     """
@@ -75,7 +75,7 @@ def _count_at_most(thresholds, x):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: ignore[no-untyped-def]
-    """The 13 integer fields from `at`; (position after them, 0) or (anything, a BAD_ code)."""
+    """Parse the 13 integer fields from `at` on; return (position after them, 0) or (anything, a BAD_ code)."""
     for field in range(CRITEO_INTEGERS):
         byte = byte_at(text, at)
         if byte == _TAB:
@@ -109,7 +109,7 @@ def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: i
 
 @uncounted()
 def _criteo_categories(text, at, seeds, keys, base):  # type: ignore[no-untyped-def]
-    """The 26 categories from `at`; (position after the newline, 0) or (anything, a BAD_ code)."""
+    """Parse the 26 categories from `at` on; return (position after the newline, 0) or (anything, a BAD_ code)."""
     for field in range(CRITEO_INTEGERS, CRITEO_FEATURES):
         expected = _TAB if field < CRITEO_FEATURES - 1 else _NEWLINE
         if byte_at(text, at) == expected:
@@ -141,11 +141,11 @@ def _criteo_categories(text, at, seeds, keys, base):  # type: ignore[no-untyped-
 def parse_criteo(  # type: ignore[no-untyped-def]
     text, start, end, has_label, seeds, small, thresholds, labels, keys, bad_at, bad_why, counts
 ):
-    """Parse Criteo rows until `end`, or until `labels` is full; `has_label` is 0 if they have no label (NaN).
+    """Parse Criteo rows until `end`, or until `labels` is full; `has_label` is 0 if rows have no label (NaN).
 
     `text` uint8; `seeds`, `small`, `thresholds` from ``criteo_tables()``; out: `labels` float32 [rows],
-    `keys` uint64 [39 rows], `bad_at` int64 and `bad_why` int64 [a few]: where the first bad lines begin and
-    their fault codes; `counts` int64 [NUM_COUNTS].
+    `keys` uint64 [39 rows], `bad_at` int64 and `bad_why` int64 [any length]: the positions and fault codes of the first
+    bad lines; `counts` int64 [NUM_COUNTS].
     """
     at, rows, bad = start, 0, 0
     while at < end and rows < labels.shape[0]:
@@ -181,7 +181,7 @@ def parse_criteo(  # type: ignore[no-untyped-def]
 
 @uncounted()
 def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The number at ``text[at:stop]``: (value, position after it), or (0, -1) if it is not a finite float32."""
+    """Return the number at ``text[at:stop]``: (value, position after it), or (0, -1) if it is not a finite float32."""
     negative = False
     if at < stop and byte_at(text, at) in (43, 45):
         negative = byte_at(text, at) == 45
@@ -189,7 +189,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
     mantissa, kept, exponent, seen, fraction = 0, 0, 0, False, False
     while at < stop:
         digit = byte_at(text, at) - 48
-        if kept <= 10 and at + 8 <= stop and (mantissa > 0 or 1 <= digit <= 9):  # eight digits together
+        if kept <= 10 and at + 8 <= stop and (mantissa > 0 or 1 <= digit <= 9):  # convert eight digits together
             eight = digits_of(word_at(text, at), 8)
             if eight >= 0:
                 mantissa = mantissa * 100_000_000 + eight
@@ -199,7 +199,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
                 continue
         if 0 <= digit <= 9:
             seen = True
-            if kept < 18:  # digits after the 18th cannot move a float32 by an ulp
+            if kept < 18:  # further digits cannot change a float32 by one unit in the last place
                 mantissa = mantissa * 10 + digit
                 if mantissa > 0:
                     kept += 1
@@ -239,7 +239,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_index(text, at):  # type: ignore[no-untyped-def]
-    """The uint64 at `at`: (value, position after it), or (0, -1) if it is missing or too large."""
+    """Return the uint64 at `at`: (value, position after it), or (0, -1) if it is missing or too large."""
     first = at
     low = 0
     digit = byte_at(text, at) - 48
@@ -265,7 +265,7 @@ def _ends_word(byte):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _after_qid(text, at):  # type: ignore[no-untyped-def]
-    """The position after ``qid:<digits>`` at `at`, or `at` if it is missing."""
+    """Return the position after ``qid:<digits>`` at `at`, or `at` if it is missing."""
     if byte_at(text, at) != 113 or byte_at(text, at + 1) != 105 or byte_at(text, at + 2) != 100:
         return at
     if byte_at(text, at + 3) != _COLON:
@@ -283,10 +283,10 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
 ):
     """Parse LIBSVM rows until `end`, or until `labels` is full or `keys` cannot take the next row.
 
-    If `needs_label` is 0 rows may begin with their first pair, and have the label NaN.
+    If `needs_label` is 0, rows may begin with their first pair; their label is then NaN.
     `powers` from ``powers_of_ten()``; out: `labels` float32 [rows], `indptr` int64 [rows + 1], `keys`
-    uint64 and `values` float32 [pairs]; `bad_at`, `bad_why`, `counts` as :func:`parse_criteo` has them. If
-    not one row fits, ``counts[POSITION]`` is where that row begins.
+    uint64 and `values` float32 [pairs]; for `bad_at`, `bad_why` and `counts` see :func:`parse_criteo`. If the first row
+    does not fit, ``counts[POSITION]`` is its beginning.
     """
     at, rows, bad, pairs, ones = start, 0, 0, 0, True
     indptr[0] = 0
@@ -349,10 +349,10 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def hash_strings(data, offsets, seed, out, first, stride):  # type: ignore[no-untyped-def]
-    """Hash the category that is string i, ``data[offsets[i]:offsets[i+1]]``, into ``out[first + i * stride]``.
+    """Hash string i, ``data[offsets[i]:offsets[i+1]]``, as a category into ``out[first + i * stride]``.
 
-    `data` uint8 and `offsets` int64 [n+1], both read-only arrays, as Arrow's buffers are; `seed` uint64;
-    `out` uint64. Nothing outside `data` is loaded.
+    `data` uint8 and `offsets` int64 [n+1], are read-only arrays, like Arrow's buffers; `seed` uint64;
+    `out` uint64. The kernel loads no bytes outside `data`.
     """
     for i in range(offsets.shape[0] - 1):
         start, stop = offsets[i], category_end(data, offsets[i], offsets[i + 1])
@@ -400,9 +400,9 @@ def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped
 
 @njit(cache=True, nogil=True)
 def split_strings(data, offsets, seed, words, lengths):  # type: ignore[no-untyped-def]
-    """Write the keys of the words of all strings into `words` (uint64), and how many string i has into ``lengths[i]``.
+    """Write the keys of the words of all strings into `words` (uint64), and string i's number into ``lengths[i]``.
 
-    `data`, `offsets` and `seed` as in :func:`hash_strings`; `lengths` int64. Return how many words there are.
+    `data`, `offsets` and `seed` as in :func:`hash_strings`; `lengths` int64. Return the number of words.
     """
     count = 0
     for i in range(offsets.shape[0] - 1):
@@ -413,11 +413,11 @@ def split_strings(data, offsets, seed, words, lengths):  # type: ignore[no-untyp
 
 
 KERNELS = (parse_criteo, parse_libsvm, hash_strings, split_strings, parse_floats)
-"""Every kernel that is called from Python, for :func:`compile_kernels` and its test."""
+"""All kernels that are called from Python, for :func:`compile_kernels` and its test."""
 
 
 def compile_kernels() -> None:
-    """Compile every kernel, or load it from Numba's cache, for the one signature that real calls have."""
+    """Compile every kernel for the signature of the real calls, or load it from Numba's cache."""
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     labels, values = np.empty(1, np.float32), np.empty(1, np.float32)
     keys, indptr = np.empty(CRITEO_FEATURES, np.uint64), np.empty(2, np.int64)
@@ -432,7 +432,7 @@ def compile_kernels() -> None:
 
 
 def read_only(array: Any) -> Any:
-    """A view of `array` that cannot be written: Numba types it as it types Arrow's buffers."""
+    """Return a read-only view of `array`, which has the same Numba type as Arrow's buffers."""
     view = array.view()
     view.flags.writeable = False
     return view

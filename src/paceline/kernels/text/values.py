@@ -50,7 +50,7 @@ def number_text(text: str) -> str:
         return text
     sign, whole, fraction = found[1], found[2], found[3] or ""
     digits = (whole + fraction).lstrip("0")
-    place = len(digits) - len(fraction) + int(found[4] or 0)  # of the point, after the first nonzero digit
+    place = len(digits) - len(fraction) + int(found[4] or 0)  # the point's place after leading zeros
     digits = digits.rstrip("0")
     if not digits:
         return "0"

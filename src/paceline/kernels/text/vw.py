@@ -1,11 +1,11 @@
-"""A Numba kernel that turns lines of Vowpal Wabbit's text format, or of libffm's, into keys and values.
+"""A Numba kernel that converts lines of Vowpal Wabbit's or libffm's text format to keys and values.
 
 ``[label [weight [0]]] ['tag]|namespace[:value] feature[:value] ... |namespace ...``: a feature's key is the hash of its
-name under the seed that is the hash of its namespace's name, and its value is multiplied by the namespace's. A
-namespace is a field of its features. Features without a name are called by their number in the namespace,
-from 0 up. libffm's ``label field:feature:value ...`` is read as ``label |field feature:value ...``. As in Vowpal
-Wabbit, a word that begins with a quote or stands at the first bar without a blank between is a tag. The reference
-is ``vw_line`` of ``tests/reference/text.py``; :mod:`.lines` defines how text is read.
+name, with the hash of the namespace's name as the seed. Its value is multiplied by the namespace's value. A namespace
+is a field of its features. The name of a feature without a name is its number in the namespace, from 0 on. libffm's
+``label field:feature:value ...`` is read as ``label |field feature:value ...``. As in Vowpal Wabbit, a word that begins
+with a quote or stands at the first bar without a blank between is a tag. The reference is ``vw_line`` of
+``tests/reference/text.py``; :mod:`.lines` defines how text is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 @uncounted()
 def _name_end(text, at):  # type: ignore[no-untyped-def]
-    """The position of the character that ends a name: a blank, a colon, a bar or a newline."""
+    """Return the position of the character that ends a name: a blank, a colon, a bar or a newline."""
     byte = byte_at(text, at)
     while not (byte in (_SPACE, _TAB, _RETURN) or byte in (_COLON, _BAR, _NEWLINE)):
         at += 1
@@ -48,7 +48,7 @@ def _name_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
-    """The value after a name that ends at `at`: (value, position after it), or (0, -1) if it is not a number."""
+    """Return the value after a name that ends at `at`: (value, position after it), or (0, -1) if it is not a number."""
     if byte_at(text, at) != _COLON:
         return 1.0, at
     value, at = read_float(text, at + 1, end, powers)
@@ -59,7 +59,7 @@ def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
-    """The part before the first bar: (label or NaN, weight, fault code, or 0)."""
+    """Parse the text before the first bar; return (label or NaN, weight, fault code or 0)."""
     label, weight, count = np.nan, 1.0, 0
     at = skip_blanks(text, at)
     while at < bar:
@@ -86,7 +86,7 @@ def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_features(text, at, end, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
-    """The namespaces from the bar at `at`: (after the last pair, fault code, or 0)."""
+    """Parse the namespaces from the bar at `at` on; return (number of pairs so far, fault code or 0)."""
     while byte_at(text, at) == _BAR:
         first = at + 1
         at = _name_end(text, first)
@@ -119,7 +119,7 @@ def _read_features(text, at, end, powers, keys, values, fields, pair):  # type: 
 
 @uncounted()
 def _hash_number(number, seed):  # type: ignore[no-untyped-def]
-    """The key of the feature whose name is a number below 10^8."""
+    """Return the key of the feature whose name is a number below 10^8."""
     word, size = 48 + number % 10, 1
     while number >= 10:
         number //= 10
@@ -129,7 +129,7 @@ def _hash_number(number, seed):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_triples(text, at, end, needs_label, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
-    """A line of libffm: (label or NaN, after the last pair, fault code, or 0)."""
+    """Parse a line of libffm; return (label or NaN, number of pairs so far, fault code or 0)."""
     label, after = read_float(text, at, end, powers)
     if needs_label == 1 or after < 0 or byte_at(text, after) != _COLON:
         at = after
@@ -171,11 +171,12 @@ def parse_vw(  # type: ignore[no-untyped-def]
     bad_why,
     counts,
 ):
-    """Parse whole lines of Vowpal Wabbit's format, or if `is_ffm` is 1 of libffm's, until `end`.
+    """Parse complete lines of Vowpal Wabbit's format (of libffm's format if `is_ffm` is 1) until `end`.
 
-    If `needs_label` is 1 a line without a label is malformed, else its label is NaN. Out: `labels`, `weights` and
-    `values` float32, `keys` uint64 and `fields` uint32 [half as many as there are bytes, and 1], `indptr` int64 [one
-    more]; the others as :func:`paceline.kernels.text.lines.parse_libsvm` has them, and `counts` ``UNWEIGHTED`` too.
+    If `needs_label` is 1, a line without a label is malformed; otherwise its label is NaN. Out, with n = (number of
+    bytes) // 2 + 1: `labels`, `weights` and `values` float32 [n]; `keys` uint64 [n]; `fields` uint32 [n]; `indptr`
+    int64 [n + 1]. For `bad_at`, `bad_why` and `counts` see :func:`paceline.kernels.text.lines.parse_libsvm`; `counts`
+    also has ``UNWEIGHTED``.
     """
     at, rows, bad, pairs, ones, unweighted = start, 0, 0, 0, True, True
     indptr[0] = 0
@@ -222,7 +223,7 @@ KERNELS = (parse_vw,)
 
 
 def compile_kernels() -> None:
-    """Compile the kernel, or load it from Numba's cache, for the one signature that real calls have."""
+    """Compile the kernel for the signature of the real calls, or load it from Numba's cache."""
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     floats, numbers = np.empty(2, np.float32), np.empty(NUM_VW_COUNTS, np.int64)
     parse_vw(
