@@ -1,6 +1,6 @@
 """The cases of the update rules' kernels: tests compare each with its reference, the benchmark times both.
 
-The settings are the rules' own (:meth:`~paceline.tables.rules.UpdateRule.cases`); the tables and batches are here.
+The settings are in :mod:`tests.reference.update_rules`; the tables and batches are here.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 from tests.reference import rules as reference
 from tests.reference.kernel_cases import MIDDLE, ArrayCase, floats, generator_of, random_keys
 from tests.reference.kernels import Doubles, Floats, Keys
+from tests.reference.update_rules import RuleCase, find_cases
 
 from paceline.tables.initializers import INITIALIZERS, Initializer, Normal, Zeros
 from paceline.tables.rules import FTRL, RULES, UpdateRule, kernels
-from paceline.tables.rules.base import RuleCase
 from paceline.tables.sparse_store import SparseStore
 
 _ZEROS: Final = Zeros()
 RULE_CASES: Final[dict[str, RuleCase]] = {
-    f"{name} {what}".strip(): case for name, rule in RULES.items() for what, case in rule.cases().items()
+    f"{name} {what}".strip(): case for name, rule in RULES.items() for what, case in find_cases(rule).items()
 }
 
 

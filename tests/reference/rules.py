@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from tests.reference.kernels import Doubles, Floats, Integers, Keys, bucket_of, initial_values
+from tests.reference.update_rules import find_reference
 
 from paceline.kernels.index import NUM_BUCKETS
 from paceline.kernels.initializers import ZEROS
@@ -46,7 +47,7 @@ def update_record(
     if hyper[MAXIMIZE]:
         g = -g
     with np.errstate(divide="ignore", invalid="ignore"):
-        rule_with(rule).reference(w, states, g, steps, hyper)
+        find_reference(rule_with(rule))(w, states, g, steps, hyper)
 
 
 def start_state(rule: int, record: Floats, words: int, dim: int, start: int, stop: int, hyper: Doubles) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 CODE = """
 import sign_sgd
+import sign_sgd_reference
 import numpy as np
 import paceline
 from paceline.protocol.buckets import ALL
@@ -41,9 +42,11 @@ assert [case.name for case in SPARSE_CASES if "SignSGD" in case.name] == ["SignS
 
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs/contributing/extending.md").read_text()
-    found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    (tmp_path / "sign_sgd.py").write_text(found[1])
+    rule, reference, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "sign_sgd.py").write_text(rule)
+    (tmp_path / "sign_sgd_reference.py").write_text(
+        f"from sign_sgd import *\nfrom tests.reference.update_rules import *\n{reference}"
+    )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Without the JIT: with another rule, all kernels would be compiled.
     environment = {**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": "1"}

@@ -9,9 +9,8 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.settings import check_bounds, check_flags
-from paceline.tables.types import Doubles, Floats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,19 +52,3 @@ class Adadelta(UpdateRule):
             record[dim + j] = square
             record[2 * dim + j] = rho * record[2 * dim + j] + complement * change * change
             record[j] -= rate * change
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        (square, changes), g = states, decayed(w, g, hyper)
-        rate, _, epsilon, rho = hyper[:4].astype(np.float32)
-        complement = np.float32(1 - hyper[3])
-        square[:] = rho * square + complement * g * g
-        change = np.sqrt(changes + epsilon) / np.sqrt(square + epsilon) * g
-        changes[:] = rho * changes + complement * change * change
-        w -= rate * change
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {"": RuleCase(cls(weight_decay=0.01))}

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.rules.growth import Bounds, error, normed
-from paceline.tables.rules.shrinking import shrink, shrunk
+from paceline.tables.rules.shrinking import shrunk
 from paceline.tables.settings import check_bounds, check_flags
 from paceline.tables.types import Doubles, Floats
 
@@ -82,16 +82,6 @@ class Adagrad(UpdateRule):
                 record[j] = shrunk(record[j], step_l1 / (np.sqrt(record[dim + j]) + epsilon))
 
     @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        (total,), g = states, decayed(w, g, hyper)
-        total += g * g
-        rates = (hyper[0] / (1 + (steps - 1) * hyper[4])).astype(np.float32)
-        w -= rates * (g / (np.sqrt(total) + np.float32(hyper[2])))
-        if hyper[5]:
-            shrink(w, rates * np.float32(hyper[5]) / (np.sqrt(total) + np.float32(hyper[2])))
-
-    @staticmethod
     @rule_kernel
     def initialize(record, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
         """Set the state to the initial accumulator."""
@@ -102,16 +92,6 @@ class Adagrad(UpdateRule):
     @override
     def initialize_reference(w: Floats, states: list[Floats], hyper: Doubles) -> None:
         states[0][:] = hyper[3]
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        plain = cls(lr=0.1, weight_decay=0.01, initial_accumulator=0.1)
-        return {
-            "": RuleCase(plain, is_rare=False),
-            "lr_decay": RuleCase(dataclasses.replace(plain, lr_decay=0.2)),
-            "l1": RuleCase(dataclasses.replace(plain, l1=0.5)),
-        }
 
     @override
     def initial_bounds(self, largest: float) -> Bounds:

@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, rule_kernel
+from paceline.tables.rules.base import rule_kernel
 from paceline.tables.rules.growth import TINY_GRADIENT, UNKNOWN, Bounds, error, over, power
-from paceline.tables.rules.moments import Moments, moment_factors, update_moments
-from paceline.tables.rules.shrinking import shrink, shrunk
+from paceline.tables.rules.moments import Moments, moment_factors
+from paceline.tables.rules.shrinking import shrunk
 from paceline.tables.settings import check_bounds, check_flags
-from paceline.tables.types import Doubles, Floats
+from paceline.tables.types import Floats
 
 
 @rule_kernel
@@ -81,30 +81,6 @@ class Adam(Moments):
         else:
             _update(record, dim, start, stop, grads, at, hyper, sign, step, False)
 
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        update_moments(w, states, g, hyper, is_decoupled=hyper[6] != 0.0)
-        first, second, *greatest = states
-        if greatest:
-            greatest[0][:] = second = np.maximum(greatest[0], second)
-        size = (hyper[0] / (1 - hyper[3] ** steps)).astype(np.float32)
-        root = np.sqrt(1 - hyper[4] ** steps).astype(np.float32)
-        w -= size * (first / (np.sqrt(second) / root + np.float32(hyper[2])))
-        if hyper[7]:
-            step_l1 = np.float32(hyper[0]) * np.float32(hyper[7])
-            shrink(w, step_l1 / (np.sqrt(second) / root + np.float32(hyper[2])))
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {
-            "": RuleCase(cls(lr=0.01, weight_decay=0.01), is_rare=False),
-            "amsgrad": RuleCase(cls(lr=0.01, weight_decay=0.01, amsgrad=True, maximize=True)),
-            "l1": RuleCase(cls(lr=0.01, l1=0.5)),
-            "amsgrad l1": RuleCase(cls(lr=0.01, weight_decay=0.01, amsgrad=True, l1=0.5)),
-        }
-
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
         beta1, beta2 = self.betas
@@ -138,8 +114,3 @@ class AdamW(Adam):
     code: ClassVar[int] = 5
     is_decoupled: ClassVar[bool] = True
     wide_loop: ClassVar[bool] = False
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {"": RuleCase(cls(lr=0.01), is_rare=False), "l1": RuleCase(cls(lr=0.01, l1=0.5))}

@@ -8,9 +8,8 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, decayed, rule_kernel
+from paceline.tables.rules.base import rule_kernel
 from paceline.tables.rules.moments import Moments
-from paceline.tables.types import Doubles, Floats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,16 +37,3 @@ class Adamax(Moments):
             record[dim + j] = moment
             record[2 * dim + j] = norm
             record[j] -= size * (moment / norm)
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        (first, norm), g = states, decayed(w, g, hyper)
-        first += np.float32(1 - hyper[3]) * (g - first)
-        norm[:] = np.maximum(np.float32(hyper[4]) * norm, np.abs(g) + np.float32(hyper[2]))
-        w -= (hyper[0] / (1 - hyper[3] ** steps)).astype(np.float32) * (first / norm)
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {"": RuleCase(cls(lr=0.01, weight_decay=0.01))}

@@ -9,9 +9,8 @@ from typing import ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.settings import check_bounds, check_flags
-from paceline.tables.types import Doubles, Floats
 
 _F1 = np.float32(1)
 
@@ -61,19 +60,3 @@ class ASGD(UpdateRule):
             record[j] = value
             record[dim + j] = value if weight == _F1 else average + (value - average) * weight
             record[2 * dim + j] = following
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        (average, rates), g = states, decayed(w, g, hyper)
-        rates[steps == 1] = hyper[0]
-        w *= (1 - hyper[2] * rates.astype(np.float64)).astype(np.float32)
-        w -= rates * g
-        weight = np.where(steps == 1, 1, 1 / np.maximum(1, steps - 1 - hyper[4])).astype(np.float32)
-        average[:] = np.where(weight == 1, w, average + (w - average) * weight)
-        rates[:] = hyper[0] / (1 + hyper[2] * hyper[0] * steps) ** hyper[3]
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {"": RuleCase(cls(lr=0.1, weight_decay=0.01, lambd=0.01, t0=2.0))}

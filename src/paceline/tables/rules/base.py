@@ -1,4 +1,4 @@
-"""The base class of update rules: a frozen dataclass with a kernel, a reference in NumPy, and cases for tests.
+"""The base class of update rules: a frozen dataclass with a kernel.
 
 Each rule is a file of this package, and the definition of its class adds the rule to :data:`RULES`. A rule works on one
 *record*: a float32 array with the values (element `j` at ``record[j]``), then the state planes (``record[dim + j]``,
@@ -11,7 +11,7 @@ steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -28,14 +28,6 @@ rule_kernel: Final = inlined(error_model="numpy", pipeline_class=Unaliased)
 """Decorator of a rule's kernels, which are compiled into, and cached with, the loops over rows that call them."""
 
 _NUM_NUMBERS: Final = NUM_HYPER - 2
-
-
-class RuleCase(NamedTuple):
-    """Settings for tests, which compare the kernel with the reference, and for the benchmark."""
-
-    rule: UpdateRule
-    is_rare: bool = True
-    """Whether the benchmark runs the case on few elements only, because its time matters little."""
 
 
 class UpdateRule(ABC):
@@ -84,7 +76,7 @@ class UpdateRule(ABC):
         """Whether a step count follows the planes."""
         return self.counts == "always"
 
-    # The kernel, for elements with the same number of updates, and its reference in NumPy.
+    # The kernel, for elements with the same number of updates. tests/reference/update_rules.py has references in NumPy.
 
     @staticmethod
     @abstractmethod
@@ -106,23 +98,10 @@ class UpdateRule(ABC):
         count steps.
         """
 
-    @staticmethod
-    @abstractmethod
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        """Update values and states in place in NumPy, with the same results as :meth:`update`.
-
-        `g` is a copy of the gradients, with their sign; `steps` has the step of each element.
-        """
-
     initialize: ClassVar[Any] = None
     """A kernel ``(record, dim, start, stop, hyper)`` that sets state planes with initial values other than zero."""
     initialize_reference: ClassVar[Any] = None
     """The reference ``(w, states, hyper)`` of :attr:`initialize` in NumPy."""
-
-    @classmethod
-    @abstractmethod
-    def cases(cls) -> dict[str, RuleCase]:
-        """Return the cases for tests and the benchmark by name; ``""`` is the case with default settings."""
 
     # How large records become.
 
@@ -177,9 +156,3 @@ class UpdateRule(ABC):
         raise UsageError(
             f"{subject} is updated by {former}, and its state belongs to that rule: it cannot become {name}"
         )
-
-
-def decayed(w: Floats, g: Floats, hyper: Doubles) -> Floats:
-    """Return gradients with weight decay, which is the second hyperparameter of most rules."""
-    result: Floats = g + np.float32(hyper[1]) * w
-    return result

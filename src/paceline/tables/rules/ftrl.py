@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, UpdateRule, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.rules.growth import ROUNDING, Bounds, error, over
 from paceline.tables.settings import TINY, check_bounds
 from paceline.tables.types import Doubles, Floats
@@ -65,16 +65,6 @@ class FTRL(UpdateRule):
             record[j] = weight if abs(z) > l1 else _F0
 
     @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        z, n = states
-        inverse, beta, l1, l2 = (np.float32(value) for value in (1 / hyper[0], hyper[1], hyper[2], hyper[3]))
-        after = n + g * g
-        z += g - (np.sqrt(after) - np.sqrt(n)) * inverse * w
-        n[:] = after
-        w[:] = np.where(np.abs(z) > l1, (np.copysign(l1, z) - z) / ((beta + np.sqrt(n)) * inverse + l2), np.float32(0))
-
-    @staticmethod
     @rule_kernel
     def initialize(record, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
         """Set z so that it gives the initial weight for n = 0."""
@@ -89,11 +79,6 @@ class FTRL(UpdateRule):
     def initialize_reference(w: Floats, states: list[Floats], hyper: Doubles) -> None:
         z = -w * np.float32(hyper[1] / hyper[0] + hyper[3]) - np.copysign(np.float32(hyper[2]), w)
         states[0][:] = np.where(w != 0, z, np.float32(0))
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {"": RuleCase(cls(l1=0.1, l2=0.2), is_rare=False)}
 
     @override
     def initial_bounds(self, largest: float) -> Bounds:

@@ -9,9 +9,8 @@ from typing import ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.settings import check_bounds, check_flags, check_pair
-from paceline.tables.types import Doubles, Floats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,15 +58,3 @@ def moment_factors(hyper, is_decoupled):  # type: ignore[no-untyped-def]
         np.float32(hyper[4]),
         np.float32(1.0 - hyper[4]),
     )
-
-
-def update_moments(w: Floats, states: list[Floats], g: Floats, hyper: Doubles, *, is_decoupled: bool) -> Floats:
-    """Apply weight decay and update both moments in NumPy; return the gradient, with decay unless decoupled."""
-    if is_decoupled:
-        w *= np.float32(1.0 - hyper[0] * hyper[1])
-    else:
-        g = decayed(w, g, hyper)
-    first, second = states[:2]
-    first += np.float32(1 - hyper[3]) * (g - first)
-    second[:] = np.float32(hyper[4]) * second + np.float32(1 - hyper[4]) * g * g
-    return g

@@ -9,10 +9,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.rules.growth import UNKNOWN, Bounds, error
 from paceline.tables.settings import check_bounds, check_flags
-from paceline.tables.types import Doubles, Floats
 
 _F1 = np.float32(1)
 
@@ -68,22 +67,6 @@ class Momentum(UpdateRule):
             velocity = momentum * record[dim + j] + complement * gradient
             record[dim + j] = velocity
             record[j] -= rate * (gradient + momentum * velocity if nesterov else velocity)
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        (velocity,), g = states, decayed(w, g, hyper)
-        rate, _, momentum, nesterov, _ = hyper[:5].astype(np.float32)
-        velocity[:] = momentum * velocity + np.where(steps == 1, 1, 1 - hyper[4]).astype(np.float32) * g
-        w -= rate * (g + momentum * velocity if nesterov else velocity)
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {
-            "": RuleCase(cls(lr=0.1, weight_decay=0.01, nesterov=True), is_rare=False),
-            "dampening": RuleCase(cls(lr=0.1, weight_decay=0.01, dampening=0.5)),
-        }
 
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:

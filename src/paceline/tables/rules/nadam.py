@@ -9,10 +9,9 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, rule_kernel
-from paceline.tables.rules.moments import Moments, moment_factors, update_moments
+from paceline.tables.rules.base import rule_kernel
+from paceline.tables.rules.moments import Moments, moment_factors
 from paceline.tables.settings import check_bounds, check_flags
-from paceline.tables.types import Doubles, Floats
 
 _F1 = np.float32(1)
 
@@ -63,22 +62,3 @@ class NAdam(Moments):
             now = np.float32(hyper[0] * (1.0 - momentum) / (1.0 - np.float64(product)))
             ahead = np.float32(hyper[0] * following / (1.0 - np.float64(product) * following))
             record[j] = value - now * (gradient / root) - ahead * (moment / root)
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        g = update_moments(w, states, g, hyper, is_decoupled=hyper[6] != 0.0)
-        first, second, product = states
-        rate, beta1 = hyper[0], hyper[3]
-        mu, following = (beta1 * (1 - 0.5 * 0.96 ** (t * hyper[5])) for t in (steps, steps + 1))
-        product[:] = np.where(steps == 1, np.float32(1), product) * mu.astype(np.float32)
-        root = np.sqrt(second / (1 - hyper[4] ** steps).astype(np.float32)) + np.float32(hyper[2])
-        w -= (rate * (1 - mu) / (1 - product.astype(np.float64))).astype(np.float32) * (g / root)
-        w -= (rate * following / (1 - product * following)).astype(np.float32) * (first / root)
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        plain = cls(lr=0.01, weight_decay=0.01)
-        decoupled = dataclasses.replace(plain, decoupled_weight_decay=True, maximize=True)
-        return {"": RuleCase(plain), "decoupled": RuleCase(decoupled)}

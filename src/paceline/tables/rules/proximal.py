@@ -9,10 +9,10 @@ from typing import ClassVar, Final
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, UpdateRule, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.rules.growth import Bounds, error
 from paceline.tables.settings import check_bounds
-from paceline.tables.types import Doubles, Floats
+from paceline.tables.types import Floats
 
 START: Final = 1.0
 """A weight's first trust region. The unit of this and the next numbers is 1 / (mean magnitude of its column)."""
@@ -91,32 +91,6 @@ class ProximalNewton(UpdateRule):
             change = min(max(change, -radius), radius)
             record[0], record[1] = weight + change, gradient
             record[2] = min(_MOST * unit, _F2 * abs(change) + _LEAST * unit)
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        (plane,), (gradient, curvature) = states, g
-        if curvature < 0:
-            w[:], plane[:] = (gradient, -curvature), 0
-            return
-        if curvature == 0:
-            w[1] = gradient
-            return
-        if plane[0] == 0:
-            unit = np.clip(np.abs(w[1] / w[0]), _SHORT, _LONG) if w.all() else _F1
-            plane[:] = _START * unit, np.copysign(unit, w[0])
-            w[0] = 0
-        unit, has_penalty = np.abs(plane[1]), plane[1] > 0
-        l1, l2 = hyper[:2].astype(np.float32) * has_penalty
-        change = proximal_step(w[0], gradient, curvature, l1, l2)
-        change = np.clip(change, -plane[0], plane[0])
-        w[:] = w[0] + change, gradient
-        plane[0] = np.minimum(_MOST * unit, _F2 * np.abs(change) + _LEAST * unit)
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {"": RuleCase(cls(l1=0.5, l2=0.2))}
 
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:

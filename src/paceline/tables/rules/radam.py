@@ -8,10 +8,9 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, rule_kernel
-from paceline.tables.rules.moments import Moments, moment_factors, update_moments
+from paceline.tables.rules.base import rule_kernel
+from paceline.tables.rules.moments import Moments, moment_factors
 from paceline.tables.settings import check_flags
-from paceline.tables.types import Doubles, Floats
 
 _F1 = np.float32(1)
 
@@ -58,24 +57,3 @@ class RAdam(Moments):
             if is_rectified:
                 change = change * (root / (np.sqrt(square) + epsilon)) * rectification
             record[j] = value - change
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        update_moments(w, states, g, hyper, is_decoupled=hyper[5] != 0.0)
-        first, second = states
-        beta2 = hyper[4]
-        correction1, correction2 = 1 - hyper[3] ** steps, 1 - beta2**steps
-        most = 2 / (1 - beta2) - 1
-        length = most - 2 * steps * beta2**steps / correction2
-        rectified = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
-        change = first / correction1.astype(np.float32) * np.float32(hyper[0])
-        adapted = np.sqrt(correction2).astype(np.float32) / (np.sqrt(second) + np.float32(hyper[2]))
-        w -= np.where(length > 5, change * adapted * np.sqrt(rectified).astype(np.float32), change)
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        plain = cls(lr=0.01, weight_decay=0.01)
-        decoupled = dataclasses.replace(plain, decoupled_weight_decay=True, maximize=True)
-        return {"": RuleCase(plain), "decoupled": RuleCase(decoupled)}

@@ -9,10 +9,9 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.rules.growth import UNKNOWN, Bounds, error, normed, over
 from paceline.tables.settings import check_bounds, check_flags
-from paceline.tables.types import Doubles, Floats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,32 +53,6 @@ class RMSprop(UpdateRule):
             _update(record, dim, start, stop, grads, at, hyper, sign, False, False)
         else:
             _update(record, dim, start, stop, grads, at, hyper, sign, hyper[4] != 0.0, hyper[5] != 0.0)
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        g, complement = decayed(w, g, hyper), np.float32(1 - hyper[3])
-        rate, _, epsilon, alpha, momentum, centered = hyper[:6].astype(np.float32)
-        square = states[0]
-        square[:] = alpha * square + complement * g * g
-        middle = states[-1] if centered else np.zeros_like(g)
-        if centered:
-            middle += complement * (g - middle)
-        g = g / (np.sqrt(square - middle * middle) + epsilon)
-        if momentum:
-            states[1][:] = g = momentum * states[1] + g
-        w -= rate * g
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        plain = cls(lr=0.01, weight_decay=0.01)
-        return {
-            "": RuleCase(plain, is_rare=False),
-            "momentum": RuleCase(dataclasses.replace(plain, momentum=0.9)),
-            "centered": RuleCase(dataclasses.replace(plain, centered=True)),
-            "both": RuleCase(dataclasses.replace(plain, momentum=0.9, centered=True, maximize=True)),
-        }
 
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:

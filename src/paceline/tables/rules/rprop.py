@@ -10,9 +10,8 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.tables.rules.base import RuleCase, UpdateRule, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.settings import check_bounds, check_flags, check_pair
-from paceline.tables.types import Doubles, Floats
 
 _F0 = np.float32(0)
 
@@ -67,20 +66,3 @@ class Rprop(UpdateRule):
             record[dim + j] = gradient
             record[2 * dim + j] = size
             record[j] -= np.sign(gradient) * size
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        before, sizes = states
-        shrink, grow, least, most = hyper[1:5].astype(np.float32)
-        sizes[steps == 1] = hyper[0]
-        agreement = np.sign(g * before)
-        sizes *= np.select([agreement > 0, agreement < 0], [grow, shrink], np.float32(1))
-        np.clip(sizes, least, most, out=sizes)
-        before[:] = np.where(agreement < 0, 0, g)
-        w -= np.sign(before) * sizes
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {"": RuleCase(cls(lr=0.01))}

@@ -9,11 +9,10 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.base import UpdateRule, rule_kernel
 from paceline.tables.rules.growth import ROUNDING, Bounds, power
-from paceline.tables.rules.shrinking import shrink, shrunk
+from paceline.tables.rules.shrinking import shrunk
 from paceline.tables.settings import check_bounds, check_flags
-from paceline.tables.types import Doubles, Floats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,22 +53,6 @@ class SGD(UpdateRule):
             by = rate * np.float32(hyper[2])
             for j in range(start, stop):
                 record[j] = shrunk(record[j], by)
-
-    @staticmethod
-    @override
-    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        w -= np.float32(hyper[0]) * decayed(w, g, hyper)
-        if hyper[2]:
-            shrink(w, np.float32(np.float32(hyper[0]) * np.float32(hyper[2])))
-
-    @classmethod
-    @override
-    def cases(cls) -> dict[str, RuleCase]:
-        return {
-            "": RuleCase(cls(lr=0.1, weight_decay=0.01), is_rare=False),
-            "maximize": RuleCase(cls(lr=0.1, weight_decay=0.01, maximize=True)),
-            "l1": RuleCase(cls(lr=0.1, l1=0.5)),
-        }
 
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:

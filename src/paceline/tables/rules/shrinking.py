@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.tables.rules.base import rule_kernel
-from paceline.tables.types import Floats
 
 _F0 = np.float32(0)
 
@@ -20,8 +19,3 @@ _F0 = np.float32(0)
 def shrunk(value, by):  # type: ignore[no-untyped-def]
     """Return the w that minimizes (w - value)² / 2 + by · |w|; NaN if `value` is NaN."""
     return _F0 if abs(value) <= by else value - np.copysign(by, value)
-
-
-def shrink(w: Floats, by: Floats | np.float32) -> None:
-    """Apply :func:`shrunk` to each element of `w` in place, in NumPy."""
-    w[:] = np.where(np.abs(w) <= by, _F0, w - np.copysign(by, w))
