@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.reference import update_rules
 
 from paceline.data import Batch
 from paceline.data.sampling import ExampleSample
@@ -74,7 +75,7 @@ def test_a_trial_pass_equals_a_real_pass() -> None:
         places = [at[int(key)] for key in minibatch.keys[0]]
         (gradient,), _ = minibatch.gradients([w[places]])
         part, parts = w[places], [state[places] for state in states]
-        rule.reference(part, parts, gradient, np.ones(len(part)), np.array(rule.hyper))
+        update_rules.ftrl(part, parts, gradient, np.ones(len(part)), np.array(rule.hyper))
         w[places] = part
         for state, changed in zip(states, parts, strict=True):
             state[places] = changed
