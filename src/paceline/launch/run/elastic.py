@@ -53,7 +53,7 @@ class ElasticRun(Closing):
         coordinator = Coordinator(
             range(len(plans)),
             min_ranks=options.min_ranks,
-            max_ranks=options.max_ranks,
+            max_ranks=options.num_ranks,
             report_timeout_s=_REPORT_TIMEOUT_S,
         )
         self._server = CoordinatorServer(coordinator, address, token, tls, self._expel)

@@ -253,7 +253,7 @@ def _is_python(script: Path) -> bool:
 def _check_elastic(options: RunOptions) -> None:
     for name, value in (("--nnodes", options.nnodes), ("--cluster", options.cluster), ("--filters", options.filters)):
         if value is not None and value not in (1, "none"):
-            raise UsageError(f"{name} {value}: not supported with --min-ranks and --max-ranks. Leave it out")
+            raise UsageError(f"{name} {value}: not supported with --min-ranks. Leave it out")
 
 
 def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, strategy: str) -> None:

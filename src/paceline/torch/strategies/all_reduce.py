@@ -108,8 +108,7 @@ class AllReduce(Strategy):
         """Return the ranks of the training; ``torch.distributed`` is initialized afterwards."""
         if ElasticOptions.of_environment(environment()) is not None:
             raise UsageError(
-                f"{type(self).__name__}() in a run with --min-ranks or --max-ranks: create the strategy by "
-                "paceline.torch.strategy()"
+                f"{type(self).__name__}() in a run with --min-ranks: create the strategy by paceline.torch.strategy()"
             )
         return Ranks.meet(timeout, backend=backend)
 

@@ -25,7 +25,7 @@ class TransferredState:
         """Receive the state of the rank `source`; every rank of the group calls it, again if it fails."""
         strategy, is_source = self._strategy, group.rank == source
         assert strategy.module is not None
-        own = self._describe() if is_source else None
+        own = self.describe() if is_source else None
         self._description = from_json(group.broadcast_object(own, root=source))
         self._values = {
             name: group.broadcast(value.to("cpu", copy=True).contiguous(), root=source)
@@ -36,7 +36,11 @@ class TransferredState:
             for number in range(len(strategy.optimizers))
         ]
 
-    def _describe(self) -> Any:
+    def describe(self) -> Any:
+        """Return the options of optimizers and the states of schedulers and loaders, as JSON values.
+
+        Raises UsageError for another value in the state of a scheduler.
+        """
         strategy = self._strategy
         groups = [
             [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

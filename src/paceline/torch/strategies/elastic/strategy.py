@@ -21,6 +21,7 @@ from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.elastic.gradients import ElasticGradients
 from paceline.torch.strategies.elastic.loader import ElasticLoader
+from paceline.torch.strategies.elastic.state import TransferredState
 from paceline.torch.strategies.elastic.training import ElasticTraining
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks, be_alone
@@ -66,9 +67,7 @@ class ElasticAllReduce(AllReduce):
     def __init__(self, **options: Any) -> None:
         for name in _UNSUPPORTED:
             if options.get(name):
-                raise UsageError(
-                    f"{name}={options[name]!r}: not supported with --min-ranks and --max-ranks. Leave it out"
-                )
+                raise UsageError(f"{name}={options[name]!r}: not supported with --min-ranks. Leave it out")
         super().__init__(**options)
         self._wraps = True
         self._training = ElasticTraining(self, self._elastic)
@@ -91,6 +90,12 @@ class ElasticAllReduce(AllReduce):
     @override
     def data_place(self) -> tuple[int, int]:
         return self._elastic.rank, self._elastic.size
+
+    @override
+    def prepare(self, *given: Any, **named: Any) -> Any:
+        prepared = super().prepare(*given, **named)
+        TransferredState(self).describe()  # raises UsageError now, and not when the first newcomer joins
+        return prepared
 
     @override
     def prepare_loader(self, loader: Any, *, shard: bool = True, prefetch: bool = False) -> Loader:
@@ -123,7 +128,7 @@ class ElasticAllReduce(AllReduce):
 
     @override
     def _row_tables(self) -> RowTables:
-        raise UsageError("--min-ranks and --max-ranks: not supported with Paceline's embeddings. Leave them out")
+        raise UsageError("--min-ranks: not supported with Paceline's embeddings. Leave it out")
 
 
 def _connect(timeout: timedelta) -> ElasticGroup:
@@ -136,7 +141,7 @@ def _connect(timeout: timedelta) -> ElasticGroup:
         Address("tcp", settings.master_addr, settings.master_port),
         settings.token,
         member,
-        is_newcomer=member >= options.initial_ranks,
+        is_newcomer=member >= options.num_ranks,
         tls=TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca),
         timeout=timeout,
     )
