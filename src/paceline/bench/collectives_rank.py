@@ -54,7 +54,7 @@ def main() -> int:
     except Exception as error:  # a library may raise any error; the command reports it in one sentence
         text = str(error) if isinstance(error, PacelineError) else f"rank {variables.rank}: {first_line(error)}"
         _report({"error": text, "usage": isinstance(error, UsageError)})
-        # No return: the peers' own clean-up would wait for ranks that are in other calls.
+        # Exit without a return: the measured libraries' clean-up would wait for ranks that are in other calls.
         os._exit(1)
     return 0
 

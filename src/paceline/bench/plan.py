@@ -77,7 +77,10 @@ class Measurement:
 
 
 def plan_sizes(text: str | None, *, op: str, ranks: int, dtype: str) -> tuple[int, ...]:
-    """Return the sizes of an option without duplicates; round up sizes that are divided into equal parts."""
+    """Return the sizes in ``--sizes`` (or the default sizes), in bytes and without duplicates.
+
+    Each size is rounded up to whole items; for operations with one part per rank, to equal parts of whole items.
+    """
     if op == "barrier":
         if text is not None:
             raise UsageError("--sizes: a barrier moves no data; leave this option out")

@@ -232,8 +232,8 @@ class Operations:
                 filled = ArrayMemory(result, target=True)
             elif sum(rows) != filled.shape[0]:
                 raise MismatchError(
-                    f"rank {self.rank} expects {filled.shape[0]} rows in all_to_all, the rows of out, but the ranks "
-                    f"send {rows}; pass receive_sizes to find the difference on one rank"
+                    f"rank {self.rank}: out has {filled.shape[0]} rows, but the ranks send {rows} rows to it in "
+                    "all_to_all. Pass the expected numbers as receive_sizes to see which rank sends another number"
                 )
             if self.size > 1:
                 engine, order = self._begin("all_to_all", source.num_bytes if equal else 0, call, sequence)

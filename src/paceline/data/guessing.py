@@ -50,8 +50,12 @@ _ROW_NAME = re.compile(r"(?:unnamed: ?[0-9]+|row[ ._]?(?:names?|numbers?)|index)
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
 _MANY_DISTINCT = "integers, each in many rows"
-_LITTLE_EVIDENCE = 2.0  # nats: if the relation is linear, a rate for each value seldom explains more
-_EVIDENCE = 10.0  # nats: the same limit for a column with many distinct values
+# nats: a categorical column becomes numeric if a rate for each value explains the labels better than a line by less
+# than this, or than the logarithm of the number of columns
+_LITTLE_EVIDENCE = 2.0
+# nats: a numeric column becomes categorical if a rate for each value explains the labels better than a line by more
+# than this
+_EVIDENCE = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ class KeyScaling:
         return weights.astype(np.float32), -(weights * means[:, np.newaxis]).sum(axis=0).astype(np.float32)
 
     def _find(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return the index of each key among the scaling's keys; n for other keys."""
+        """Return the index of each key among the scaling's keys; for other keys, the number of the scaling's keys."""
         at = np.searchsorted(self.keys, keys)
         if len(self.keys):
             at[self.keys[np.minimum(at, len(self.keys) - 1)] != keys] = len(self.keys)

@@ -144,7 +144,10 @@ class ForkServer:
     """
 
     def __init__(self, line: socket.socket | None, process: Killable | None = None) -> None:
-        """`line` is a socket to a warm parent, None if forks are impossible; `process` is killed at the end."""
+        """`line` is a socket to the process that forks, or None if this system cannot fork.
+
+        :meth:`close` kills `process`.
+        """
         self._lock = threading.Lock()
         self._line = line
         self._process = process

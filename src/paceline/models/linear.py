@@ -1,6 +1,7 @@
-"""Linear models other than logistic regression: a loss of margin = bias + Σ w[key]·value.
+"""Linear models other than logistic regression, with margin = bias + Σ w[key]·value.
 
-The bias is the weight of a separate key. Gradients are summed over the minibatch.
+Each model has its own loss, a function of the margin. The bias is the weight of a separate key. Gradients are summed
+over the minibatch.
 """
 
 from __future__ import annotations

@@ -118,8 +118,9 @@ class Delivery:
         )
 
     def adopt(self, buckets: int, state: Iterable[tuple[int, int, int]]) -> None:
-        """Add buckets with the filter that their former server exported (empty for new buckets).
+        """Add buckets to this server.
 
+        ``state`` is the duplicate filter of the buckets that their former server exported; it is empty for new buckets.
         Other buckets in ``state`` are ignored; of two numbers for one bucket the higher number counts.
 
         Raises UsageError if this server already has one of the buckets; nothing is changed.

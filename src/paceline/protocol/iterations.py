@@ -173,8 +173,7 @@ class Iterations:
             return False
         if self.durable >= clock:
             return True
-        # Rule 7: a chain is short until a fill is reported. The report may wait for iterations, so these must not wait
-        # for it.
+        # A chain is short until a fill is reported. The report may wait for iterations, so these must not wait for it.
         return self._unretained_below is not None and clock < self._unretained_below and self._in_chain >= clock
 
     def may_report(self, buckets: int) -> bool:
@@ -184,7 +183,7 @@ class Iterations:
         """
         if not buckets & self._replication.primary:
             return True
-        # Rule 5: before the report, the chain must have all pushes that their senders did not retain.
+        # Before the report, the whole chain must have all pushes that their senders did not retain.
         return self._unretained_below is not None and self._in_chain >= self._unretained_below
 
     def missing(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
@@ -192,7 +191,7 @@ class Iterations:
 
         A push for an iteration that its bucket has completed is not new.
         """
-        # Rule 1: a push of a complete iteration is either already in the iteration's sum, or too late.
+        # A push of a complete iteration is either already in the iteration's sum, or too late.
         left = self._replication.delivery.missing(AGGREGATE, iteration + 1, buckets)
         return self._parts.missing(worker, sequence, left)
 
@@ -239,8 +238,7 @@ class Iterations:
             self._safe = 0
         self._record_safe()
         was_over = self._takeover.is_over
-        # Rule 2: workers resend the pushes to the former primary before this server completes an iteration or answers
-        # reads.
+        # Workers resend the pushes to the former primary before this server completes an iteration or answers reads.
         self._takeover.lead(version, buckets, {*workers, *followers})
         return self._complete_known() if buckets & ~before or not was_over else []
 
@@ -287,12 +285,12 @@ class Iterations:
     def _complete_known(self) -> list[Sum]:
         if not self._takeover.is_over:
             return []
-        # Rule 3: after a takeover, iterations that are not complete in every bucket are completed in order.
+        # After a takeover, iterations that are not complete in every bucket are completed in order.
         known = sorted({*self._complete, *self._pushed})
         return [item for iteration in known if iteration < self._next for item in self._sum(iteration)]
 
     def _sum(self, iteration: int) -> list[Sum]:
-        # Rule 4: a push counts if its sender ticked the iteration. A live worker with a push in a complete iteration
+        # A push counts if its sender ticked the iteration. A live worker with a push in a complete iteration
         # has ticked this iteration, even if the worker joined this server's gate at a later clock.
         workers = tuple(sorted({*self._complete.get(iteration, ()), *self._pushed.pop(iteration, ())}))
         buckets = self._replication.delivery.missing(AGGREGATE, iteration + 1, self._replication.primary)

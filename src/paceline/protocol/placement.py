@@ -25,7 +25,8 @@ def place(num_buckets: int, servers: Sequence[int], replicas: int = 0) -> tuple[
     """Return the servers of buckets 0..num_buckets-1: ``1 + replicas`` each (or all servers, if fewer), primary first.
 
     The result is the same on every machine and for every order of ``servers``. Takes about a microsecond per bucket and
-    server. Raises UsageError for no or duplicate ``servers``, or a number out of range.
+    server. Raises UsageError if ``servers`` is empty or has duplicates, ``num_buckets`` is below 1, or ``replicas`` is
+    negative.
     """
     if not servers:
         raise UsageError("No servers to place the buckets on. Start at least one server.")

@@ -211,14 +211,17 @@ class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReadBucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read all rows of a bucket. Answered by the number of rows; the body is keys, then records."""
+    """Read all rows of a bucket. Answered by the number of rows.
+
+    The body is the keys, then the values and the update rule's state of each key.
+    """
 
     table: TableNumber
     bucket: Bucket
 
 
 class WriteRecords(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write whole records: the body is `rows` keys, then their records."""
+    """Write whole rows: the body is `rows` keys, then the values and the update rule's state of each key."""
 
     table: TableNumber
     rows: Natural
@@ -326,7 +329,10 @@ class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A bucket: its duplicate filter, and one piece per table. The floats of a piece are complete records."""
+    """A bucket: its duplicate filter, and one piece per table.
+
+    The floats of a piece are the values and the update rule's state of each key.
+    """
 
     bucket: Bucket
     order: Word

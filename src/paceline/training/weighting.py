@@ -24,7 +24,11 @@ _WEIGHED_AT_ONCE = 4096
 
 
 class Weighting(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights of examples, which multiply the weights of their rows."""
+    """Class weights, and the share of negatives to train on.
+
+    Class weights multiply the weights that the examples have in the data (1 without a weight column). The weights of
+    the negatives that remain are divided by the share.
+    """
 
     classes: dict[str, float] = {}
     keep_negatives: float = 1.0

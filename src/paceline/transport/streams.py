@@ -119,7 +119,8 @@ def _welcome(
     welcome = handshake.welcome(binding)
     if handshake.is_relayed:
         raise AuthenticationError(
-            f"the connection from {channel.address} is relayed, because its two ends have different connections"
+            f"the connection from {channel.address} goes through a relay: the connection that the client opened is not "
+            "the one that arrived here. Connect directly to this process"
         )
     try:
         client_hello = handshake.identify()

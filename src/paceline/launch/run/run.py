@@ -74,7 +74,7 @@ class _Setup:
 
 
 def run_script(options: RunOptions) -> int:
-    """Run a script; return the exit status. Raises UsageError before any process is started, and PeerError."""
+    """Run a script; return its status. Raises UsageError (before any process starts), PeerError (if one fails)."""
     memory_limit = options.memory.parse()
     _check_script(options)
     if options.threads is not None and options.threads < 1:

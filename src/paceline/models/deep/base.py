@@ -162,7 +162,7 @@ class DeepModel(FactorModel):
     @property
     @abstractmethod
     def network(self) -> Network:
-        """The function from the columns' factors and the layers' rows to margins."""
+        """The network, which computes margins from the factors of the columns and the weights of the layers."""
 
     @cached_property
     def layer_keys(self) -> tuple[Keys, ...]:

@@ -105,7 +105,10 @@ class Leases:
             self._send(rank, Lease(lease=ALL_DONE))
 
     def _worker_arrived(self, rank: int, time_s: float) -> None:
-        """Record that a worker came or left. Once no worker is absent, answer all requests, by rank."""
+        """Record that a worker came or left.
+
+        Once every expected worker has come or left, answer the stored requests in the order of the ranks.
+        """
         self._absent.discard(rank)
         if not self._absent:
             early, self._early = self._early, {}

@@ -8,11 +8,11 @@ can neither commit a view nor take over:
 * a view is committed once these servers have it: half of the voters of the former view, or all but `replicas` of them
   if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
 * a scheduler takes over with a majority of the voters of the newest known view, or with more than `replicas` of them
-  (:func:`may_take_over`), so that any two such sets intersect. If the newest view may be not committed, the former
-  scheduler may still continue from the view before it, so the voters of that view must be enough too. If only workers
-  have the newest view (their views contain no workers), the voters of the newest view with workers must be enough too;
-  otherwise a removed worker could count as a member. All these voters have promised not to prepare a view of a lower
-  term.
+  (:func:`may_take_over`), so that any two such sets intersect. The newest view may be uncommitted; then the former
+  scheduler may still continue from the view before it. So a scheduler needs as many voters of that earlier view too.
+  If only workers have the newest view (their views contain no workers), it also needs as many voters of the newest
+  view with workers; otherwise a removed worker could count as a member. All these voters have promised not to prepare
+  a view of a lower term.
 
 Voters are the servers that have a bucket. A voter whose process has ended is neither waited for nor counted, because it
 may have ended under another scheduler.

@@ -40,8 +40,8 @@ _NOTHING = np.empty(0, np.uint8)
 _MAX_IN_FLIGHT = 256
 _LARGE_BYTES = 1 << 19
 # A server buffers a limited number of bytes of answers per client (Limits.max_backlog_bytes). Beyond it, both ends
-# would wait for each other to read. So the client receives large answers before it requests more; the limit has room
-# for _MAX_IN_FLIGHT small answers.
+# would wait for each other to read. So the client receives answers before it requests more than MAX_ANSWER_BYTES.
+# The server's limit is larger, so that it also has room for _MAX_IN_FLIGHT small answers.
 MAX_ANSWER_BYTES = 1 << 26
 """The maximum number of bytes of values in flight, if several requests share them."""
 

@@ -1,6 +1,7 @@
-"""The payload of one request: its frame, the array for the values of its answer, and its keys at view changes.
+"""The payload of one request: its frame, and the array for the values of its answer.
 
-:func:`fill` creates the frames that replace requests at a view change. Such a frame has keys, and never a range.
+At a view change new frames replace the requests, so the payload then also has the keys of its frame. :func:`fill`
+creates the new frames. Such a frame has keys, and never a range.
 """
 
 from __future__ import annotations

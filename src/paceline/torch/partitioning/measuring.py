@@ -102,7 +102,8 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
     """Run the graph twice to find costs, shapes, and shared or changed memory."""
     graph = captured.graph
     for node in graph.find_nodes(op="placeholder"):
-        node.target = node.name  # torch.fx uses the target as a Python name, which the argument's name may not be
+        # torch.fx uses the target as a Python name. The name of an argument need not be one.
+        node.target = node.name
     root = captured.root if isinstance(captured.root, fx.GraphModule) else fx.GraphModule(model, graph)
     nodes = {node.name: node for node in graph.nodes}
     paths = {node.name: _path(node) for node in graph.nodes if node.op in _OPERATIONS}

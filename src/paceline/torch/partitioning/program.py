@@ -88,7 +88,10 @@ class Program:
 
 
 class _Homes:
-    """The device of each parameter and buffer: that of its first operation. Transfers send it to other devices."""
+    """The device of each parameter and buffer: the device of the first operation that uses it.
+
+    A transfer sends its value to operations on other devices.
+    """
 
     def __init__(self, measured: MeasuredGraph, by_operation: Mapping[str, int]) -> None:
         self.by_operation = dict(by_operation)

@@ -8,8 +8,9 @@ Trials train in this process (:mod:`paceline.training.tuning.trial`). The choice
   Langford, UAI 2013); NG's rates by feature are in the scaled values (:mod:`paceline.data.key_scaling`). If 0.7 is
   clearly better, the data may drift and the model must forget, so 1.4 and 2.8 are tried too.
 - A minibatch is a 64th of the examples, between 8 and 256, so that small data gives many steps.
-- L1 is 1. For small data, and for fewer than 20 examples per feature, 100 and 300 are tried too, because only a large
-  penalty finds a few relevant features among many. A large penalty must be better by more than chance.
+- L1 is 1. For small data, and also for larger data with at most 20 examples per feature, 100 is tried too, because only
+  a large penalty finds a few relevant features among many. If it is better by more than chance, 100 and 300 are tried
+  with a higher rate. A large penalty must be better by more than chance.
 - L2 is 0. For small data, 30, 100 and 300 are tried too; if one class is rare, 100 and 300. FTRL's penalty is relative
   to the gradients of all passes: 30 in 30 passes corresponds to C = 1 in scikit-learn.
 - For larger data the first rule is chosen unless another one is better by more than a standard error of the difference.
@@ -95,9 +96,9 @@ def tune(
 ) -> list[TriedRule]:
     """Try update rules in threads, each for at most 64 passes; return the results for `rules`, the best first.
 
-    The `sparse` rules are tried if the first rule succeeds. The `faster` rules are tried if the fastest of `rules` is
-    best by more than chance. The best `sparse` or `faster` rule comes first if it is better than all other results and
-    the base rate by more than chance.
+    The other `sparse` rules are tried if the first of them is better by more than chance. The `faster` rules are tried
+    if the fastest of `rules` is best by more than chance. The best `sparse` or `faster` rule comes first if it is
+    better than the best of `rules` and the base rate by more than chance.
     `offset` is the constant part of every margin. Equal arguments give equal results.
     """
     splits = list(held_out_splits(sample.batch, is_mixed=is_mixed))

@@ -3,10 +3,10 @@
 A trial uses the model's own minibatches and update rules. It chooses held-out examples and passes as
 :mod:`paceline.training.tuning.trial` does.
 
-A trial of one setting takes about one second on one core. An estimate of the model's speed replaces a measurement, so
-that equal data gives equal choices. Slower models are tried on fewer examples: at least 8,192, in runs of neighbours
-from the whole sample, with all examples of the rarer of two classes. On small data slow models use fewer of the five
-folds, but at least one.
+A trial of one setting takes about one second on one core. The numbers of examples, passes and folds follow from an
+estimate of the model's speed, because a measured speed could lead to other choices for equal data. Slower models are
+tried on fewer examples: at least 8,192, in runs of neighbours from the whole sample, with all examples of the rarer of
+two classes. On small data slow models use fewer of the five folds, but at least one.
 """
 
 from __future__ import annotations

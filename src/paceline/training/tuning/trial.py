@@ -147,7 +147,10 @@ class SampleTrial:
         return self._losses(self._margins(states))
 
     def run(self, rule: FTRL, usual: HeldOutLosses | None = None, max_passes: int = MAX_PASSES) -> TriedRule:
-        """Train with a rule until it stops improving; with `usual`, judge it by doubted means."""
+        """Train with `rule` until the held-out loss no longer decreases.
+
+        The score is the lowest mean loss of a pass; with `usual`, the lowest :meth:`HeldOutLosses.doubted_mean`.
+        """
         states = self._fresh_states()
         scores: list[float] = []
         best: HeldOutLosses | None = None

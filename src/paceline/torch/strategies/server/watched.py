@@ -49,7 +49,10 @@ class WatchedSlot(Protocol):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that records in its slot accesses to its gradient and memory. Copies of it are not watched."""
+    """A parameter that records accesses to its gradient and to its memory.
+
+    The records are in its slot (:class:`WatchedSlot`). Copies of the parameter are not watched.
+    """
 
     plain: type[nn.Parameter]
     arriving: type[WatchedParameter]
@@ -297,7 +300,7 @@ _Wait = Callable[[nn.Parameter], None]
 class WaitingParameters(dict[str, Any]):
     """A module's own parameters; an access such as ``module.weight`` waits for the values.
 
-    This dictionary replaces that of ``nn.Module``. Hooks before forwards would not be enough, because other modules may
+    This dictionary replaces that of ``nn.Module``. Forward pre-hooks would not be enough, because other modules may
     read the parameters without a forward.
     """
 
@@ -338,7 +341,8 @@ class WaitingParameters(dict[str, Any]):
 def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
     """Make every access to the parameters of `model` wait for values. Return a function that undoes this change.
 
-    Hooks before forwards are for recurrent modules, which also store their parameters in a list.
+    Recurrent modules need a forward pre-hook, because they also store their parameters in a list. They read that list
+    without an access that waits.
     """
     handles = []
     guarded: list[tuple[nn.Module, WaitingParameters]] = []
@@ -361,7 +365,7 @@ def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
 
 
 class _WaitBefore:
-    """A hook that waits for values before a module's forward. A copy of the module does not wait."""
+    """A forward pre-hook that waits for the values of a module. A copy of the module does not wait."""
 
     def __init__(self, parameters: WaitingParameters | None = None) -> None:
         self._parameters = parameters
