@@ -83,7 +83,7 @@ class RetryJoin(Struct, frozen=True, array_like=True, tag=True):
 
 
 class RejectMember(Struct, frozen=True):
-    """Answer a process that is no member any more."""
+    """Answer a process that is not a member."""
 
     member: int
     reason: str

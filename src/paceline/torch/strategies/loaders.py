@@ -150,7 +150,7 @@ class Loader:
             "epoch": position.epoch,
             "items": position.remaining.first * self._items_per_number,
             "returned": list(position.remaining.returned),
-            "unit": "batch" if self.batch_size is None else "sample",
+            "unit": self._unit,
             "length": self._num_items(),
             "generator": position.generator,
         }
@@ -161,8 +161,7 @@ class Loader:
         Raises ModelError if the position is not between two batches of this loader.
         """
         self._epoch, self._remaining, self._reading = state["epoch"], Remaining(), None
-        unit = "batch" if self.batch_size is None else "sample"
-        if (unit, self._num_items()) != (state["unit"], state["length"]):
+        if (self._unit, self._num_items()) != (state["unit"], state["length"]):
             return
         per_batch = self._items_per_number
         if state["items"] % per_batch:
@@ -174,6 +173,10 @@ class Loader:
         generator = self._generator()
         if generator is not None and state["generator"] is not None:
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state["generator"])), dtype=torch.uint8))
+
+    @property
+    def _unit(self) -> str:
+        return "batch" if self.batch_size is None else "sample"
 
     @property
     def _items_per_number(self) -> int:

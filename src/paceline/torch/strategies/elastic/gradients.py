@@ -12,6 +12,7 @@ from torch.futures import Future
 from paceline.collectives import CollectiveTicket, Group
 from paceline.collectives.elastic import ElasticGroup
 from paceline.errors import CollectiveError
+from paceline.torch.strategies.elastic.state import broadcast_copies
 
 
 @dataclass
@@ -95,4 +96,4 @@ class ElasticGradients:
         buffers = self._floating_buffers()
         if group.size == 1:
             return buffers
-        return [group.broadcast(buffer.to("cpu", copy=True).contiguous(), root=0) for buffer in buffers]
+        return broadcast_copies(group, buffers, 0)

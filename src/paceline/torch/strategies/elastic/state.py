@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from paceline.collectives import Group
 from paceline.torch.strategies.all_reduce import share_optimizer_state
 from paceline.torch.strategies.base import Strategy, state_of
 from paceline.torch.strategies.checkpoints import from_json, like, options_of_group, to_json
+
+
+def broadcast_copies(group: Group, tensors: Iterable[torch.Tensor], root: int) -> list[torch.Tensor]:
+    """Return the tensors of the rank `root`, on the CPU; the given tensors stay unchanged."""
+    return [group.broadcast(tensor.to("cpu", copy=True).contiguous(), root=root) for tensor in tensors]
 
 
 class TransferredState:
@@ -27,10 +33,8 @@ class TransferredState:
         assert strategy.module is not None
         own = self.describe() if is_source else None
         self._description = from_json(group.broadcast_object(own, root=source))
-        self._values = {
-            name: group.broadcast(value.to("cpu", copy=True).contiguous(), root=source)
-            for name, value in state_of(strategy.module).items()
-        }
+        values = state_of(strategy.module)
+        self._values = dict(zip(values, broadcast_copies(group, values.values(), source), strict=True))
         self._states = [
             share_optimizer_state(group, strategy.gather_optimizer_state(number) if is_source else {}, source)
             for number in range(len(strategy.optimizers))

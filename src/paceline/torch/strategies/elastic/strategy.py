@@ -21,7 +21,7 @@ from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.elastic.gradients import ElasticGradients
 from paceline.torch.strategies.elastic.loader import ElasticLoader
-from paceline.torch.strategies.elastic.state import TransferredState
+from paceline.torch.strategies.elastic.state import TransferredState, broadcast_copies
 from paceline.torch.strategies.elastic.training import ElasticTraining
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks, be_alone
@@ -112,9 +112,7 @@ class ElasticAllReduce(AllReduce):
         """Give every rank rank 0's parameters and buffers."""
         tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
         tensors = [tensor.detach() for tensor in tensors if not is_stand_in(tensor)]
-        values = self._elastic.exchange(
-            lambda group: [group.broadcast(tensor.to("cpu", copy=True).contiguous(), root=0) for tensor in tensors]
-        )
+        values = self._elastic.exchange(lambda group: broadcast_copies(group, tensors, 0))
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 
