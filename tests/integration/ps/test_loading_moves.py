@@ -122,6 +122,24 @@ def load_while(
     in_threads(lambda: load_snapshot(client, snapshot), meanwhile)
 
 
+def test_replicas_are_compared_during_the_load(
+    snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers of a chain load a bucket at different times, which is no error of the replicas."""
+    folder, expected = snapshot
+    with Cluster(servers=2, replicas=1) as cluster:
+        client = cluster.connect()
+
+        def compare(loads: Loads) -> None:
+            assert cluster.compare_replicas() > 0  # it raises AssertionError if a server reports a difference
+            assert sum(node.server.replicator.checks.num_unordered for node in cluster.nodes) > 0
+
+        load_while(cluster, client, read_newest(folder), monkeypatch, compare)
+        assert cluster.compare_replicas() > 0
+        assert not any(node.server.replicator.checks.num_unordered for node in cluster.nodes)
+        assert same(values(client), expected)
+
+
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_a_server_joins_during_the_load(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch, replicas: int

@@ -4,8 +4,8 @@ A CHECK frame follows the pushes on the same connection. So when the successor r
 the same pushes, and they can be compared while later pushes are in flight. The frame contains
 
 - the bucket's duplicate filter: if the filters differ, a push was lost;
-- a hash of the order in which pushes were applied. It may differ after a view change or a change of hyperparameters;
-  then the rows may also differ, and both servers are right;
+- a hash of the order in which pushes were applied. It may differ after a view change, a change of hyperparameters, or
+  while a snapshot is loaded; then the rows may also differ, and both servers are right;
 - a digest of each table's rows with their state: the same pushes in the same order give the same bits.
 
 Differences are logged, and stay in the server's statistics until they disappear.

@@ -46,6 +46,7 @@ class Runtime:
         stale: StaleGradients,
         non_finite: NonFinite,
         snapshots: ServerSnapshots,
+        checks: ReplicaChecks,
         transport: Transport | None,
         on_filled: Callable[[messages.Filled], None],
         fail: Fail,
@@ -70,7 +71,7 @@ class Runtime:
                 fail=fail,
                 on_down=lambda target: self.feed_surely(replication.LinkDown(target)),
             )
-        checks = self._checks = ReplicaChecks(tables)
+        self._checks = checks
         self.replicator = Replicator(core, tables, self.links, checks, fail=fail)
         self._fills = FillTransfers(core, tables, self.links, checks, non_finite)
         self._expiry: asyncio.TimerHandle | None = None

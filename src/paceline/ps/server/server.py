@@ -40,6 +40,7 @@ from paceline.ps.server.answers import Answers
 from paceline.ps.server.back_pressure import BackPressure
 from paceline.ps.server.control import ServerControl, Traffic
 from paceline.ps.server.filtered import FilteredFrames, PeerFilters
+from paceline.ps.server.replica_checks import ReplicaChecks
 from paceline.ps.server.requests import Requests
 from paceline.ps.server.runtime import Runtime
 from paceline.ps.server.snapshots import ServerSnapshots
@@ -93,7 +94,8 @@ class Server(Handler):
         self.filters = PeerFilters()
         self._answers = Answers(self.tables, self.core, policy, settings.min_replicas, self.filters)
         guard = NonFinite(settings.non_finite)
-        self.snapshots = ServerSnapshots(self.tables, self.core, guard)
+        checks = ReplicaChecks(self.tables)
+        self.snapshots = ServerSnapshots(self.tables, self.core, guard, checks.orders)
         self.runtime = Runtime(
             self.core,
             self.tables,
@@ -101,6 +103,7 @@ class Server(Handler):
             stale=policy,
             non_finite=guard,
             snapshots=self.snapshots,
+            checks=checks,
             transport=transport,
             on_filled=on_filled,
             fail=self._fail,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from paceline.errors import ModelError, PacelineError, StaleEpochError, UsageError
 from paceline.protocol import ServerCore
 from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
+from paceline.ps.server.replica_checks import BucketOrders
 from paceline.ps.snapshot_messages import (
     DropSnapshot,
     GetLoadState,
@@ -206,10 +208,12 @@ class _Taking:
 
 
 class _PartsLoading:
-    def __init__(self, tables: ServerTables, request: LoadParts, non_finite: NonFinite) -> None:
+    def __init__(self, tables: ServerTables, request: LoadParts, non_finite: NonFinite, orders: BucketOrders) -> None:
+        self._number = request.table
         self._table = tables.find(request.table)
         self._part = self._table.part
         self._non_finite = non_finite
+        self._orders = orders
         self._directory = Path(request.directory)
         self._parts = request.parts
         held = self._part.held  # the buckets of which this server is the primary or a replica
@@ -248,6 +252,8 @@ class _PartsLoading:
         if self._part.held >> bucket & 1:  # skip a moved bucket: the coordinator repeats the loading
             self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
             self._part.load_with_passes(bucket, keys, records)
+            # The servers of a chain load a bucket at different times, and until all have loaded it, its rows differ.
+            self._orders.applied(self._number, zlib.crc32(str(self._directory).encode()), 1 << bucket)
         self.rows += len(keys)
 
     def give_up(self) -> None:
@@ -291,10 +297,11 @@ def do_all_exist(directory: Path, parts: Sequence[StoredPart]) -> bool:
 class ServerSnapshots:
     """Takes snapshots of one server's tables, and loads them."""
 
-    def __init__(self, tables: ServerTables, core: ServerCore, non_finite: NonFinite) -> None:
+    def __init__(self, tables: ServerTables, core: ServerCore, non_finite: NonFinite, orders: BucketOrders) -> None:
         self._tables = tables
         self._core = core
         self._non_finite = non_finite
+        self._orders = orders
         self._taking: _Taking | None = None
         self._boundary: int | None = None
         self._loading: _PartsLoading | None = None
@@ -357,7 +364,7 @@ class ServerSnapshots:
             )
         if self._loading is not None and not self._loading.done:
             self._loading.give_up()
-        self._loading = _PartsLoading(self._tables, request, self._non_finite)
+        self._loading = _PartsLoading(self._tables, request, self._non_finite, self._orders)
         self._loading.begin()
 
     def load_state(self, request: GetLoadState) -> LoadState:
