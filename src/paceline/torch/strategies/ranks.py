@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,13 +12,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from paceline.collectives import Group, init
-from paceline.environment import Environment, environment
+from paceline.environment import environment
 from paceline.errors import PacelineError, UsageError, first_line
+from paceline.meeting.rendezvous import default_place
 from paceline.torch.backend.registration import join_through
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _FAILURE = "failure of a rank"
-_FIRST_PORT, _NUM_PORTS = 20000, 10000  # ports at which ranks may meet, below the ports that operating systems assign
 
 
 class Ranks:
@@ -50,7 +49,8 @@ class Ranks:
         initialized it.
         """
         settings = environment()
-        if settings.rank is None and not dist.is_initialized():
+        is_alone = settings.rank is None or (settings.rank, settings.world_size) == (0, 1)
+        if is_alone and not dist.is_initialized():
             if backend is None:
                 return cls()
             ranks = cls()
@@ -59,11 +59,13 @@ class Ranks:
             return ranks
         owns_torch = False
         if backend is not None and not dist.is_initialized():
+            has_place = settings.master_addr and settings.master_port
+            world_size = settings.world_size or 1
             dist.init_process_group(
                 backend,
-                init_method=f"tcp://{_place(settings)}" if _is_placeless(settings) else None,
+                init_method=None if has_place else str(default_place(world_size, settings)),
                 rank=settings.rank or 0,
-                world_size=settings.world_size or 1,
+                world_size=world_size,
                 timeout=timeout,
             )
             owns_torch = True
@@ -72,7 +74,7 @@ class Ranks:
             store = dist.distributed_c10d._get_default_store()
             group = join_through(store, rank, size, "strategy", timeout)
         else:
-            group = init(address=_place(settings) if _is_placeless(settings) else None, timeout=timeout)
+            group = init(timeout=timeout)
             rank, size = group.rank, group.size
         ranks = cls(rank, size, rank if settings.local_rank is None else settings.local_rank, group)
         ranks._owns_torch = owns_torch
@@ -128,24 +130,3 @@ class Ranks:
 def be_alone(backend: str, timeout: timedelta) -> None:
     """Initialize ``torch.distributed`` for this process alone."""
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
-def _is_placeless(settings: Environment) -> bool:
-    """Return whether a launcher such as mpirun has started several ranks without an address for them to meet."""
-    return (settings.world_size or 1) > 1 and not (settings.master_addr and settings.master_port)
-
-
-def _place(settings: Environment) -> str:
-    """Return ``host:port`` where the ranks of mpirun or srun meet. The port depends on the job. Raises UsageError."""
-    host, port = settings.master_addr, settings.master_port
-    if host is None and settings.local_world_size == settings.world_size:
-        host = "127.0.0.1"
-    if port is None and settings.job:
-        port = _FIRST_PORT + zlib.crc32(settings.job.encode()) % _NUM_PORTS
-    if host is None or not port:
-        missing = " and ".join(name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value)
-        raise UsageError(
-            f"rank {settings.rank} of {settings.world_size}: the launcher set no address for the ranks to meet: set "
-            f"{missing}, the same on every rank (the host of rank 0, and a free port on it)"
-        )
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
