@@ -45,7 +45,7 @@ class Environment:
     runtime_dir: Path | None = None
     """``XDG_RUNTIME_DIR``: a private folder of this user on this machine."""
     rank: int | None = None
-    """``RANK``, or the rank of Open MPI (``OMPI_COMM_WORLD_RANK``), MPICH (``PMI_RANK``) or Slurm (``SLURM_PROCID``)."""
+    """``RANK``, or that of Open MPI (``OMPI_COMM_WORLD_RANK``), MPICH (``PMI_RANK``) or Slurm (``SLURM_PROCID``)."""
     world_size: int | None = None
     """``WORLD_SIZE``, or the variable of the launcher that set the rank."""
     local_rank: int | None = None
