@@ -68,7 +68,7 @@ class Honest:
     def work(self) -> None:
         """Declare a table again, and live."""
         self._send(NOTICE, messages.Heartbeat())
-        number = self.ask(messages.DeclareTable(spec=spec_of("honest")))
+        number = self.ask(messages.DeclareTable(spec=spec_of("honest")))["number"]
         specs = self.ask(messages.ListTables())
         if number != 1 or specs[0]["name"] != "honest":
             raise FoundError(f"an honest member's table is number {number}, and the first of {specs}")

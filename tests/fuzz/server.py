@@ -77,6 +77,10 @@ def _spec(name: str, rule: UpdateRule, **fields: Any) -> messages.TableSpec:
     return messages.TableSpec(name=name, kind=kind, update=update, initializer=initializer, **fields)
 
 
+def table_of(number: int, spec: messages.TableSpec) -> messages.KnownTable:
+    return messages.KnownTable(number=number, declared=spec, spec=spec)
+
+
 SPECS = {
     3: _spec("s", Adagrad(lr=0.5), dim=2),
     4: _spec("d", SGD(lr=1.0), size=1000),
@@ -238,7 +242,7 @@ class ServerEpisode(Episode):
         self.source.first = Frame(CLOCKS, tree_of(messages.ClocksInfo((), (), 0, 0))).encode()
         honest = Line(self.transport, target, Hello(role="worker", rank=1, incarnation=HONEST))
         for number, spec in (SPECS | OWN).items():
-            honest.ask(CALL, request=1, meta=messages.encode(messages.CreateTable(number=number, spec=spec)))
+            honest.ask(CALL, request=1, meta=messages.encode(messages.CreateTable(table=table_of(number, spec))))
         self.honest = Honest(honest)
         self.joined = Joined(
             Line(
@@ -366,8 +370,8 @@ class ServerEpisode(Episode):
         table = random.choice((3, 4, 5))
         keys = self.keys(MINE, 8) if table != 4 else np.arange(8, dtype=np.uint64)
         calls: list[tuple[Any, bytes]] = [
-            (messages.CreateTable(number=random.choice((3, 4, 5)), spec=SPECS[random.choice((3, 4, 5))]), b""),
-            (messages.CreateTable(number=random.randrange(6, 12), spec=SPECS[random.choice((3, 4, 5))]), b""),
+            (messages.CreateTable(table=table_of(random.choice((3, 4, 5)), SPECS[random.choice((3, 4, 5))])), b""),
+            (messages.CreateTable(table=table_of(random.randrange(6, 12), SPECS[random.choice((3, 4, 5))])), b""),
             (messages.JoinClock(rank=7, clock=self.clock), b""),
             (messages.Retire(), b""),
             (messages.ReadBucket(table=table, bucket=random.randrange(512)), b""),

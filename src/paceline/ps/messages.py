@@ -157,7 +157,7 @@ class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Assign a number to a table; answered by int. Raises TableMismatchError if the table has another spec."""
+    """Declare a table; answered by KnownTable. Raises TableMismatchError if the table has another spec."""
 
     spec: TableSpec
 
@@ -180,10 +180,13 @@ class ListTables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CreateTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Create the server's part of a table. Answered by None; idempotent."""
+    """Create the server's part of a table, or set later hyperparameters. Answered by None; idempotent.
 
-    number: TableNumber
-    spec: TableSpec
+    The process that changed the hyperparameters may have died before its change reached this server.
+    """
+
+    table: KnownTable
+    """The scheduler's answer to DeclareTable."""
 
 
 class FilterInfo(msgspec.Struct, frozen=True, kw_only=True):

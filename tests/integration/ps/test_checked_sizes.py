@@ -68,12 +68,12 @@ def test_servers_and_scheduler_refuse_such_a_table() -> None:
         scheduler = cluster.transport.connect(cluster.scheduler_address, Hello(role="worker"))
         for wrong, message in NO_TABLES:
             with pytest.raises(ProtocolError, match=message):
-                raw_call(server, "CreateTable", number=9, spec={**SPEC, **wrong})
+                raw_call(server, "CreateTable", table={"number": 9, "declared": {**SPEC, **wrong}, "spec": SPEC})
             with pytest.raises(ProtocolError, match=message):
                 raw_call(scheduler, "DeclareTable", spec={**SPEC, **wrong})
         for number in (0, -1, 65536):
             with pytest.raises(ProtocolError, match="number"):
-                raw_call(server, "CreateTable", number=number, spec=SPEC)
+                raw_call(server, "CreateTable", table={"number": number, "declared": SPEC, "spec": SPEC})
         for meta in (b"\x81\xa4type\xa1\xff", b"\x81\xa4type" + b"\x81\xa1a" * 100_000):
             for channel in (server, scheduler):  # no UTF-8; nested deeper than anybody can follow
                 channel.send(*frame_parts(messages.CALL, request=2, meta=meta))

@@ -128,7 +128,8 @@ def test_a_new_table_is_created_on_all_servers_of_the_chains(monkeypatch: pytest
         first, second, third = (node.server.replicator for node in cluster.nodes)
         send_clocks = first.send_clocks
         monkeypatch.setattr(first, "send_clocks", lambda to: None if to == third.incarnation else send_clocks(to))
-        made = messages.CreateTable(number=77, spec=client.sparse_table("t", update=SGD(lr=1.0)).spec)
+        spec = client.sparse_table("t", update=SGD(lr=1.0)).spec
+        made = messages.CreateTable(table=messages.KnownTable(number=77, declared=spec, spec=spec))
         connection = next(each for each in client.servers.connections if each.session.server == first.incarnation)
         connection.call(made)
         wait_until(lambda: all(77 in replicator._tables.by_number for replicator in (second, third)))

@@ -238,6 +238,24 @@ def test_a_table_is_declared_with_the_initial_or_current_hyperparameters(servers
         assert table.pull(keys_of(1)) == -0.25  # a declaration changes nothing
 
 
+@SERVERS
+def test_a_change_of_hyperparameters_that_reached_no_server_takes_effect_with_the_next_declaration(
+    servers: int,
+) -> None:
+    """The process that made the change died before it could notify the servers."""
+    with Cluster(servers=servers) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        client.link.call(messages.ChangeUpdate(table="w", update=to_fields(SGD(lr=0.5))))
+        observer = cluster.connect(observer=True)
+        (spec,) = observer.tables()
+        assert observer.open_table(spec).spec == spec
+        assert cluster.connect(observer=True).sparse_table("w", update=SGD(lr=1.0)).spec == spec
+        keys = np.arange(600, dtype=np.uint64)
+        table.push(keys, np.ones(600, np.float32)).wait()
+        assert (table.pull(keys) == -0.5).all()
+
+
 def test_a_refused_update_is_not_noted() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()

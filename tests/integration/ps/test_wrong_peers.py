@@ -156,6 +156,6 @@ def test_the_last_number_of_a_table() -> None:
     tables = Tables()
     spec = messages.TableSpec(name="t", kind="sparse", update={"kind": "SGD", "lr": 1.0}, initializer={"kind": "Zeros"})
     tables.restore([messages.KnownTable(number=65535, declared=spec, spec=spec)])
-    assert tables.declare(spec) == 65535
+    assert tables.declare(spec).number == 65535
     with pytest.raises(UsageError, match="at most 65535 tables"):
         tables.declare(msgspec.structs.replace(spec, name="another"))

@@ -126,10 +126,11 @@ class FakeServer(Handler):
 class FakeLink:
     """A line to a scheduler that numbers tables by kind."""
 
-    def call(self, message: msgspec.Struct, *arguments: Any) -> int:
+    def call(self, message: msgspec.Struct, *arguments: Any) -> messages.KnownTable:
         """Number tables by kind."""
         assert isinstance(message, messages.DeclareTable)
-        return 1 if message.spec.kind == "sparse" else 2
+        number = 1 if message.spec.kind == "sparse" else 2
+        return messages.KnownTable(number=number, declared=message.spec, spec=message.spec)
 
     def close(self) -> None:
         """Nothing to do."""

@@ -25,9 +25,9 @@ from paceline.ps.client.following import ViewFollower
 from paceline.ps.client.servers import Servers
 from paceline.ps.client.sparse_table import SparseTable
 from paceline.ps.forked import NoLock
-from paceline.ps.messages import TableSpec
+from paceline.ps.messages import KnownTable, TableSpec
 from paceline.ps.scheduler.link import LinkHooks, SchedulerLink
-from paceline.tables.bounds import Clock, TableNumber
+from paceline.tables.bounds import Clock
 from paceline.tables.initializers import Initializer, Zeros
 from paceline.tables.rules import UpdateRule
 from paceline.tables.settings import to_fields, whole_number
@@ -254,7 +254,7 @@ class Client:
         with servers.lock:
             # Encoding and decoding turns tuples into lists, so that equal specs compare equal.
             spec = msgspec.msgpack.decode(messages.encode(spec), type=register_type(TableSpec))
-            number = self.link.call(messages.DeclareTable(spec=spec), TableNumber)
+            known = self.link.call(messages.DeclareTable(spec=spec), KnownTable)
             declared = self._tables.get(spec.name)
             if declared is not None:
                 if filters is not None and not filters.are(declared.filters):
@@ -265,11 +265,11 @@ class Client:
                 return declared
             if filters is not None:
                 servers.call_all(messages.CheckFilters(filters=filters.info))
-            servers.call_all(messages.CreateTable(number=number, spec=spec))
+            servers.call_all(messages.CreateTable(table=known))
             kind = SparseTable if spec.kind == "sparse" else DenseTable
-            table: SparseTable | DenseTable = kind(self, number, spec, filters)
+            table: SparseTable | DenseTable = kind(self, known.number, known.spec, filters)
             self._tables[spec.name] = table
-            servers.specs[number] = spec
+            servers.specs[known.number] = known.spec
             return table
 
     def save(self, directory: str | os.PathLike[str], **model: Any) -> None:

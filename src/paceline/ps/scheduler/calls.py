@@ -18,7 +18,6 @@ from paceline.protocol.scheduler.numbered_messages import MemberEnd, SentMessage
 from paceline.ps import messages
 from paceline.ps.forked import NoLock
 from paceline.ps.messages import CALL, NOTICE, KnownTable
-from paceline.tables.bounds import TableNumber
 from paceline.transport import Channel, Frame, frame_parts, read_meta
 
 _ANSWERS: Final[dict[type, Any]] = {
@@ -62,10 +61,9 @@ class Memory:
     def answered(self, message: msgspec.Struct, meta: bytes) -> None:
         """Record the answer to a message, in the thread that receives it, so that no received answer is missing."""
         if isinstance(message, messages.DeclareTable):
-            number = _decode(meta, TableNumber)
+            known = _decode(meta, KnownTable)
             with self._lock:
-                known = KnownTable(number=number, declared=message.spec, spec=message.spec)
-                self._tables.setdefault(number, known)
+                self._tables.setdefault(known.number, known)
         elif isinstance(message, JobRequest) and type(message) in _ANSWERS:
             answer = _decode(meta, _ANSWERS[type(message)])
             with self._lock:

@@ -38,8 +38,8 @@ class Tables:
     def __init__(self) -> None:
         self._known: dict[str, KnownTable] = {}
 
-    def declare(self, spec: TableSpec) -> int:
-        """Return a table's number; a new table gets the next number. Raises TableMismatchError, UsageError."""
+    def declare(self, spec: TableSpec) -> KnownTable:
+        """Return a table; a new table gets the next number. Raises TableMismatchError, UsageError."""
         known = self._known.get(spec.name)
         if known is None:
             number = 1 + max((table.number for table in self._known.values()), default=0)
@@ -51,7 +51,7 @@ class Tables:
                 f"table {spec.name!r} was declared as {spec}, and is known as {known.spec}: use the same settings in "
                 "every process, or another name"
             )
-        return known.number
+        return known
 
     def change_update(self, name: str, update: dict[str, object]) -> int:
         """Change the hyperparameters of a table; return the revision. Raises UsageError."""

@@ -103,17 +103,18 @@ class ServerControl:
             raise UsageError(f"server {self._tables.rank} does not support these filters: {error}") from None
 
     def _create_table(self, request: messages.CreateTable) -> None:
-        rank = self._tables.rank
-        table = self._tables.by_number.get(request.number)
-        if table is not None:
-            if request.spec not in (table.declared, table.spec):
-                raise TableMismatchError(
-                    f"server {rank} already has {table.spec} as table {request.number}, not {request.spec}: the "
-                    "declarations come from different schedulers; connect again"
-                )
+        known = request.table
+        table = self._tables.by_number.get(known.number)
+        if table is None:
+            table = self._tables.by_number[known.number] = self._replicator.new_table(known.declared)
+        elif known.declared != table.declared:
+            raise TableMismatchError(
+                f"server {self._tables.rank} already has {table.declared} as table {known.number}, not "
+                f"{known.declared}: the declarations come from different schedulers; connect again"
+            )
+        elif known.revision <= table.revision:
             return
-        self._tables.by_number[request.number] = self._replicator.new_table(request.spec)
-        self._replicator.tables_changed()
+        self._replicator.set_update(known.number, known.spec.update, known.revision)
 
     def _read_bucket(self, request: messages.ReadBucket) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
         self._check_led(1 << request.bucket)
