@@ -35,6 +35,7 @@ autodoc_inherit_docstrings = True
 
 html_theme = "furo"
 html_title = f"Paceline {version}"
+html_show_copyright = False
 
 
 def setup(app: Any) -> None:
