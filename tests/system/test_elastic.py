@@ -58,7 +58,7 @@ for epoch in itertools.count():
             if incarnation == last and num_steps == 5:
                 Path("done").touch()
     scheduler.step()
-    if strategy.reduce(float(epoch >= 5 and os.path.exists("done")), "min"):
+    if strategy.has_joined and strategy.reduce(float(epoch >= 5 and os.path.exists("done")), "min"):
         break
 values = torch.cat([tensor.detach().reshape(-1) for tensor in (*model.parameters(), *model.buffers())])
 with torch.no_grad():
@@ -68,12 +68,73 @@ rate = optimizer.param_groups[0]["lr"]
 print(f"ends {incarnation} {epoch} {values.double().sum().item()!r} {moments!r} {rate!r}", f"loss={loss}", flush=True)
 """
 
+_COUNT = """
+import itertools, os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+import paceline.torch as pt
+
+num_items, victims, last, num_epochs = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3], int(sys.argv[4])
+incarnation = os.environ["PACELINE_INCARNATION"]
+strategy = pt.strategy(bucket_mb=0.0001)
+
+class Counts(nn.Module):  # with SGD, each weight counts in how many means its sample was
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(1, dtype=torch.float64) for _ in range(num_items))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("wide", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, numbers):
+        if self.training:
+            self.mean += 1.0
+            self.wide += 1.0
+        return torch.cat(list(self.weights))[numbers]
+
+model = Counts()
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+num_steps = num_batches = 0
+
+def count(*_):
+    global num_steps
+    num_steps += 1
+
+optimizer.register_step_post_hook(count)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
+loader = torch.utils.data.DataLoader(torch.arange(num_items), batch_size=4, shuffle=True, num_workers=0)
+model, optimizer, loader, scheduler = strategy.prepare(model, optimizer, loader, scheduler)
+
+def die(_):  # the exchange of the other weights has begun
+    if incarnation in victims and num_batches >= 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+strategy.module.weights[1].register_hook(die)
+print("starts", incarnation, len(loader), flush=True)
+for epoch in itertools.count():
+    for numbers in loader:
+        num_batches += strategy.has_joined
+        optimizer.zero_grad()
+        model(numbers).mean().backward()
+        optimizer.step()
+        scheduler.step()
+        if strategy.has_joined and incarnation == last:
+            Path("done").touch()
+    if strategy.has_joined and strategy.reduce(float(epoch + 1 >= num_epochs and os.path.exists("done")), "min"):
+        break
+values = [-weight.item() for weight in strategy.module.weights]
+steps = [num_steps, scheduler.last_epoch]
+print("ends", incarnation, epoch + 1, min(values), max(values), *steps, strategy.module.mean.tolist(), flush=True)
+print("values", sorted({round(value, 6) for value in values}), flush=True)
+"""
+
 
 @pytest.fixture
 def elastic(paceline: Commands, tmp_path: Path) -> Commands:
     """Commands whose ranks are forked from a process that has imported torch."""
     paceline.environment[RANKS] = "torch"
     (tmp_path / "train.py").write_text(_TRAIN)
+    (tmp_path / "count.py").write_text(_COUNT)
     return paceline
 
 
@@ -130,6 +191,33 @@ def test_ranks_are_killed_in_the_middle_of_an_all_reduce_again_and_again(elastic
     check_items(tmp_path)
 
 
+@pytest.mark.parametrize(("victims", "last"), [("", "2"), ("1,3", "4"), ("0,2,3,4", "5")])
+def test_each_sample_is_once_in_a_step_of_constant_size(elastic: Commands, victims: str, last: str) -> None:
+    """24 samples in a step: two batches of each of three ranks, or three batches of two ranks, or six of one rank."""
+    options = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "3", "--global-batch", "24"]
+    finished = elastic.run("run", *options, "count.py", "240", victims, last, "4")
+    assert finished.status == 0, finished
+    assert finished.err.count("was killed by SIGKILL") == len(victims.split(",")) - (not victims)
+    found = re.findall(r"ends (\d+) (\d+) (\S+) (\S+) (\d+) (\d+) \[(\S+),", finished.out)
+    assert len(found) == 3
+    for member, epochs, least, most, steps, schedule, _ in found:
+        # Each mean is over 24 samples, so that each sample changes its weight by 1/24 in each epoch.
+        assert float(least) == pytest.approx(int(epochs) / 24, rel=1e-9)
+        assert float(most) == pytest.approx(int(epochs) / 24, rel=1e-9)
+        assert int(schedule) == 10 * int(epochs)
+        if int(member) < 3:
+            assert int(steps) == 10 * int(epochs)
+    assert len({buffer for *_, buffer in found}) == 1
+
+
+def test_gradients_are_the_mean_over_samples(elastic: Commands) -> None:
+    """Two ranks with 11 samples: a step of 4 and 4 samples, then one of 2 and 1."""
+    options = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "2"]
+    finished = elastic.run("run", *options, "count.py", "11", "", "1", "1")
+    assert finished.status == 0, finished
+    assert finished.out.count(f"values {[0.125, round(1 / 3, 6)]}") == 2, finished.out
+
+
 def test_too_few_ranks_end_the_run(elastic: Commands) -> None:
     finished = run(elastic, 3, "1,2", 9, min_ranks=2)
     assert finished.status == 1
@@ -162,6 +250,8 @@ def test_rank_0_is_killed_from_outside(elastic: Commands) -> None:
         (["--min-ranks", "1", "--strategy", "hybrid"], "--min-ranks 1"),
         (["--min-ranks", "1", "--nnodes", "2", "--master-addr", "127.0.0.1"], "--nnodes 2"),
         (["--min-ranks", "1", "--filters", "float16"], "--filters float16"),
+        (["--min-ranks", "1", "--global-batch", "0"], "--global-batch 0"),
+        (["--global-batch", "8"], "--global-batch 8"),
     ],
 )
 def test_impossible_options(paceline: Commands, tmp_path: Path, options: list[str], named: str) -> None:

@@ -23,6 +23,10 @@ class ElasticFlags:
         "all-reduce: continue without ranks that die, and replace them, while at least this many live; default: a "
         "death ends the run."
     )
+    global_batch: int | None = option(
+        "With --min-ranks: number of samples in a step of all ranks together, for any number of ranks; default: the "
+        "loader's batch size times the number of ranks."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,8 @@ class ElasticOptions(StrategyOptions):
     """The training ends if fewer ranks live."""
     num_ranks: int
     """Number of ranks at the start; the launcher replaces dead ranks up to this number."""
+    global_batch: int | None = None
+    """Number of samples in a step of all ranks together; None for one batch of each rank."""
 
     @property
     @override
@@ -42,20 +48,24 @@ class ElasticOptions(StrategyOptions):
         return self.num_ranks
 
 
-def choose_elastic(min_ranks: int | None, processes: int) -> ElasticOptions | None:
-    """Check the limit for a start with `processes` ranks; return None without a limit. Raises UsageError."""
+def choose_elastic(min_ranks: int | None, processes: int, *, global_batch: int | None = None) -> ElasticOptions | None:
+    """Check the options for a start with `processes` ranks; return None without `min_ranks`. Raises UsageError."""
     if min_ranks is None:
+        if global_batch is not None:
+            raise UsageError(f"--global-batch {global_batch}: needs --min-ranks N. Pass --min-ranks 1")
         return None
     if min_ranks < 1:
         raise UsageError(f"--min-ranks {min_ranks}: expected 1 or more")
     if processes < min_ranks:
         raise UsageError(f"--nproc-per-node {processes}: expected at least --min-ranks {min_ranks}")
-    return ElasticOptions(min_ranks=min_ranks, num_ranks=processes)
+    if global_batch is not None and global_batch < 1:
+        raise UsageError(f"--global-batch {global_batch}: expected 1 or more")
+    return ElasticOptions(min_ranks=min_ranks, num_ranks=processes, global_batch=global_batch)
 
 
 def _choose(given: Mapping[str, Any], processes: int | None) -> StrategyOptions | None:
     assert processes is not None
-    return choose_elastic(given.get("min_ranks"), processes)
+    return choose_elastic(given.get("min_ranks"), processes, global_batch=given.get("global_batch"))
 
 
 ALL_REDUCE: Final = StrategySpec(
@@ -63,7 +73,7 @@ ALL_REDUCE: Final = StrategySpec(
     meaning="one process per device, gradients averaged by all-reduce",
     implementation="paceline.torch.strategies.all_reduce:AllReduce",
     filters=("gradients",),
-    flags=("min_ranks",),
+    flags=("min_ranks", "global_batch"),
     without_flags="cannot continue without a dead rank",
     choose_options=_choose,
     neutral_settings=("find_unused_parameters", "static_graph", "bucket_mb", "backend", "timeout"),

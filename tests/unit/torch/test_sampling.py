@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 
 from torch.utils.data import SequentialSampler
 
-from paceline.torch.strategies.sampling import Remaining, ShardedSampler
+from paceline.protocol.leases import Remaining
+from paceline.torch.strategies.sampling import ShardedSampler
 
 
 def test_returned_items_come_first() -> None:

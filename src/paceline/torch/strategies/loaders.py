@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from paceline.errors import ModelError, UsageError
+from paceline.protocol.leases import Remaining
 from paceline.torch.strategies.sampling import (
-    Remaining,
     ShardedSampler,
     is_sharded,
     seeded,
@@ -105,11 +105,7 @@ class Loader:
             batch_sampler = share(batch_sampler)
         else:  # the dataset itself yields batches
             sampler = share(sampler)
-        # Set the samplers of a copy, because DataLoader makes them read-only, and its constructor would drop attributes
-        # of a subclass.
-        other = copy.copy(loader)
-        other.__dict__.update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
-        return other
+        return with_samplers(loader, sampler, batch_sampler)
 
     @property
     def dataset(self) -> Any:
@@ -170,9 +166,7 @@ class Loader:
                 f"batches with batch_size={per_batch}: use the batch_size of the saved training"
             )
         self._remaining = Remaining(state["items"] // per_batch, tuple(state.get("returned", ())))
-        generator = self._generator()
-        if generator is not None and state["generator"] is not None:
-            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state["generator"])), dtype=torch.uint8))
+        self._set_generator(state["generator"])
 
     @property
     def _unit(self) -> str:
@@ -196,6 +190,11 @@ class Loader:
     def _generator_state(self) -> str | None:
         generator = self._generator()
         return None if generator is None else base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+
+    def _set_generator(self, state: str | None) -> None:
+        generator = self._generator()
+        if generator is not None and state is not None:
+            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
 
     def _num_items(self) -> int | None:
         """Return the number of items of all ranks in an epoch; None for a stream, or if the number is unknown."""
@@ -321,6 +320,14 @@ class Loader:
             f"batch_size={self.batch_size} and drop_last={self.inner.drop_last}; pass more data, a smaller "
             "batch_size, or drop_last=False"
         )
+
+
+def with_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other samplers."""
+    # DataLoader makes the samplers read-only, and its constructor would drop attributes of a subclass.
+    other = copy.copy(loader)
+    other.__dict__.update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+    return other
 
 
 def len_or_none(items: Any) -> int | None:

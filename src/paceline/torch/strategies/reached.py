@@ -30,7 +30,6 @@ class Reached:
         self.model = model
         self.prepared = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
         self._rank = rank
-        self._group = group
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
         self._since_step: set[nn.Parameter] = set()
@@ -39,6 +38,10 @@ class Reached:
         self._is_averaged = False  # whether DistributedDataParallel averages in the next backward
         self._is_held = False
         self._backward = -1  # torch's number of the last backward
+        self.average_later: Callable[[list[nn.Parameter]], None] = lambda parameters: average_gradients(
+            group, parameters
+        )
+        """Averages the gradients of later backwards."""
 
     def watch(self, parameters: list[nn.Parameter]) -> None:
         self.close()
@@ -109,7 +112,7 @@ class Reached:
 
     def _backward_ended(self) -> None:
         if not self._is_averaged and not self._is_held:
-            average_gradients(self._group, self._parameters)
+            self.average_later(self._parameters)
         self._is_averaged = False
 
 

@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 
 from paceline.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Remaining:
-    """The items of an epoch that are still to come: all from number `first`, and some earlier ones."""
-
-    first: int = 0
-    returned: tuple[int, ...] = ()
-    """Numbers below `first`, sorted: of ranks that died before a step with these items was committed."""
-
-    def __contains__(self, number: int) -> bool:
-        return number >= self.first or number in self.returned
-
-    def count(self, length: int) -> int:
-        """Return the number of items that remain of an epoch with `length` items."""
-        return len(self.returned) + max(length - self.first, 0)
-
-    def numbers(self, count: int) -> list[int]:
-        """Return the numbers of the next items."""
-        returned = self.returned[:count]
-        return [*returned, *range(self.first, self.first + count - len(returned))]
-
-    def after(self, count: int) -> Remaining:
-        """Return the items that remain after the next `count` items."""
-        num_returned = min(count, len(self.returned))
-        return Remaining(self.first + count - num_returned, self.returned[num_returned:])
-
-    def with_returned(self, numbers: Collection[int]) -> Remaining:
-        """Return the items that remain when these items come once more."""
-        return Remaining(self.first, tuple(sorted({*self.returned, *numbers})))
+from paceline.protocol.leases import Remaining
 
 
 class ShardedSampler(Sampler[Any]):

@@ -1,8 +1,8 @@
-"""Average gradients over the ranks of an elastic group, again if a rank dies, within the backward pass."""
+"""Average gradients over the samples of an elastic group, again if a rank dies, within the backward pass."""
 
 # Annotations are not postponed, because PyTorch compares a hook's.
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 from torch import Tensor, nn
@@ -11,89 +11,160 @@ from torch.futures import Future
 
 from paceline.collectives import CollectiveTicket, Group
 from paceline.collectives.elastic import ElasticGroup
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, UsageError
 from paceline.torch.strategies.elastic.state import broadcast_copies
+from paceline.torch.strategies.elastic.steps import ElasticSteps
+
+
+@dataclass
+class _Mean:
+    local: Tensor
+    """This rank's values, on the CPU. They stay unchanged, to be averaged again if a rank dies."""
+    mean: Tensor
+    """The mean over the ranks, on the CPU."""
+    ticket: Optional[CollectiveTicket] = None  # noqa: UP045  (postponed annotations are not allowed here)
 
 
 @dataclass
 class _Bucket:
+    gradients: list[tuple[Tensor, Tensor]]
+    """Each parameter's part of `buffer`; empty without a global batch."""
     buffer: Tensor
     """DistributedDataParallel's memory, which receives the mean."""
-    local: Tensor
-    """This rank's gradients, on the CPU. They stay unchanged, to be averaged again if a rank dies."""
-    mean: Tensor
-    """The mean on the CPU: `buffer` itself, unless it is on another device."""
+    value: _Mean
+    """`value.mean` is `buffer` itself, unless the buffer is on another device."""
     future: Future[Tensor]
-    ticket: Optional[CollectiveTicket] = None  # noqa: UP045  (postponed annotations are not allowed here)
 
 
 class ElasticGradients:
-    """The gradients of one model. Backward ends when all ranks have the mean, or when all survivors have theirs."""
+    """The gradients of one model. Backward ends when all ranks have the mean, or when all survivors have theirs.
 
-    def __init__(self, group: ElasticGroup, model: nn.Module) -> None:
-        self.num_committed = 0
-        """Number of backward passes whose gradients were averaged."""
-        self.contributors = group.members
-        """The incarnations of the ranks whose gradients are in the last mean."""
+    The mean is over samples: each rank's gradients count with the number of samples in its batches. With a global batch
+    of several batches, the gradients of all but the last one are set to zero after they were added to `_earlier`.
+    """
+
+    def __init__(self, group: ElasticGroup, model: nn.Module, steps: ElasticSteps) -> None:
         self._group = group
         self._model = model
+        self._steps = steps
         self._buckets: list[_Bucket] = []
+        self._weight = _Mean(torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+        """The sum of the weights of this rank's batches in the step, and its mean over the ranks."""
+        self._batch_weight = 1.0
+        self._batch = -1
+        """The number of the last batch with gradients."""
+        self._earlier: dict[Tensor, Tensor] = {}
+        """The weighted gradients of earlier batches of the step; empty in its first batch."""
         self._local: dict[int, Tensor] = {}
         """Memory of the local gradients by bucket, for the next backward pass."""
 
     def hook(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
         """Average a bucket: the hook of ``DistributedDataParallel.register_comm_hook``."""
         if bucket.index() == 0:
-            self._buckets = []  # the previous backward pass may have been interrupted
+            self._begin()
         buffer = bucket.buffer().detach()
+        has_steps = self._steps.global_batch is not None
+        gradients = list(zip(bucket.parameters(), bucket.gradients(), strict=True)) if has_steps else []
+        if not self._batch_weight:
+            buffer.zero_()  # not a product, because a gradient may be infinite
+        elif self._batch_weight != 1.0:
+            buffer.mul_(self._batch_weight)
+        if self._earlier:
+            for parameter, gradient in gradients:
+                gradient.add_(self._earlier[parameter])
         local = self._local.get(bucket.index())
         if local is None or local.shape != buffer.shape or local.dtype != buffer.dtype:
             local = self._local[bucket.index()] = torch.empty_like(buffer, device="cpu")
         local.copy_(buffer)
         mean = buffer if buffer.is_cpu else torch.empty_like(local)
-        entry = _Bucket(buffer, local, mean, Future(devices=[buffer.device] if buffer.is_cuda else []))
-        self._buckets.append(entry)
-        if bucket.is_last():
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+        self._buckets.append(_Bucket(gradients, buffer, _Mean(local, mean), future))
+        if not self._steps.is_last_batch:
+            if bucket.is_last():
+                self._keep()
+        elif bucket.is_last():
             self._finish()
         else:
-            entry.ticket = self._group.start_mean(local, mean)
-        return entry.future
+            self._start(self._buckets[-1].value)
+        return future
+
+    def _begin(self) -> None:
+        """Begin a backward pass."""
+        self._buckets = []  # the previous backward pass may have been interrupted
+        self._batch_weight = self._steps.take_weight()
+        if self._steps.is_first_batch:
+            self._earlier = {}
+        if not self._earlier:
+            self._weight.local.zero_()
+        if self._steps.global_batch is not None and self._group.quorum:
+            if self._batch == self._steps.num_batches:
+                self.reject_backward()
+            self._batch = self._steps.num_batches
+        self._weight.local += self._batch_weight
+        if self._steps.is_last_batch:
+            self._start(self._weight)
+
+    def reject_backward(self, *_: Any) -> NoReturn:
+        """Raise UsageError for a second backward pass of a batch."""
+        raise UsageError(
+            "--global-batch: backward() was called a second time for one batch: call it once, on the sum of the losses"
+        )
+
+    def _start(self, value: _Mean) -> None:
+        value.ticket = self._group.start_mean(value.local, value.mean)
 
     def _finish(self) -> None:
         """Wait for all buckets, or average them again after the death of a rank."""
-        buckets, self._buckets = self._buckets, []
+        values = [self._weight, *(bucket.value for bucket in self._buckets)]
         is_repeated = False
 
-        def average(group: Group) -> list[Tensor]:
+        def average(group: Group) -> Optional[list[Tensor]]:  # noqa: UP045
+            """Return rank 0's buffers; None if samples of the step are missing."""
             nonlocal is_repeated
             is_first, is_repeated = not is_repeated, True
-            for bucket in buckets:
-                if is_first and bucket is not buckets[-1]:
-                    if bucket.ticket is None:
-                        raise CollectiveError("the group failed before this bucket")
-                    bucket.ticket.wait()
-                else:
-                    group.all_reduce(bucket.local, "mean", out=bucket.mean)
-            return self._share_buffers(group)
+            for value in values[:-1] if is_first else ():
+                if value.ticket is None:
+                    raise CollectiveError("the group failed before this bucket")
+                value.ticket.wait()
+            if self._steps.lacks(self._group.members):
+                return None
+            for value in values[-1:] if is_first else values:
+                group.all_reduce(value.local, "mean", out=value.mean)
+            return broadcast_copies(group, self._floating_buffers(), 0)
 
         shared = self._group.exchange(average)
+        self._steps.exchanged(self._group.contributors, is_complete=shared is not None)
+        if shared is None:
+            self._keep()
+            return
         for tensor, value in zip(self._floating_buffers(), shared, strict=True):
             tensor.copy_(value)
+        # All weights are zero if the only ranks with samples have died. Then all gradients are zero too.
+        weight = self._weight.mean.item() or 1.0
+        self._earlier = {}
+        for bucket in self._buckets:
+            if weight != 1.0:
+                bucket.value.mean.div_(weight)
+            if bucket.value.mean is not bucket.buffer:
+                bucket.buffer.copy_(bucket.value.mean)
+        self._return()
+
+    def _keep(self) -> None:
+        """Keep the gradients for the next batch of the step; the optimizer gets zeros."""
+        for bucket in self._buckets:
+            bucket.buffer.copy_(bucket.value.local)
+            for parameter, gradient in bucket.gradients:
+                self._earlier.setdefault(parameter, torch.empty_like(gradient)).copy_(gradient)
+            bucket.buffer.zero_()
+        self._return()
+
+    def _return(self) -> None:
+        """End the backward pass."""
+        buckets, self._buckets = self._buckets, []
         for bucket in buckets:
-            if bucket.mean is not bucket.buffer:
-                bucket.buffer.copy_(bucket.mean)
             bucket.future.set_result(bucket.buffer)
-        self.num_committed += 1
-        self.contributors = self._group.contributors
 
     def _floating_buffers(self) -> list[Tensor]:
         if not self._model.training:
             return []
         return [buffer.detach() for buffer in self._model.buffers() if buffer.is_floating_point() and buffer.numel()]
-
-    def _share_buffers(self, group: Group) -> list[Tensor]:
-        """Return rank 0's buffers, such as the statistics of BatchNorm."""
-        buffers = self._floating_buffers()
-        if group.size == 1:
-            return buffers
-        return broadcast_copies(group, buffers, 0)

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
+from torch.utils.data import Sampler
 from typing_extensions import override
 
 from paceline.errors import UsageError
+from paceline.protocol.leases import EpochLeases, Remaining, StepRound, split_rounds
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.elastic.training import ElasticTraining
-from paceline.torch.strategies.loaders import Loader, Position
-from paceline.torch.strategies.sampling import Remaining
+from paceline.torch.strategies.loaders import Loader, Position, moved, with_samplers
+from paceline.torch.strategies.sampling import is_sharded, seeded, set_epoch
 
 
 class ElasticLoader(Loader):
     """A loader whose ranks change between two batches. See :class:`~paceline.torch.strategies.loaders.Loader`.
 
-    Each item of an epoch is used by exactly one committed step, up to the repetitions at the end of the epoch. Items of
-    a rank that died before their step was committed come again, on the other ranks. A newcomer's loader yields
-    one batch for each epoch before its first one, so that the training loop's variables have values. The state that the
-    newcomer receives later replaces the effects of these batches.
+    Each item of an epoch is in exactly one committed step. Items of a rank that died before their step was committed
+    come again, on the other ranks. A rank without an item at the end of an epoch gets another rank's item, which has no
+    effect on the gradient. A newcomer's loader yields one batch for each epoch before its first one, so that the
+    training loop's variables have values. The state that the newcomer receives later replaces the effects of these
+    batches.
+
+    With a global batch, a step has that many items on all ranks together, or the rest of the epoch. If a rank's part of
+    them is larger than its batch size, the step has several batches.
     """
 
     def __init__(
@@ -35,66 +44,160 @@ class ElasticLoader(Loader):
         super().__init__(loader, strategy, shard=shard, trains=trains)
         self._training = training
         self._is_shared = shard
-        self._window: tuple[Remaining, tuple[int, ...], int] | None = None
-        """The remaining items at the last committed step, the ranks that received batches since, and the number of
-        steps committed then."""
+        self._leases: EpochLeases | None = None
+        """The leases of the running epoch; None between epochs, and on a newcomer before it joins."""
+        if trains and is_sharded(loader.sampler, self._rank, self._size):
+            raise UsageError("prepare() got a DistributedSampler: leave it out, because elastic ranks change")
+        self._per_step = self._choose_step(training.steps.global_batch) if trains else None
+
+    def _choose_step(self, global_batch: int | None) -> int | None:
+        """Return the items of a step in the unit of :class:`Remaining`; None for one batch per rank."""
+        if global_batch is None:
+            return None
+        if self.batch_size is None:
+            raise UsageError(f"--global-batch {global_batch}: needs a loader with a batch_size. Pass batch_size")
+        if global_batch % self._items_per_number:
+            raise UsageError(
+                f"--global-batch {global_batch}: expected a multiple of batch_size={self.batch_size}, because a stream "
+                "is divided by batches"
+            )
+        return global_batch // self._items_per_number
+
+    @property
+    def _per_rank(self) -> int:
+        """The most numbers of :class:`Remaining` that a rank receives in one batch."""
+        return 1 if self._is_stream else self.batch_size or 1
+
+    @override
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch with the present ranks. Raises TypeError without a length."""
+        if not self._trains:
+            return super().__len__()
+        length = self._num_items()
+        if length is None:
+            length = len(self.inner)
+        per_round = self._per_rank * self._strategy.data_place[1]
+        per_step = self._per_step or per_round
+        num_steps, rest = divmod(length, per_step)
+        num_last = 0 if self.inner.drop_last else -(-rest // per_round)
+        return num_steps * -(-per_step // per_round) + num_last
 
     @override
     def __iter__(self) -> Iterator[Any]:
         if self._trains:
             return self._iterate_elastic()
-        self._take_place(Remaining())
+        self._take_place()
         return super().__iter__()
 
-    def _take_place(self, remaining: Remaining) -> Any:
-        """Take the part of the data that belongs to this rank now; return the loader of the remaining items."""
+    def _take_place(self) -> None:
+        """Take the part of the data that belongs to this rank now."""
         if self._is_shared:
             self._rank, self._size = self._strategy.data_place
-        if self._is_stream:
-            return self._given
-        self.inner = self._with_sampler(Remaining())
-        return self._with_sampler(remaining)
+        if not self._is_stream:
+            self.inner = self._with_sampler(Remaining())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of :meth:`Loader.state_dict`. With a global batch: that of the last complete step."""
+        self._training.steps.settle()
+        if self._leases is not None and self._reading is not None:
+            has_steps = self._per_step is not None
+            self._reading.remaining = self._leases.without_step() if has_steps else self._leases.remaining
+        return super().state_dict()
 
     def _iterate_elastic(self) -> Iterator[Any]:
         epoch = self._epoch
         if not self._training.has_joined and not self._training.join(self, epoch):
             self._epoch = epoch + 1
-            yield from itertools.islice(self._batches(self._take_place(Remaining()), epoch, Remaining()), 1)
+            self._take_place()
+            yield from itertools.islice(self._batches(self.inner, epoch, Remaining()), 1)
             return
-        position = Position(epoch, self._remaining, self._generator_state())
-        self._epoch, self._remaining, self._reading = epoch + 1, Remaining(), position
+        leases = self._leases = EpochLeases(self._remaining)
+        position = self._reading = Position(epoch, self._remaining, self._generator_state())
+        self._epoch, self._remaining = epoch + 1, Remaining()
         self._training.begin_epoch(self, epoch)
-        self._window = None
+        self._training.steps.begin_epoch(self, leases)
         quorum = -1
-        batches: Iterator[Any] = iter(())
-        nothing = object()
+        batches: Iterator[tuple[Any, StepRound[Any]]] = iter(())
         while True:
-            self._return_lost_items(position)  # before newcomers receive the position
+            self._training.steps.settle()  # before newcomers receive the position
             self._training.admit_newcomers(epoch)
             if quorum != self._training.quorum:
                 quorum = self._training.quorum
-                batches = self._batches(self._take_place(position.remaining), epoch, position.remaining)
-            batch = next(batches, nothing)
-            if batch is nothing:
+                batches = self._rounds(leases, position)
+            batch, dealt = next(batches, (None, None))
+            if dealt is None:
                 break
-            if self._window is None:
-                self._window = (position.remaining, self._training.members, self._training.num_committed)
-            position.remaining = position.remaining.after(self.numbers_per_step)
+            self._training.steps.receive(self._weight_of(dealt, batch), is_last=dealt.is_last)
+            leases.lease(dealt.count, self._training.members)
             yield batch
-        self._reading = self._window = None
+        if self._leases is leases:
+            self._leases = self._reading = None
+        self._training.steps.end_epoch(self)
 
-    def _return_lost_items(self, position: Position) -> None:
-        """After a committed step, return the items of ranks that died before it."""
-        if self._window is None or self._window[2] == self._training.num_committed:
-            return
-        before, members, _ = self._window
-        self._window = None
-        contributors = self._training.contributors
-        lost = {rank for rank, member in enumerate(members) if member not in contributors}
-        if not lost:
-            return
-        now = position.remaining
-        count = len(before.returned) - len(now.returned) + now.first - before.first
-        length = self._num_items()
-        numbers = [number for place, number in enumerate(before.numbers(count)) if place % len(members) in lost]
-        position.remaining = now.with_returned([number for number in numbers if length is None or number < length])
+    def _rounds(self, leases: EpochLeases, position: Position) -> Iterator[tuple[Any, StepRound[Any]]]:
+        """Return this rank's batches from the present position in the epoch, with the rounds to which they belong."""
+        loader = self._given
+        rank, size = self._strategy.data_place
+        missing = None if self._per_step is None else self._per_step - leases.num_held
+        split = partial(
+            split_rounds, rank=rank, size=size, per_rank=self._per_rank, per_step=self._per_step, num_missing=missing,
+            drop_last=loader.drop_last,
+        )  # fmt: skip
+        remaining = leases.remaining
+        self._set_generator(position.generator)  # so that the sampler draws the same items again
+        if self._is_stream:
+            set_epoch(loader.dataset, position.epoch)
+            source = (batch for number, batch in enumerate(loader) if number in remaining)
+            return ((self._on_device(dealt.items[0]), dealt) for dealt in split(source))
+        has_batches = loader.batch_size is None and loader.batch_sampler is not None
+        sampler = seeded(loader.batch_sampler if has_batches else loader.sampler, self._strategy.seed)
+        set_epoch(sampler, position.epoch)
+        rounds: deque[StepRound[Any]] = deque()
+        own = _RoundSampler(sampler, remaining, split, rounds, is_batched=loader.batch_size is not None)
+        inner = with_samplers(loader, *((own, None) if loader.batch_sampler is None else (loader.sampler, own)))
+        return ((self._on_device(batch), rounds.popleft()) for batch in inner)
+
+    def _on_device(self, batch: Any) -> Any:
+        device = self._strategy.device
+        return batch if device.type == "cpu" else moved(batch, device)
+
+    def _weight_of(self, dealt: StepRound[Any], batch: Any) -> float:
+        """Return the number of samples in this rank's batch that count, in units of the batch size."""
+        if not dealt.num_own:
+            return 0.0
+        if self._is_stream or self._given.batch_sampler is None:
+            num_samples = _length_of(batch) or self.batch_size or 1
+        else:
+            num_samples = len(dealt.items[0]) if self.batch_size is None else dealt.num_own
+        return num_samples / (self.batch_size or 1)
+
+
+class _RoundSampler(Sampler[Any]):
+    """A rank's batches of indices; their rounds are appended to `rounds`, because a loader reads ahead."""
+
+    def __init__(
+        self,
+        sampler: Any,
+        remaining: Remaining,
+        split: Callable[[Iterable[Any]], Iterator[StepRound[Any]]],
+        rounds: deque[StepRound[Any]],
+        *,
+        is_batched: bool,
+    ) -> None:
+        self.sampler = sampler
+        self._remaining, self._split, self._rounds, self._is_batched = remaining, split, rounds, is_batched
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        for dealt in self._split(item for number, item in enumerate(self.sampler) if number in self._remaining):
+            self._rounds.append(dealt)
+            yield dealt.items if self._is_batched else dealt.items[0]
+
+
+def _length_of(batch: Any) -> int | None:
+    """Return the length of the first tensor in a batch; None without a tensor."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((length for length in map(_length_of, parts) if length is not None), None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
@@ -12,10 +12,26 @@ from paceline.torch.strategies.all_reduce import share_optimizer_state
 from paceline.torch.strategies.base import Strategy, state_of
 from paceline.torch.strategies.checkpoints import from_json, like, options_of_group, to_json
 
+_ALIGNMENT: Final = 16
+"""Bytes; a multiple of the size of every dtype's elements."""
 
-def broadcast_copies(group: Group, tensors: Iterable[torch.Tensor], root: int) -> list[torch.Tensor]:
-    """Return the tensors of the rank `root`, on the CPU; the given tensors stay unchanged."""
-    return [group.broadcast(tensor.to("cpu", copy=True).contiguous(), root=root) for tensor in tensors]
+
+def broadcast_copies(group: Group, tensors: Sequence[torch.Tensor], root: int) -> list[torch.Tensor]:
+    """Return the tensors of the rank `root`, on the CPU, by one message; the given tensors stay unchanged."""
+    if not tensors:
+        return []
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    message = torch.empty(sum(sizes), dtype=torch.uint8)
+    copies = [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(torch.split(message, sizes), tensors, strict=True)
+    ]
+    if group.rank == root:
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+    if group.size > 1:
+        group.broadcast(message, root=root)
+    return copies
 
 
 class TransferredState:
@@ -34,7 +50,7 @@ class TransferredState:
         own = self.describe() if is_source else None
         self._description = from_json(group.broadcast_object(own, root=source))
         values = state_of(strategy.module)
-        self._values = dict(zip(values, broadcast_copies(group, values.values(), source), strict=True))
+        self._values = dict(zip(values, broadcast_copies(group, list(values.values()), source), strict=True))
         self._states = [
             share_optimizer_state(group, strategy.gather_optimizer_state(number) if is_source else {}, source)
             for number in range(len(strategy.optimizers))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -22,6 +26,7 @@ from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.elastic.gradients import ElasticGradients
 from paceline.torch.strategies.elastic.loader import ElasticLoader
 from paceline.torch.strategies.elastic.state import TransferredState, broadcast_copies
+from paceline.torch.strategies.elastic.steps import ElasticSteps
 from paceline.torch.strategies.elastic.training import ElasticTraining
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks, be_alone
@@ -55,22 +60,31 @@ class _ElasticRanks(Ranks):
 class ElasticAllReduce(AllReduce):
     """All-reduce over ranks that may die, and join, during the training.
 
-    If a rank dies, the other ranks average their gradients again without it; the mean is then over fewer samples. A new
-    rank takes part after the step in which it arrives. Before that, its loop computes one batch of each earlier epoch
-    alone. Then it receives the other ranks' parameters, buffers, optimizers, schedulers and position in the data.
-    Other variables of its loop have their first values.
+    If a rank dies, the other ranks average their gradients again without it. The mean is over the samples of all ranks
+    that are present. A new rank takes part after the step in which it arrives. Before that, its loop computes one batch
+    of each earlier epoch alone. Then it receives the other ranks' parameters, buffers, optimizers, schedulers and
+    position in the data. Other variables of its loop have their first values.
 
-    Options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, except `join`, `compression`, `filters`,
-    `sync_batch_norm`, `find_unused_parameters` and `static_graph`.
+    `global_batch` is the number of samples in a step on all ranks together; default: ``paceline run --global-batch``,
+    or one batch of each rank. The ranks divide it, and accumulate gradients over several batches if a rank's part is
+    larger than its batch size. Until the step is complete, gradients are zero after ``backward()``, and the steps of
+    optimizers and schedulers have no effect. If a rank dies, the other ranks compute its samples in the same step.
+
+    Other options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, except `join`, `compression`,
+    `filters`, `sync_batch_norm`, `find_unused_parameters` and `static_graph`.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, global_batch: int | None = None, **options: Any) -> None:
         for name in _UNSUPPORTED:
             if options.get(name):
                 raise UsageError(f"{name}={options[name]!r}: not supported with --min-ranks. Leave it out")
+        if global_batch is not None and global_batch < 1:
+            raise UsageError(f"global_batch={global_batch}: expected 1 or more")
+        launched = ElasticOptions.of_environment(environment())
         super().__init__(**options)
         self._wraps = True
-        self._training = ElasticTraining(self, self._elastic)
+        self._steps = ElasticSteps(global_batch or (launched.global_batch if launched else None))
+        self._training = ElasticTraining(self, self._elastic, self._steps)
         if self._elastic.has_state:
             self._elastic.enter()
 
@@ -87,13 +101,21 @@ class ElasticAllReduce(AllReduce):
         return self._training.has_joined
 
     @property
+    def is_step_complete(self) -> bool:
+        """Whether the last ``backward()`` completed a step; False while a global batch needs more batches."""
+        return self._steps.is_complete
+
+    @property
     @override
     def data_place(self) -> tuple[int, int]:
         return self._elastic.rank, self._elastic.size
 
     @override
     def prepare(self, *given: Any, **named: Any) -> Any:
+        num_schedulers = len(self.schedulers)
         prepared = super().prepare(*given, **named)
+        for scheduler in self.schedulers[num_schedulers:]:
+            self._delay_steps(scheduler)
         TransferredState(self).describe()  # raises UsageError now, and not when the first newcomer joins
         return prepared
 
@@ -105,7 +127,34 @@ class ElasticAllReduce(AllReduce):
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         for model in models:
             self._share_initial_values(model)
+        for optimizer in optimizers:
+            self._delay_steps(optimizer)
         return super()._spread(models, optimizers)
+
+    def _delay_steps(self, stepper: Any) -> None:
+        """Give the ``step()`` of an optimizer or scheduler no effect until the global batch is complete."""
+        if self._steps.global_batch is None:
+            return
+        original = stepper.step
+
+        @functools.wraps(original)
+        def step(_: Any, *values: Any, **options: Any) -> Any:
+            if isinstance(stepper, Optimizer) and (values or options.get("closure")):
+                raise UsageError("--global-batch: step(closure) is not supported. Call backward() before step()")
+            return original(*values, **options) if self._steps.is_complete else None
+
+        if isinstance(stepper, Optimizer):
+            stepper.step = types.MethodType(step, stepper)  # type: ignore[method-assign]  # torch reads its function
+        else:  # not an attribute, because state_dict() would return it
+            stepper.__class__ = type(type(stepper).__name__, (type(stepper),), {"step": step})
+
+    @contextlib.contextmanager
+    @override
+    def no_sync(self) -> Iterator[None]:
+        if self._steps.global_batch is not None:
+            raise UsageError("--global-batch accumulates gradients itself. Leave no_sync() and accumulate() out")
+        with super().no_sync():
+            yield
 
     @torch.no_grad()
     def _share_initial_values(self, model: nn.Module) -> None:
@@ -119,8 +168,12 @@ class ElasticAllReduce(AllReduce):
     @override
     def _wrap(self, model: nn.Module, reached: Reached | None) -> Replica:
         replica = super()._wrap(model, reached)
-        gradients = ElasticGradients(self._elastic, model)
-        self._training.gradients.append(gradients)
+        gradients = ElasticGradients(self._elastic, model, self._steps)
+        if self._steps.global_batch is not None:
+            if self._replicas:
+                raise UsageError("--global-batch: several models are not supported. Make them parts of one model")
+            assert reached is not None
+            reached.average_later = gradients.reject_backward
         replica.register_comm_hook(None, gradients.hook)
         return replica
 

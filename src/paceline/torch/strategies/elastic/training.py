@@ -7,19 +7,18 @@ import sys
 from paceline.collectives.elastic import ElasticGroup, load_kernels
 from paceline.errors import GroupClosedError
 from paceline.torch.strategies.base import Strategy
-from paceline.torch.strategies.elastic.gradients import ElasticGradients
 from paceline.torch.strategies.elastic.state import TransferredState
+from paceline.torch.strategies.elastic.steps import ElasticSteps
 from paceline.torch.strategies.loaders import Loader
 
 
 class ElasticTraining:
-    """The ranks of a training, their committed backward passes, and the transfer of the state to newcomers."""
+    """The ranks of a training, its steps, and the transfer of the state to newcomers."""
 
-    def __init__(self, strategy: Strategy, group: ElasticGroup) -> None:
+    def __init__(self, strategy: Strategy, group: ElasticGroup, steps: ElasticSteps) -> None:
         self._strategy = strategy
         self._group = group
-        self.gradients: list[ElasticGradients] = []
-        """The gradients of each model."""
+        self.steps = steps
 
     @property
     def has_joined(self) -> bool:
@@ -35,16 +34,6 @@ class ElasticTraining:
     def members(self) -> tuple[int, ...]:
         """The incarnations of the present ranks, in rank order."""
         return self._group.members
-
-    @property
-    def num_committed(self) -> int:
-        """Number of backward passes whose gradients were averaged."""
-        return sum(gradients.num_committed for gradients in self.gradients)
-
-    @property
-    def contributors(self) -> set[int]:
-        """The incarnations of the ranks whose gradients are in the last mean of every model."""
-        return set.intersection(*(set(gradients.contributors) for gradients in self.gradients))
 
     def begin_epoch(self, loader: Loader, epoch: int) -> None:
         """Publish the epoch for processes that want to join."""
@@ -72,7 +61,9 @@ class ElasticTraining:
         return f"epoch {epoch} of loader {self._strategy.loaders.index(loader)}"
 
     def admit_newcomers(self, epoch: int) -> None:
-        """Let processes join that wait; called before each batch of the training data."""
+        """Let processes join that wait, unless a step has begun; called before each batch of the training data."""
+        if not self.steps.is_idle:
+            return
         # More newcomers may be announced during a transfer. All ranks must admit them here, as the last newcomers do.
         while self._group.admits_newcomers or self._group.has_newcomers:
             if self._group.admits_newcomers:

@@ -1,0 +1,164 @@
+"""Lease the items of an epoch to ranks that change, so that each item is in exactly one committed step.
+
+All ranks have equal :class:`EpochLeases`, because they make the same calls in the same order. These are the rules:
+
+1. A *step* has a fixed number of items, or the rest of the epoch. It consists of *rounds*; each rank has one batch in a
+   round. Item i of a round belongs to rank i modulo the number of ranks.
+2. The items of a round are leased when it begins. A committed step uses the items of the ranks that contribute to it.
+   The other leases end: their items come again, before all later items.
+3. With a constant number of items, a step is committed only when the contributing ranks hold all its items. Until then
+   these ranks keep their leases, and more rounds replace the missing items.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """The items of an epoch that are still to come: all from number `first`, and some earlier ones."""
+
+    first: int = 0
+    returned: tuple[int, ...] = ()
+    """Numbers below `first`, sorted: of ranks that died before a step with these items was committed."""
+
+    def __contains__(self, number: int) -> bool:
+        return number >= self.first or number in self.returned
+
+    def count(self, length: int) -> int:
+        """Return the number of items that remain of an epoch with `length` items."""
+        return len(self.returned) + max(length - self.first, 0)
+
+    def numbers(self, count: int) -> list[int]:
+        """Return the numbers of the next items."""
+        returned = self.returned[:count]
+        return [*returned, *range(self.first, self.first + count - len(returned))]
+
+    def after(self, count: int) -> Remaining:
+        """Return the items that remain after the next `count` items."""
+        num_returned = min(count, len(self.returned))
+        return Remaining(self.first + count - num_returned, self.returned[num_returned:])
+
+    def with_returned(self, numbers: Collection[int]) -> Remaining:
+        """Return the items that remain when these items come once more."""
+        return Remaining(self.first, tuple(sorted({*self.returned, *numbers})))
+
+
+@dataclass(frozen=True, slots=True)
+class StepRound(Generic[_Item]):
+    """One batch on each rank, from the view of one of them."""
+
+    items: list[_Item]
+    """This rank's items; an item of another rank if this rank has none."""
+    num_own: int
+    """Number of this rank's own items."""
+    count: int
+    """Number of all ranks' items."""
+    is_last: bool
+    """Whether the step ends with this round."""
+
+
+def split_rounds(
+    items: Iterable[_Item],
+    rank: int,
+    size: int,
+    *,
+    per_rank: int,
+    per_step: int | None = None,
+    num_missing: int | None = None,
+    drop_last: bool = False,
+) -> Iterator[StepRound[_Item]]:
+    """Divide the remaining items of an epoch into the rounds of `rank`.
+
+    `per_rank` is the most items of a rank in a round, `per_step` the number of items in a step (default: a step is one
+    round), `num_missing` the number of items that an incomplete first step still needs. The rounds of a step have equal
+    numbers of items, as far as possible. `drop_last` drops an incomplete last step.
+    """
+    per_round = per_rank * size
+    wanted = num_missing or per_step or per_round
+    source = iter(items)
+    while step := list(itertools.islice(source, wanted)):
+        if drop_last and len(step) < wanted:
+            return
+        for num_left in range(-(-len(step) // per_round), 0, -1):
+            count = -(-len(step) // num_left)
+            group, step = step[:count], step[count:]
+            own = group[rank::size]
+            yield StepRound(own or group[:1], len(own), count, num_left == 1)
+        wanted = per_step or per_round
+
+
+@dataclass(slots=True)
+class _Lease:
+    before: Remaining
+    count: int
+    members: list[int | None]
+    """The incarnations of the ranks of the round; None for a rank whose items were returned."""
+
+    def numbers(self, places: Collection[int]) -> list[int]:
+        """Return the items of the ranks with these numbers."""
+        size = len(self.members)
+        return [number for i, number in enumerate(self.before.numbers(self.count)) if i % size in places]
+
+
+class EpochLeases:
+    """The leases of one epoch's items, since the last committed step."""
+
+    def __init__(self, remaining: Remaining) -> None:
+        self.remaining = remaining
+        """The items that are neither leased nor in a committed step."""
+        self._leases: list[_Lease] = []
+
+    @property
+    def num_held(self) -> int:
+        """Number of leased items."""
+        return sum(len(lease.numbers(_held(lease.members))) for lease in self._leases)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step has begun."""
+        return not self._leases
+
+    def lease(self, count: int, members: Iterable[int]) -> None:
+        """Lease the next `count` items to the ranks of a round."""
+        self._leases.append(_Lease(self.remaining, count, list(members)))
+        self.remaining = self.remaining.after(count)
+
+    def lacks(self, contributors: Collection[int]) -> bool:
+        """Return whether other members than the contributors hold items."""
+        return any(
+            lost and lease.numbers(lost) for lease in self._leases for lost in (_other(lease.members, contributors),)
+        )
+
+    def keep(self, contributors: Collection[int]) -> None:
+        """Return the items of all members except the contributors."""
+        for lease in self._leases:
+            lost = _other(lease.members, contributors)
+            if lost:
+                self.remaining = self.remaining.with_returned(lease.numbers(lost))
+            for place in lost:
+                lease.members[place] = None
+
+    def commit(self, contributors: Collection[int]) -> None:
+        """End all leases; the contributors' items are in the committed step."""
+        self.keep(contributors)
+        self._leases = []
+
+    def without_step(self) -> Remaining:
+        """Return the items that remain if the step is not committed."""
+        numbers = [number for lease in self._leases for number in lease.numbers(_held(lease.members))]
+        return self.remaining.with_returned(numbers)
+
+
+def _held(members: list[int | None]) -> set[int]:
+    return {place for place, member in enumerate(members) if member is not None}
+
+
+def _other(members: list[int | None], contributors: Collection[int]) -> set[int]:
+    return {place for place, member in enumerate(members) if member is not None and member not in contributors}

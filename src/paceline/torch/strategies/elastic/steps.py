@@ -1,0 +1,80 @@
+"""One rank's view of the present step: its samples, the leases of all ranks, and whether the step is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+
+from paceline.protocol.leases import EpochLeases
+
+
+class ElasticSteps:
+    """The steps of a training. A step ends with an exchange of gradients, after one or more batches.
+
+    `global_batch` is the constant number of samples in a step; None if a step has one batch of each rank.
+    """
+
+    def __init__(self, global_batch: int | None) -> None:
+        self.global_batch = global_batch
+        self.num_batches = 0
+        """Number of batches that this rank received."""
+        self.is_first_batch = True
+        """Whether the last batch was the first one of its step."""
+        self.is_last_batch = True
+        """Whether the ranks exchange gradients after this batch; always True without a global batch."""
+        self.is_complete = True
+        """Whether the gradients are those of a complete step, so that the optimizer may use them."""
+        self._weight = 1.0
+        self._is_weight_taken = True
+        self._leases: dict[Hashable, EpochLeases] = {}
+        """The leases of the running epochs, by loader."""
+        self._contributors: set[int] | None = None
+        """The incarnations of the ranks that took part in all exchanges since :meth:`settle`; None without one."""
+
+    def begin_epoch(self, loader: Hashable, leases: EpochLeases) -> None:
+        self._leases[loader] = leases
+
+    def end_epoch(self, loader: Hashable) -> None:
+        self._leases.pop(loader, None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step has begun."""
+        return all(leases.is_idle for leases in self._leases.values())
+
+    def receive(self, weight: float, *, is_last: bool) -> None:
+        """Record that this rank receives a batch. `weight` is its number of samples in units of the batch size.
+
+        Call it before the batch's lease.
+        """
+        self.is_first_batch = self.is_idle
+        if self._is_weight_taken:
+            self._weight, self._is_weight_taken = 0.0, False
+        self._weight += weight
+        self.num_batches += 1
+        if self.global_batch is not None:
+            self.is_last_batch, self.is_complete = is_last, False
+
+    def take_weight(self) -> float:
+        """Return the samples of this rank since its last gradients, or those of the last gradients, as a weight."""
+        self._is_weight_taken = True
+        return self._weight
+
+    def lacks(self, contributors: Collection[int]) -> bool:
+        """Return whether a global batch lacks samples, because a rank with a part of it does not contribute."""
+        return self.global_batch is not None and any(leases.lacks(contributors) for leases in self._leases.values())
+
+    def exchanged(self, contributors: Collection[int], *, is_complete: bool) -> None:
+        """Record an exchange of gradients among the contributors."""
+        self.is_complete = is_complete
+        self._contributors = set(contributors).intersection(self._contributors or contributors)
+
+    def settle(self) -> None:
+        """After an exchange, end the leases of ranks that did not contribute, and all leases after a complete step."""
+        if self._contributors is None:
+            return
+        contributors, self._contributors = self._contributors, None
+        for leases in self._leases.values():
+            if self.is_complete:
+                leases.commit(contributors)
+            else:
+                leases.keep(contributors)
