@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from msgspec import Struct
 
@@ -69,22 +69,6 @@ class Filled(Struct, frozen=True, tag=True):
 def chain_group(members: tuple[int, ...], filling: int | None, buckets: Buckets) -> ChainGroup:
     return ChainGroup(members, filling, to_bytes(buckets))
 
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Publish the new chains, which have this version."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class BucketsLost:
-    """The data of these buckets (a mask) is lost, because their last server has ended."""
-
-    buckets: int
-
-
-Instruction: TypeAlias = Changed | BucketsLost
 
 SERVER: Final = StateTable(
     "a server in a bucket's chain",
@@ -203,7 +187,7 @@ class Planner:
         replicas: int,
         leaving: Collection[int] = (),
         silent: Collection[int] = (),
-    ) -> tuple[Planner, list[Instruction]]:
+    ) -> Planner:
         """Restore the planner after a restart of the scheduler, from the newest known view and the live servers.
 
         The chains get a new version, because the lost scheduler may have sent a newer version to dead processes. A
@@ -218,11 +202,9 @@ class Planner:
         self = cls(len(chains), replicas)
         self._chains = list(chains)
         self._version = version
-        instructions = self.servers_changed(servers, leaving, silent)
-        if self._version == version:
-            self._version += 1
-            instructions.append(Changed(self._version))
-        return self, instructions
+        self.servers_changed(servers, leaving, silent)
+        self._version = version + 1
+        return self
 
     @property
     def version(self) -> int:
@@ -257,8 +239,8 @@ class Planner:
 
     def servers_changed(
         self, servers: Mapping[int, int], leaving: Collection[int] = (), silent: Collection[int] = ()
-    ) -> list[Instruction]:
-        """Set the live servers (incarnation → rank); return the instructions, with at most one Changed at the end.
+    ) -> None:
+        """Set the live servers (incarnation → rank).
 
         Leaving servers are alive, but lose their buckets as soon as other servers have the buckets. Silent servers may
         be alive: they stay in a chain only if it has no other members. Before :meth:`start` the call has no effect.
@@ -266,16 +248,15 @@ class Planner:
         Raises UsageError if two servers have the same rank; nothing is changed.
         """
         if not self._version:
-            return []
+            return
         self._want({server: rank for server, rank in servers.items() if server not in leaving and server not in silent})
         self._living = frozenset(servers)
         self._silent = frozenset(silent)
-        return self._update_chains(range(self._num_buckets))
-
-    def filled(self, server: int, buckets: int) -> list[Instruction]:
-        """Record that `server` has received these buckets of its fills; return the instructions."""
-        news = self._append(server, buckets)
-        return self._update_chains(news, changed=bool(news))
+        # A server that lacks the data of a bucket begins with a fill.
+        chains = [self._next_chain(bucket, chain) for bucket, chain in enumerate(self._chains)]
+        if chains != self._chains:
+            self._chains = chains
+            self._version += 1
 
     def restore(self, groups: Iterable[ChainGroup], filled: Iterable[tuple[int, int]] = ()) -> None:
         """Restore these chains and undo later plans.
@@ -284,18 +265,14 @@ class Planner:
         version does not decrease, because other processes may have it.
         """
         self._chains = list(chains_of(groups))
-        news = [self._append(server, buckets) for server, buckets in filled]
-        self._version += any(news)
-
-    def _append(self, server: int, buckets: int) -> list[int]:
-        """Append a filled server to its chains; return the filled buckets."""
-        news = []
-        for bucket in buckets_in(buckets & (1 << len(self._chains)) - 1):
-            chain = self._chains[bucket]
-            if chain.filling == server:
-                self._chains[bucket] = Chain((*chain.members, server))
-                news.append(bucket)
-        return news
+        is_any_new = False
+        for server, buckets in filled:
+            for bucket in buckets_in(buckets & (1 << len(self._chains)) - 1):
+                chain = self._chains[bucket]
+                if chain.filling == server:
+                    self._chains[bucket] = Chain((*chain.members, server))
+                    is_any_new = True
+        self._version += is_any_new
 
     def _want(self, servers: Mapping[int, int]) -> None:
         if servers == self._wanted_of:
@@ -306,24 +283,6 @@ class Planner:
             chains = place(self._num_buckets, list(servers.values()), self._replicas)
             wanted = tuple(Chain(tuple([by_rank[rank] for rank in chain])) for chain in chains)
         self._wanted_of, self._wanted = dict(servers), wanted
-
-    def _update_chains(self, buckets: Iterable[int], changed: bool = False) -> list[Instruction]:
-        """Change the chains of some buckets to the wanted chains; a server that lacks the data begins with a fill."""
-        lost = 0
-        for bucket in buckets:
-            before = self._chains[bucket]
-            after = self._next_chain(bucket, before)
-            if after == before:
-                continue
-            changed = True
-            self._chains[bucket] = after
-            if not after.members:
-                lost |= 1 << bucket
-        instructions: list[Instruction] = [BucketsLost(lost)] if lost else []
-        if changed:
-            self._version += 1
-            instructions.append(Changed(self._version))
-        return instructions
 
     def _next_chain(self, bucket: int, chain: Chain) -> Chain:
         # Rule 1: a dead server leaves its chain immediately; without members the bucket is lost.

@@ -162,11 +162,6 @@ class Coordinator:
         self._is_announced = False
 
     @property
-    def num_tracked(self) -> int:
-        """Number of processes, waiting processes, members and reports in memory."""
-        return sum(map(len, (self._processes, self._waiting, self._alive, self._leaving, self._reports)))
-
-    @property
     def deadline_s(self) -> float | None:
         """The time at which :meth:`time_passed` has an effect."""
         return self._deadline_s
@@ -320,13 +315,6 @@ class Coordinator:
         self.has_failed = True
         self._deadline_s = None
         return [FailTraining(reason)]
-
-    def validate(self) -> None:
-        assert self._alive <= set(self.members)
-        assert self._alive | self._leaving | self._waiting.keys() <= self._processes
-        assert not self._alive & (self._waiting.keys() | self._leaving)
-        assert self._reports.keys() <= self._alive
-        assert len(self.members) <= self._max_ranks
 
 
 class QuorumMember:

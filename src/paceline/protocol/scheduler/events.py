@@ -10,7 +10,6 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from msgspec import Struct
 
-from paceline.protocol.chains import BucketsLost as BucketsLost
 from paceline.protocol.membership import Member
 from paceline.protocol.scheduler.messages import Drain, Filled, Heartbeat, Leave, Prepared, Promised, Register, Rejoin
 from paceline.protocol.scheduler.views import View
@@ -138,6 +137,12 @@ class ReleaseServer(Struct, frozen=True):
     """Notify the draining server that it may leave."""
 
     peer: object
+
+
+class BucketsLost(Struct, frozen=True):
+    """The data of these buckets (a mask) is lost, because their last server has ended."""
+
+    buckets: int
 
 
 class NotifyOperator(Struct, frozen=True):

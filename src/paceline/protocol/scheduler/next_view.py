@@ -163,7 +163,7 @@ class NextView:
         self.suspects.take_over(absent)
         if latest.version:
             version, replicas = latest.version + VERSION_GAP, self.publication.replicas
-            self.planner, _ = Planner.rebuild(
+            self.planner = Planner.rebuild(
                 latest.groups, version, membership.servers, replicas, self.drains.servers, absent
             )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from paceline.protocol.chains import SERVER, BucketsLost, Instruction, Planner
+from paceline.protocol.chains import SERVER, Planner, lost_buckets
+from paceline.protocol.scheduler.events import BucketsLost
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
@@ -42,23 +43,25 @@ class Run:
         """Do something, and record the new state of every server in every bucket."""
         servers = range(1, self.next_server + 1)
         before = sights(self.planner, servers)
-        name, instructions = self.act()
-        lost = [each for each in instructions if isinstance(each, BucketsLost)]
+        lost_before = lost_buckets(self.planner.groups)
+        name = self.act()
+        lost = BucketsLost(lost_buckets(self.planner.groups) & ~lost_before)
         for (server, bucket), after in sights(self.planner, servers).items():
             former = before[server, bucket]
             if {former, after} != {(OUTSIDE,)}:
-                told = next((each for each in lost if each.buckets >> bucket & 1), None)
-                self.watch.saw(former, name, after, told)
+                self.watch.saw(former, name, after, lost if lost.buckets >> bucket & 1 else None)
 
-    def act(self) -> tuple[str, list[Instruction]]:
+    def act(self) -> str:
         if not self.planner.version:
             self.planner.start(self.servers)
-            return "start", []
+            return "start"
         fills = [group for group in self.planner.groups if group.filling is not None]
         if fills and self.random.random() < 0.5:
             group = self.random.choice(fills)
             assert group.filling is not None
-            return "filled", self.planner.filled(group.filling, group.buckets)
+            self.planner.restore(self.planner.groups, [(group.filling, group.buckets)])
+            self.planner.servers_changed(self.servers, self.leaving & self.servers.keys())
+            return "filled"
         what = self.random.choice(["join", "join", "die", "leave", "restart"])
         if what == "join":
             free = set(range(1, 6)) - set(self.servers.values())
@@ -72,9 +75,10 @@ class Run:
             self.leaving ^= {self.random.choice(sorted(self.servers))}
         else:  # it goes on with the chains as they are, and is told who lives as ever
             groups, version = self.planner.groups, self.planner.version
-            self.planner, instructions = Planner.rebuild(groups, version, self.servers, self.replicas, self.leaving)
-            return "servers_changed", instructions
-        return "servers_changed", self.planner.servers_changed(self.servers, self.leaving & self.servers.keys())
+            self.planner = Planner.rebuild(groups, version, self.servers, self.replicas, self.leaving)
+            return "servers_changed"
+        self.planner.servers_changed(self.servers, self.leaving & self.servers.keys())
+        return "servers_changed"
 
 
 def test_the_planner_follows_its_table() -> None:
