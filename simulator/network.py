@@ -180,6 +180,8 @@ class VirtualNetwork:
         """Ends that are reset after their next write. It arrives late, perhaps after its repeat on a new connection."""
         self.refusing: set[str] = set()
         """Addresses that refuse connections."""
+        self.refused: set[str] = set()
+        """Hosts that such an address has refused. Servers on them may be declared dead after the heartbeat timeout."""
         self.powerless: set[str] = set()
         """Addresses of hosts without power: they answer nothing."""
         self._number = 0
@@ -232,6 +234,8 @@ class VirtualNetwork:
             listener = former
         if listener is not None and self.is_cut((source, listener.process.host)):
             return None
+        if address in self.refusing:
+            self.refused.add(source)
         if listener is None or address in self.refusing:
             raise Refused
         return listener

@@ -85,7 +85,8 @@ class ProductCluster(Cluster):
             if isinstance(error, MemoryError):
                 is_expected = process in self.state.memory.was_failing
             else:
-                is_expected = error is None or (isinstance(error, PacelineError) and process.is_disturbed)
+                is_disturbed = process.is_disturbed or process.host in self.network.refused
+                is_expected = error is None or (isinstance(error, PacelineError) and is_disturbed)
             if not is_expected:
                 raise Violation(f"(fail-stop) {process.name} ended itself: {type(error).__name__}: {error}")
 

@@ -32,14 +32,19 @@ class Silence:
     def __init__(self, num_polls: int = 5) -> None:
         self._num_polls = num_polls
         self._silent: dict[int, int] = {}  # target → consecutive polls without a message since the previous poll
+        self.unreachable: tuple[int, ...] = ()
+        """The unreachable servers, ascending; may be read in any thread."""
 
     def received(self, target: int) -> None:
         self._silent.pop(target, None)
+        if target in self.unreachable:  # the next heartbeat may precede the next poll
+            self.unreachable = tuple(server for server in self.unreachable if server != target)
 
     def poll(self, targets: Iterable[int]) -> tuple[int, ...]:
         """Poll these links and drop all other links; return the unreachable servers, ascending."""
         self._silent = {target: self._silent.get(target, -1) + 1 for target in targets}
-        return tuple(sorted(target for target, silent in self._silent.items() if silent >= self._num_polls))
+        self.unreachable = tuple(sorted(target for target, num in self._silent.items() if num >= self._num_polls))
+        return self.unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Unreachable:
 class Reachability:
     """The scheduler's record of unreachable pairs of servers, by incarnation.
 
-    A server is expelled after a pair was disconnected for ``patience_s``, with heartbeats of both servers throughout.
+    A server is expelled after reports of a pair for ``patience_s``, with heartbeats of both servers throughout.
     Raises UsageError if the patience is not positive.
     """
 
@@ -82,7 +87,7 @@ class Reachability:
             for dead in known.keys() - set(living):
                 del known[dead]
         at_odds = self._at_odds(time_s)
-        due = {server for pair, since_s in at_odds.items() if time_s - since_s >= self._patience_s for server in pair}
+        due = {server for pair, reported_s in at_odds.items() if reported_s >= self._patience_s for server in pair}
         if not due:
             return None
         # Rule 2: the last server with a bucket is never expelled, because waiting for the network is better than data
@@ -118,11 +123,13 @@ class Reachability:
         return time_s - self._last_s.get(server, -float("inf"))
 
     def _at_odds(self, time_s: float) -> dict[tuple[int, int], float]:
-        """Return the pairs in which one server does not reach the other server, with the start time.
+        """Return the pairs in which one server does not reach the other server, with the duration of the reports.
 
-        Rule 4: a pair counts only while both servers send heartbeats without interruption, and its start time is not
+        Rule 4: a pair counts only while both servers send heartbeats without interruption, and its duration begins no
         earlier. Servers without heartbeats are removed by the heartbeat timeout, and a server that resumes needs time
         to answer its peers.
+
+        Rule 5: the duration ends with the last report, because the servers may have connected since.
         """
         pairs: dict[tuple[int, int], float] = {}
         for server, complaints in self._complaints.items():
@@ -130,7 +137,7 @@ class Reachability:
                 if all(self._silence_s(end, time_s) <= self._patience_s for end in (server, other)):
                     pair = min(server, other), max(server, other)
                     since_s = max(since_s, self._since_s[server], self._since_s[other])
-                    pairs[pair] = min(since_s, pairs.get(pair, since_s))
+                    pairs[pair] = max(self._last_s[server] - since_s, pairs.get(pair, 0.0))
         return pairs
 
     def validate(self) -> None:

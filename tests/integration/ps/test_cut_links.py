@@ -175,6 +175,31 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
     assert asyncio.run(look_for_nobody()) == (7,)
 
 
+def test_a_report_ends_with_the_connection() -> None:
+    """The reply to the first PING ends the report, although the next poll is far away."""
+    transport, period_s = SocketTransport(TOKEN), 0.3
+
+    async def connect_late(endpoint: Endpoint) -> None:
+        links = ChainLinks(
+            transport, on_up=lambda _: None, on_down=lambda _: None, on_frame=lambda *frame: None, fail=_must_not
+        )
+        polls: list[tuple[int, ...]] = []
+        links.want({7: endpoint}, Hello(role="server"))
+        for _ in range(6):  # without a pause, so that there is no connection yet
+            links._silence.poll((7,))
+        polls.append(links.unreachable)
+        links.watch(10 * period_s)
+        try:
+            await asyncio.sleep(period_s)
+            polls.append(links.unreachable)
+        finally:
+            links.close()
+        assert polls == [(7,), ()]
+
+    with serve_in_thread(_Deaf(), transport) as served:
+        asyncio.run(connect_late(served.endpoint))
+
+
 def test_the_error_names_the_unreachable_server() -> None:
     """It does not hang, though the scheduler hears both."""
     with Cluster(servers=2, replicas=1, heartbeat_timeout_s=TIMEOUT_S) as cluster:

@@ -72,8 +72,23 @@ def test_a_complaint_must_be_repeated() -> None:
         rule.record_heartbeat(1, () if beat == 4 else (2,), beat * BEAT_S)
         rule.record_heartbeat(2, (), beat * BEAT_S)
         assert rule.decide((1, 2), (), beat * BEAT_S) is None
-    rule.record_heartbeat(2, (), 10.0)
+    for server, peers in ((1, (2,)), (2, ())):
+        rule.record_heartbeat(server, peers, 10.0)
     assert rule.decide((1, 2), (), 10.0) == Unreachable(2, (1,))
+
+
+def test_the_time_after_the_last_report_does_not_count() -> None:
+    """After the report, the servers may have connected."""
+    rule = Reachability(PATIENCE_S)
+    for beat in range(5):
+        rule.record_heartbeat(1, (2,), beat * BEAT_S)
+        rule.record_heartbeat(2, (), beat * BEAT_S)
+    rule.record_heartbeat(2, (), 5.5)
+    assert rule.decide((1, 2), (), 5.5) is None  # the reports cover 4 s
+    rule.record_heartbeat(1, (2,), 5.6)
+    assert rule.decide((1, 2), (), 5.6) == Unreachable(2, (1,))
+    rule.record_heartbeat(1, (), 5.7)
+    assert rule.decide((1, 2), (), 5.7) is None
 
 
 def test_a_report_about_silent_members_expels_no_server() -> None:
@@ -181,6 +196,15 @@ def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]
         }
         living.remove(decided.server)
         assert living
+
+
+def test_a_message_ends_the_report_before_the_next_poll() -> None:
+    silence = Silence(1)
+    assert [silence.poll((7, 4)) for _ in range(2)] == [(), (4, 7)]
+    silence.received(7)
+    assert silence.unreachable == (4,)
+    silence.received(9)
+    assert silence.unreachable == (4,)
 
 
 def test_silence_is_counted_in_looks() -> None:

@@ -56,8 +56,11 @@ class ChainLinks:
         self._links: dict[int, _Link] = {}
         self._silence = Silence()
         self._timer: asyncio.TimerHandle | None = None
-        self.unreachable: tuple[int, ...] = ()
+
+    @property
+    def unreachable(self) -> tuple[int, ...]:
         """The wanted servers without a message for five consecutive polls; may be read in any thread."""
+        return self._silence.unreachable
 
     def watch(self, period_s: float) -> None:
         """Probe all servers and update :attr:`unreachable`, now and every `period_s`."""
@@ -65,7 +68,7 @@ class ChainLinks:
         for target, link in self._links.items():
             if link.probe():
                 self._silence.received(target)
-        self.unreachable = self._silence.poll(self._links)
+        self._silence.poll(self._links)
 
     def frame_received(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
         self._silence.received(target)
@@ -124,6 +127,7 @@ class _Link(Handler):
                 peer.abort()
                 return
             self.peer, self._taken = peer, -1
+            peer.send(*frame_parts(PING))  # the reply ends reports from before the connection, also on an idle link
             owner._on_up(self._target)
             await self._broken.wait()
             self.peer = None
