@@ -1,7 +1,8 @@
 """The scheduler's planner of chains: the servers of each bucket, and their order.
 
-A bucket's :class:`Chain` has the servers with all its data, the primary first, and at most one server in fill at the
-end. Incarnations identify servers, so a restarted server is a new server without data.
+A bucket's :class:`Chain` lists the servers that have all data of the bucket, the primary first. At the end it may have
+one server that is being filled: it receives a copy of the bucket. Incarnations identify servers, so a restarted server
+is a new server without data. Comments refer to the rules of section "Chains" in docs/explanation/protocol.md.
 
 Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability" (a server
 that fails leaves its chain, a new one is appended after the tail); Lin et al. 2008 "PacificA: Replication in Log-Based
@@ -102,7 +103,7 @@ def in_chain(members: tuple[int, ...], filling: int | None) -> tuple[int, ...]:
 
 
 def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
-    """Return the buckets that each server in a chain leads (0 for replicas only), and the lost buckets."""
+    """Return the buckets that each server in a chain leads (0 if it leads none), and the lost buckets."""
     leads: dict[int, int] = {}
     lost = 0
     for group in groups:
@@ -116,7 +117,7 @@ def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
 
 
 VERSION_GAP: Final = 1000
-"""A restarted scheduler adds this gap to the newest known version, because dead processes may have had later ones."""
+"""A new scheduler adds this gap to the newest known version, because dead processes may have had later versions."""
 
 _LOST: Final = Chain(())
 
@@ -261,8 +262,8 @@ class Planner:
     def restore(self, groups: Iterable[ChainGroup], filled: Iterable[tuple[int, int]] = ()) -> None:
         """Restore these chains and undo later plans.
 
-        Then apply `filled`: servers, and the buckets that they have received. Call :meth:`servers_changed` next. The
-        version does not decrease, because other processes may have it.
+        Then apply `filled`: pairs of a server and the buckets that it has received. Call :meth:`servers_changed` next.
+        The version does not decrease, because other processes may already have the current version.
         """
         self._chains = list(chains_of(groups))
         is_any_new = False

@@ -1,6 +1,7 @@
 """The gate of one server: the vector clock determines which iterations workers may begin.
 
-Each server's gate decides alone, from the same ticks, so iterations need no central round trip.
+Every worker sends its ticks to every server, so each gate decides alone and iterations need no central coordinator.
+Comments refer to the rules of section "Clocks and the gate" in docs/explanation/protocol.md.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 3.4 (flexible consistency)
 and 4.1 (vector clocks); the clocks are those of Lamport 1978 and Mattern 1988.

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """Every worker sees all updates of the previous iteration; the run equals one process on the joined batch.
+    """Every worker sees all updates of the previous iteration, as if one process trained on all workers' batches.
 
     The gradients of one iteration are aggregated in rank order and applied once. Source: OSDI'14 "Scaling Distributed
     Machine Learning with the Parameter Server", section 3.4 (bulk synchronous, Valiant 1990). Raises UsageError if
@@ -84,7 +84,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class DropStale:
-    """Drop gradients whose staleness exceeds ``beyond`` (Ringmaster ASGD, 2025). Raises UsageError if negative."""
+    """Drop gradients whose staleness exceeds ``beyond`` (Ringmaster ASGD, 2025). Raises UsageError below 0."""
 
     beyond: int
     """The largest staleness of a gradient that is still applied, in iterations."""

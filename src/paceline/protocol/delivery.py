@@ -4,7 +4,8 @@ The sender numbers its pushes; each bucket stores, per incarnation of a sender, 
 bucket's filter moves with the bucket's data, so a repeat after a move is recognized.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.1 (vector clocks, one per
-key range) and 4.3 (consistent migration).
+key range) and 4.3 (consistent migration). Comments refer to the rules of section "Delivery" in
+docs/explanation/protocol.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from paceline.errors import StaleEpochError, UsageError
 from paceline.protocol.buckets import ALL, buckets_in
 
 _MANY: Final = 64
-"""If an incarnation has this number of sets more than after the last clean-up, its sets are made disjoint."""
+"""The sets of an incarnation are made disjoint whenever their number reaches a multiple of this number."""
 _NOTHING: Final[dict[int, int]] = {}
 
 
@@ -34,8 +35,8 @@ class Delivery:
     def __init__(self, buckets: int = ALL) -> None:
         self._buckets = buckets
         # Incarnation → set of buckets → its last push, in ascending order. If a bucket is in several sets, the last set
-        # counts; a bucket in no set has had no push. No set and no inner dictionary is empty. The sets are made
-        # disjoint only when there are many, because this takes time proportional to their number.
+        # counts; a bucket in no set has had no push. No set and no inner dictionary is empty. The sets are rarely made
+        # disjoint, because this takes time proportional to their number.
         self._seen: dict[int, dict[int, int]] = {}
 
     @property
@@ -63,7 +64,7 @@ class Delivery:
         return new
 
     def missing(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        """Return the result of :meth:`admit` without recording the push; raises the same error."""
+        """Return the result of :meth:`admit` without recording the push. Raises StaleEpochError like :meth:`admit`."""
         if buckets is None:
             buckets = self._buckets
         alien = 0 if buckets == self._buckets else buckets & ~self._buckets
@@ -80,7 +81,6 @@ class Delivery:
         return buckets
 
     def _newest(self, incarnation: int) -> int:
-        """Return the number of an incarnation's last push to any bucket; -1 without a push."""
         seen = self._seen.get(incarnation)
         return -1 if seen is None else next(reversed(seen.values()))
 

@@ -1,19 +1,21 @@
 """Sequential consistency on one server of a chain: the pushes of an iteration, their sum, and the waiting reads.
 
-The server buffers the pushes of an iteration until the gate completes the iteration. Then it pushes their sum down the
-chain with the incarnation AGGREGATE, so a bucket's duplicate filter has the number of complete iterations, also after a
-move. Reads of the next iteration wait until the chain has the sum.
+The primary buffers the pushes of an iteration until the gate (:mod:`paceline.protocol.clocks`) completes the iteration.
+Then the primary adds them and forwards the sum along the chain, as a push with the incarnation AGGREGATE and the number
+iteration + 1. So a bucket's duplicate filter contains the number of complete iterations, also after the bucket moves.
+Reads of the next iteration wait until the whole chain has the sum.
 
 A *takeover* begins when a server becomes primary of more buckets. The server lacks the buffered pushes of the former
-primary. Workers resend their retained pushes, followed by `Synced`. The server completes no iteration and answers no
-read until all workers have sent `Synced`. Under bounded delay reads wait too, because a worker's tick may arrive before
-its resent pushes; the server then has :class:`OnArrival` instead.
+primary, so workers resend their retained pushes, followed by `Synced`. Until all workers have sent `Synced`, the server
+completes no iteration and answers no read. Under bounded delay (:class:`OnArrival`) reads wait too, because a worker's
+tick may arrive before the worker's resent pushes.
 
-While a chain is shorter than `min_replicas` requires, its iterations are complete but not durable: reads of the next
-iteration wait, and workers retain their pushes.
+While a chain has fewer than `min_replicas` replicas, complete iterations are not durable: reads of the next iteration
+wait, and workers retain their pushes.
 
-Workers retain pushes only while a primary has successors. So the fill of the first successor is reported only when the
-workers retain all pushes that only this server has. Before the report no other server may become primary of the bucket.
+Workers retain pushes only while a primary has successors, so earlier pushes may exist only on this server. This server
+reports its first successor as filled only when the whole chain has these pushes. Before the report, the scheduler lets
+no other server become primary of the bucket. Comments refer to the rules in docs/explanation/protocol.md.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.3 (replication after
 aggregation).
@@ -29,14 +31,14 @@ from paceline.protocol.delivery import Delivery
 from paceline.protocol.replication import AGGREGATE, Replication
 
 _KEPT_ITERATIONS: Final = 4096
-"""A replica stores the workers of this number of complete iterations, because it may be ahead of its primary."""
+"""A server stores the workers of this number of complete iterations: a replica needs them if its primary dies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Push the sum of the pushes of `workers` in `iteration`, in this order, with the incarnation AGGREGATE.
+    """Instruction: add the pushes of `workers` in `iteration`, in this order, and push the sum as AGGREGATE.
 
-    The sequence is the iteration plus one. Call :meth:`Iterations.acknowledged` when the chain has the sum.
+    The number of this push is the iteration plus one. Call :meth:`Iterations.acknowledged` when the chain has the sum.
     """
 
     iteration: int
@@ -59,14 +61,13 @@ class Takeover:
 
     @property
     def is_over(self) -> bool:
-        """Whether this server has all pushes that its predecessor acknowledged, and all pushes of ticked iterations."""
+        """Whether this server has all pushes that the former primary acknowledged, and all pushes before ticks."""
         return not self._pending_workers
 
     def lead(self, version: int, buckets: int, workers: Collection[int]) -> None:
-        """Record the buckets that this server leads in the view of `version`, and the workers of this view.
+        """Record the buckets that this server leads in view `version`, and the workers of this view.
 
-        `workers` includes workers that have not joined this server's gate, because they may have pushed to the former
-        primary.
+        They include workers outside this server's gate, because these may have pushed to the former primary.
         """
         gained = buckets & ~self._led
         self._led = buckets
@@ -85,7 +86,7 @@ class Takeover:
 
 
 class OnArrival:
-    """The counterpart of :class:`Iterations` if pushes are applied on arrival: only the takeover delays reads."""
+    """Replaces :class:`Iterations` if pushes are applied on arrival. Under bounded delay, a takeover delays reads."""
 
     first_clock = 0
 
@@ -118,25 +119,25 @@ class OnArrival:
 
 
 class Iterations:
-    """The iterations of one server that are not yet durable. Its gate starts at `first_clock`."""
+    """The iterations of one server that are not yet durable. The server's gate starts at clock `first_clock`."""
 
     def __init__(self, replication: Replication, first_clock: int = 0) -> None:
         self._replication = replication
         self._takeover = Takeover()
-        self._parts = Delivery(0)  # the filter of the buffered pushes; not a part of any bucket, so never exported
+        self._parts = Delivery(0)  # the duplicate filter of the buffered pushes; it does not move with a bucket
         self._pushed: dict[int, set[int]] = {}  # iteration → living workers with a buffered push
-        self._complete: dict[int, tuple[int, ...]] = {}  # iteration → workers that ticked it here, in order
-        self._next = first_clock  # the first iteration that the gate has not completed
-        self._unsafe: dict[int, int] = {}  # iteration → number of its sums that the chain lacks
+        self._complete: dict[int, tuple[int, ...]] = {}  # iteration → workers that ticked it at this server, ascending
+        self._next = first_clock  # the first incomplete iteration of the gate
+        self._unsafe: dict[int, int] = {}  # iteration → number of its sums that a server of the chain may lack
         self._safe = 0  # the number of durable iterations when the chains last had enough replicas
         self._version = 0
-        self._unaware: set[int] = set()  # workers that may not have a view with this server's successor
-        # Set once all workers have this view: pushes of earlier iterations may exist only on this server.
+        self._unaware: set[int] = set()  # workers that may not have a view in which this server has a successor
+        # Pushes of iterations below this number may exist only on this server. None until `_unaware` is empty.
         self._unretained_below: int | None = None
-        self._orphaned_below = 0  # earlier iterations may have pushes of workers that ticked them and then left
+        self._orphaned_below = 0  # iterations below this number may have pushes of workers that left: never resent
 
     def follow(self, former: Iterations) -> None:
-        """Take over the sums of `former` that are in flight, because their acknowledgements will arrive here."""
+        """Replace `former`: acknowledgements of sums that `former` sent will be passed to this object."""
         self._unsafe = former._unsafe
 
     @property
@@ -162,7 +163,7 @@ class Iterations:
     def first_clock(self) -> int:
         """The lowest iteration at which a worker may join or rejoin the gate.
 
-        The former primary's gate may have completed more iterations than this server's gate, without this worker. The
+        A former primary's gate may have completed later iterations than this server's gate, and without the worker. The
         worker's pushes for these iterations would be dropped.
         """
         return self._replication.num_complete
@@ -173,17 +174,18 @@ class Iterations:
             return False
         if self.durable >= clock:
             return True
-        # A chain is short until a fill is reported. The report may wait for iterations, so these must not wait for it.
+        # A chain with too few replicas stays short until a fill is reported (:meth:`may_report`). The report waits for
+        # the iterations below `_unretained_below`, so reads of these iterations must not wait for the report.
         return self._unretained_below is not None and clock < self._unretained_below and self._in_chain >= clock
 
     def may_report(self, buckets: int) -> bool:
         """Return whether this server may report to the scheduler that a successor has received all these `buckets`.
 
-        After the report the successor may become primary, and the workers must resend the pushes buffered here.
+        After the report the successor may become primary, and workers must be able to resend this server's buffered
+        pushes. So before the report, the whole chain must have all pushes that their senders did not retain (rule 5).
         """
         if not buckets & self._replication.primary:
             return True
-        # Before the report, the whole chain must have all pushes that their senders did not retain.
         return self._unretained_below is not None and self._in_chain >= self._unretained_below
 
     def missing(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
@@ -218,10 +220,10 @@ class Iterations:
         self._record_safe()
 
     def lead(self, version: int, buckets: int, workers: Collection[int], followers: Collection[int] = ()) -> list[Sum]:
-        """Record the buckets that this server leads in view `version`: see :meth:`Takeover.lead`.
+        """Record the buckets that this server leads in view `version`; return the sums to push if no takeover runs.
 
-        Call this for each view. A takeover also waits for the `followers`, see
-        :class:`~paceline.protocol.replication.Lead`. Returns the sums to push if no wait is necessary.
+        Call this for each view. A takeover waits for Synced from the `workers` of the view, and for Ready from the
+        `followers` (the replicas in the chains of `buckets`).
         """
         follows, self._version = version == self._version + 1, version
         if not self._replication.has_successors or not follows:  # workers may not retain their pushes yet
@@ -238,7 +240,6 @@ class Iterations:
             self._safe = 0
         self._record_safe()
         was_over = self._takeover.is_over
-        # Workers resend the pushes to the former primary before this server completes an iteration or answers reads.
         self._takeover.lead(version, buckets, {*workers, *followers})
         return self._complete_known() if buckets & ~before or not was_over else []
 
@@ -260,11 +261,13 @@ class Iterations:
             self._pushed[iteration].discard(worker)
             if not self._pushed[iteration]:
                 del self._pushed[iteration]
-        if self._unretained_below is not None:  # the iterations of the dropped pushes may never complete
+        if (
+            self._unretained_below is not None
+        ):  # do not wait for iterations whose pushes were dropped: none may complete
             self._unretained_below = min(self._unretained_below, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:
-        """Record that a worker left or died: its pushes count in iterations that it ticked. Return the sums to push."""
+        """Record that a worker left or died; return the sums to push. They include its pushes before its last tick."""
         was_over = self._takeover.is_over
         for iteration, workers in self._pushed.items():
             if worker in workers:

@@ -4,7 +4,8 @@ After a restart the scheduler rebuilds this state from the processes' reports (:
 continues during that time, because iterations do not involve the scheduler.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.4 and 4.5 (server and
-worker management); incarnations as in SWIM (Das, Gupta, Motivala 2002).
+worker management); incarnations as in SWIM (Das, Gupta, Motivala 2002). Comments refer to the rules of section
+"Members and views" in docs/explanation/protocol.md.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Membership:
     """The live members.
 
     `expected_servers` is the number of servers at the cluster's start. A member is overdue after `heartbeat_timeout_s`
-    of silence. `first_incarnation` is the lowest incarnation to assign. Raises UsageError for a number out of range.
+    of silence. `first_incarnation` is the lowest incarnation to assign. Raises UsageError if `expected_servers` is
+    negative, or one of the other two numbers is not positive.
     """
 
     def __init__(self, expected_servers: int, heartbeat_timeout_s: float = 10.0, *, first_incarnation: int = 1) -> None:
@@ -121,7 +123,6 @@ class Membership:
         return self._unknown.start - 1 if self._unknown else self._next_incarnation - 1
 
     def is_unknown(self, incarnation: int) -> bool:
-        """Whether a process that is in no view may have this incarnation."""
         return incarnation in self._unknown
 
     def expire_unknown(self, time_s: float) -> bool:
@@ -171,7 +172,7 @@ class Membership:
         """
         known = self._by_node.get(node)
         if known is not None:
-            # Rule 1: a name belongs to one process. A process that registers again has not received its welcome.
+            # Rule 1: a name belongs to one process. If the process registers again, it has not received its welcome.
             self.record_heartbeat(known.incarnation, time_s)
             return known
         taken = self._by_rank[role]
@@ -190,7 +191,7 @@ class Membership:
         return member
 
     def readmit(self, member: Member, time_s: float) -> Member | None:
-        """Readmit a member that a former scheduler admitted without a view; return the member.
+        """Readmit a member that a former scheduler admitted, but that no known view lists; return the member.
 
         Return None if another member has the same name or rank. An observer whose rank is in use gets another rank.
         """

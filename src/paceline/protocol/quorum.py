@@ -11,11 +11,11 @@ A *step* is one exchange between the ranks of a *quorum*, for example the all-re
 3. The step is committed if a member has committed it, or if all surviving members are prepared. Otherwise the members
    repeat the exchange, with the same inputs, in the next quorum. So all members commit a step, or none.
 4. Only the coordinator starts quorums. Their numbers grow, and a rank accepts only a larger number than its own.
-5. Newcomers enter between two steps, when all members of the quorum report for it. They receive the state from a
-   member that has it.
+5. Newcomers enter between two steps: the members report to let them in. A member that has the training's state sends
+   the state to the newcomers.
 
-A member has a unique number for each process, its incarnation. The runtimes are :mod:`paceline.meeting.coordinator` and
-:mod:`paceline.collectives.elastic`.
+`member` is the incarnation of a process: a number that no other process has. The runtimes are
+:mod:`paceline.meeting.coordinator` and :mod:`paceline.collectives.elastic`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class QuorumReport(Struct, frozen=True, array_like=True, tag=True):
     step: Number
     """Steps that the member has committed."""
     is_prepared: bool
-    """Whether it has the result of the next step."""
+    """Whether the member has the result of the next step."""
     has_state: bool
-    """Whether it has the training's state; False for a newcomer that has not received it."""
+    """Whether the member has the training's state; False for a newcomer that has not received the state."""
     epoch: Number | None = None
-    """Set between two steps, to let newcomers in: its position in the training loop. None after a failure."""
+    """The member's position in the training loop, in a report that lets newcomers in; None after a failure."""
 
 
 class LeaveNotice(Struct, frozen=True, array_like=True, tag=True):
@@ -73,7 +73,7 @@ class StartQuorum(Struct, frozen=True, array_like=True, tag=True):
     source: Number
     """Rank of a member with the training's state."""
     has_newcomers: bool
-    """Whether the source sends the state, before the next step."""
+    """Whether `source` sends the state to newcomers before the next step."""
 
 
 class RetryJoin(Struct, frozen=True, array_like=True, tag=True):
@@ -108,7 +108,7 @@ class BreakQuorum(Struct, frozen=True):
 
 
 class ExpelMember(Struct, frozen=True):
-    """End a process that was declared lost."""
+    """End the process of this member, because it was declared lost."""
 
     member: int
 
@@ -134,14 +134,15 @@ QuorumInstruction: TypeAlias = (
 class Coordinator:
     """Starts the quorums of one training.
 
-    `initial` are the members of the first quorum, except those that end before. The training fails if fewer than
-    `min_ranks` members live. Members without a report `report_timeout_s` after the first report are declared lost.
+    `initial` are the processes of the first quorum; a process that ends before the start is left out. The training
+    fails if fewer than `min_ranks` members live. A member is declared lost if its report is not there
+    `report_timeout_s` after the first member's report.
     """
 
     def __init__(self, initial: Iterable[int], *, min_ranks: int, max_ranks: int, report_timeout_s: float) -> None:
         self.quorum = 0
         self.members: tuple[int, ...] = ()
-        """The members that form the current quorum, in rank order, with those lost since."""
+        """The members at the start of the current quorum, in rank order. Some of them may have been lost since."""
         self.has_failed = False
         self._min_ranks, self._max_ranks, self._report_timeout_s = min_ranks, max_ranks, report_timeout_s
         self._initial = frozenset(initial)
@@ -163,11 +164,9 @@ class Coordinator:
 
     @property
     def deadline_s(self) -> float | None:
-        """The time at which :meth:`time_passed` has an effect."""
         return self._deadline_s
 
     def is_member(self, member: int) -> bool:
-        """Return whether a process takes part in the current quorum."""
         return member in self._alive
 
     def started(self, member: int) -> None:
@@ -180,7 +179,7 @@ class Coordinator:
             return [RejectMember(member, "it was declared lost, or the training has failed")]
         if member in self._alive:
             assert self._start is not None
-            return [self._start]  # the first answer was lost
+            return [self._start]  # the answer to an earlier request was lost
         if self.quorum and not self._alive:
             return [DismissProcess(member)]
         self._waiting[member] = request.epoch
@@ -192,7 +191,7 @@ class Coordinator:
             return [RejectMember(report.member, "the other ranks continue without it, because it was declared lost")]
         if report.quorum < self.quorum:
             assert self._start is not None
-            return [self._start]  # the first answer was lost
+            return [self._start]  # the answer to an earlier report was lost
         self._reports[report.member] = report
         if self._deadline_s is None:
             self._deadline_s = time_s + self._report_timeout_s
@@ -209,7 +208,6 @@ class Coordinator:
         return self._decide()
 
     def ended(self, member: int, *, is_failure: bool) -> list[QuorumInstruction]:
-        """Remove a process that has ended."""
         if self.has_failed or member not in self._processes:
             return []
         is_old = member in self._alive or member in self._leaving or member in self._awaited
@@ -274,7 +272,7 @@ class Coordinator:
                 return self._fail(
                     f"member {report.member} has not prepared step {step}, which another member committed"
                 )
-        # The first step of a newcomer is the state's transfer.
+        # A newcomer receives the state in its first step, so it has the state if it commits this step.
         sources = [report.member for report in reports if report.has_state or report.step < step]
         if not sources:
             return self._fail("no rank is left that has the training's state")
@@ -330,7 +328,6 @@ class QuorumMember:
         self.is_prepared = True
 
     def commit(self) -> None:
-        """Commit the step after a successful vote."""
         assert self.is_prepared
         self.step += 1
         self.is_prepared = False
@@ -341,7 +338,10 @@ class QuorumMember:
         return QuorumReport(self.member, self.quorum, self.step, self.is_prepared, self.has_state, epoch)
 
     def start(self, start: StartQuorum) -> bool:
-        """Enter the next quorum; return whether the prepared step is committed. Raises ProtocolError."""
+        """Enter the next quorum; return whether the prepared step is committed.
+
+        Raises ProtocolError if the quorum is not newer, lacks this rank, or commits a step that is not prepared.
+        """
         if start.quorum <= self.quorum or self.member not in start.members:
             raise ProtocolError(f"member {self.member} of quorum {self.quorum} cannot enter {start}")
         is_committed = self.step < start.step and self.is_prepared

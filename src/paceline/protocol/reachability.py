@@ -9,7 +9,8 @@ about tables is checked against the receiver's view, and an acknowledgement need
 server accepts before it receives its expulsion are never acknowledged.
 
 Source: as in Suresh et al. 2018 "Stable and Consistent Membership at Scale with Rapid", the reports of several servers
-are combined before one server is removed; here one scheduler decides.
+are combined before one server is removed; here one scheduler decides. Comments refer to the rules of section "Cut
+cables" in docs/explanation/protocol.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Silence:
     """One server's links without incoming messages.
 
     A server is unreachable after ``num_polls`` consecutive silent polls. Polls are counted instead of seconds, because
-    this process polls only once during a pause of its own.
+    a pause of this process then counts as only one silent poll.
     """
 
     def __init__(self, num_polls: int = 5) -> None:
@@ -58,7 +59,7 @@ class Unreachable:
 class Reachability:
     """The scheduler's record of unreachable pairs of servers, by incarnation.
 
-    A server is expelled after reports of a pair for ``patience_s``, with heartbeats of both servers throughout.
+    One server of a pair is expelled after reports of the pair for ``patience_s``, while both sent heartbeats.
     Raises UsageError if the patience is not positive.
     """
 
@@ -125,9 +126,9 @@ class Reachability:
     def _at_odds(self, time_s: float) -> dict[tuple[int, int], float]:
         """Return the pairs in which one server does not reach the other server, with the duration of the reports.
 
-        Rule 4: a pair counts only while both servers send heartbeats without interruption, and its duration begins no
-        earlier. Servers without heartbeats are removed by the heartbeat timeout, and a server that resumes needs time
-        to answer its peers.
+        Rule 4: a pair counts only while both servers send heartbeats without interruption, and its duration begins at
+        the earliest with these heartbeats. Servers without heartbeats are removed by the heartbeat timeout, and a
+        server that resumes needs time to answer its peers.
 
         Rule 5: the duration ends with the last report, because the servers may have connected since.
         """

@@ -1,13 +1,13 @@
 """The client's protocol: the requests of a worker or observer, retries, retained pushes and iterations.
 
-A client has one view at a time and splits its requests by the view. A request that a server rejects because of an old
-view waits for the newer view. Then the client resends all unanswered requests in order, followed by a *resync* to each
-server with the worker's clock.
+A client has one view at a time, and splits each push and pull into one request for each server of the view. A request
+that a server rejects because of an old view waits for the newer view. Then the client resends all unanswered requests
+in order, followed by a *resync* to each server: a message with the worker's clock.
 
 Servers detect duplicate pushes by number, so a repeated push is harmless, but a later push to a bucket must not
 overtake an earlier push. The parts of one push for the same server are merged into one request, because the server
 would treat a second frame with the same number as a duplicate. A request that pushes and pulls is replaced by a push
-and a pull: it may have ended the iteration, but its replacement does not, because the resync sends the clock.
+and a pull. These replacements never end an iteration, even if the request did, because the resync sends the clock.
 
 Source: views as in :mod:`paceline.protocol.replication`; clocks as in Ho et al. 2013 "More Effective Distributed ML via
 a Stale Synchronous Parallel Parameter Server".
@@ -172,8 +172,8 @@ def _leads(session: ServerSession, after: Mapping[int, ServerSession]) -> Bucket
 class ClientCore:
     """One client's state.
 
-    Observers (`is_worker` is False) take no part in iterations. With `is_sequential`, servers apply pushes when their
-    iteration completes, so an answered push is lost if its server dies before.
+    Observers (`is_worker` is False) take no part in iterations. With `is_sequential`, servers apply pushes only when
+    their iteration completes, so an answered push that the client does not retain can be lost with its server.
     """
 
     def __init__(self, *, is_worker: bool, is_sequential: bool) -> None:
@@ -224,7 +224,7 @@ class ClientCore:
         # it.
         if session.sends_clock and server not in (self._joined or ()):
             out.append(self._resync(session))
-        # The server applies the last message, so a call to join must follow a resync without `takes_part`.
+        # The later of the two messages decides whether the server counts this worker, so the call to join is the last.
         return out + [Transmit(request) for request in requests if request.kind is RequestKind.CALL]
 
     def change(self, version: int, groups: tuple[ChainGroup, ...], loss: Exception | None = None) -> list[Instruction]:

@@ -4,8 +4,8 @@ A request is in flight until its answer. When the server rejects a request becau
 newest view, the session *awaits a view*: its data requests are blocked until :meth:`ClientCore.change` replaces them.
 
 Under sequential consistency the primary answers a push before the replicas have it. So if a replica exists, the client
-*retains* the push until its iteration is stable. At a view change, requests to the new primaries *replace* unanswered
-requests; a replaced request is done when all its replacements are done.
+*retains* the push until its iteration is stable: the whole chain has the sum. At a view change, requests to the new
+primaries *replace* unanswered requests; a replaced request is done when all its replacements are done.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class JobCore:
         self._has_ended = False
 
     def handle(self, received: ReceivedRequest, membership: Membership, time_s: float) -> list[Answer]:
-        """Apply a request; return answers to this process and others. Raises PeerError."""
+        """Apply a request; return answers to this and other processes. Raises PeerError for an impossible request."""
         return [*self._answer(received, membership, time_s), *self._answers()]
 
     def _answers(self) -> list[Answer]:
@@ -44,8 +44,8 @@ class JobCore:
         """Give the job to idle workers. Workers that finished it receive it again if shards have become free.
 
         No worker gets the job while another worker is at an earlier job. The last pushes of the earlier job may wait
-        for iterations of all workers; workers that have started this job would not finish those iterations, and would
-        wait for that worker.
+        until all workers finish an iteration. A worker that has started the new job would not finish this iteration,
+        so the two workers would wait for each other.
         """
         if not self._idle or any(at != job.number for at in self._busy.values()):
             return []

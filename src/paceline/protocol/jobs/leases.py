@@ -25,7 +25,7 @@ class Leases:
         """The workers that have requested a shard and not finished the job."""
         self._absent = set(absent)
         self._early: dict[int, tuple[object, bool]] = {}  # requests of a strided job that has not started
-        self._granted: dict[int, Lease] = {}  # leases that became free for workers without a pending call
+        self._granted: dict[int, Lease] = {}  # rank → lease to return at the worker's next call
         self._calls: dict[int, object] = {}  # workers that wait for a shard
         self._is_exhausted = self._is_closed = False
         self._answers: list[Answer] = []

@@ -183,7 +183,7 @@ class JobLedger:
     def record(self) -> JobRecord:
         """Return all facts that members have received, for a member that may have missed some.
 
-        Counters belong to the finished shards at that time, so all facts must be sent together.
+        The counters belong to exactly these finished shards, so the two must be sent together.
         """
         return self._facts.export()
 

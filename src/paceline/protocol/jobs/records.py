@@ -19,7 +19,7 @@ Counters: TypeAlias = dict[str, float]
 """A worker's counters in a job, by name. Counters never decrease."""
 
 MAX_SHARDS: Final = 1 << 26
-"""The maximum of a job's shards in all files and epochs, where each file counts one more shard per epoch."""
+"""The maximum number of shards of a job over all files and epochs. Each file counts as one shard more than it has."""
 
 NONE_FREE: Final = -1
 ALL_DONE: Final = -2
@@ -189,7 +189,7 @@ class JobMemory:
     """One member's record of the latest job. All members' records together restore the scheduler's ledger."""
 
     record: JobRecord
-    working: bool = False
+    working: bool = False  # whether this member has received this job as a worker
     is_busy: bool = False
     """Whether this member is a worker that has this job or an earlier job and has not requested the next job."""
     leases: tuple[Lease, ...] = ()

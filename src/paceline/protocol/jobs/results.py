@@ -13,7 +13,7 @@ _BEFORE = -1  # stands for the snapshot that this job continues, in place of a w
 
 @dataclass(slots=True)
 class StoredReport:
-    """A report, the shards that count as finished when the poster has the report, and the worker's counters then."""
+    """A report, and the shards that count as finished when the poster has it, with the counters after these shards."""
 
     incarnation: int
     report: Report
@@ -33,8 +33,8 @@ class Results:
     """The counters and reports of one job, by the incarnation of the worker.
 
     The poster is the process that posted the job. A shard counts as finished when the poster has the shard's report,
-    because worker and scheduler may die before. The worker's later shards count only then too, because counters are
-    totals over shards.
+    because until then the report is lost if worker and scheduler die. The worker's later shards wait for this report
+    too, because the worker's counters are totals over all its shards.
     """
 
     def __init__(self, number: int, progress: Counters) -> None:
@@ -61,7 +61,7 @@ class Results:
             self._current[incarnation] = later(self._current.get(incarnation, {}), counters)
 
     def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
-        """Record a finished shard; return whether members may record it now, or only when the poster has its report."""
+        """Record a finished shard; return whether members may record it now (else when the poster has the report)."""
         self._of_done[incarnation] = later(self._of_done.get(incarnation, {}), counters)
         completed = self._held.pop((incarnation, key), [])
         self._reports.extend(completed)
@@ -101,7 +101,7 @@ class Results:
         return report, stored.body
 
     def report_received(self) -> StoredReport | None:
-        """Record that the poster has the last sent report; return it if it also completes later shards."""
+        """Record that the poster has the last sent report; return it if shards were added after it was sent."""
         stored, self._taken = self._taken, None
         if stored is None:
             return None

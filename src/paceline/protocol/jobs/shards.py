@@ -52,21 +52,22 @@ class _Cursor:
 
 
 _LEASE_GAP: Final = 1 << 20
-"""A restored pool numbers its leases this far above the known leases: the unknown leases are fewer."""
+"""A restored pool adds this gap to the highest known lease number, because members may not know the last leases."""
 
 
 class Shards:
     """The pool of shards, the open leases and the waiting workers.
 
-    `files` has the number of shards of each file; None if unknown (a compressed stream): shards of this file, but of no
-    later file, are leased until a worker reports its end. `epochs` have no barrier between them.
+    `files` has the number of shards of each file, None if unknown (a compressed stream). Shards of a file of unknown
+    size are leased until a worker reports its end; later files wait for this report. `epochs` have no barrier between
+    them.
 
     Under the `assignment` "first-come" each request gets the next shard. Under "strided" shard k in the order of an
-    epoch belongs to worker k mod ``num_workers``, so that without losses every run deals the same shards to the same
-    workers. (Files of unknown length are not counted in this order, so that the order is known before the data is
-    read.) Workers with a number of ``num_workers`` or above get only shards of lost workers.
+    epoch belongs to worker k mod ``num_workers``, so in all runs without losses the same workers read the same shards.
+    (In this order a file of unknown size counts as 0 shards, so that the order is known before the data is read.)
+    Workers with a number of ``num_workers`` or above get only shards of lost workers.
 
-    Raises UsageError for a number out of range or an unknown assignment.
+    Raises UsageError for a negative number, 0 workers or an unknown assignment.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ forgets the token.
 
 Guarantees: a push is acknowledged when every member of its buckets' chains has the push. Each member applies the push
 once, even if it arrives several times. A server that has left a chain cannot contribute to an acknowledgement, because
-the version of every message is checked. With `min_replicas` a primary *withholds* the acknowledgement while a chain is
-shorter, although every server of the chain has applied the push.
+the version of every message is checked. While a chain has fewer than `min_replicas` replicas, its primary *withholds*
+the acknowledgement. Comments refer to the rules of section "Replication" in docs/explanation/protocol.md.
 
 Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability"; views and
 versions as in PacificA (Lin et al. 2008); OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server",
@@ -98,7 +98,7 @@ class Replication:
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
         """Return whether a bucket here must equal the bucket that `source` described in a message of view `version`.
 
-        While this server sends pushes upstream to `source` (rule 8), this server is ahead.
+        While this server sends pushes upstream to `source` (rule 8), this server is ahead of `source`.
         """
         from_it = self.place.predecessors.get(source, 0) & self.delivery.buckets & ~self.place.filling
         if version != self.version or not from_it >> bucket & 1:
@@ -118,7 +118,7 @@ class Replication:
     def push(self, token: object, incarnation: int, sequence: int, buckets: int) -> list[Instruction]:
         """Accept a client's push, or this server's own sum of an iteration.
 
-        This server must lead all `buckets` of the keys.
+        This server must be the primary of all `buckets` (the buckets of the push's keys).
         """
         fresh = self.delivery.admit(incarnation, sequence, buckets)
         return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_own=True), fresh)
@@ -162,8 +162,7 @@ class Replication:
             self.delivery.release(held & ~retained)
             instructions.append(Drop(held & ~retained))
         if members & ~retained:
-            # Rule 5: only in the first view do members have a bucket without a fill, because all buckets are still
-            # empty.
+            # Rule 5: members have a bucket without a fill only in the first view, in which all buckets are empty.
             self.delivery.adopt(members & ~retained, ())
             instructions.append(Hold(members & ~retained))
         self.pushes.change(place, follows=follows)
@@ -185,8 +184,9 @@ class Replication:
     def next_fill(self, target: int) -> tuple[int, int, FilterState] | None:
         """Return the next complete bucket for `target`: number, bucket and filter; None if no bucket can be sent.
 
-        One bucket at a time, so that fills delay other messages little. The bucket then counts as sent, so send it
-        before any further message to this server. Call this again after a Change, LinkUp, Confirmed and Acknowledged.
+        Buckets are sent one at a time, so that fills delay other messages little. The returned bucket counts as sent,
+        so send it before any further message to `target`. Call this again after Change, LinkUp, Confirmed and
+        Acknowledged.
         """
         # Rule 9: a bucket with pushes that the primary may lack is not sent, because its receiver would be ahead of the
         # primary.

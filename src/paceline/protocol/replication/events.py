@@ -92,8 +92,8 @@ class Forward(Struct, frozen=True):
 class Acknowledge(Struct, frozen=True):
     """Acknowledge the push to its sender: this server and all its successors have the push.
 
-    The runtime drops the token. Only an Apply directly after this may still use it, because the last server of a chain
-    answers before it applies.
+    The runtime drops the token. Only an Apply that follows directly may still use the token, because the last server of
+    a chain acknowledges a push before it applies the push.
     """
 
     token: object

@@ -1,4 +1,7 @@
-"""The pushes and buckets that one server has sent to its successors: in flight, withheld, and resent."""
+"""The pushes and buckets that one server has sent to its successors: in flight, withheld, and resent.
+
+Comments refer to the rules of section "Replication" in docs/explanation/protocol.md.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ _REPORT_BUCKETS: Final = 64
 
 
 class Fills:
-    """The fills of one server in one view. `numbers` yields the numbers of sent buckets, for confirmations."""
+    """The buckets that one server copies to filling successors in one view.
+
+    `numbers` yields a number for each sent bucket, by which the receiver confirms the bucket.
+    """
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
@@ -43,7 +49,7 @@ class Fills:
         return self._wanted.get(target, 0)
 
     def unsent(self, target: int) -> Buckets:
-        """Return the buckets that were not yet sent to a server. Pushes to these buckets are not forwarded to it."""
+        """Return the buckets that `target` needs and that were not sent yet. Their pushes are not forwarded to it."""
         return self._wanted.get(target, 0) & ~self._sent.get(target, 0)
 
     def change(self, wanted: Mapping[int, Buckets], *, follows: bool) -> None:
@@ -71,7 +77,7 @@ class Fills:
             self._sent[target] = self._confirmed[target]
 
     def confirm(self, target: int, number: int) -> bool:
-        """Record a server's confirmation of a bucket by number; return whether the confirmation is new."""
+        """Record that `target` has confirmed the bucket with this number; return whether the confirmation is new."""
         state = self._states.pop(number, None)
         if state is None or state[0] != target:
             return False
@@ -79,7 +85,10 @@ class Fills:
         return True
 
     def to_report(self, target: int) -> Buckets:
-        """Return the confirmed buckets if a report is due, because all, or many new ones, are confirmed; else 0."""
+        """Return the confirmed buckets if a report to the scheduler is due, else 0.
+
+        A report is due when all wanted buckets, or many since the last report, are confirmed.
+        """
         confirmed = self._confirmed[target]
         news = confirmed & ~self._reported.get(target, 0)
         if not news or (confirmed != self._wanted[target] and news.bit_count() < _REPORT_BUCKETS):
@@ -98,7 +107,7 @@ class Fills:
 
 
 class PendingPush(Struct, eq=False):
-    """A push that this server's successors have not all acknowledged."""
+    """A push that at least one successor of this server has not acknowledged."""
 
     token: object
     incarnation: int
@@ -107,6 +116,7 @@ class PendingPush(Struct, eq=False):
     is_own: bool
     """Whether this server accepted the push as the primary, from a client or as its own sum."""
     is_left: bool = False
+    """Whether this server accepted the push in an older view."""
     end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
     """The final instruction for the token, when all successors have the push."""
     waiting: dict[int, tuple[int, int]] = {}  # awaited target → number of the forward, buckets
@@ -150,7 +160,7 @@ class PendingPushes:
         return len(self._pushes)
 
     def of(self, incarnation: int, sequence: int) -> tuple[PendingPush, ...]:
-        """Return the pending parts of one push, in order of arrival."""
+        """Return the pending parts of one push (each with other buckets of the push), in order of arrival."""
         return tuple(self._by_push.get((incarnation, sequence), ()))
 
     def in_parts(self) -> list[tuple[PendingPush, ...]]:
@@ -192,7 +202,7 @@ class PendingPushes:
         return None if push.waiting else push
 
     def give_away(self, push: PendingPush, taken: Buckets) -> None:
-        """Remove these buckets from a push, because they were forwarded under another number."""
+        """Remove the buckets `taken` from a push, because a repeat of the push now waits for these buckets."""
         push.buckets &= ~taken
         for target, (number, buckets) in list(push.waiting.items()):
             if buckets & ~taken:
@@ -240,7 +250,7 @@ class ChainProgress:
 
     @property
     def inherited(self) -> int | None:
-        """The number (iteration plus one) of a former primary's first sum that a successor may lack, if any."""
+        """The lowest number (iteration plus one) of a former primary's sums that a successor may lack, if any."""
         primary = self._place.primary
         sums = (push for push in self._pending if push.incarnation == AGGREGATE and not push.is_own)
         return min((push.sequence for push in sums if push.buckets & primary), default=None)
@@ -249,16 +259,16 @@ class ChainProgress:
         return self._pending.left()
 
     def ahead_of_primary(self) -> int:
-        """Return the buckets with pushes that the primary may lack while this server sends them upstream."""
+        """Return the buckets with pushes that the primary may lack, because this server still sends them to it."""
         return self._pending.left() & self._overtaken if self._overtaken else 0
 
     def give_up(self, token: object) -> None:
-        """Drop a withheld push, because its sender has received a timeout."""
+        """Drop a withheld push, because the sender's request has timed out."""
         self._withheld = {push: None for push in self._withheld if push.token is not token}
 
     def take(self, push: PendingPush, fresh: Buckets) -> list[Instruction]:
-        # Rule 2: the new part is applied, and the whole push is forwarded, because successors have their own filters.
-        # The push is forwarded first, so that successors work at the same time.
+        # Rule 2: the new part is applied, and the whole push is forwarded, because successors have their own duplicate
+        # filters. The push is forwarded before it is applied, so that successors work at the same time.
         instructions: list[Instruction] = []
         if fresh != push.buckets:
             known = self._pending.of(push.incarnation, push.sequence)
@@ -266,8 +276,8 @@ class ChainProgress:
         instructions += self._forward(push)
         applied = [Apply(push.token, fresh)] if fresh else []
         if not push.waiting and not push.is_own:
-            # The acknowledgement to the predecessor comes first too, because this server applies the push before its
-            # next message.
+            # The acknowledgement to the predecessor may also precede Apply, because this server handles no other
+            # message in between.
             return [*instructions, Acknowledge(push.token), *applied]
         instructions += applied
         if not push.waiting:
@@ -276,11 +286,11 @@ class ChainProgress:
         return instructions
 
     def _replace(self, known: list[PendingPush], push: PendingPush) -> list[Instruction]:
-        """Move the buckets of a repeated push from its pending parts of older views to the new push.
+        """Move the buckets of the repeat `push` from the pending parts `known` of older views to the repeat.
 
-        The new push is forwarded again instead of waiting for the former parts. The former parts also wait for other
-        buckets, so servers could wait for each other in a circle. Parts that are being sent upstream stay, because
-        their order relative to the repeat is unknown.
+        The repeat is forwarded again and does not wait for these parts. They may also wait for other buckets, so
+        servers could wait for each other in a circle. Buckets that this server sends upstream stay in their part,
+        because the order of part and repeat at the primary is unknown.
         """
         taken = push.buckets & ~self._overtaken
         instructions: list[Instruction] = []
@@ -325,7 +335,7 @@ class ChainProgress:
                 yield self._pending.forward(push, target, buckets)
 
     def send_again(self, target: int) -> list[Instruction]:
-        """Forward again all pushes in flight to a server, because they may be lost."""
+        """Forward again all pushes in flight to `target`, because the earlier messages may be lost."""
         return self._forward_again([push for push in self._pending if target in push.waiting])
 
     def _forward_again(self, pushes: Iterable[PendingPush]) -> list[Instruction]:
@@ -339,7 +349,7 @@ class ChainProgress:
         return instructions
 
     def change(self, place: Place, *, follows: bool) -> None:
-        """Set the place in a newer view, which `follows` if no view was missed. Call :meth:`after_change` next."""
+        """Set the place in a newer view; `follows`: no view was missed in between. Call :meth:`after_change` next."""
         before, pending = self._place, 0
         for push in self._pending:
             pending |= push.buckets
@@ -352,9 +362,9 @@ class ChainProgress:
         """Return the instructions for all pushes after a view change; those for withheld pushes come first."""
         instructions = self._withheld_after_change()
         # Rule 7: after a view change every server of a chain forwards again the pushes that its successors may lack,
-        # because their predecessor and their client may be dead. The successors have changed, so the predecessor gets
-        # no acknowledgement and forwards the push again. If this server no longer leads all buckets of the push, the
-        # client resends it to the new primary.
+        # because the client and the predecessor that sent them may be dead. The predecessor gets no acknowledgement of
+        # the old view and forwards the push again too. If this server no longer leads all buckets of a client's push,
+        # the push is refused, and the client resends it to the new primary.
         for push in self._pending:
             push.is_left = True
             if not push.is_own:

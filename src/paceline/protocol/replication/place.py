@@ -19,14 +19,14 @@ class Place:
     """The buckets that the server is being filled with."""
     short: Buckets = 0
     """The buckets that the server leads, but with too few replicas to acknowledge a push."""
-    shortages: dict[int, Buckets] = field(default_factory=dict)
+    shortages: dict[int, Buckets] = field(default_factory=dict)  # number of replicas → short buckets with this number
     predecessors: dict[int, Buckets] = field(default_factory=dict)
     """The servers directly before this server."""
     successors: dict[int, Buckets] = field(default_factory=dict)
     """The servers directly after this server."""
     fills: dict[int, Buckets] = field(default_factory=dict)
     """The successors that this server must fill."""
-    upstream: dict[int, Buckets] = field(default_factory=dict)
+    upstream: dict[int, Buckets] = field(default_factory=dict)  # all members before this server
     leaders: dict[int, Buckets] = field(default_factory=dict)
     """The primaries of buckets in which this server is a replica."""
     followers: dict[int, Buckets] = field(default_factory=dict)

@@ -97,7 +97,7 @@ class SchedulerCore:
 
     def __init__(self, settings: SchedulerSettings, **options: Any) -> None:
         self.settings = settings
-        """The settings sent to each member. The name of the cluster in them changes with a take-over."""
+        """The settings that each member receives. A take-over changes `settings.cluster`, the name of the cluster."""
         self.cluster = ClusterCore(
             num_servers=settings.num_servers,
             replicas=settings.replicas,
@@ -109,8 +109,7 @@ class SchedulerCore:
         self.sessions = Sessions()
         self._num_buckets = options.get("num_buckets", NUM_BUCKETS)
         self._views = SentViews()
-        # Messages that are handled when the cluster has been recovered.
-        self._held: list[tuple[object, Any, MessageNumbers, bytes]] = []
+        self._held: list[tuple[object, Any, MessageNumbers, bytes]] = []  # messages that wait for the take-over
         self._has_news = False
         self._refused_clusters: set[str] = set()  # clusters with other settings than this scheduler's
 
@@ -119,7 +118,7 @@ class SchedulerCore:
         return self.cluster.heartbeat_s
 
     def is_watched(self, incarnation: int) -> bool:
-        """Whether the runtime must watch this process for its end."""
+        """Whether the runtime must report the end of this process."""
         return self.cluster.phase is Phase.RECOVERING or incarnation in self.cluster.newest.incarnations
 
     def connected(self, peer: object) -> None:
@@ -327,7 +326,7 @@ class SchedulerCore:
         return out
 
     def _send_news_soon(self) -> list[Instruction]:
-        """Send the job's new facts after a short delay, together with the facts from messages that arrive by then."""
+        """Send the job's new facts after a short delay, together with facts that arrive during the delay."""
         is_due, self._has_news = self._has_news, True
         return [] if is_due else [events.NewsSoon()]
 

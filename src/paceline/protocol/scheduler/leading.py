@@ -208,7 +208,7 @@ class Leader:
             self._remove(incarnation, reason)
 
     def _remove(self, incarnation: int, reason: str | None) -> None:
-        """Remove a member, which is dead for this `reason`, or leaves (None)."""
+        """Remove a member: it is dead for this `reason`, or it leaves (`reason` is None)."""
         member = self.membership.remove(incarnation)
         if member is None:
             return
@@ -227,7 +227,7 @@ class Leader:
             self._plan()
 
     def _handle_silent(self) -> None:
-        """Remove overdue members, and suspect overdue servers if enough other servers remain."""
+        """Remove overdue workers and observers, and suspect overdue servers if enough other servers remain."""
         suspects = self.next.suspects
         overdue = self.membership.overdue(self._time_s)
         for member in overdue:
@@ -264,8 +264,8 @@ class Leader:
 
     def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
         self._out += self.next.committed(view, former)
-        # A removed worker's leases are reassigned only after the commit. Before, another scheduler may take over from a
-        # view in which the worker is still a member.
+        # A removed worker's leases are reassigned only after the commit. Before the commit, another scheduler may take
+        # over from a view in which the worker is still a member.
         self._out += [removed for removed in self._removed if removed.member.incarnation not in view.incarnations]
         self._removed = [removed for removed in self._removed if removed.member.incarnation in view.incarnations]
         for server, reason in departing.items():

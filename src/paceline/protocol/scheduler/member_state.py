@@ -104,7 +104,7 @@ class MemberState:
         if isinstance(view, ViewChange):
             base = self.views.committed
             if base is None:
-                raise ProtocolError("the scheduler has sent the change of a view that it has not sent")
+                raise ProtocolError("the scheduler has sent the change of a view, but not the view itself")
             view = view.apply(base)
         self._check(view)
         return view

@@ -57,7 +57,7 @@ class Suspects:
             self._doubts[server] = "it did not rejoin the scheduler that took over"
 
     def record_heartbeat(self, incarnation: int) -> bool | None:
-        """Record a heartbeat; return whether the wait for the member was reported, None if it was not silent."""
+        """Record a heartbeat; return whether the operator knows of a wait for the member, None if it was not silent."""
         self._doubts.pop(incarnation, None)
         return self._silent.pop(incarnation, None)
 
@@ -86,7 +86,7 @@ class Suspects:
         self._silent = {**dict.fromkeys(servers, False), **self._silent}
 
     def wait_for(self, servers: tuple[Member, ...]) -> list[NotifyOperator]:
-        """Wait for these overdue servers, which the cluster needs; report the wait once."""
+        """Wait for these overdue servers, which the cluster needs; notify the operator once."""
         is_reported, self.needed = servers == self.needed, servers
         return [] if is_reported else [waits_for(servers, "to continue without them")]
 
@@ -143,10 +143,7 @@ class Drains:
 
 
 class NextView:
-    """The view after the committed view, with the live servers and the fills that have ended since.
-
-    The parameter `servers` has the live servers: incarnation → rank.
-    """
+    """Plans the view after the committed view, from the live servers `servers` (incarnation → rank) and ended fills."""
 
     def __init__(self, planner: Planner, publication: Publication, timeout_s: float) -> None:
         self.planner = planner
@@ -180,7 +177,8 @@ class NextView:
         if not committed.version:
             return
         doubtful = self.suspects.servers
-        # A doubtful server counts as filled only in chains without a live member, and the next view waits for it.
+        # A doubtful server counts as filled only in chains without a live member. The next view is committed only when
+        # this server has prepared it.
         alone = sum(group.buckets for group in committed.groups if servers.keys().isdisjoint(group.members))
         filled = [(target, buckets & alone if target in doubtful else buckets) for target, buckets in self._filled]
         self.planner.restore(committed.groups, filled)

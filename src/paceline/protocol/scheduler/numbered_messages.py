@@ -3,9 +3,9 @@
 Each end numbers and stores its messages until the other end has confirmed them (:class:`MemberEnd`,
 :class:`SchedulerEnd`). After a reconnection both ends continue.
 
-A new scheduler starts with an empty end, and gets the content of former messages from the members' Rejoin. Members
-resend the messages that the former scheduler may not have received. Some of these messages may arrive twice, because
-the new scheduler may have used a Rejoin of an earlier connection.
+A new scheduler has no stored messages; each member's Rejoin contains the results of the member's former messages.
+Members resend the messages that the former scheduler may not have received. The effect of such a message may also be in
+the Rejoin, if the new scheduler used a Rejoin of an earlier connection.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MemberEnd:
 
 
 class SchedulerEnd:
-    """The messages of one process and their answers. `is_foreign` marks a member of a former scheduler's cluster."""
+    """The last number and the answers of one process; `is_foreign`: the process is a former scheduler's member."""
 
     def __init__(self, *, is_foreign: bool = False) -> None:
         self.is_foreign = is_foreign

@@ -1,4 +1,4 @@
-"""Publication of the next view: first prepared, then committed when enough servers have it."""
+"""Publication of the next view: servers first prepare (store) the view, and it is committed when enough have it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Publication:
         self.is_established = False
         self.proposal: Proposal | None = None
         self.epoch = 0
-        """The epoch of the newest view, which may be not committed."""
+        """The epoch of the newest view, which may be uncommitted."""
 
     def take_over(self, latest: View, term: int) -> None:
         self.term = term

@@ -1,9 +1,9 @@
 """The take-over of a cluster by a new scheduler, from the members' records.
 
-Each member sends the newest view that it has received, committed or prepared (:class:`Evidence`;
-:mod:`paceline.protocol.scheduler.views` has the reason). The take-over (:class:`Succession`) continues from the newest
-of these views once enough of its servers are back and, until the timeout, all other members too. Before that, these
-servers promise to prepare no view of a former scheduler; otherwise a server could rejoin here, return to a live former
+Each member sends the newest view that it has received, committed or prepared (:class:`Evidence`). The take-over
+(:class:`Succession`) continues from the newest of these views. It needs a quorum of servers
+(:mod:`paceline.protocol.scheduler.views`), and until the timeout it also waits for all other members. The servers first
+promise to prepare no view of a former scheduler; otherwise a server could rejoin here, return to a live former
 scheduler, and prepare a view there.
 """
 
@@ -24,7 +24,7 @@ from paceline.protocol.scheduler.views import View, may_take_over
 
 
 class Evidence:
-    """The records of one cluster's rejoined members. The parameter `ended` contains ended incarnations."""
+    """The records of one cluster's rejoined members. `ended` are the incarnations whose processes have ended."""
 
     def __init__(self, by_peer: Mapping[object, Rejoin]) -> None:
         self.by_peer = dict(by_peer)
@@ -32,17 +32,17 @@ class Evidence:
         newest = _newest(rejoin.view for rejoin in self.returned)
         complete = _newest(rejoin.view for rejoin in self.returned if not rejoin.view.is_partial)
         self.latest = newest if newest is complete else _with_workers(newest, complete)
-        """The newest view of all members, with the workers of the newest view that contains workers.
+        """The newest view of all members, with the workers of the newest view that lists workers.
 
-        No worker is missing, because a worker is removed only by a view that a quorum of servers has prepared.
+        The list is complete: a removal of a worker is in a view that a quorum of servers has prepared.
         """
         # The voters of every view from which the former scheduler may continue. If only workers have the newest view,
-        # which contains no workers, the voters of the newest view with workers count too, because they may have stored
+        # which lists no workers, the voters of the newest view with workers count too, because they may have stored
         # views with later workers.
         self._electorates = self._voters_of(newest) + (self._voters_of(complete) if newest is not complete else [])
 
     def _voters_of(self, view: View) -> list[Collection[int]]:
-        """Return the voters of a view and, if the view may be not committed, the voters of the view before it."""
+        """Return the voters of a view and, if the view may be uncommitted, the voters of the view before it."""
         is_committed = any(rejoin.has_committed and rejoin.view.order == view.order for rejoin in self.returned)
         return [view.voters] if is_committed else [view.voters, view.former_voters]
 
@@ -113,7 +113,7 @@ def _with_workers(partial: View, complete: View) -> View:
 
 @dataclass(frozen=True, slots=True)
 class Succession:
-    """The outcome that the scheduler takes over this cluster."""
+    """Outcome: the scheduler takes over this cluster."""
 
     evidence: Evidence
     term: int
@@ -145,7 +145,7 @@ class Succession:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The outcome that no cluster can be taken over."""
+    """Outcome: no cluster can be taken over."""
 
 
 Outcome: TypeAlias = (
@@ -156,8 +156,8 @@ Outcome: TypeAlias = (
 class Recovery:
     """The members that have rejoined, and the members whose processes have ended.
 
-    Recovery waits for all members until the timeout. With `accepts_minority` it then takes over with the rejoined
-    members. `replaces` means that members of a former cluster exist. `salt` is unique to this scheduler.
+    Recovery waits for all members until the timeout. After the timeout, `accepts_minority` allows a take-over without a
+    quorum. `replaces` means that members of a former cluster exist. `salt` is unique to this scheduler.
     """
 
     def __init__(

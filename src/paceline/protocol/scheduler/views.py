@@ -5,17 +5,18 @@ workers is first *prepared*: the servers store the view and answer. They act on 
 next scheduler finds every view that a member may have acted on. If two schedulers lead the same cluster, one of them
 can neither commit a view nor take over:
 
-* a view is committed once these servers have it: half of the voters of the former view, or all but `replicas` of them
-  if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
-* a scheduler takes over with a majority of the voters of the newest known view, or with more than `replicas` of them
-  (:func:`may_take_over`), so that any two such sets intersect. The newest view may be uncommitted; then the former
-  scheduler may still continue from the view before it. So a scheduler needs as many voters of that earlier view too.
-  If only workers have the newest view (their views contain no workers), it also needs as many voters of the newest
-  view with workers; otherwise a removed worker could count as a member. All these voters have promised not to prepare
-  a view of a lower term.
+* A view is committed once two groups of servers have stored it: half of the voters of the former view (or all but
+  `replicas` of the voters, if that is fewer), and every server that gains a bucket by the view (:class:`Proposal`).
+* A new scheduler takes over once a majority of the voters of the newest known view (or `replicas` + 1 voters, if that
+  is more) has rejoined (:func:`may_take_over`). This group shares a server with every group that can commit a view.
+* If the newest view may be uncommitted, the former scheduler may still continue from the view before. Then the new
+  scheduler needs the same quorum of the earlier view's voters too.
+* Views that are sent to workers list no workers. If only workers have the newest view, the new scheduler also needs
+  the same quorum of the newest view that lists workers. Otherwise a removed worker could count as a member.
+* All voters in these quorums have promised not to prepare a view of a lower term.
 
-Voters are the servers that have a bucket. A voter whose process has ended is neither waited for nor counted, because it
-may have ended under another scheduler.
+The voters of a view are its servers that have a bucket. A voter whose process has ended need not answer, and an earlier
+answer of this voter does not count, because another scheduler may also continue without the voter.
 
 Source: views and their change as in Viewstamped Replication Revisited (Liskov and Cowling 2012); the two kinds of
 quorums, which must intersect each other: Howard, Malkhi and Spiegelman 2016 "Flexible Paxos".
@@ -42,11 +43,11 @@ def _check_groups(groups: Iterable[ChainGroup]) -> None:
         union |= group.buckets
         num_named += group.buckets.bit_count()
     if union != (1 << num_named) - 1:
-        raise UsageError(f"a view's chains name {num_named} buckets, and not each from 0 to {num_named - 1} once")
+        raise UsageError(f"a view's chains name {num_named} buckets: expected each from 0 to {num_named - 1} once")
 
 
 class View(Struct, Generic[Address], frozen=True, tag=True):
-    """The members of the cluster, and the chains of its buckets. A notice of the scheduler: this view is committed."""
+    """The members of the cluster, and the chains of its buckets. The scheduler sends a View when it is committed."""
 
     term: Term = 0
     """The term of the scheduler that published the view; the term rises with every take-over."""
@@ -57,7 +58,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
     members: tuple[Member[Address], ...] = ()
     groups: tuple[ChainGroup, ...] = ()
     last_incarnation: Number = 0
-    """A process with an incarnation up to this number that is not a member is removed."""
+    """A process that is not a member, and whose incarnation is at most this number, was removed."""
     is_partial: bool = False
     """Whether the view was sent without the workers."""
     former_voters: tuple[Number, ...] = ()
@@ -120,7 +121,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
 
 class ViewChange(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
-    """The difference of a view from the view of epoch `base`, which the receiver has. A notice, as View."""
+    """The difference of a view from the view of epoch `base`, which the receiver has. Sent in place of a View."""
 
     base: Number
     epoch: Number
@@ -177,7 +178,7 @@ class KnownViews:
         """The view that the member acts on; None before the first view."""
         self.prepared: View | None = None
         self.promised = 0
-        """The member has promised not to prepare a view of a lower term."""
+        """The lowest term whose views the member may still prepare."""
 
     @property
     def newest(self) -> View | None:
@@ -185,7 +186,7 @@ class KnownViews:
         return max(known, key=lambda view: view.order, default=None)
 
     def prepare(self, view: View) -> bool:
-        """Store a view that may be committed; return whether to answer with Prepared.
+        """Store a view that may be committed later; return whether to answer with Prepared.
 
         Return False if a newer scheduler has superseded the view's scheduler.
         """
@@ -244,7 +245,7 @@ def _have(quorum: int, voters: Collection[int], ended: Collection[int], answered
 
 
 def gaining(before: Iterable[ChainGroup], after: Iterable[ChainGroup]) -> frozenset[int]:
-    """Return the servers that are members of a bucket's chain `after`, but not `before`."""
+    """Return the servers that are members of a bucket's chain in `after` and were not in `before`."""
     had: dict[int, int] = {}
     for group in before:
         for server in group.members:

@@ -181,20 +181,18 @@ class ServerCore:
         if not self._me:
             return Timing.EARLY
         if kind in _MEMBERS_ONLY:
-            # Rule 1: a worker takes part only if the current view lists it.
+            # A worker takes part only if the current view lists it.
             if self.workers.is_unnamed(sender):
                 return Timing.UNNAMED
-            # Rule 2: a server without the workers' clocks waits until another server sends them.
+            # A server without the workers' clocks waits until another server sends them.
             if not self.progress.has_clocks:
                 return Timing.BEFORE_CLOCKS
-        # Rule 3: messages of one worker are handled in order of arrival, so a call waits for earlier postponed
-        # messages.
+        # Messages of one worker are handled in order of arrival, so a call waits for earlier postponed messages.
         if kind is TimingClass.CALL and self.early.has_of(sender):
             return Timing.EARLY
         if version == current or kind in (TimingClass.CALL, TimingClass.OTHER):
             return _IMMEDIATE
-        # Rule 4: a request is handled in the view in which it was sent. If this server's view is older, the request
-        # waits.
+        # A request is handled in the view in which it was sent. If this server's view is older, the request waits.
         if version > current:
             return Timing.EARLY
         if kind is TimingClass.CHAIN:
@@ -202,7 +200,7 @@ class ServerCore:
         return Timing.REPEATED if kind is TimingClass.SYNCED else Timing.STALE
 
     def postpone(self, timing: Timing, sender: int, token: object) -> None:
-        """Postpone a request until a ResumeRequest."""
+        """Store a request until a later event returns a ResumeRequest for its token."""
         self.early.postpone(timing, sender, token)
 
     def disconnected(self, is_of_it: Callable[[object], bool]) -> None:

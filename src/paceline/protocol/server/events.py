@@ -24,10 +24,7 @@ class TimingClass(Enum):
     TICK = "tick"
     """A worker's clock; rejected if sent in an older view, and postponed until the server has the workers' clocks."""
     SYNCED = "synced"
-    """A worker's clock after a resync.
-
-    The worker sends it again for each view, so the clock of an older view is dropped.
-    """
+    """A worker's clock, after its resent pushes. Dropped if sent in an older view, because each view gets a new one."""
     CALL = "call"
     """A worker's message that it joins or retires; independent of the view."""
     CHAIN = "chain"

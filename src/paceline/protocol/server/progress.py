@@ -198,12 +198,12 @@ class Progress:
         self.has_clocks = False
 
     def change(self, view: events.ViewChanged) -> None:
-        # Reject reads first: they could be answered because sums without successors count as durable after the change,
-        # but their buckets may have moved.
+        # Reject all reads first. After the change a sum may count as durable only because its chain has no successor
+        # left, so a read could be answered although its buckets have moved.
         self._out += [events.Stale(token) for token in self.reads.take_all()]
         self._reports = {}
         self.replicate(self.replication.handle(replication.Change(view.version, view.groups)))
-        for target in self.replication.filling:  # it may have dropped the clocks in a view missed here
+        for target in self.replication.filling:  # it may have dropped the clocks in a view that this server missed
             self._out.append(events.SendClocks(target))
 
     def replicate(self, instructions: Iterable[replication.Instruction]) -> None:
