@@ -4,8 +4,8 @@ A :class:`~paceline.errors.PacelineError` *rejects* an invalid request before an
 an exception after a change, the process might acknowledge data that it does not have, so it must end. Replicas replace
 a server that ends, and a restarted scheduler replaces a scheduler.
 
-Each role has a function, :data:`Fail`, that receives every such exception. In a process of its own it is
-:func:`end_process`; tests record the exception instead.
+Servers and schedulers pass every such exception to a function, :data:`Fail`. It is :func:`end_process`, except in
+tests, which record the exception.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Self = TypeVar("_Self", bound=_CanFail)
 
 
 def must_succeed(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Decorate a method that changes acknowledgeable state: every exception ends the process."""
+    """Decorate a method that changes state which an acknowledgement may promise: every exception ends the process."""
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -70,7 +70,7 @@ def describe(error: BaseException) -> str:
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop, fail: Fail) -> None:
-    """Fail on exceptions of a loop's callbacks and tasks, unless the exception only closes a connection."""
+    """Pass exceptions of a loop's callbacks and tasks to `fail`, unless an exception only closes a connection."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -87,7 +87,7 @@ def watch_loop(loop: asyncio.AbstractEventLoop, fail: Fail) -> None:
 
 
 def watch_task(task: asyncio.Task[Any], fail: Fail) -> None:
-    """Fail on an exception that ends a task, which would otherwise stay unnoticed."""
+    """Pass an exception that ends a task to `fail`; otherwise the exception would stay unnoticed."""
 
     def done(task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -97,7 +97,7 @@ def watch_task(task: asyncio.Task[Any], fail: Fail) -> None:
 
 
 def watch_threads(fail: Fail) -> None:
-    """Fail on an exception that ends a thread of this process."""
+    """Pass an exception that ends a thread of this process to `fail`."""
 
     def ended(arguments: threading.ExceptHookArgs) -> None:
         if isinstance(arguments.exc_value, Exception):

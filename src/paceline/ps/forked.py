@@ -1,7 +1,7 @@
 """A clear error for clients in a forked process, instead of two processes on one connection.
 
-A forked child has its parent's sockets but not its threads. The receivers would take the child's messages, even its
-departure, for messages of the parent.
+A forked child has its parent's sockets but not its parent's threads. Receivers would treat the child's messages, even a
+Leave, as messages of the parent.
 """
 
 from __future__ import annotations

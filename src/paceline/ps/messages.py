@@ -73,8 +73,11 @@ FILTERED_PUSH: Final = 28
 FILTERED_PULL: Final = 29
 FILTERED_PUSH_PULL: Final = 30
 UNKNOWN_KEYS: Final = 31
-"""The server lacks the state of a filtered request, or has rejected an earlier request for that reason. The server has
-applied nothing of the request. The client resends this request, and then all later requests, without filters."""
+"""The server lacks the keys of a filtered request, or has rejected an earlier request for this reason.
+
+The server has applied nothing of the request. The client resends this request, and then all later requests, without
+filters.
+"""
 
 # Kinds of frames between servers.
 FORWARD: Final = 32
@@ -84,9 +87,9 @@ FORWARDED: Final = 33
 STATE: Final = 34
 """A whole bucket for a server that is being filled; meta is a :class:`StateInfo`. Answered by STATE_TAKEN."""
 STATE_TAKEN: Final = 35
-"""The receiver has loaded the bucket of a STATE frame. clock is the processor time that this took, in microseconds."""
+"""The receiver has loaded the bucket of a STATE frame. clock: the processor time of the loading, in microseconds."""
 READY: Final = 37
-"""A member of a chain has forwarded all pushes to its new primary. epoch is the view's version."""
+"""A member of a chain has forwarded all its pushes to the new primary. epoch: the view's version."""
 CLOCKS: Final = 36
 """Tables and workers, for a server that is being filled: meta is a :class:`ClocksInfo`."""
 CHECK: Final = 40
@@ -99,7 +102,7 @@ PONG: Final = 39
 TICKS: Final = 1
 """The push is the last of its iteration and ticks the worker's clock."""
 RANGE: Final = 2
-"""Dense: the body begins with (start, stop), two uint64, instead of keys."""
+"""In a request to a dense table: the body begins with (start, stop), two uint64, instead of keys."""
 EXACT: Final = 16
 """The pushed values are counts and are applied unchanged: the policy for stale gradients does not apply."""
 FILTERED: Final = 8
@@ -210,7 +213,7 @@ class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker stops taking part: iterations do not wait for this worker until it joins again."""
+    """A worker takes no part in iterations until it joins again; other workers do not wait for this worker."""
 
 
 class ReadBucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -286,7 +289,7 @@ class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
     non_finite: int
     """The number of pushes, sums, writes and loads that contained infinities or NaN, whether rejected or accepted."""
     staleness: tuple[int, ...]
-    """The numbers of applied or dropped gradients with staleness 0, 1, …; the last number includes all higher ones.
+    """The numbers of applied or dropped gradients with staleness 0, 1, …; the last number includes higher staleness.
     """
 
 
@@ -334,7 +337,7 @@ class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
 class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     """A bucket: its duplicate filter, and one piece per table.
 
-    The floats of a piece are the values and the update rule's state of each key.
+    The floats of a piece contain the values and the update rule's state of each key.
     """
 
     bucket: Bucket
@@ -370,7 +373,7 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     num_missing: Natural
     minimum: Clock
     passes: tuple[tuple[TableNumber, PassNumber, PassNumber], ...] = ()
-    """For tables that record passes: number, current pass, and the pass of rows that are older than the record.
+    """For tables that record passes: number, current pass, and the pass assumed for rows from before the recording.
     """
 
 

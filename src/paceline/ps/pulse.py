@@ -1,4 +1,4 @@
-"""Detection of a blocked event loop, so that another thread does not send heartbeats for a blocked process."""
+"""Detection of a blocked event loop, so that the thread for heartbeats sends no heartbeats for a blocked process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pulse:
         self._loop = loop
         self._on_hung = on_hung
         self.patience_s = 10.0
-        self._request_s: float | None = None  # the time at which a beat was scheduled that has not come yet
+        self._request_s: float | None = None  # the time at which the pending beat was scheduled
         self._was_hung = False
 
     def beats(self) -> bool:

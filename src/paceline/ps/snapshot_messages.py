@@ -1,7 +1,7 @@
 """Control messages between the coordinator of snapshots and the servers.
 
-A snapshot or load takes seconds. One call starts it and another requests its state, so that no call occupies a
-connection for long.
+A snapshot or load takes seconds. One call starts a snapshot and another call requests the state, so that no call
+occupies a connection for long.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ class Client:
     def tick(self) -> None:
         """End this worker's iteration: later pushes and reads belong to the next iteration.
 
-        Does not wait for the servers. Raises the error of an earlier push that the caller did not wait for, and
-        UsageError if this client does not take part in the iterations.
+        This method does not wait for the servers. Raises the error of an earlier push if the caller has not waited for
+        this push, and UsageError if this client does not take part in the iterations.
         """
         servers = self.servers
         with servers.lock:
@@ -152,8 +152,9 @@ class Client:
     def retire(self) -> None:
         """Stop taking part in the iterations: servers do not wait for this worker until it calls :meth:`join`.
 
-        Until then it reads and writes like an observer, without waiting. Under sequential consistency its pushes
-        without a tick are dropped. If the cluster has replicas, the call waits until its ticked pushes are stable.
+        Until then it reads and writes like an observer, without waiting. Under sequential consistency its pushes of the
+        unfinished iteration are dropped. If the cluster has replicas, the call waits until the pushes of finished
+        iterations are on all servers of their chains.
         """
         servers = self.servers
         with servers.lock:
@@ -202,12 +203,13 @@ class Client:
         filters: Sequence[Filter] = (),
         pull_filters: Sequence[Filter] | None = None,
     ) -> SparseTable:
-        """Declare a sparse table: uint64 key → row of `dim` float32. Every process declares it with the same settings.
+        """Declare a sparse table: uint64 key → row of `dim` float32.
 
-        A row exists from its first push. Before, a read returns the values of `initializer` (default zeros), which
-        depend only on `seed` and key. Raises TableMismatchError if the table exists with other settings.
+        Every process declares it with the same settings. A row exists from its first push. Before its first push, a
+        read returns the values of `initializer` (default zeros), which depend only on `seed` and key. Raises
+        TableMismatchError if the table exists with other settings.
 
-        `filters` (:mod:`paceline.filters`) apply to this client's pushes and pulls, and `pull_filters` to the returned
+        `filters` (:mod:`paceline.filters`) encode this client's pushes and pulls, and `pull_filters` the returned
         values (default: the filters for values and bytes in `filters`). Raises UsageError if a server does not have the
         same version of a filter.
         """
@@ -273,14 +275,14 @@ class Client:
             return table
 
     def save(self, directory: str | os.PathLike[str], **model: Any) -> None:
-        """Write all tables to a directory atomically; `model` is stored in its manifest."""
+        """Write all tables to a directory atomically; `model` is stored in the directory's manifest."""
         from paceline.ps.client.records import save_tables
 
         _check_directory("save", directory)
         save_tables(self, directory, **model)
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load the tables of a saved model with their state; return the `model` of its manifest."""
+        """Load the tables of a saved model with their state; return the `model` from its manifest."""
         from paceline.ps.client.records import load_tables
 
         _check_directory("load", directory)
@@ -305,7 +307,7 @@ class Client:
         self.servers.abort()
 
     def close(self) -> None:
-        """Finish requests in flight and leave the cluster. Idempotent; does nothing in a forked child."""
+        """Finish requests in flight and leave the cluster. Idempotent. Has no effect in a forked child."""
         if isinstance(self.servers.lock, NoLock):
             return
         try:
@@ -317,9 +319,9 @@ class Client:
     def __enter__(self) -> Client:
         """Return the client; the end of the block closes it.
 
-        Without an exception, the end of the block waits until all pushes are acknowledged and all ticked pushes are
-        stable, as :meth:`retire` does, and raises the first error. With an exception it does not wait for other
-        workers.
+        Without an exception, the end of the block waits until all pushes are acknowledged, and, as :meth:`retire`,
+        until the pushes of finished iterations are on all servers of their chains. It raises the first error. After an
+        exception in the block, it does not wait for other workers.
         """
         return self
 

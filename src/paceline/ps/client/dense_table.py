@@ -41,7 +41,7 @@ class DenseTable(Table):
     def push(
         self, grads: npt.ArrayLike, *, start: int = 0, keys: npt.ArrayLike | None = None, tick: bool = False
     ) -> Ticket:
-        """Send gradients (float32 [n]) for [start, start + n), or for `keys` (uint64 [n]; equal ones are summed).
+        """Send gradients (float32 [n]) for [start, start + n), or for `keys` (uint64 [n]; equal keys are summed).
 
         Other arguments, result and errors as :meth:`SparseTable.push`.
         """

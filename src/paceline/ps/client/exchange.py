@@ -1,7 +1,7 @@
 """The payload of one request: its frame, and the array for the values of its answer.
 
-At a view change new frames replace the requests, so the payload then also has the keys of its frame. :func:`fill`
-creates the new frames. Such a frame has keys, and never a range.
+At a view change, new requests replace the unanswered requests, and :func:`fill` creates their frames from the keys of
+the former frames. These new frames contain keys, never a range.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Exchange:
         return 0 if self.out is None else int(self.out.nbytes)
 
     def receive(self, channel: Channel, header: Header) -> bool:
-        """Receive the rest of the answer after its header; return False if it does not match the request."""
+        """Receive the rest of an answer after its header; return False if the answer does not match the request."""
         self.meta = channel.receive_meta()
         if header.body_bytes:
             if self.is_call:
@@ -212,11 +212,11 @@ class FrameKeys:
         return self._keys
 
     def positions(self, buckets: Buckets) -> _Positions | None:
-        """Return the positions of the keys of some buckets; None if all keys are in these buckets."""
+        """Return the positions of the keys that are in `buckets`; None if all keys are."""
         return positions_in(self.spec, self.keys, buckets) if self.buckets & ~buckets else None
 
     def take(self, buckets: Buckets) -> tuple[Keys, Floats]:
-        """Return the keys of some buckets, and their gradients as [n, dim]."""
+        """Return the keys that are in `buckets`, and their gradients as [n, dim]."""
         rows = self._frame[2].reshape(-1, self.spec.dim)
         chosen = self.positions(buckets)
         return (self.keys, rows) if chosen is None else (self.keys[chosen], rows[chosen])
@@ -224,7 +224,7 @@ class FrameKeys:
 
 @dataclass(slots=True)
 class DataRequest:
-    """A data request for one server, not yet numbered. With default values it only ends an iteration."""
+    """A data request for one server, without a number yet. With the default values it is only a tick."""
 
     kind: int = TICK
     table: int = 0

@@ -1,7 +1,7 @@
 """Requests of a table that are compressed by filters at the first transmission, and unfiltered when they are resent.
 
-An :class:`Exchange` stores the unfiltered frame, with the values as the server decodes them from the filtered one. The
-unfiltered frame is sent after a reconnection, to another server, or if the server lacks the keys.
+An :class:`Exchange` stores the unfiltered frame. Its values are rounded as in the filtered frame, so both frames have
+the same effect. The unfiltered frame is sent after a reconnection, to another server, or if the server lacks the keys.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TableFilters:
         self.follow_weights = any(item.needs_l1 for item in self.requests.rows)
         """Whether the filters need the pulled values, which :meth:`note_pulled` passes to them."""
         self._is_dense = is_dense
-        self._l1: float | None = None  # the L1 penalty of the table's update rule, computed when it is first needed
+        self._l1: float | None = None  # the L1 penalty of the table's update rule; None until the first use
         self._selections: list[RowSelection] = []
         self._row_errors: RowErrors | None = None
         self._senders: dict[int, FilteredSender] = {}
@@ -190,7 +190,10 @@ class FilteredSender:
         return request
 
     def _encode_push(self, keys: Keys, values: Floats, seed: int, *, is_range: bool) -> tuple[Bytes, Floats]:
-        """Return the body of a push, and its values as the server decodes them. Later pushes correct the errors."""
+        """Return the body of a push, and its values as the server decodes them.
+
+        Later pushes correct the rounding errors.
+        """
         if self._errors is None and len(values):
             self._errors = self._filters.errors(len(values) // len(keys))
         errors = self._errors
@@ -208,7 +211,7 @@ class FilteredSender:
         return self._chain.encode(keys, values, seed, self._memory, is_range=is_range, read=read), read
 
     def _begin(self, connection: ServerConnection) -> None:
-        """Clear the filters' memory after a reconnection or a view change, because the server has lost its own."""
+        """Clear the filters' memory after a reconnection or a view change: the server's memory is cleared too."""
         version = connection.core.version
         if self._channel is not connection.channel:
             self._channel, self._has_sent_meta = connection.channel, False

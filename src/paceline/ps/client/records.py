@@ -101,7 +101,7 @@ def write_records(client: TableClient, spec: TableSpec, keys: Keys, records: Flo
 def call_owners(
     client: TableClient, spec: TableSpec, keys: Keys, call: Callable[[ServerConnection, Positions], None]
 ) -> None:
-    """Call `call` for each server with the positions of its keys; once per key, even if the view changes."""
+    """Call `call` for each server with the positions of its keys. Each key is passed once, even if the view changes."""
     remaining = np.arange(len(keys))
 
     def call_remaining() -> None:

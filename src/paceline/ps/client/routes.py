@@ -40,7 +40,7 @@ class Routes:
     """Bucket → position of its primary in `servers`; 0 for lost buckets."""
     lost: Buckets
     lost_with: tuple[int, ...]
-    """The known ranks of the servers that died with the lost buckets."""
+    """The ranks, if known, of the servers that died with the lost buckets."""
     has_ended: bool = False
     """Whether the cluster ends on request, so that its servers did not die."""
 
@@ -69,7 +69,7 @@ class Routes:
 def make_routes(view: View, before: Routes | None = None, known: Mapping[int, Member] | None = None) -> Routes:
     """Return the routes of a view with chains.
 
-    `before` and `known` (servers by incarnation) identify the servers that had the lost buckets.
+    `before` (the former routes) and `known` (servers by incarnation) identify the servers that had the lost buckets.
     """
     members = {**(known or {}), **{m.incarnation: m for m in view.members if m.role is Role.SERVER}}
     groups = view.groups

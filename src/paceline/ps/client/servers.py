@@ -181,8 +181,8 @@ class Servers:
     def follow(self) -> None:
         """Apply the newest view: connect to its servers, and resend unanswered requests. Takes the lock.
 
-        If a server has rejected a request because of a newer view, waits for this view. Raises DeadlineError if the
-        view does not come.
+        If a server has rejected a request because of a newer view, this method waits for the view. Raises DeadlineError
+        if the view does not come.
         """
         with self.lock:
             while not self.is_closed or self.connections:
@@ -260,7 +260,10 @@ class Servers:
             raise self.routes.loss()
 
     def owner_of(self, bucket: int) -> ServerConnection:
-        """Return the connection to the primary of a bucket in the newest view. Raises ConnectionLostError if lost."""
+        """Return the connection to the primary of a bucket in the newest view.
+
+        Raises ConnectionLostError for a lost bucket.
+        """
         connections = self.newest()
         self.check_not_lost(1 << bucket)
         return connections[int(self.routes.owners[bucket])]
@@ -346,7 +349,7 @@ class Servers:
             raise error
 
     def wait_stable(self) -> None:
-        """Wait until all ticked pushes are on every server of their chains."""
+        """Wait until all pushes of finished iterations are on every server of their chains."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             self.newest()
@@ -422,7 +425,7 @@ class Servers:
                         break
                     except DeadlineError:
                         break
-                    except PacelineError:  # ignore the error: callers that need it have waited or called flush()
+                    except PacelineError:  # ignore the error: callers that need the error have waited or called flush()
                         pass
         finally:
             for connection in self.connections:

@@ -1,7 +1,7 @@
 """Loading of a snapshot into a new cluster.
 
-Each server reads its own buckets, as primary or as replica. This process reads the files for servers that do not see
-the directory.
+Each server reads its own buckets, as primary or as replica. This process reads the files for servers that have no
+access to the directory.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _are_compatible(spec: TableSpec, other: TableSpec) -> bool:
 class SnapshotLoading:
     """The loading of a snapshot into a cluster.
 
-    The result is complete if the view stayed the same from beginning to end without a running fill, because servers
-    that are filled later copy the loaded buckets. Otherwise the loading is repeated.
+    The loading is repeated unless the view stayed the same from beginning to end and no server was being filled.
+    Servers that are filled later copy the loaded buckets.
     """
 
     def __init__(self, client: Client, snapshot: Snapshot, timeout_s: float, check: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class SnapshotLoading:
         self._specs = {spec.name: spec for spec in client.tables()}
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._num_through = 0  # the number of loaded tables in the best attempt
+        self._num_through = 0  # the number of loaded tables in the attempt with the most tables
         self._check = check
 
     def load(self) -> bool:
@@ -128,7 +128,7 @@ class SnapshotLoading:
                     unseen |= _held_by(client, connection.session.server)
             if waits:
                 self.pause(f"server {waits[0].rank} still reads its part")
-        if unseen:  # servers on other machines do not see this directory
+        if unseen:  # servers on other machines have no access to this directory
             self._load_through(table, unseen)
 
     def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:

@@ -37,8 +37,8 @@ from paceline.storage.format import PartUse, SnapshotManifest, StoredPart, Store
 from paceline.storage.snapshot_directory import SnapshotDirectory, SnapshotWriteError, describe_failure, folder_name
 
 FULL_EVERY = 10
-"""After this number of snapshots, one snapshot is full: it does not refer to earlier snapshots."""
-_MARGINS = (2, 16, 256, 4096)  # iterations added to the boundary if a server has already passed it
+"""One of this number of successive snapshots is full: it refers to no earlier snapshot."""
+_MARGINS = (2, 16, 256, 4096)  # iterations from the servers' clocks to the boundary, by attempt
 _PATIENCE_S = 120.0
 """The maximum duration of a snapshot during which buckets move."""
 _MAX_ROUNDS = 64
@@ -72,10 +72,10 @@ class _Attempt:
 
 
 class SnapshotCoordinator:
-    """Takes snapshots with all servers of a cluster, one at a time, in a directory that all of the servers see.
+    """Takes snapshots of all servers of a cluster, one at a time, in a directory that all servers can access.
 
     If buckets move, or servers die, join or leave, the new primaries write the missing buckets. Under sequential
-    consistency the whole snapshot is repeated, because the missing buckets would be of another iteration.
+    consistency the whole snapshot is repeated, because the missing buckets would show another iteration.
 
     Calls raise SnapshotWriteError for a failed snapshot, and remove its files; errors of the cluster are raised
     unchanged.
@@ -256,7 +256,7 @@ class SnapshotCoordinator:
                 if kept.table == number and self._newest is not None:  # unchanged since `kept.number`
                     found += _parts_of(self._newest, spec.name, kept.number, from_bytes(kept.buckets))
         for part, buckets in found:
-            fresh = buckets & ~covered  # if two servers wrote a bucket, use only one copy
+            fresh = buckets & ~covered  # if two servers wrote the same bucket, use only one copy
             if fresh:
                 used[part.file] = part, used.get(part.file, (part, 0))[1] | fresh
                 covered |= fresh

@@ -70,9 +70,9 @@ class SparseTable(Table):
     ) -> Ticket:
         """Request values; ``ticket.result()`` waits and returns them as :meth:`pull` does.
 
-        `ahead` requests the values of a later iteration, `ahead` after the current one, before this worker has ticked.
-        That hides the round trip, but the values may lack this worker's own last pushes. Raises UsageError if the
-        consistency's τ is less than `ahead`.
+        With `ahead`, the values are those of the iteration that comes `ahead` iterations after the current one. The
+        call then hides the round trip, but the values may lack this worker's own last pushes. Raises UsageError if
+        `ahead` exceeds τ, the maximum delay of the cluster's consistency.
         """
         with self._servers.lock:
             if type(ahead) is not int or ahead:
@@ -134,8 +134,8 @@ class SparseTable(Table):
 
         All pushes of the previous pass must have arrived. At the first call, existing rows count as last pushed in pass
         `rows_of` (default: the previous pass). Snapshots, and servers that replace dead servers, get each row's last
-        pass; saved models do not contain it. Numbers are at most 2^24 and stored modulo 63. So count passes one by one:
-        a row without a push for 63 passes counts as pushed in the current pass, unless it was erased.
+        pass; saved models do not contain it. Pass numbers are at most 2^24 and stored modulo 63, so increase `number`
+        by 1 each time. A row without a push for 63 passes counts as pushed in the current pass, unless it was erased.
         """
         number = whole_number(f"begin_pass({number!r})", number, 1, MAX_PASS)
         former = number - 1
@@ -150,8 +150,8 @@ class SparseTable(Table):
         """Erase the rows without a push in this pass and the `passes` - 1 passes before; return their number.
 
         :meth:`begin_pass` sets the current pass; without it nothing is erased. Rows of the tables `also` with the same
-        keys are erased too, whenever they were pushed. No worker may push during the call. Call this at least once in
-        63 - `passes` passes; otherwise some rows are not erased (see :meth:`begin_pass`).
+        keys are erased too, even if they were pushed recently. No worker may push during the call. Call this at least
+        once in 63 - `passes` passes; otherwise some rows are not erased (see :meth:`begin_pass`).
         """
         passes = whole_number(f"erase_unseen({passes!r})", passes, 1, MAX_PASSES)
         is_list = isinstance(also, Sequence) and all(isinstance(table, SparseTable) for table in also)

@@ -106,7 +106,7 @@ class Table:
                 self.filters = None
 
     def _flush_filtered(self) -> None:
-        """Wait for filtered requests, because a server may still reject them, and they must then be resent."""
+        """Wait for filtered requests, because they must be resent without filters if a server rejects them."""
         if self.filters is not None:
             self._client.flush()
 

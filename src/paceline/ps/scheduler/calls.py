@@ -59,7 +59,7 @@ class Memory:
         return message
 
     def answered(self, message: msgspec.Struct, meta: bytes) -> None:
-        """Record the answer to a message, in the thread that receives it, so that no received answer is missing."""
+        """Record the answer to a message. The receiving thread calls this, so that no received answer is missing."""
         if isinstance(message, messages.DeclareTable):
             known = _decode(meta, KnownTable)
             with self._lock:
@@ -151,7 +151,7 @@ class SchedulerCalls:
                 try:
                     send(self._end, self.channel, message)
                 except ConnectionLostError:
-                    self.is_connected = False  # the link's thread detects the break too, and reconnects
+                    self.is_connected = False  # the link's thread detects the broken connection too, and reconnects
                 except PacelineError:
                     self._end.take(message.number)
                     raise
@@ -162,7 +162,7 @@ class SchedulerCalls:
             self.channel.send(*frame_parts(NOTICE, meta=messages.encode(notice)))
 
     def take(self, request: int) -> Content | None:
-        """Remove and return the call of this number, which is answered or abandoned; None without one."""
+        """Remove and return the call of this number, which is answered or abandoned; None without such a call."""
         with self._lock:
             message = self._end.take(request)
         return None if message is None else message.content
@@ -195,7 +195,7 @@ class SchedulerCalls:
         return message
 
     def send_again(self, received: int) -> None:
-        """Send the messages after number `received`, or all for a new scheduler, which has none (-1)."""
+        """Send the messages after number `received` again; all messages if `received` is -1 (a new scheduler)."""
         with self._lock:
             self._send_again(received)
 

@@ -39,7 +39,7 @@ from paceline.transport.backoff import Backoff
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 0.25
 _LASTING_S: Final = 1.0
-"""A connection that exists for this time was not rejected by the scheduler."""
+"""A connection that has existed for this time was accepted by the scheduler."""
 _ELSEWHERE_PAUSE_S: Final = 2.0
 """The pause between attempts while the scheduler of another cluster has the address."""
 
@@ -110,7 +110,8 @@ class SchedulerLink:
     """Calls to the scheduler from any thread; its notices go to the `hooks` in the link's own thread.
 
     After a lost connection the link tries for `reconnect_s` to reach a scheduler at the same address. A member's calls
-    are executed once; the calls of other processes are repeated. :class:`LinkHooks` describes the callbacks.
+    are executed once; calls of a process that is not a member may be executed twice. :class:`LinkHooks` describes the
+    callbacks.
     """
 
     def __init__(
@@ -231,8 +232,8 @@ class SchedulerLink:
             self._closed.set()
             self.calls.leave(UsageError("this client is closed: connect again"))
             # Wait until the scheduler has read Leave and closes the connection. If this end closed the connection with
-            # unread data or during a write of the scheduler, Leave would be lost, and other members would wait for the
-            # timeout.
+            # unread data or during a write of the scheduler, Leave could be lost, and other members would wait until
+            # the heartbeat timeout.
             try:
                 if threading.current_thread() is not self.thread:
                     self.thread.join(_FAREWELL_S)
@@ -253,7 +254,7 @@ class SchedulerLink:
             except (PacelineError, OSError, ValueError) as error:
                 lost: PacelineError | None = self._lost_error()
                 if isinstance(error, PeerError) and not isinstance(error, ConnectionLostError):
-                    lost = error  # the scheduler is alive, and has sent the reason for the end
+                    lost = error  # this error is the reason that the live scheduler has sent
                 elif self._reconnection.patience_s > 0 and not (self.is_closing or self.state.is_over):
                     lost = self._come_back()
                 if lost is not None:
@@ -302,7 +303,7 @@ class SchedulerLink:
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
         elif call is not None:
-            if isinstance(call.struct, messages.Register):  # changes of this view may follow immediately
+            if isinstance(call.struct, messages.Register):  # changes of the welcome's view may follow immediately
                 welcome = read_meta(frame.meta, _WELCOME, "a welcome")
                 self._memory.joined(welcome.incarnation)
                 self._take_view(self.state.welcomed(welcome))
@@ -340,7 +341,7 @@ class SchedulerLink:
                 if not is_elsewhere:
                     return None
             except (ConnectionLostError, DeadlineError, AuthenticationError, VersionError, _NoSchedulerError, OSError):
-                pass  # the connection is lost again, or another program listens at the address
+                pass  # try again: the connection is lost, or another program listens at the address
             except PacelineError as refusal:
                 return refusal  # the scheduler has rejected this process
             self.calls.channel.close()
@@ -356,7 +357,7 @@ class SchedulerLink:
         except PacelineError:
             raise _NoSchedulerError from None
         self._reconnection.connected(time.monotonic())
-        if self.state.welcome is None:  # this process is not a member yet, so its registration is resent too
+        if self.state.welcome is None:  # without a welcome, this process is not a member yet: it registers again
             self.calls.register_again(channel)
             return True
         rejoining = self.calls.rejoin(channel, self._rejoin)

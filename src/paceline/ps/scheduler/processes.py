@@ -78,7 +78,7 @@ class ProcessWatch:
     def watch(self, member: Member, *, connected: bool) -> None:
         incarnation, process, endpoint = member.incarnation, member.process, member.address
         is_watched = self._watched.get(incarnation) == (process, endpoint)
-        if not is_watched:  # the member may belong to another cluster that uses the same incarnations
+        if not is_watched:  # another cluster may use the same incarnation for another process
             self.forget(incarnation)
         if connected:
             self._connected.add(incarnation)
@@ -124,7 +124,7 @@ class ProcessWatch:
     def _open(self, incarnation: int, process: ProcessIdentity) -> None:
         try:
             descriptor = os.pidfd_open(process.pid)
-        except OSError:  # the process has ended or is not accessible: it is checked when its connection breaks
+        except OSError:  # the process has ended or is not accessible, so it is checked when its connection breaks
             return
         self._descriptors[incarnation] = descriptor
         asyncio.get_running_loop().add_reader(descriptor, self._ended, incarnation)

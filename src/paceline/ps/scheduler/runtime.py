@@ -91,10 +91,10 @@ class Scheduler(Handler):
     """The scheduler of a cluster. The `settings` must be valid.
 
     It takes over the cluster of a dead scheduler when members of that cluster connect. With `replaces` it forms no new
-    cluster before the heartbeat timeout; with `accepts_minority` it then takes over with the connected members, however
-    few. `on_note` receives messages for the operator; messages about the end of a process only if `reports_ends`.
-    `on_loss` is called if buckets are lost, `fail` with an exception after which this scheduler must not continue
-    (:mod:`paceline.ps.fail_stop`).
+    cluster before the heartbeat timeout. With `accepts_minority` it takes over after the timeout even with a minority
+    of the former servers. `on_note` receives messages for the operator; messages about the end of a process only if
+    `reports_ends`. `on_loss` is called if buckets are lost, `fail` with an exception after which this scheduler must
+    not continue (:mod:`paceline.ps.fail_stop`).
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Scheduler(Handler):
             case events.NewsSoon():
                 loop.call_soon(lambda: self._feed(events.NewsDue()))
             case events.BucketsLost(buckets):
-                if not self.ended.is_set():  # at the end, servers leave with their buckets without a loss
+                if not self.ended.is_set():  # at the end of the cluster, servers may leave with their buckets
                     self._on_loss(f"{buckets.bit_count()} buckets of the tables are lost: no live server has them")
             case events.NotifyOperator(text):
                 self.on_note(text)

@@ -28,7 +28,7 @@ _MAX_ANSWER_BYTES = Limits().max_frame_bytes
 
 
 class BlockedRead:
-    """A waiting read: the token of :class:`paceline.protocol.server.events.Read`."""
+    """A waiting read. It is the token of a :class:`paceline.protocol.server.events.Read`."""
 
     __slots__ = ("clock", "flags", "header", "peer", "selection")
 
@@ -192,7 +192,7 @@ class Answers:
         )
 
     def late_push(self, push: ChainPush, peer: Peer) -> DeadlineError:
-        """Return the error for a push with too few replicas (compare Kafka's ``min.insync.replicas``)."""
+        """Return the error for a push that too few replicas have (compare Kafka's ``min.insync.replicas``)."""
         table = self._tables.find(push.pieces[0].table).spec.name
         return DeadlineError(
             f"{name_of(peer)} waited {timeout_s(peer):g} s for the acknowledgement of a push to table {table!r}: "
@@ -220,6 +220,6 @@ def name_of(peer: Peer) -> str:
 
 
 def timeout_s(peer: Peer) -> float:
-    """Return the time that a peer waits for an answer: the time in its Hello, or else a minute."""
+    """Return the time for which a peer waits for an answer: the time in the peer's Hello, or else a minute."""
     timeout_ms = peer.hello.extra.get("timeout_ms")
     return min(max(timeout_ms, 0), _MAX_TIMEOUT_MS) / 1000.0 if isinstance(timeout_ms, int) else 60.0

@@ -3,7 +3,7 @@
 A primary buffers pushes until all successors have them, early frames until their view arrives, and under sequential
 consistency the pushes of incomplete iterations. Beyond a budget, the server stops reading from the clients that send
 more, until half of the budget is free. This also bounds the memory of the successors, because a push counts until the
-last successor has it. Connections of servers are always read, because they also carry heartbeats.
+last successor has it. A server always reads from other servers, because their connections also carry heartbeats.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BackPressure:
     def note(self, peer: Peer, num_bytes: int) -> None:
         """Record buffered bytes of a peer; pause the peer if the budget is exceeded."""
         self._added += num_bytes
-        if self._added <= self.max_bytes:  # no count is needed below the bound
+        if self._added <= self.max_bytes:  # the exact count is not needed yet
             return
         held, ahead = self.count_held(), self.count_ahead()
         self._added = held + ahead
@@ -54,7 +54,7 @@ class BackPressure:
             self._schedule_check()
 
     def resume_all(self) -> None:
-        """Resume all connections, because the awaited event may have come, or one of them must send it."""
+        """Resume all connections, because the awaited event may have come, or must come from a paused connection."""
         paused, self.paused = self.paused, {}
         for peer in paused:
             peer.resume_receiving()

@@ -69,7 +69,7 @@ class ServerControl:
         self._replicator = runtime.replicator
         self._traffic = traffic
         self._non_finite = non_finite
-        self._last_changes: dict[int, int] = {}  # incarnation → its last call that changed the server as a whole
+        self._last_changes: dict[int, int] = {}  # incarnation → number of its last call that changed the whole server
         self._calls: dict[type, Any] = {
             messages.CheckFilters: self._check_filters,
             messages.CreateTable: self._create_table,
@@ -86,7 +86,7 @@ class ServerControl:
             self._check_change(peer, header)
         is_repeat = is_change and header.sequence <= self._last_changes.get(peer.hello.incarnation, 0)
         result = None if is_repeat else self._calls[type(request)](request)
-        if is_change and not is_repeat:  # a late repeat must not lower the stored number
+        if is_change and not is_repeat:  # so a repeat that arrives late does not lower the number
             self._last_changes[peer.hello.incarnation] = header.sequence
         answer, parts = result if isinstance(result, tuple) else (result, ())
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(answer), body=parts))
@@ -149,7 +149,7 @@ class ServerControl:
                 part.erase(np.empty(0, np.uint64))  # raises UsageError
         selection = Selection(np.frombuffer(body, np.uint64, rows).copy())
         buckets = part.buckets_of(selection)
-        self._check_led(buckets)  # before any change, because the client resends a call of another view
+        self._check_led(buckets)  # check before any change, because the client resends a call that was rejected
         part.num_values(selection)
         floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
         if operation == RECORDS:
@@ -160,7 +160,7 @@ class ServerControl:
         return _push_of_call(operation, [Piece(request.table, selection, floats)], buckets, peer, header)
 
     def erase_unseen(self, peer: Peer, header: Header, request: messages.EraseUnseen) -> ChainPush:
-        """Return the push that erases a bucket's unseen rows, as `write_or_erase` does, even if no rows are unseen.
+        """Return the push that erases a bucket's unseen rows here and on the successors, even if no rows are unseen.
 
         The push stores the number of the call, so that a repeat in a later pass erases nothing.
         """
@@ -177,7 +177,7 @@ class ServerControl:
 
     def _begin_pass(self, request: messages.BeginPass) -> None:
         self._sparse_part(request.table).begin_pass(request.number, request.rows_of)
-        self._replicator.tables_changed()  # notify the successors before a bucket with this pass is sent to them
+        self._replicator.tables_changed()  # before a bucket of this pass is sent to successors
 
     def _sparse_part(self, number: int) -> SparsePart:
         part = self._tables.find(number).part

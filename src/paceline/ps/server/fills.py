@@ -20,7 +20,7 @@ from paceline.tables.part import Selection
 from paceline.tables.server_tables import Piece, ServerTables
 from paceline.transport import Header, frame_parts
 
-_FILL_PAUSE = 4.0  # the pause after a bucket, as a multiple of the time that the bucket took from other messages
+_FILL_PAUSE = 4.0  # the pause after a bucket, in units of the bucket's cost (see `taken`)
 _SLOW_LINK = 12.5e6  # bytes per second: the slowest link on which fills leave room for other messages
 
 
@@ -84,7 +84,7 @@ class FillTransfers:
         """Schedule the next bucket.
 
         The pause is four times the cost of the last bucket, so that other messages have time. The cost is the CPU time
-        at both ends and the time on the link. Waiting time does not count, because it should not delay replication.
+        at both ends and the time on the link. Time in queues does not count, because it should not delay the fill.
         """
         sent = self._sent.get(target)
         if target not in self._soon:

@@ -1,8 +1,8 @@
 """Filtered frames of workers: decoding of requests and encoding of answers.
 
 The first filtered frame of a table on a connection describes the filters. If the server lacks the keys of a frame, it
-rejects this frame and all later frames until the worker has resent the frame unfiltered, because pushes must be in
-order.
+rejects this frame. It also rejects all later frames until the worker has resent the frame without filters, because
+pushes must be applied in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 _BEFORE: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
 _MAX_BODY_BYTES: Final = Limits().max_frame_bytes
 MAX_KEY_BYTES: Final = 1 << 30
-"""The limit of the memory for all workers' cached keys. Above the limit the server drops all cached keys."""
+"""The limit in bytes of the memory for all workers' cached keys. Above the limit the server drops all cached keys."""
 _NO_META: Final = memoryview(b"")
 
 Handle: TypeAlias = Callable[[Peer, Header, memoryview, memoryview], None]
@@ -50,7 +50,7 @@ class _PeerTable:
 
     def __init__(self, info: messages.FilterInfo, first_request: int) -> None:
         self.first_request = first_request
-        """Answers to earlier requests are unfiltered, because these requests had other filters."""
+        """The first request with these filters. Answers to earlier requests are not filtered."""
         self.requests, self.answers = check(info)
         self.memory = self.requests.memory(sends=False)
 
@@ -92,7 +92,7 @@ class PeerFilters:
         before = table.num_bytes
         try:
             found = table.decode(np.frombuffer(body, np.uint8))
-        finally:  # a rejected frame may also have added keys
+        finally:  # count the memory here, because a rejected frame may also have added keys
             self.num_bytes += table.num_bytes - before
             if self.num_bytes > self.max_key_bytes:
                 self.forget_keys()
@@ -158,7 +158,7 @@ class FilteredFrames:
         self._ordered[before.kind](peer, before, _NO_META, decoded)
 
     def _receive_in_order(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Reject frames until the rejected request is resent. Used while any connection has a rejected request."""
+        """Reject a peer's frames until it resends its rejected request. Used while any peer has a rejected request."""
         lacking = self._lacking.get(peer)
         if lacking is not None and lacking != header.request:
             _refuse(peer, header)

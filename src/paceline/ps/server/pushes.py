@@ -38,13 +38,13 @@ class ChainPush(Struct, eq=False):
     header: Header | None = None
     flags: int = 0
     requested: Selection | None = None
-    """The keys whose values the client requests; None for the keys of the push's only piece."""
+    """The keys whose values the client requests; None: the keys of the push's only piece."""
     buckets: Buckets = ALL
     """The buckets of the push's keys, or a larger set. No other buckets are searched for the keys."""
     is_owned: bool = False
 
     def own(self) -> None:
-        """Copy the pieces out of the receive buffer, which will be reused. Idempotent."""
+        """Copy the pieces, because the receive buffer that contains them will be reused. Idempotent."""
         if self.is_owned:
             return
         self.is_owned = True
@@ -85,7 +85,7 @@ def payload_of(token: object) -> ChainPush:
 def check_push(tables: ServerTables, operation: str, pieces: Sequence[Piece], buckets: Buckets) -> None:
     """Raise UsageError or ProtocolError unless all pieces from another server can be applied to the tables.
 
-    This finds every possible error before any piece is applied. `buckets` are the announced buckets of the push.
+    The check finds every possible error before any piece is applied. `buckets` are the announced buckets of the push.
     """
     for piece in pieces:
         part, selection = tables.find(piece.table).part, piece.selection
@@ -131,7 +131,7 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
-    is_seen = push.header is None or push.header.kind != FORWARD  # the primary has recorded the magnitude
+    is_seen = push.header is None or push.header.kind != FORWARD  # otherwise the primary has recorded the magnitude
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
         if push.operation == GRADIENTS:

@@ -1,11 +1,11 @@
 """Continuous comparison of replicas: every server sends digests of its buckets to its successors.
 
-A CHECK frame follows the pushes on the same connection. So when the successor receives it, both servers have applied
-the same pushes, and they can be compared while later pushes are in flight. The frame contains
+A CHECK frame follows the pushes on the same connection. So when the successor receives the frame, both servers have
+applied the same pushes, and their rows can be compared while later pushes are in flight. The frame contains
 
 - the bucket's duplicate filter: if the filters differ, a push was lost;
-- a hash of the order in which pushes were applied. It may differ after a view change, a change of hyperparameters, or
-  while a snapshot is loaded; then the rows may also differ, and both servers are right;
+- a hash of the order in which pushes were applied. The order may differ after a view change, a change of
+  hyperparameters, or while a snapshot is loaded; then the rows may differ without an error;
 - a digest of each table's rows with their state: the same pushes in the same order give the same bits.
 
 Differences are logged, and stay in the server's statistics until they disappear.
@@ -28,7 +28,7 @@ from paceline.tables.bucket_arrays import to_flags
 from paceline.tables.server_tables import ServerTables
 
 _ROUND_S = 50.0
-"""The duration of a round, in which each bucket is compared once. _SHARE may require a longer round.
+"""The shortest duration of a round, in which each bucket is compared once. A round is longer if _SHARE requires this.
 """
 _SHARE = 0.02
 """The maximum share of a server's time for digests."""

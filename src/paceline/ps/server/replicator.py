@@ -88,7 +88,10 @@ class ChainLinks:
         return None if link is None else link.peer
 
     def renew(self, target: int) -> None:
-        """Close the connection to a server. After the reconnection, pushes that the server may lack are resent."""
+        """Close the connection to a server.
+
+        A new connection follows, on which pushes that the server may lack are resent.
+        """
         peer = self.peer(target)
         if peer is not None:
             peer.abort()
@@ -110,7 +113,7 @@ class _Link(Handler):
         self._owner = owner
         self._broken = asyncio.Event()
         self._is_stopped = False
-        self._taken = -1  # bytes that the system had accepted at the last probe; -1 if no more were waiting
+        self._taken = -1  # sent bytes at the last probe; -1 if no bytes waited
         self._task = asyncio.get_running_loop().create_task(self._keep())
         watch_task(self._task, owner.fail)
 
@@ -138,8 +141,9 @@ class _Link(Handler):
     def probe(self) -> bool:
         """Send a probe unless messages wait to be sent; return whether the server is reachable without a probe.
 
-        While messages wait to be sent, an answer would come late. Then the server counts as reachable if the operating
-        system has taken more bytes since the last call, because it takes bytes only after acknowledgements.
+        While messages wait to be sent, the answer to a probe would come late. Then the server counts as reachable if
+        the operating system has taken more bytes since the last call, because it takes bytes only after the other end
+        has acknowledged earlier bytes.
         """
         peer = self.peer
         if peer is None:
@@ -266,7 +270,7 @@ class Replicator:
     def forward(self, push: ChainPush, target: int, number: int, buckets: Buckets) -> None:
         peer = self._peer(target)
         if peer is None:
-            return  # the core forwards the push again after the reconnection
+            return  # without a connection: the core forwards the push again after a reconnection
         infos, body = pack(push.part(self._tables, buckets))
         info = messages.ForwardInfo(push.incarnation, push.operation, to_bytes(buckets), infos)
         peer.send(

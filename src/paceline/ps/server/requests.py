@@ -103,7 +103,7 @@ class Requests:
         )
 
     def _tick_of(self, peer: Peer, header: Header) -> int:
-        """Tick if the push ends its iteration; return the clock of a read that follows the push."""
+        """Record a tick if the push ends its iteration; return the iteration of a read that follows the push."""
         if not header.flags & TICKS:
             return header.clock
         self.count_tick(peer, header)
@@ -129,7 +129,7 @@ class Requests:
         """Apply a push here and forward it; the answer waits for all successors."""
         worker, (selection, grads), fresh = verdict.worker, pushed, verdict.fresh
         if fresh:
-            dropped = self._stale.was_dropped(worker, header)  # the core does not record dropped pushes
+            dropped = self._stale.was_dropped(worker, header)  # the core records no dropped push
             if verdict.takes_part and not dropped:
                 dropped, grads, top = self._treat(worker, header, table, (selection, grads), top)
             if dropped:
@@ -159,7 +159,7 @@ class Requests:
     def _treat(
         self, worker: int, header: Header, table: ServerTable, push: Push, top: float
     ) -> tuple[bool, Floats, float]:
-        """Apply the policy for stale gradients, as :meth:`StaleGradients.treat`; counts are applied unchanged."""
+        """Apply the policy for stale gradients (:meth:`StaleGradients.treat`); pushes of counts stay unchanged."""
         staleness = table.staleness.observe(worker, header.clock)
         if staleness and not header.flags & EXACT:
             return self._stale.treat(worker, header, table, push, top, staleness)
@@ -203,7 +203,7 @@ class Requests:
         if not dropped:
             if not table.part.magnitudes.take(top):
                 self._try_push(peer, table, (selection, grads), top)
-            table.part.reserve(selection)  # may fail for lack of memory, so reserve before the push counts as applied
+            table.part.reserve(selection)  # may raise MemoryError, so reserve before the push counts as applied
         table.pushes += 1
         try:  # not Runtime.surely, because most pushes come here, and a push without a token has no instructions
             self._core.admit(verdict)

@@ -1,6 +1,7 @@
 """The runtime of a server's core: passes events to the core, and carries out its instructions.
 
-Every change of acknowledgeable state goes through :meth:`Runtime.feed`. An exception in an instruction ends the server.
+Every change of state that an acknowledgement may promise goes through :meth:`Runtime.feed`. An exception in an
+instruction ends the server.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _logger = logging.getLogger("paceline.ps")
 
 
 class Runtime:
-    """The core of one server with its tables, answers and links; :class:`Server` describes the parameters."""
+    """The core of one server, and its tables, answers and links; :class:`Server` describes the parameters."""
 
     def __init__(
         self,

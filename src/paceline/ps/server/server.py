@@ -68,8 +68,8 @@ class Server(Handler):
 
     Rows beyond the `memory_limit` are stored in files. The `transport` is for connections to other servers; a single
     server needs none. `on_filled` receives the messages for the scheduler, and does not raise. `fail` is called with an
-    exception after which this server must not continue (:mod:`paceline.ps.fail_stop`). If it returns, the server
-    reports that exception to no peer.
+    exception after which this server must not continue (:mod:`paceline.ps.fail_stop`). If `fail` returns, the server
+    reports the exception to no peer.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Server(Handler):
     def _chain(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a frame of a predecessor.
 
-        An invalid frame is rejected. Without memory the server ends, because the chain would wait for it.
+        An invalid frame is rejected. If memory is short the server ends, because otherwise the chain would wait for it.
         """
         try:
             event = self.replicator.read(peer, header, meta, body)

@@ -81,7 +81,7 @@ class _Taking:
             self._buffers.append(_call(self._pool, PartBuffer, min(size, parts.PART_BYTES)))
 
     def begin(self) -> None:
-        """Start copying at the boundary, or immediately without a boundary."""
+        """Start copying. Call this at the boundary, or immediately without a boundary."""
         wanted = from_bytes(self._request.buckets)
         todo: dict[int, Buckets] = {}
         for number in self._request.tables:
@@ -186,7 +186,7 @@ class _Taking:
             self._remove()
 
     def drop(self) -> None:
-        """Stop, because the coordinator cancels the snapshot. The last server also removes the folder."""
+        """Stop, because the coordinator cancels the snapshot. The last server that stops also removes the folder."""
         self._is_dropped = True
         self.give_up()
 
@@ -334,7 +334,7 @@ class ServerSnapshots:
         return SnapshotStarted(is_started=True, clock=clock)
 
     def iteration_completed(self, iteration: int) -> None:
-        """Record that an iteration was applied. No later iteration is applied yet."""
+        """Record that an iteration was applied. Call this before the next iteration is applied."""
         if self._boundary is not None and iteration + 1 >= self._boundary:
             self._boundary = None
             if self._taking is not None and not self._taking.has_started:

@@ -32,7 +32,7 @@ class StaleGradients:
     def treat(
         self, worker: int, header: Header, table: ServerTable, push: Push, top: float, staleness: int
     ) -> tuple[bool, Floats, float]:
-        """Return whether a stale push is dropped, the compensated gradients, and their greatest magnitude."""
+        """Return whether a push is dropped as too stale, the gradients to apply, and their greatest magnitude."""
         selection, grads = push
         if self._drop_beyond is not None and staleness > self._drop_beyond:
             table.dropped += 1
