@@ -113,7 +113,7 @@ class _Link(Handler):
         self._owner = owner
         self._broken = asyncio.Event()
         self._is_stopped = False
-        self._taken = -1  # sent bytes at the last probe; -1 if no bytes waited
+        self._taken = -1  # bytes that the system had accepted at the last probe; -1 if no bytes waited
         self._task = asyncio.get_running_loop().create_task(self._keep())
         watch_task(self._task, owner.fail)
 
