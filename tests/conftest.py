@@ -28,7 +28,10 @@ load_profiles()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the kernels before workers start: else each would, and tests would see it said; start what all share."""
+    """Compile the kernels before workers start, and start the shared processes.
+
+    Otherwise each worker would compile kernels.
+    """
     temporary = session.config.stash[_TEMPORARY] = TemporaryFiles()
     session.config.add_cleanup(temporary.close)
     session.config.add_cleanup(processes.close)
@@ -36,20 +39,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # or no test could end a process by Ctrl-C
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         prepare_kernels()
-        os.environ[workers.COLLECTED] = json.dumps(_what_is_collected(session.config))
+        os.environ[workers.COLLECTED] = json.dumps(_collected_kinds(session.config))
         warm = contextlib.ExitStack()
         warm.enter_context(processes.zygotes())
         session.config.add_cleanup(warm.close)
 
 
-def _what_is_collected(config: pytest.Config) -> list[str]:
+def _collected_kinds(config: pytest.Config) -> list[str]:
     """Return the arguments for a process that imports the modules of the workers."""
     profile = config.getoption("--hypothesis-profile")
     return ["-m", config.option.markexpr, *(["--hypothesis-profile", profile] if profile else []), *config.args]
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Have workers forked from a process that has collected the tests; load meanwhile what all tests together need."""
+    """Fork the workers from a process that has collected the tests, and load modules for all tests meanwhile."""
     if not processes.are_warm():
         return
     for spec in specs:
@@ -61,9 +64,10 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes long. Run a test of real processes and sockets that fails once more: machines stall.
+    """Run slow tests first.
 
-    The summary tells of it; ``-p no:rerunfailures`` does without.
+    Rerun a failing test of real processes and sockets once, because machines stall. The summary reports it; ``-p
+    no:rerunfailures`` turns reruns off.
     """
     items[:] = _in_shares(items, getattr(config, "workerinput", {}).get("workercount", 1))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else ():
@@ -72,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """Return the tests so that each worker's share begins with slow files: what is stolen at the end is quick."""
+    """Sort the tests so that each worker's share begins with slow files and the last stolen tests are fast."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path.relative_to(_TESTS), []).append(item)
@@ -88,12 +92,12 @@ def _in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def _no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that no temporary file or folder remains after the last test of a file."""
     temporary = request.config.stash[_TEMPORARY]
     before = temporary.names()
     yield
-    left = temporary.wait_gone(before)
+    left = temporary.wait_removed(before)
     assert not left, f"{request.node.name} leaves {', '.join(sorted(left))} in the folder for temporary files"
 
 

@@ -12,17 +12,17 @@ from typing import Final
 
 _PREFIX: Final = "pt-"
 _PATIENCE_S: Final = 20.0  # processes of the last test are ending
-_OTHERS: Final = ("sklearn_testing_",)
-"""What packages that we test with leave until their process ends."""
+_FOREIGN_PREFIXES: Final = ("sklearn_testing_",)
+"""Files that other packages leave until their process ends."""
 
 
 class TemporaryFiles:
-    """Where this process and those that it starts put temporary files from now on."""
+    """The folder for temporary files of this process and its children."""
 
     def __init__(self) -> None:
         before = tempfile.gettempdir()
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", before)  # what pytest keeps for people to look at
-        # What torch has compiled is good for the next session too.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", before)  # the files that pytest keeps for inspection
+        # Keep torch's compiled code for the next session.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(before, f"torchinductor_{getpass.getuser()}"))
         # Short, so that Unix sockets find room in it and do not go elsewhere.
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp" if os.path.isdir("/tmp") else None))
@@ -30,10 +30,10 @@ class TemporaryFiles:
 
     def names(self) -> set[str]:
         """Return the existing files and folders."""
-        return {name for name in os.listdir(self.folder) if not name.startswith(_OTHERS)}
+        return {name for name in os.listdir(self.folder) if not name.startswith(_FOREIGN_PREFIXES)}
 
-    def wait_gone(self, before: set[str]) -> set[str]:
-        """Wait until there is no more than before; remove and return the new files that remain."""
+    def wait_removed(self, before: set[str]) -> set[str]:
+        """Wait until no new files are left; remove and return the files that remain."""
         deadline = time.monotonic() + _PATIENCE_S
         while (left := self.names() - before) and time.monotonic() < deadline:
             time.sleep(0.01)

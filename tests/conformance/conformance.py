@@ -1,6 +1,6 @@
-"""Every idiom of :mod:`tests.conformance.idioms` under every strategy, beside one device: the table of the docs.
+"""Run every idiom of :mod:`tests.conformance.idioms` under every strategy and on one device, for the table in the docs.
 
-Two processes serve all strategies that have several, with one cluster of parameter servers, which the caller starts.
+Two processes serve all strategies with several processes, with one cluster of parameter servers that the caller starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIZE = 2
 _PATIENCE = timedelta(minutes=5)
 
 Outcome = dict[str, Any]
-"""``values`` that an idiom returned, or the sentence by which it was ``refused``, or what else it ``raised``."""
+"""The ``values`` of an idiom, the error message of a ``refused`` idiom, or another exception (``raised``)."""
 Plan = Mapping[str, Sequence[str]]
 """The idioms to run, by strategy."""
 
@@ -82,15 +82,15 @@ def run_ranks(scheduler: str, token: str, plan: Plan) -> dict[str, list[Outcome]
                 rank.kill()
                 rank.wait()
         if any(codes):
-            raise RuntimeError(f"the ranks ended with {codes}: what they said is on standard error")
+            raise RuntimeError(f"the ranks ended with {codes}: their output is on standard error")
         found = [json.loads((folder / f"rank {rank}").read_text()) for rank in range(_SIZE)]
-    return {key: [each[key] for each in found] for key in found[0]}
+    return {key: [result[key] for result in found] for key in found[0]}
 
 
 def run_all(scheduler: str, token: str, plan: Plan) -> dict[str, dict[str, str]]:
-    """Return the table's cells, by idiom and strategy: ``equal``, ``refused: SENTENCE``, or what went wrong.
+    """Return the table's cells, by idiom and strategy: ``equal``, ``refused: SENTENCE``, or the failure.
 
-    Arguments as of :func:`run_ranks`.
+    The arguments are those of :func:`run_ranks`.
     """
     outcomes = run_ranks(scheduler, token, {name: plan[name] for name in SEVERAL})
     idioms = [idiom for idiom in IDIOMS if any(idiom in chosen for chosen in plan.values())]

@@ -11,7 +11,7 @@ from benchmarks import figures, plots
 from tests.pages import PAGES, ROOT
 
 
-def test_a_block_becomes_the_output_of_its_command(tmp_path: Path) -> None:
+def test_a_block_becomes_the_output_of_the_command(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- figures: show echo 1 -->\nold\n<!-- end of figures -->\nAfter.\n")
     assert figures.fill(page, "", str(tmp_path)) == []
@@ -21,7 +21,7 @@ def test_a_block_becomes_the_output_of_its_command(tmp_path: Path) -> None:
     assert "old" not in text
 
 
-def test_a_block_is_unchanged_if_its_command_fails_or_is_not_selected(tmp_path: Path) -> None:
+def test_a_block_is_unchanged_if_the_command_fails_or_is_not_selected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     text = "<!-- figures: exit 3 -->\nold\n<!-- end of figures -->\n"
     page.write_text(text)

@@ -53,7 +53,7 @@ class Page:
         self.processes: list[subprocess.Popen[str]] = []
         self.ports = {"7337": str(free_port()), "29500": str(free_port()), "7000": str(free_port())}
 
-    def here(self, text: str) -> str:
+    def with_local_paths(self, text: str) -> str:
         """Return a command with addresses and directories of this machine."""
         text = text.replace("10.0.0.1", "127.0.0.1").replace("10.0.0.2", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
         text = (
@@ -72,7 +72,7 @@ class Page:
         output = self.directory / f"output{len(self.processes)}"
         with output.open("w") as stream:
             process = subprocess.Popen(
-                ["bash", "-c", self.here(command)],
+                ["bash", "-c", self.with_local_paths(command)],
                 cwd=self.directory,
                 env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
                 stdout=stream,
@@ -91,7 +91,7 @@ class Page:
         kind, source = treatment(example), str(example.parsed)
         language = example.region.lexemes["arguments"]
         if kind.startswith("file "):
-            (self.directory / kind.removeprefix("file ")).write_text(self.here(source))
+            (self.directory / kind.removeprefix("file ")).write_text(self.with_local_paths(source))
         elif kind.startswith("not run, ") or language == "json":
             return
         elif kind == "run on two ranks":
@@ -113,7 +113,7 @@ class Page:
             if self.prelude:
                 exec(compile(self.prelude, "prelude", "exec"), self.namespace)
                 self.prelude = ""
-            exec(compile(self.here(source), f"{self.name}:{example.line}", "exec"), self.namespace)
+            exec(compile(self.with_local_paths(source), f"{self.name}:{example.line}", "exec"), self.namespace)
 
     def wait_for_scheduler(self) -> None:
         """Wait until the scheduler that a command started in the background listens."""

@@ -1,8 +1,8 @@
-"""Frames and files as nobody should send them, at every listener: ``python -m tests.fuzz --frames 10000000``.
+"""Send invalid frames and files to every listener: ``python -m tests.fuzz --frames 10000000``.
 
-An episode is one listener from its beginning to its end, with some honest clients beside those that send anything. Its
-frames follow from the number of its episode and the seed, as far as threads do not matter. What is found ends the
-process with status 1, after the command that plays the episode again; a crash or a hang after its name.
+An episode is the life of one listener, with honest clients and clients that send anything. The seed and the episode's
+number determine the frames, except for the order of threads. After a defect the process prints the command that repeats
+the episode, and ends with status 1. After a crash or a hang it prints the episode's name first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LISTENERS: tuple[type[Episode], ...] = (
 EPISODE_FRAMES = 1000
 HANG_S = 100
 MEMORY_BYTES = 3 << 30
-"""How much more than at the beginning may be asked of the system: what a frame announces is more."""
+"""Limit of the growth of requested memory. A frame that announces more is a defect."""
 RESIDENT_BYTES = 300 << 20
 """How much more than at the beginning may be in use."""
 
@@ -93,17 +93,17 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=100_000, help="how many, of all listeners together")
     parser.add_argument("--seed", default="0", help="any text")
     parser.add_argument("--only", default="", choices=["", *(kind.name for kind in LISTENERS)], help="one listener")
-    parser.add_argument("--episode", type=int, help="one episode of it")
+    parser.add_argument("--episode", type=int, help="run only this episode")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with its share of the frames")
-    told = parser.parse_args()
-    if told.jobs > 1:
-        share = ["--frames", str(told.frames // told.jobs), "--only", told.only]
+    parsed = parser.parse_args()
+    if parsed.jobs > 1:
+        share = ["--frames", str(parsed.frames // parsed.jobs), "--only", parsed.only]
         command = [sys.executable, "-m", "tests.fuzz", *share]
-        jobs = [subprocess.Popen([*command, "--seed", f"{told.seed}.{job}"]) for job in range(told.jobs)]
+        jobs = [subprocess.Popen([*command, "--seed", f"{parsed.seed}.{job}"]) for job in range(parsed.jobs)]
         return max(abs(job.wait()) for job in jobs)
     start = time.monotonic()
     try:
-        done = fuzz(told.frames, told.seed, told.only, told.episode)
+        done = fuzz(parsed.frames, parsed.seed, parsed.only, parsed.episode)
     except FoundError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1

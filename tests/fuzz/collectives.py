@@ -42,7 +42,7 @@ class StoreEpisode(Episode):
             Attacker(self.random, self.mutator, transport, target, Hello(role="rank", rank=rank)) for rank in (1, 2)
         ]
         self.honest = Line(transport, target, Hello(role="rank", rank=3))
-        self.honest.ask(StoreCall.SET, meta=msgspec.msgpack.encode(StoreRequest("honest")), body=b"value")
+        self.honest.exchange(StoreCall.SET, meta=msgspec.msgpack.encode(StoreRequest("honest")), body=b"value")
 
     def feed(self) -> int:
         random = self.random
@@ -54,14 +54,14 @@ class StoreEpisode(Episode):
         frame = Frame(kind, tree_of(StoreRequest(key)), body)
         return random.choice(self.attackers).attack(frame, STORE_KINDS)
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         request = msgspec.msgpack.encode(CollectRequest(("honest",), 0.0))
-        _, _, value = self.honest.ask(StoreCall.COLLECT, body=request)
+        _, _, value = self.honest.exchange(StoreCall.COLLECT, body=request)
         if msgspec.msgpack.decode(value) != [b"value"]:
             raise FoundError(f"an honest rank read {value!r} from the store")
 
     async def end(self) -> None:
-        self.look()
+        self.check_now()
         await self.listener.close()
 
     def sent(self) -> list[bytes]:
@@ -130,7 +130,7 @@ class HeadsEpisode(Episode):
         return stream[: random.randrange(len(stream))] if random.random() < 0.1 else stream
 
     def _node_info(self) -> bytes:
-        """Read what describes a node, which comes from the store; return nothing to be fed."""
+        """Read the description of a node, which comes from the store. Returns nothing to feed."""
         endpoint = Endpoint(Address.parse("tcp://127.0.0.1:5"), None, "host", "listener")
         frame = Frame(0, tree_of(NodeInfo("id", endpoint, 7, "memory")))
         self.mutator.alter_tree(frame)
@@ -139,21 +139,21 @@ class HeadsEpisode(Episode):
             NodeInfo.decode(data)
         return b""
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         scanner = Scanner()
         scanner.feed(Heads(CALL, 3).head(0))
         if unexpected(PLACE, 1, scanner.frames.popleft()).kind != "mismatch":
-            raise FoundError("a message is not read any more")
+            raise FoundError("the listener has stopped reading messages")
 
     async def end(self) -> None:
-        self.look()
+        self.check_now()
 
     def sent(self) -> list[bytes]:
         return self.last
 
 
 class _NoProgress:
-    """In place of the selector's loop: whoever sends calls the stream itself."""
+    """Replacement of the selector's loop: the sender calls the stream itself."""
 
     def watch(self, watched: Any, events: int) -> None:
         pass
@@ -172,18 +172,18 @@ class PointToPointEpisode(Episode):
         self.matching = Matching(1 << 20)
         self.last: list[bytes] = []
         self.sockets: list[socket.socket] = []
-        self.incoming, self.theirs = self._incoming(1)
+        self.incoming, self.peer_end = self._incoming(1)
         self.honest, self.honest_end = self._incoming(2)
         self.outgoing: Outgoing | None = None
 
     def _incoming(self, source: int) -> tuple[Incoming, socket.socket]:
-        ours, theirs = self._pair()
-        return Incoming(source, 0, ours, self.matching, _NoProgress(), self), theirs  # type: ignore[arg-type]
+        own_end, peer_end = self._pair()
+        return Incoming(source, 0, own_end, self.matching, _NoProgress(), self), peer_end  # type: ignore[arg-type]
 
     def _pair(self) -> tuple[socket.socket, socket.socket]:
         pair = socket.socketpair()
-        for each in pair:
-            each.setblocking(False)
+        for connection in pair:
+            connection.setblocking(False)
         self.sockets += pair
         return pair
 
@@ -203,8 +203,8 @@ class PointToPointEpisode(Episode):
         if incoming.message is not None:
             self.matching.drop(incoming.message)
         incoming.connected.close()
-        self.theirs.close()
-        self.incoming, self.theirs = self._incoming(1)
+        self.peer_end.close()
+        self.incoming, self.peer_end = self._incoming(1)
 
     def feed(self) -> int:
         random = self.random
@@ -214,7 +214,7 @@ class PointToPointEpisode(Episode):
         data = self._message()
         self.last = [*self.last[-3:], data]
         with contextlib.suppress(OSError):
-            self.theirs.send(data)
+            self.peer_end.send(data)
         self.incoming.ready(READ)
         if random.random() < 0.3:
             self._receive(random.choice((1, 1, None)), random.randrange(4), random.choice((0, 4, 40)), "what")
@@ -228,9 +228,9 @@ class PointToPointEpisode(Episode):
         if random.random() < 0.2:
             at, bits = random.choice(((0, 8), (1, 64), (2, 64), (2, 64)))
             values[at] = random.choice(INTEGERS) & ((1 << bits) - 1)
-        what = random.choice(("what", "what", "other", ""))
+        label = random.choice(("what", "what", "other", ""))
         tag = values[1] - (1 << 64) if values[1] >= 1 << 63 else values[1]
-        data = pack(values[0], tag, values[2], what) + random.randbytes(size)
+        data = pack(values[0], tag, values[2], label) + random.randbytes(size)
         if random.random() < 0.05:
             data = data[: random.randrange(1, len(data))]
         if random.random() < 0.05:
@@ -239,9 +239,9 @@ class PointToPointEpisode(Episode):
             data = bytes(altered)
         return data
 
-    def _receive(self, source: int | None, tag: int, size: int, what: str) -> bytearray:
+    def _receive(self, source: int | None, tag: int, size: int, label: str) -> bytearray:
         buffer = bytearray(size)
-        receiving = Receiving(self, memoryview(buffer), source, tag, what)  # type: ignore[arg-type]
+        receiving = Receiving(self, memoryview(buffer), source, tag, label)  # type: ignore[arg-type]
         message = self.matching.post(receiving.posted)
         if message is not None and message.is_complete:
             deliver(message, 0, self)
@@ -251,9 +251,9 @@ class PointToPointEpisode(Episode):
         """Answer a sender with last words that are none."""
         random = self.random
         if self.outgoing is None:
-            ours, self.complainer = self._pair()
+            own_end, self.complainer = self._pair()
             self.outgoing = Outgoing(1, _NoProgress(), self)  # type: ignore[arg-type]
-            self.outgoing.attach(ours)
+            self.outgoing.attach(own_end)
         text = random.choice(TEXTS).encode()
         size = len(text) if random.random() < 0.7 else random.choice(INTEGERS) & ((1 << 64) - 1)
         data = pack(random.choice((ABORT, ABORT, MESSAGE, 9)), 0, size, "") + text
@@ -266,18 +266,18 @@ class PointToPointEpisode(Episode):
     def outgoing_lost(self, outgoing: Outgoing, error: Exception | None) -> None:
         self.outgoing = None
 
-    def look(self) -> None:
-        for source, what in ((2, "honest"),):
-            buffer = self._receive(source, 1 << 40, 16, what)
-            self.honest_end.send(pack(MESSAGE, 1 << 40, 16, what) + b"0123456789abcdef")
+    def check_now(self) -> None:
+        for source, label in ((2, "honest"),):
+            buffer = self._receive(source, 1 << 40, 16, label)
+            self.honest_end.send(pack(MESSAGE, 1 << 40, 16, label) + b"0123456789abcdef")
             self.honest.ready(READ)
             if buffer != b"0123456789abcdef":
                 raise FoundError(f"an honest rank's message came as {bytes(buffer)!r}")
 
     async def end(self) -> None:
-        self.look()
-        for each in self.sockets:
-            each.close()
+        self.check_now()
+        for opened in self.sockets:
+            opened.close()
 
     def sent(self) -> list[bytes]:
         return self.last

@@ -162,8 +162,8 @@ class FilesEpisode(Episode):
             if (len(block.indptr), block.indptr[-1]) != sizes or (np.diff(block.indptr) < 0).any():
                 raise FoundError(f"a cached block leads beyond its keys: {block}")
 
-    def look(self) -> None:
-        """Nobody else reads these files."""
+    def check_now(self) -> None:
+        """Do nothing: no other process reads these files."""
 
     async def end(self) -> None:
         (self.model / MANIFEST).write_text(json.dumps(self.manifest))

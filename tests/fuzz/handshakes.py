@@ -73,7 +73,7 @@ class HandshakeEpisode(Episode):
                     frame.meta[name] = msgspec.msgpack.encode(inner.meta)
 
     def _prove_again(self, meta: bytes, label: str, *before: bytes) -> bytes:
-        """Have the proof cover what it comes with, as one does who holds the token."""
+        """Make the proof cover the changed fields, as a peer with the token can."""
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError, MemoryError):
             given = msgspec.msgpack.decode(meta)
             given["proof"] = prove(TOKEN, label, *before, given["hello"], given["view"])
@@ -113,20 +113,20 @@ class HandshakeEpisode(Episode):
         frame = channel.receive_frame(1.0)
         greeting = ClientHandshake(WHERE, token, Hello(role="worker"))
         meta = self._altered(greeting.answer(frame.meta, b"memory"))
-        for each in self.mutator.vary(Frame(FrameKind.HELLO, meta), tuple(FrameKind)):
+        for varied in self.mutator.vary(Frame(FrameKind.HELLO, meta), tuple(FrameKind)):
             with contextlib.suppress(ProtocolError):
-                channel._pipe.receive(each.encode())
+                channel._pipe.receive(varied.encode())
         channel.close()
 
-    def look(self) -> None:
-        header, _, _ = self.honest.ask(99, request=7)
+    def check_now(self) -> None:
+        header, _, _ = self.honest.exchange(99, request=7)
         if header.request != 7:
             raise FoundError("an honest client got another answer")
         if self.listener.num_connections > 1:
             raise FoundError(f"{self.listener.num_connections} connections are left of one")
 
     async def end(self) -> None:
-        self.look()
+        self.check_now()
         await self.listener.close()
 
     def sent(self) -> list[Any]:

@@ -36,7 +36,7 @@ class Line:
         self._got = bytearray()
 
     def send(self, data: bytes) -> None:
-        """Send bytes. Where the listener has no memory for what they announce, the connection is closed."""
+        """Send bytes. The listener closes the connection if it has no memory for the announced size."""
         try:
             self._channel._pipe.receive(data)
         except MemoryError:  # as asyncio does
@@ -71,8 +71,8 @@ class Line:
             at = end
         del got[:at]
 
-    def ask(self, kind: int, **fields: Any) -> tuple[Header, bytes, bytes]:
-        """Send a frame that is right; return its answer, which comes at once."""
+    def exchange(self, kind: int, **fields: Any) -> tuple[Header, bytes, bytes]:
+        """Send a valid frame, and return its immediate reply."""
         self.send(b"".join(map(bytes, frame_parts(kind, **fields))))
         answers = list(self.answers())
         if len(answers) != 1 or answers[0][0].kind == FrameKind.ERROR:
@@ -92,23 +92,23 @@ class Attacker:
         self._line: Line | None = None
         self.sent: deque[bytes] = deque(maxlen=_SHOWN_FRAMES)
         self.first: bytes = b""
-        """What goes out first on every connection."""
+        """The first bytes on every connection."""
 
     def attack(self, frame: Frame, kinds: Sequence[int]) -> int:
         """Send the mutations of a frame; return their number."""
         frames = self._mutator.vary(frame, kinds)
-        for each in frames:
+        for varied in frames:
             line = self._line
             if line is None or not line.is_open:
                 line = self._line = self._connect()
-            data = each.encode()
+            data = varied.encode()
             self.sent.append(data)
-            if not each.is_whole and self._random.random() < 0.3:
+            if not varied.is_whole and self._random.random() < 0.3:
                 data = data[: self._random.randrange(len(data))]
             line.send(data)
             for header, meta, _ in line.answers():
                 check_answer(header, meta)
-            if not each.is_whole or self._random.random() < 0.002:
+            if not varied.is_whole or self._random.random() < 0.002:
                 line.close()
         return len(frames)
 
@@ -144,18 +144,18 @@ def check_answer(header: Header, meta: bytes) -> None:
 
 
 class Episode(ABC):
-    """One listener, from its beginning to its end, and those that are connected to it."""
+    """One listener from its start to its end, and the connections to it."""
 
     name: ClassVar[str]
     weight: ClassVar[int] = 1
-    """How many of all frames are for it, beside the others."""
+    """Weight of the episode among all frames."""
 
     def __init__(self, random: Random, folder: Path) -> None:
         self.random = random
         self.folder = folder
         self.mutator = Mutator(random)
         self.failures: list[BaseException] = []
-        """What would have ended the listener's process."""
+        """Exceptions that would have ended the listener's process."""
 
     @abstractmethod
     async def begin(self) -> None:
@@ -166,7 +166,7 @@ class Episode(ABC):
         """Send a frame or its mutations; return the number of frames."""
 
     @abstractmethod
-    def look(self) -> None:
+    def check_now(self) -> None:
         """Check that honest clients receive their replies."""
 
     @abstractmethod
@@ -195,21 +195,21 @@ def play(kind: type[Episode], seed: str, num_frames: int, folder: Path) -> int:
     episode = kind(Random(seed), folder)
     watch = _Watch()
     loggers = [logging.getLogger("paceline"), logging.getLogger("asyncio")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.addHandler(watch)
-        each.propagate = False
-        each.setLevel(logging.WARNING)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(watch)
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
     try:
         return asyncio.run(_play(episode, watch, num_frames))
     except Exception as error:
         sent = "\n".join(f"  {data[:_SHOWN_BYTES]!r}" for data in episode.sent())
         raise FoundError(f"{kind.name}: {type(error).__name__}: {error}\nlast frames:\n{sent}") from error
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.removeHandler(watch)
-            each.propagate = True
-            each.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(watch)
+            logger.propagate = True
+            logger.setLevel(level)
 
 
 async def _play(episode: Episode, watch: _Watch, num_frames: int) -> int:
@@ -228,7 +228,7 @@ async def _play(episode: Episode, watch: _Watch, num_frames: int) -> int:
             done += episode.feed()
             check()
             if episode.random.random() < 0.03:
-                episode.look()
+                episode.check_now()
                 await asyncio.sleep(0)
                 check()
     finally:

@@ -42,12 +42,15 @@ UNREADABLE = (
     b"\xd7\xff" + b"\xff" * 8,
 )  # fmt: skip
 KEPT = frozenset({"directory"})
-"""Members of messages that stay as they are: paths, where anything may be written."""
+"""Fields of messages that stay unchanged: paths, because the listener would write to any path."""
 
 
 @dataclass(slots=True)
 class Frame:
-    """A frame before it is bytes. `meta` is what msgpack can hold, or bytes as they go; the body any bytes."""
+    """A frame before encoding.
+
+    `meta` is an object for msgpack, or bytes that are sent unchanged; `body` is any bytes.
+    """
 
     kind: int
     meta: Any = b""
@@ -103,7 +106,7 @@ class Mutator:
             frames = [frame]
         elif choice < 0.34:
             frames = [frame, frame]
-        elif choice < 0.38:  # sent later, behind others
+        elif choice < 0.38:  # sent later, after other frames
             self._kept.append(frame)
             frames = []
         else:

@@ -1,4 +1,4 @@
-"""A scheduler under fire: one that leads a cluster, and one that is taking one over."""
+"""Fuzz a leading scheduler, and a scheduler that takes a cluster over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .listening import Attacker, Episode, FoundError, Line
 from .mutations import Frame, tree_of
 
 KINDS = (CALL, CALL, CALL, NOTICE, NOTICE, RESULT, FrameKind.ERROR, FrameKind.HELLO, 16, 77)
-HONEST, OTHERS = 5000, 9000
+HONEST, STRANGERS = 5000, 9000
 """The first incarnations of honest members, and of others."""
 _ANSWERS: Any = msgspec.msgpack.Decoder()
 _decode_notice = messages.decode_notice
@@ -46,7 +46,7 @@ class Honest:
         register = messages.Register(node=f"honest-{role.value}-{rank}", role=role, address=endpoint, rank=rank)
         self._send(CALL, register, 1)
 
-    def hear(self) -> None:
+    def receive_all(self) -> None:
         """Handle received frames."""
         for header, meta, _ in self._line.answers():
             if header.kind == RESULT:
@@ -62,22 +62,22 @@ class Honest:
 
     def welcome(self) -> messages.Welcome:
         """Return the answer to its registration."""
-        self.hear()
+        self.receive_all()
         return msgspec.msgpack.decode(self._results[1], type=messages.Welcome)
 
     def work(self) -> None:
         """Declare a table again, and live."""
         self._send(NOTICE, messages.Heartbeat())
-        number = self.ask(messages.DeclareTable(spec=spec_of("honest")))["number"]
-        specs = self.ask(messages.ListTables())
+        number = self.exchange(messages.DeclareTable(spec=spec_of("honest")))["number"]
+        specs = self.exchange(messages.ListTables())
         if number != 1 or specs[0]["name"] != "honest":
             raise FoundError(f"an honest member's table is number {number}, and the first of {specs}")
 
-    def ask(self, message: msgspec.Struct) -> Any:
-        """Return the answer, which comes at once."""
+    def exchange(self, message: msgspec.Struct) -> Any:
+        """Return the reply, which arrives immediately."""
         self._request += 2
         self._send(CALL, message, self._request)
-        self.hear()
+        self.receive_all()
         if self._request not in self._results:
             raise FoundError(f"an honest member got no answer to {message}")
         return msgspec.msgpack.decode(self._results.pop(self._request))
@@ -123,11 +123,11 @@ class SchedulerEpisode(Episode):
         for _ in range(6):
             await asyncio.sleep(0.01)  # the worker is flushed
             for member in self.members:
-                member.hear()
+                member.receive_all()
         for member in self.members:
             member.welcome()
         self.members[0].work()
-        self.scheduler.core.cluster.membership._next_incarnation = OTHERS
+        self.scheduler.core.cluster.membership._next_incarnation = STRANGERS
 
     def feed(self) -> int:
         attacker = self.random.choice(self.attackers)
@@ -137,16 +137,16 @@ class SchedulerEpisode(Episode):
         fields = {"request": self.random.randrange(1, 50), "sequence": self.random.choice((0, self.number))}
         return attacker.attack(Frame(kind, tree_of(message), body, fields), KINDS)
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         if self.scheduler.failure is not None:
-            return  # a member has said that there is another scheduler
+            return  # a member has reported another scheduler
         for member in self.members:
-            member.hear()
+            member.receive_all()
         for member in self.members:
             member.work()
 
     async def end(self) -> None:
-        self.look()
+        self.check_now()
         self.scheduler.close()
         await self.listener.close()
         await asyncio.sleep(0)
@@ -173,10 +173,10 @@ class SchedulerEpisode(Episode):
         random = self.random
         role, rank = random.choice(("worker", "server", "server")), random.randrange(2)
         settings = self.scheduler.core.settings
-        group = ChainGroup((OTHERS + 1, OTHERS + 2), None, to_bytes((1 << 512) - 1))
+        group = ChainGroup((STRANGERS + 1, STRANGERS + 2), None, to_bytes((1 << 512) - 1))
         members = tuple(
             Member(
-                node=f"server-{rank}", role=Role.SERVER, rank=rank, incarnation=OTHERS + 1 + rank,
+                node=f"server-{rank}", role=Role.SERVER, rank=rank, incarnation=STRANGERS + 1 + rank,
                 address=Endpoint(Address.parse("memory://y")), process=own_process(),
             )
             for rank in range(2)
@@ -192,13 +192,13 @@ class SchedulerEpisode(Episode):
         return messages.Rejoin(
             member=Member(
                 node=f"{role}-{rank}", role=Role(role), rank=rank,
-                incarnation=OTHERS + rank + (1 if role == "server" else 4),
+                incarnation=STRANGERS + rank + (1 if role == "server" else 4),
                 address=Endpoint(Address.parse("memory://y")), process=own_process(),
             ),
             settings=settings, tables=(known,),
             view=messages.View(
                 epoch=3, term=random.choice((0, 0, 1)), members=members, version=2, groups=(group,),
-                last_incarnation=OTHERS + 5,
+                last_incarnation=STRANGERS + 5,
             ),
             is_leaving=random.random() < 0.2, job=random.choice((None, job)),
         )  # fmt: skip
@@ -219,13 +219,13 @@ class SchedulerEpisode(Episode):
         return random.choice(
             (
                 lambda: messages.GetView(), lambda: messages.GetSettings(), lambda: messages.Leave(),
-                lambda: messages.Heartbeat(progress={"job": 1.0, "x": 2.0}, unreachable=(OTHERS + 1,)),
+                lambda: messages.Heartbeat(progress={"job": 1.0, "x": 2.0}, unreachable=(STRANGERS + 1,)),
                 lambda: messages.DeclareTable(spec=spec_of(f"t{random.randrange(5)}")),
                 lambda: messages.ChangeUpdate(table="t1", update=to_fields(SGD(lr=0.5))),
                 lambda: messages.ListTables(), lambda: messages.GetJob(after=random.choice((0, number))),
                 lambda: messages.Drain(), lambda: messages.Prepared(term=1, epoch=random.randrange(9)),
                 lambda: messages.Promised(term=random.randrange(9)),
-                lambda: messages.Filled(1, OTHERS + 1, to_bytes(7)),
+                lambda: messages.Filled(1, STRANGERS + 1, to_bytes(7)),
                 lambda: messages.JobStatus(job=number), lambda: messages.TakeReports(job=number),
                 lambda: messages.GetAccount(job=number), lambda: messages.ClaimCluster(),
                 lambda: messages.FileEnded(job=number, file=random.randrange(2), num_shards=3),
@@ -271,7 +271,7 @@ _FRAMES: list[Callable[[Any], tuple[Any, bytes]]] = [
 
 
 class Recovering(SchedulerEpisode):
-    """One that takes a cluster over from those that come back."""
+    """A scheduler that takes a cluster over from the members that return."""
 
     name = "scheduler-recovering"
     weight = 3

@@ -57,12 +57,12 @@ KINDS = (
     PUSH, PULL, PUSH_PULL, TICK, ACK, VALUES, CALL, NOTICE, SYNCED, FORWARD, FORWARDED, STATE, STATE_TAKEN, READY,
     CLOCKS, PING, PONG, FrameKind.ERROR, FrameKind.HELLO, 77,
 )  # fmt: skip
-"""The kinds that a server knows, and others."""
+"""The kinds that a server knows, and unknown kinds."""
 
 SERVER, NEIGHBOUR, WORKER, HONEST, JOINED = 1, 2, 3, 1001, 1002  # incarnations
-MINE = range(128)  # buckets whose chain is this server alone
+OWN_BUCKETS = range(128)  # buckets whose chain is this server alone
 CHAINS: dict[tuple[tuple[int, ...], int | None], range] = {
-    ((SERVER,), None): MINE,
+    ((SERVER,), None): OWN_BUCKETS,
     ((SERVER, NEIGHBOUR), None): range(128, 256),
     ((NEIGHBOUR, SERVER), None): range(256, 384),
     ((NEIGHBOUR,), SERVER): range(384, 448),
@@ -108,29 +108,29 @@ class Honest:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._keys = keys_in(MINE, 40)
+        self._keys = keys_in(OWN_BUCKETS, 40)
         self._counts = np.zeros(40, np.float32)
-        self._dense = np.zeros(1280, np.float32)  # the buckets of MINE
+        self._dense = np.zeros(1280, np.float32)  # the buckets of OWN_BUCKETS
         self._sequence = 0
 
     def work(self) -> None:
         """Push to both tables, and compare the values that are read."""
         self._sequence += 2
         ones = np.ones(40, np.float32)
-        self._line.ask(
+        self._line.exchange(
             PUSH, table=OWN_SPARSE, request=1, epoch=self.epoch, sequence=self._sequence,
             body=(self._keys, ones),
         )  # fmt: skip
         self._counts += 1
         grads = np.arange(1280, dtype=np.float32)
         span = np.array([0, 1280], np.uint64)
-        self._line.ask(
+        self._line.exchange(
             PUSH, flags=RANGE, table=OWN_DENSE, request=2, epoch=self.epoch, sequence=self._sequence + 1,
             body=(span, grads),
         )  # fmt: skip
         self._dense += grads
-        _, _, rows = self._line.ask(PULL, table=OWN_SPARSE, request=3, epoch=self.epoch, body=self._keys)
-        _, _, values = self._line.ask(PULL, flags=RANGE, table=OWN_DENSE, request=4, epoch=self.epoch, body=span)
+        _, _, rows = self._line.exchange(PULL, table=OWN_SPARSE, request=3, epoch=self.epoch, body=self._keys)
+        _, _, values = self._line.exchange(PULL, flags=RANGE, table=OWN_DENSE, request=4, epoch=self.epoch, body=span)
         if (np.frombuffer(rows, np.float32) != -self._counts).any():
             raise FoundError("an honest worker's sparse rows are wrong")
         if (np.frombuffer(values, np.float32) != -self._dense).any():
@@ -145,8 +145,8 @@ class Joined:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._clock = 0
-        self._keys = keys_in(MINE, 5)
-        line.ask(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=2, clock=0)))
+        self._keys = keys_in(OWN_BUCKETS, 5)
+        line.exchange(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=2, clock=0)))
         self._expected: dict[int, float] = {}
 
     def iterate(self) -> None:
@@ -242,7 +242,7 @@ class ServerEpisode(Episode):
         self.source.first = Frame(CLOCKS, tree_of(messages.ClocksInfo((), (), 0, 0))).encode()
         honest = Line(self.transport, target, Hello(role="worker", rank=1, incarnation=HONEST))
         for number, spec in (SPECS | OWN).items():
-            honest.ask(CALL, request=1, meta=messages.encode(messages.CreateTable(table=table_of(number, spec))))
+            honest.exchange(CALL, request=1, meta=messages.encode(messages.CreateTable(table=table_of(number, spec))))
         self.honest = Honest(honest)
         self.joined = Joined(
             Line(
@@ -295,12 +295,12 @@ class ServerEpisode(Episode):
             peer.send(frame.encode())
         return len(frames)
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         self.honest.work()
         self.joined.iterate()
 
     async def end(self) -> None:
-        self.look()
+        self.check_now()
         self.change_map({((SERVER,), None): range(512)}, HONEST, JOINED)
         self.honest.epoch = self.version
         await self._turn()
@@ -328,7 +328,7 @@ class ServerEpisode(Episode):
 
     def push(self) -> Frame:
         table = self.random.choice((3, 5))
-        keys = self.keys(self.random.choice((MINE, CHAINS[(SERVER, NEIGHBOUR), None])))
+        keys = self.keys(self.random.choice((OWN_BUCKETS, CHAINS[(SERVER, NEIGHBOUR), None])))
         grads = np.ones(len(keys) * SPECS[table].dim, np.float32)
         flags = self.random.choice((0, 0, TICKS))
         frame = Frame(
@@ -341,7 +341,7 @@ class ServerEpisode(Episode):
     def pull(self) -> Frame:
         table = self.random.choice((3, 5))
         clock = self.clock + self.random.choice((0, 0, 0, 1))
-        return Frame(PULL, body=self.keys(MINE).tobytes(), fields=self.header(table=table, clock=clock))
+        return Frame(PULL, body=self.keys(OWN_BUCKETS).tobytes(), fields=self.header(table=table, clock=clock))
 
     def dense_range(self) -> Frame:
         start = self.random.randrange(200)
@@ -368,7 +368,7 @@ class ServerEpisode(Episode):
     def call(self) -> Frame:
         random = self.random
         table = random.choice((3, 4, 5))
-        keys = self.keys(MINE, 8) if table != 4 else np.arange(8, dtype=np.uint64)
+        keys = self.keys(OWN_BUCKETS, 8) if table != 4 else np.arange(8, dtype=np.uint64)
         calls: list[tuple[Any, bytes]] = [
             (messages.CreateTable(table=table_of(random.choice((3, 4, 5)), SPECS[random.choice((3, 4, 5))])), b""),
             (messages.CreateTable(table=table_of(random.randrange(6, 12), SPECS[random.choice((3, 4, 5))])), b""),
@@ -381,7 +381,7 @@ class ServerEpisode(Episode):
             ),
             (messages.SetUpdate(table=3, update=to_fields(Adagrad(lr=0.25)), revision=1), b""),
             (messages.SetUpdate(table=5, update=to_fields(Adam(lr=0.25)), revision=1), b""),
-            (messages.Erase(table=random.choice((3, 5))), self.keys(MINE, 4).tobytes()),
+            (messages.Erase(table=random.choice((3, 5))), self.keys(OWN_BUCKETS, 4).tobytes()),
             (messages.GetStatistics(), b""),
         ]
         message, body = random.choice(calls)
@@ -397,7 +397,8 @@ class ServerEpisode(Episode):
         calls: list[Any] = [
             snapshot_messages.TakeSnapshot(
                 number=number, directory=str(self.folder), folder=f"snapshot-{number:06d}", tables=(3, 4, 5),
-                buckets=to_bytes(bucket_set(MINE)), complete=(1,), boundary=random.choice((None, self.clock + 1)),
+                buckets=to_bytes(bucket_set(OWN_BUCKETS)), complete=(1,),
+                boundary=random.choice((None, self.clock + 1)),
             ),
             snapshot_messages.GetSnapshotState(directory=str(self.folder), number=number),
             snapshot_messages.DropSnapshot(directory=str(self.folder), number=number),

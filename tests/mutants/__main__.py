@@ -1,8 +1,8 @@
-"""``python -m tests.mutants``: plants each defect in a copy of the product, and reports who finds it.
+"""``python -m tests.mutants``: plant each defect in a copy of the product, and report the tests that find it.
 
-Each is looked for by the unit tests that it names, and by one of the simulations, which play seeds until one fails: of
-the protocol (after the first few in storms of faults), or of the product. If neither finds it, by the integration tests
-that it names. All of that has to pass in a copy without a defect. The exit status is 1 if one is found by nobody.
+The defect's unit tests run first, and one of the simulations, of the protocol (after the first seeds with many faults)
+or of the product, until a seed fails. If neither finds the defect, its integration tests run. All of these tests must
+pass in a copy without a defect. The exit status is 1 if no test finds a defect.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Finding:
-    """Who has found a defect: in how many seeds a simulation, and whether the tests; None: not asked."""
+    """The result for a defect: the number of failing seeds, and whether the tests fail (None: not run)."""
 
     defect: Defect
     seeds: int | None
@@ -115,9 +115,9 @@ def seeds_until_found(source: Path, simulation: Simulation, limit: int) -> int |
 
 
 def fails(source: Path, paths: Sequence[str], *, compiles: bool, again: bool = False) -> bool | None:
-    """Whether any of these tests fails; None if there are none. `compiles`: whether kernels are compiled.
+    """Return whether any of these tests fails; None without tests.
 
-    `again`: one fails only if it does so twice; machines stall.
+    `compiles`: whether kernels are compiled. `again`: a test fails only if it fails twice, because machines stall.
     """
     if not paths:
         return None
@@ -148,7 +148,7 @@ def _run(source: Path, *arguments: str, compiles: bool = True) -> subprocess.Com
     )
 
 
-def look_for(defect: Defect, limits: Limits) -> Finding:
+def run_checks(defect: Defect, limits: Limits) -> Finding:
     """Return who finds a defect."""
     limit = limits.of(defect.simulation)
     with planted(defect) as source:
@@ -163,13 +163,17 @@ def false_alarms(defects: Sequence[Defect], limits: Limits) -> list[str]:
     alarms = []
     with planted() as source:
         compiled = {
-            path for each in defects for path in (*each.integration, *(() if each.alters_kernels else each.unit))
+            path
+            for defect in defects
+            for path in (*defect.integration, *(() if defect.alters_kernels else defect.unit))
         }
-        interpreted = {path for each in defects if each.alters_kernels for path in each.unit}
+        interpreted = {path for defect in defects if defect.alters_kernels for path in defect.unit}
         for paths, compiles in ((compiled, True), (interpreted, False)):
             if fails(source, sorted(paths), compiles=compiles, again=True):
                 alarms.append(f"one of the tests in {', '.join(sorted(paths))}")
-        for simulation in sorted({each.simulation for each in defects}, key=lambda each: each.value):
+        for simulation in sorted(
+            {defect.simulation for defect in defects}, key=lambda simulation_kind: simulation_kind.value
+        ):
             seeds = seeds_until_found(source, simulation, limits.of(simulation))
             if seeds is not None:
                 alarms.append(f"seed {seeds - 1} of the {simulation.value}")
@@ -177,12 +181,12 @@ def false_alarms(defects: Sequence[Defect], limits: Limits) -> list[str]:
 
 
 def report(findings: Sequence[Finding], limits: Limits, commit: str) -> str:
-    """Return what the page says of them."""
+    """Return the text of the page."""
     head = (
         f"`python -m tests.mutants --seeds {limits.seeds} --runs {limits.runs} --write`, commit {commit}: "
-        f"{sum(each.is_found for each in findings)} of {len(findings)} found."
+        f"{sum(finding.is_found for finding in findings)} of {len(findings)} found."
     )
-    return "\n".join([head, "", _HEAD, *(each.row for each in findings)])
+    return "\n".join([head, "", _HEAD, *(finding.row for finding in findings)])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -191,16 +195,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="defects (default: all)")
     parser.add_argument("--seeds", type=int, default=500, help="of the protocol, at most (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=50, help="of the product, at most (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="defects at once (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel defects (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help=f"put the report on {_PAGE.name}, if all is committed")
     options = parser.parse_args(arguments)
-    known = {each.name: each for each in DEFECTS}
+    known = {defect.name: defect for defect in DEFECTS}
     if unknown := [name for name in options.names if name not in known]:
-        parser.error(f"there is no defect {unknown[0]!r}: expected some of {', '.join(known)}")
+        parser.error(f"unknown defect {unknown[0]!r}: expected names among {', '.join(known)}")
     chosen = [known[name] for name in options.names] or list(DEFECTS)
     limits = Limits(options.seeds, options.runs)
     if options.write and (options.names or _git("status", "--porcelain", "src", "tests")):
-        parser.error("--write is for all defects, of a commit: name none, and commit what has changed")
+        parser.error("--write needs all defects and a clean checkout: leave the names out, and commit your changes")
     commit = _git("log", "-1", "--format=%h (%cs)") if options.write else ""
     began_s = time.monotonic()
     _run(_ROOT / "src", "-c", "from paceline.launch import prepare_kernels; prepare_kernels()")  # else every copy would
@@ -208,10 +212,10 @@ def main(arguments: list[str] | None = None) -> int:
     findings = []
     with ThreadPoolExecutor(options.jobs) as pool:
         alarms = pool.submit(false_alarms, chosen, limits)
-        for finding in pool.map(lambda defect: look_for(defect, limits), chosen):
+        for finding in pool.map(lambda defect: run_checks(defect, limits), chosen):
             print(finding.row, flush=True)
             findings.append(finding)
-    missed = [each.defect.name for each in findings if not each.is_found]
+    missed = [finding.defect.name for finding in findings if not finding.is_found]
     print(f"\n{len(chosen) - len(missed)} of {len(chosen)} found, in {time.monotonic() - began_s:.0f} s")
     if missed:
         print(f"nobody finds {', '.join(missed)}")

@@ -25,12 +25,12 @@ def reference_xxh64(data: bytes) -> int:
         h = sum(rotated(lane, count) for lane, count in zip(lanes, (1, 7, 12, 18), strict=True)) & MASK
         for lane in lanes:
             h = ((h ^ mixed(0, lane)) * p1 + p4) & MASK
-    h, rest = (h + len(data)) & MASK, data[whole:]
-    while len(rest) >= 8:
-        h, rest = rotated(h ^ mixed(0, int.from_bytes(rest[:8], "little")), 27) * p1 + p4 & MASK, rest[8:]
-    if len(rest) >= 4:
-        h, rest = (rotated(h ^ int.from_bytes(rest[:4], "little") * p1 & MASK, 23) * p2 + p3) & MASK, rest[4:]
-    for byte in rest:
+    h, tail = (h + len(data)) & MASK, data[whole:]
+    while len(tail) >= 8:
+        h, tail = rotated(h ^ mixed(0, int.from_bytes(tail[:8], "little")), 27) * p1 + p4 & MASK, tail[8:]
+    if len(tail) >= 4:
+        h, tail = (rotated(h ^ int.from_bytes(tail[:4], "little") * p1 & MASK, 23) * p2 + p3) & MASK, tail[4:]
+    for byte in tail:
         h = rotated(h ^ byte * p5 & MASK, 11) * p1 & MASK
     for shift, prime in ((33, p2), (29, p3), (32, 1)):
         h = (h ^ h >> shift) * prime & MASK

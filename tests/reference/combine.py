@@ -19,9 +19,9 @@ def reference(dtype: str, op: int, sources: Sequence[Array], scale: float) -> Ar
     """Return the result of the function of `dtype`."""
     if len(sources) == 1 and scale == 1.0:
         return sources[0].copy()
-    total, *others = (_widened(dtype, source) for source in sources)
+    total, *addends = (_widened(dtype, source) for source in sources)
     with np.errstate(all="ignore"):
-        for other in others:
+        for other in addends:
             total = _TWINS[op](total, other)
         if dtype in _FLOATS:
             total = total * total.dtype.type(scale)

@@ -27,7 +27,7 @@ def digest(keys: Keys, out: Keys) -> None:
         len(keys) + int(hashes.sum(dtype=np.uint64)),
         _SALT + int(mix(hashes ^ np.uint64(_SALT)).sum(dtype=np.uint64)),
     )
-    out[:] = mix(np.array([each & MASK for each in sums], np.uint64))
+    out[:] = mix(np.array([total & MASK for total in sums], np.uint64))
 
 
 def encode_deltas(keys: Keys, out: Bytes) -> int:
@@ -35,11 +35,11 @@ def encode_deltas(keys: Keys, out: Bytes) -> int:
     written: list[int] = []
     former = 0
     for key in keys.tolist():
-        rest, former = (key - former) & MASK, key
-        while rest > 127:
-            written.append(rest & 127 | 128)
-            rest >>= 7
-        written.append(rest)
+        remaining, former = (key - former) & MASK, key
+        while remaining > 127:
+            written.append(remaining & 127 | 128)
+            remaining >>= 7
+        written.append(remaining)
     out[: len(written)] = written
     return len(written)
 
@@ -94,25 +94,25 @@ def renumber(slot_keys: Keys, slot_numbers: Numbers, new_keys: Keys, new_numbers
 
 def read_numbers(data: Bytes, known: Keys, state: Integers, out: Keys) -> int:
     """Read numbers of known keys, and keys in full."""
-    rest, count, one = data, int(state[0]), np.zeros(1, np.uint64)
+    remaining, count, one = data, int(state[0]), np.zeros(1, np.uint64)
     for i in range(len(out)):
-        size = decode_deltas(rest, one)
+        size = decode_deltas(remaining, one)
         number = int(one[0])
         if size < 0 or number > count:
             return -1
-        rest = rest[size:]
+        remaining = remaining[size:]
         if number:
             out[i] = known[number - 1]
             continue
-        if len(rest) < 8:
+        if len(remaining) < 8:
             return -1
-        out[i] = int.from_bytes(rest[:8].tobytes(), "little")
-        rest = rest[8:]
+        out[i] = int.from_bytes(remaining[:8].tobytes(), "little")
+        remaining = remaining[8:]
         if count < state[1]:
             known[count] = out[i]
             count += 1
     state[0] = count
-    return len(data) - len(rest)
+    return len(data) - len(remaining)
 
 
 def quantize(values: Floats, bits: int, half: np.float32, seed: np.uint64, scales: Floats, codes: Bytes) -> None:

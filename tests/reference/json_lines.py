@@ -23,7 +23,7 @@ from paceline.kernels.text.values import LABEL_WORDS, category_text, number_text
 
 
 class _Number(str):
-    """A number as it is written."""
+    """A number with its original text."""
 
 
 class _Members(list[tuple[str, Any]]):
@@ -85,8 +85,8 @@ class _Row:
         if isinstance(value, _Members):
             self.add_object(value, path, depth + 1)
         elif isinstance(value, list):
-            for each in value:
-                self._add(each, path, depth + 1, in_list=True)
+            for item in value:
+                self._add(item, path, depth + 1, in_list=True)
         elif (value is not None and value != "NaN") or (type(value) is str):
             self._add_scalar(value, path, in_list=in_list)
 

@@ -298,9 +298,9 @@ def _array_cases() -> Iterator[ArrayCase]:
             yield ArrayCase(dedup.split, reference.split, f"{n} to {servers}", n, make, (2, 3))
         yield ArrayCase(index.buckets_of, reference.buckets_of, f"{n}", n, _buckets_of(n), (1,))
         for buckets in (1, 200, index.NUM_BUCKETS):
-            label, words, some = f"{n} in {buckets} buckets", _bucket_words(n, buckets), _select(n, buckets)
+            label, words, selected = f"{n} in {buckets} buckets", _bucket_words(n, buckets), _select(n, buckets)
             yield ArrayCase(index.bucket_words, reference.bucket_words, label, n, words, (1,))
-            yield ArrayCase(dedup.select, reference.select, label, n, some, (2,))
+            yield ArrayCase(dedup.select, reference.select, label, n, selected, (2,))
         yield ArrayCase(sparse.largest, reference.largest, f"{n}", n, _largest(n), ())
         yield ArrayCase(csr.logistic, reference.logistic, f"{n}", n, _logistic(n), (2, 3), 1e-6)
     for n in (1, 8, 256, 4096):
@@ -316,7 +316,7 @@ def _array_cases() -> Iterator[ArrayCase]:
             yield ArrayCase(
                 csr.csr_transposed_dot_rows, reference.csr_transposed_dot_rows, name, items, make, (4,), 1e-4
             )
-            make, backward = (_interactions(n, 8, ones=ones, backward=each) for each in (False, True))
+            make, backward = (_interactions(n, 8, ones=ones, backward=is_backward) for is_backward in (False, True))
             kernels, twins = csr, reference
             yield ArrayCase(kernels.add_interactions, twins.add_interactions, name, items, make, (4, 5), 1e-3)
             yield ArrayCase(
@@ -324,7 +324,7 @@ def _array_cases() -> Iterator[ArrayCase]:
             )
     for n, ones in ((1, True), (100, False)):
         name, items = f"{n}{' of ones' if ones else ''}", n * 13
-        make, backward = (_field_interactions(n, ones=ones, backward=each) for each in (False, True))
+        make, backward = (_field_interactions(n, ones=ones, backward=is_backward) for is_backward in (False, True))
         yield ArrayCase(csr.add_field_interactions, reference.add_field_interactions, name, items, make, (7,), 1e-3)
         yield ArrayCase(
             csr.field_interaction_gradients, reference.field_interaction_gradients, name, items, backward, (8,), 1e-3

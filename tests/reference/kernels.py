@@ -50,9 +50,9 @@ def buckets_of(keys: Keys, out: npt.NDArray[np.uint16]) -> None:
 
 def bucket_words(keys: Keys, out: Keys) -> None:
     """Write the set of the keys' buckets as bits."""
-    there = np.zeros(NUM_BUCKETS, bool)
-    there[bucket_of(keys)] = True
-    out[:] = np.packbits(there, bitorder="little").view("<u8")
+    is_present = np.zeros(NUM_BUCKETS, bool)
+    is_present[bucket_of(keys)] = True
+    out[:] = np.packbits(is_present, bitorder="little").view("<u8")
 
 
 def initial_values(kind: int, seed: int, keys: Keys, dim: int, a: float, b: float) -> Floats:
@@ -114,8 +114,8 @@ def split(keys: Keys, owners: npt.NDArray[np.int32], starts: Integers, order: In
 
 def select(keys: Keys, words: Keys, chosen: Integers) -> int:
     """Write the positions of the keys whose bucket is in a set, in order; return how many there are."""
-    there = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little").astype(bool)
-    found = np.flatnonzero(there[bucket_of(keys)])
+    is_present = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little").astype(bool)
+    found = np.flatnonzero(is_present[bucket_of(keys)])
     chosen[: len(found)] = found
     chosen[len(found) : len(found) + 1] = 0
     return len(found)
@@ -250,7 +250,7 @@ def column_gradients(
     for at, column in enumerate(columns):
         entries = slice(indptr[column], indptr[column + 1])
         i, x = rows[entries], values[entries].astype(np.float64) if len(values) else 1.0
-        with np.errstate(over="ignore", invalid="ignore"):  # 0 times infinity is no bound
+        with np.errstate(over="ignore", invalid="ignore"):  # 0 times infinity gives no bound
             grown = curvatures[i] * np.exp(counts[i] * np.abs(x) * np.float64(radii[column]))
         bounds = np.maximum(np.fmin(grown, most[i]), 1e-12)
         out[at] = (residuals[i] * x).sum(), (counts[i] * x * x * bounds).sum()

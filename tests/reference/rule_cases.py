@@ -21,13 +21,13 @@ from paceline.tables.sparse_store import SparseStore
 
 _ZEROS: Final = Zeros()
 RULE_CASES: Final[dict[str, RuleCase]] = {
-    f"{name} {what}".strip(): case for name, rule in RULES.items() for what, case in find_cases(rule).items()
+    f"{name} {case_name}".strip(): case for name, rule in RULES.items() for case_name, case in find_cases(rule).items()
 }
 
 
 @dataclass(frozen=True)
 class SparseCase:
-    """A sparse table of `num_rows` rows, and a batch of `num_keys` keys, most of which are in it."""
+    """A sparse table of `num_rows` rows, and a batch of `num_keys` keys. The table contains most of them."""
 
     name: str
     dim: int
@@ -123,7 +123,7 @@ def _array_cases() -> Iterator[ArrayCase]:
 
 
 def _sparse_cases() -> Iterator[SparseCase]:
-    # Row words 1, 2 and 3 lie in the index, wider rows behind it; Adam of dim 1 has 4 words.
+    # Rows of 1, 2 and 3 words lie in the index, and wider rows outside. Adam of dim 1 has 4 words.
     for name, (rule, is_rare) in RULE_CASES.items():
         for dim in (rule.row_dim or 3,) if is_rare else (1, 3, 16):
             num_rows = 5000 if dim == 1 else 500  # the twin's rows are Python's

@@ -51,7 +51,7 @@ def update_record(
 
 
 def start_state(rule: int, record: Floats, words: int, dim: int, start: int, stop: int, hyper: Doubles) -> None:
-    """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
+    """Set the state of elements ``[start, stop)``, whose values are set, to the state before the first update."""
     for plane in range(dim, words, dim):
         record[plane + start : min(plane + stop, words)] = 0
     w, *states = (record[plane + start : plane + stop] for plane in range(0, words - dim + 1, dim))

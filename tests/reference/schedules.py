@@ -182,7 +182,8 @@ class Contents:
                 raise ScheduleError(f"rank {rank} has {number} blocks, which do not fit {collective} of {size} ranks.")
         self._num_blocks: Final = num_blocks[0]
         self._memories: Final = [self._begin(rank) for rank in range(size)]
-        # A barrier has no blocks. Its messages carry the ranks that the sender knows to have reached the barrier.
+        # A barrier has no blocks. Its messages contain the ranks that have reached the barrier, as far as the sender
+        # has received.
         self._reached: Final = [1 << rank for rank in range(size)]
 
     def read(self, place: tuple[int, int], spans: Spans) -> list[int]:

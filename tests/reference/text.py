@@ -90,7 +90,7 @@ def vw_line(line: bytes) -> tuple[float | None, float, list[int], list[float], l
     """Label (None if it has none), weight, keys, values and fields of a line; a code if malformed, None if blank."""
     if not line.strip(b" \t\r"):
         return None
-    head, bar, rest = line.partition(b"|")
+    head, bar, tail = line.partition(b"|")
     if not bar:
         return NO_BAR
     words = [word for word in re.split(rb"[ \t\r]+", head) if word]
@@ -105,7 +105,7 @@ def vw_line(line: bytes) -> tuple[float | None, float, list[int], list[float], l
         if at == 2 and number != 0:
             return BAD_VW_BASE
     keys, values, fields = [], [], []
-    for namespace in rest.split(b"|"):
+    for namespace in tail.split(b"|"):
         name, *features = re.split(rb"[ \t\r]+", namespace)
         name, scale = _name_and_value(name)
         if scale is None:
@@ -163,7 +163,7 @@ def csv_row(
     *,
     trims: bool = False,
 ) -> tuple[float, float, list[int], list[float]] | int:
-    """Label, weight, keys and values of a csv row, with slots and seeds as the kernel takes them; else what ails it."""
+    """Return label, weight, keys and values of a CSV row, or the error; slots and seeds are those of the kernel."""
     if len(cells) != len(slots):
         return BAD_WIDTH + DETAIL * len(cells)
     label, weight, pairs, faults = 0.0, 1.0, {}, []

@@ -37,10 +37,10 @@ def acknowledge_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acknowledge a push before the following servers have it."""
     handle, push = Replication.handle, Replication.push
     acknowledged: set[int] = set()
-    tokens: list[object] = []  # kept, so that no two of them have the same id
+    tokens: list[object] = []  # kept, so that ids stay unique
 
     def acknowledge(token: object, instructions: list[Instruction]) -> list[Instruction]:
-        if any(isinstance(each, Forward) for each in instructions):
+        if any(isinstance(instruction, Forward) for instruction in instructions):
             acknowledged.add(id(token))
             tokens.append(token)
             instructions.append(Acknowledge(token))
@@ -54,7 +54,9 @@ def acknowledge_early(monkeypatch: pytest.MonkeyPatch) -> None:
     def handle_early(core: Replication, event: Event) -> list[Instruction]:
         done = (Acknowledge, RefusePush, Forget)
         instructions = [
-            each for each in handle(core, event) if not (isinstance(each, done) and id(each.token) in acknowledged)
+            action
+            for action in handle(core, event)
+            if not (isinstance(action, done) and id(action.token) in acknowledged)
         ]
         return acknowledge(event.token, instructions) if isinstance(event, Forwarded) else instructions
 

@@ -17,16 +17,16 @@ from simulator.product import KINDS, ProductCluster
 from simulator.product.truth import Truth
 
 SEEDS = range(34, 40)
-DEFECT_SEEDS = (16, 17, *range(200))  # those that find each of the defects below, so far, come first
+DEFECT_SEEDS = (16, 17, *range(200))  # the seeds that find the defects below come first
 
 
 def test_nothing_promised_is_broken() -> None:
     outcomes = [ProductCluster(seed).run() for seed in SEEDS]
-    assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
-    fired = sum((each.fired for each in outcomes), Counter[str]())
+    assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
+    fired = sum((outcome.fired for outcome in outcomes), Counter[str]())
     assert len(fired) > len(KINDS) // 2
-    assert sum(each.num_reads for each in outcomes) > 75
-    assert sum(each.num_compared for each in outcomes) > 2_500
+    assert sum(outcome.num_reads for outcome in outcomes) > 75
+    assert sum(outcome.num_compared for outcome in outcomes) > 2_500
 
 
 def test_a_seed_is_the_same_every_time() -> None:
@@ -48,24 +48,24 @@ def violations(num_faults: int) -> Iterator[str]:
 
 def test_a_broken_duplicate_filter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     BREAK["exactly once"](monkeypatch)
-    assert any("(exactly once)" in each or "(reads)" in each for each in violations(8))
+    assert any("(exactly once)" in violation or "(reads)" in violation for violation in violations(8))
 
 
-def test_a_fill_without_its_filter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fill_without_a_filter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     adopt = Delivery.adopt
     monkeypatch.setattr(Delivery, "adopt", lambda delivery, buckets, state: adopt(delivery, buckets, ()))
-    assert any("(exactly once)" in each or "(reads)" in each for each in violations(8))
+    assert any("(exactly once)" in violation or "(reads)" in violation for violation in violations(8))
 
 
-def test_a_fill_that_loses_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fill_without_one_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     load = SparsePart.load_bucket
     monkeypatch.setattr(
         SparsePart, "load_bucket", lambda part, bucket, keys, rows: load(part, bucket, keys[1:], rows[1:])
     )
-    assert any("(replicas)" in each or "(reads)" in each for each in violations(8))
+    assert any("(replicas)" in violation or "(reads)" in violation for violation in violations(8))
 
 
-def test_a_violation_prints_the_command_that_replays_it(
+def test_a_violation_prints_the_replay_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_fault(truth: Truth, chains: object) -> None:

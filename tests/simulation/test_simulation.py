@@ -32,9 +32,9 @@ def test_public_names() -> None:
 
 def test_nothing_promised_is_broken() -> None:
     outcomes = [ProtocolCluster(seed).run() for seed in SEEDS]
-    assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
-    assert sum(each.num_reads for each in outcomes) > 1000
-    fired = sum((each.fired for each in outcomes), Counter[str]())
+    assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
+    assert sum(outcome.num_reads for outcome in outcomes) > 1000
+    fired = sum((outcome.fired for outcome in outcomes), Counter[str]())
     assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 300
 
 
@@ -47,8 +47,8 @@ def test_storms() -> None:
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
 
 
-def test_with_min_replicas_all_goes_on_when_there_are_servers_enough() -> None:
-    """Found by these seeds: a fill waited for an iteration, and the iteration for what was to be filled."""
+def test_with_min_replicas_and_enough_servers_all_work_continues() -> None:
+    """These seeds found a deadlock: a fill and an iteration waited for each other."""
     for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(15)):
         settings = RunSettings.draw(Random(seed))
         if settings.replicas:
@@ -58,7 +58,7 @@ def test_with_min_replicas_all_goes_on_when_there_are_servers_enough() -> None:
 
 
 def test_no_server_treats_a_live_worker_as_departed() -> None:
-    """Found by the first two seeds: one of whom a new scheduler heard last. The third one's lease went to nobody."""
+    """Two seeds found a worker that had last reported to a new scheduler; the third found an unheld lease."""
     for seed in (2370, 2971, 1870):
         outcome = ProtocolCluster(seed, num_faults=24).run()
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
@@ -69,12 +69,12 @@ def test_a_removed_worker_stays_removed() -> None:
     assert ProtocolCluster(10214).run().violation is None
 
 
-def test_a_shard_is_leased_again_when_its_worker_was_removed_for_everybody() -> None:
+def test_a_shard_is_leased_again_when_the_worker_is_removed() -> None:
     """Found by this seed: a scheduler that could commit no view gave a shard to another worker, and both counted it."""
     assert ProtocolCluster(6065).run().violation is None
 
 
-def test_voters_that_have_ended_are_found_though_no_newer_view_names_them() -> None:
+def test_ended_voters_are_found_although_no_newer_view_names_the_voters() -> None:
     """Found by these seeds: a server died, and then the scheduler, before the view without it was committed."""
     for seed in (3087, 3759):
         outcome = ProtocolCluster(seed, num_faults=24).run()
@@ -83,7 +83,7 @@ def test_voters_that_have_ended_are_found_though_no_newer_view_names_them() -> N
 
 def test_every_kind_of_fault_fires() -> None:
     fired: Counter[str] = Counter()
-    of_schedulers = ("crash-server", "crash-scheduler", "second-scheduler", "partition")  # what seldom happens else
+    of_schedulers = ("crash-server", "crash-scheduler", "second-scheduler", "partition")  # for rare cases
     for seed in (5, 24, 8, 33, 19, 28, 21, *SEEDS):  # the first seven are enough, so far
         fired += ProtocolCluster(seed, num_faults=24).run().fired
         fired += ProtocolCluster(seed, num_faults=24, faults=of_schedulers).run().fired
@@ -93,17 +93,17 @@ def test_every_kind_of_fault_fires() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_fault_alone(kind: str) -> None:
+def test_every_kind_of_fault_alone(kind: str) -> None:
     outcomes = [ProtocolCluster(seed, faults=(kind,)).run() for seed in range(4)]
-    assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
-    assert sum(each.fired[kind] for each in outcomes) > 0
+    assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
+    assert sum(outcome.fired[kind] for outcome in outcomes) > 0
 
 
 def test_a_cut_cable_stops_progress_unless_one_server_is_expelled(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = range(10)
     outcomes = [ProtocolCluster(seed, faults=("cable",), num_faults=4).run() for seed in seeds]
-    assert [each.violation for each in outcomes if each.violation] == []
-    assert sum(each.fired["expel"] for each in outcomes) >= 3
+    assert [outcome.violation for outcome in outcomes if outcome.violation] == []
+    assert sum(outcome.fired["expel"] for outcome in outcomes) >= 3
     monkeypatch.setattr(Reachability, "decide", lambda *_: None)
     violations = (ProtocolCluster(seed, faults=("cable",), num_faults=4).run().violation for seed in seeds)
     assert any(violation is not None and "(progress)" in violation for violation in violations)
@@ -134,13 +134,13 @@ def test_without_faults_nothing_is_sent_again() -> None:
 def test_a_broken_rule_is_found(promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BREAK[promise](monkeypatch)
     outcomes = (ProtocolCluster(seed).run() for seed in range(DEFECT_SEEDS))
-    assert any(f"({promise})" in (each.violation or "") for each in outcomes)
+    assert any(f"({promise})" in (outcome.violation or "") for outcome in outcomes)
 
 
 def test_buckets_are_lost_when_more_servers_fail_than_a_chain_bears() -> None:
     outcomes = [ProtocolCluster(seed, allow_loss=True).run() for seed in range(16)]
-    assert [each.violation for each in outcomes if each.violation] == []
-    assert any(each.lost for each in outcomes)
+    assert [outcome.violation for outcome in outcomes if outcome.violation] == []
+    assert any(outcome.lost for outcome in outcomes)
 
 
 def test_a_seed_is_the_same_every_time() -> None:
@@ -166,7 +166,7 @@ def test_a_seed_is_the_same_in_every_process() -> None:
     assert hashes == {f"{ProtocolCluster(11).run().trace_hash}\n"}
 
 
-def test_a_violation_prints_the_command_that_replays_it(
+def test_a_violation_prints_the_replay_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     BREAK["exactly once"](monkeypatch)
@@ -221,7 +221,7 @@ def test_a_fill_reported_before_workers_retain_pushes_is_found(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)])
-def test_a_cluster_as_told(consistency: Sequential | BoundedDelay) -> None:
+def test_a_cluster_with_given_settings(consistency: Sequential | BoundedDelay) -> None:
     settings = RunSettings(
         num_servers=3,
         num_workers=3,

@@ -18,7 +18,7 @@ from paceline.collectives import Group
 from paceline.errors import GroupClosedError, MismatchError, PacelineError
 
 
-def say(event: str, **more: Any) -> None:
+def report(event: str, **more: Any) -> None:
     print(json.dumps({"event": event, "at": time.monotonic(), **more}), flush=True)
 
 
@@ -31,7 +31,7 @@ def loop(group: Group) -> None:
     for turn in range(1_000_000):
         group.all_reduce(array, "max", out=array)
         if turn == 1:
-            say("loops")
+            report("loops")
 
 
 def leaves_early(group: Group) -> None:
@@ -43,7 +43,7 @@ def leaves_early(group: Group) -> None:
 
 def exits_early(group: Group) -> None:
     leaves_early(group)
-    say("exits")
+    report("exits")
     sys.stdout.flush()
     sys.exit(0)
 
@@ -83,26 +83,26 @@ def main(scenario: str) -> None:
     try:
         group = collectives.init(timeout=timedelta(seconds=float(os.environ.get("TIMEOUT", "30"))))
     except PacelineError as error:
-        say("not joined", kind=type(error).__name__, text=str(error))
+        report("not joined", kind=type(error).__name__, text=str(error))
         return
-    say("joined", took=time.monotonic() - start)
+    report("joined", took=time.monotonic() - start)
     try:
         globals()[scenario](group)
     except (PacelineError, KeyboardInterrupt) as error:
-        say("raised", kind=type(error).__name__, text=str(error), ranks=getattr(error, "ranks", None))
+        report("raised", kind=type(error).__name__, text=str(error), ranks=getattr(error, "ranks", None))
         try:
             with contextlib.suppress(MismatchError):  # an interrupt between two calls has not closed the group yet
                 group.barrier()
             group.barrier()
         except GroupClosedError:
-            say("refuses")
+            report("refuses")
         if os.environ.get("STAY"):
             wait_for_the_end()
     group.close()
-    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    for thread in others:  # one may still wait, for a second or two, for the answer of a stopped rank
+    other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    for thread in other_threads:  # one may still wait, for a second or two, for the answer of a stopped rank
         thread.join(5.0)
-    say("closed", threads=[thread.name for thread in others if thread.is_alive()])
+    report("closed", threads=[thread.name for thread in other_threads if thread.is_alive()])
 
 
 if __name__ == "__main__":

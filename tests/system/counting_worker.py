@@ -1,7 +1,7 @@
-"""A worker that counts for so many seconds: ``python counting_worker.py SECONDS FILE``.
+"""A worker that counts for a number of seconds: ``python counting_worker.py SECONDS FILE``.
 
-It adds 1 to every key, waits for the acknowledgement, reads the keys back, and writes into the file (one int64) how
-many pushes were acknowledged. A wrong value is printed, and the exit status is 1.
+It adds 1 to every key, waits for the acknowledgement, reads the keys back, and writes the number of acknowledged pushes
+into the file (one int64). After a wrong value it prints the value and ends with status 1.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _rank(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
             }
         else:
             answer = {"rank": rank, "kind": "", "text": "heard of nothing"}
-        time.sleep(0.7)  # that it leaves must not be what tells the others
+        time.sleep(0.7)  # the timeout must detect the death, not the closed connection
         return answer
 
 
@@ -130,7 +130,7 @@ def _child(case: dict[str, Any], rank: int, port: int, pipe: int) -> NoReturn:
 
 
 def _run(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Run all of these cases at once."""
+    """Run all of these cases concurrently."""
     started = []
     for case in cases:
         with socket.socket() as probe:
@@ -155,14 +155,14 @@ def _run(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
             killer.start()
             for line in lines:
                 answers.append(json.loads(line))
-                if len([each for each in answers if each["rank"] != case["victim"]]) == expected:
+                if len([answer for answer in answers if answer["rank"] != case["victim"]]) == expected:
                     break
             killer.cancel()
             killer.join()
         _kill(children)
         for child in children:
             os.waitpid(child, 0)
-        results.append([each for each in answers if each["rank"] != case["victim"]])
+        results.append([answer for answer in answers if answer["rank"] != case["victim"]])
     return results
 
 
@@ -174,8 +174,10 @@ def _kill(children: list[int]) -> None:
 if __name__ == "__main__":
     from paceline.testing import run_ranks
 
-    run_ranks(2, lambda group: group.all_reduce(np.ones(_LARGE)))  # what is compiled here the children have
-    gc.freeze()  # and they do not look at, and so copy, what is theirs alike
+    run_ranks(
+        2, lambda group: group.all_reduce(np.ones(_LARGE))
+    )  # the children inherit the kernels that are compiled here
+    gc.freeze()  # and do not visit, and so copy, the shared objects
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)

@@ -39,33 +39,33 @@ def counts() -> int:
     return rpc.running.current_agent().table.num_owned
 
 
-def lose_a_worker() -> None:
+def kill_worker() -> None:
     """Call a function that ends its process, which holds an object and owns another."""
     rpc.init_rpc(f"worker{RANK}", allow=[__name__], timeout=timedelta(seconds=60))
-    told: dict[str, object] = {}
+    report: dict[str, object] = {}
     if RANK == 0:
-        there: rpc.RRef[dict[str, int]] = rpc.remote("worker2", "rpc_program:dict_of", ({"x": 1},))
-        assert there.to_here() == {"x": 1}
+        remote_dict: rpc.RRef[dict[str, int]] = rpc.remote("worker2", "rpc_program:dict_of", ({"x": 1},))
+        assert remote_dict.to_here() == {"x": 1}
         rpc.rpc_sync("worker2", hold, (rpc.RRef([1]),))
         held = counts()
         start = time.monotonic()
         try:
             rpc.rpc_sync("worker2", die)
         except ConnectionLostError as error:
-            told["call"] = str(error)
+            report["call"] = str(error)
         try:
-            there.to_here()
+            remote_dict.to_here()
         except ConnectionLostError as error:
-            told["to_here"] = str(error)
+            report["to_here"] = str(error)
         while counts() and time.monotonic() < start + 20:
             time.sleep(0.01)
-        told["held"] = [held, counts()]
-        told["quick"] = time.monotonic() - start < 20
+        report["held"] = [held, counts()]
+        report["quick"] = time.monotonic() - start < 20
     try:
         rpc.shutdown()
     except RankLostError as error:
-        told["shutdown"] = str(error)
-    print(json.dumps({"rank": RANK, **told}))
+        report["shutdown"] = str(error)
+    print(json.dumps({"rank": RANK, **report}))
 
 
 def dict_of(value: dict[str, int]) -> dict[str, int]:
@@ -81,4 +81,4 @@ if __name__ == "__main__":
     run("rpc_parameter_server.py", "--steps", "40")
     run("rpc_batch.py", "--steps", "15")
     run("rpc_pipeline.py", "--steps", "12")
-    lose_a_worker()
+    kill_worker()

@@ -18,7 +18,10 @@ from tests.warm.programs import MARK as MARK
 
 _WAIT_S = 120.0
 PROMPT_S = 20.0
-"""How long what waits for nothing may take on a busy machine: what it must not wait for takes 30 s, or for ever."""
+"""The time limit of a command that waits for nothing, on a busy machine.
+
+A command with a wrong wait takes 30 s or hangs.
+"""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Running:
                 continue  # it has ended, or only begins
             if isinstance(options, dict) and options["role"] == role:
                 found.append((options.get("rank", 0), child))
-        return [child for _, child in sorted(found, key=lambda each: each[0])]
+        return [child for _, child in sorted(found, key=lambda entry: entry[0])]
 
     def wait(self, timeout_s: float = _WAIT_S) -> Finished:
         """Wait for the end."""
@@ -158,7 +161,7 @@ class Commands:
     folder: Path
     started: list[Running]
     kind: str = "plain"
-    """What commands are forked from."""
+    """The process from which commands are forked."""
     afresh: bool = False
     """Whether commands are started as a person starts them, and not forked from a process that has loaded all."""
 

@@ -18,7 +18,7 @@ def lines_of(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_a_gzip_file_that_is_cut_off(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_truncated_gzip_file(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     packed = gzip.compress(click_log[0].read_bytes())
     (tmp_path / "cut.tsv.gz").write_bytes(packed[: len(packed) // 2])
     finished = paceline.run("train", "cut.tsv.gz", "-q", "--workers", "2", "--save", "model")
@@ -59,7 +59,7 @@ def test_malformed_lines(paceline: Commands, click_log: tuple[Path, Path], tmp_p
     assert not (tmp_path / "strict-out").exists()
 
 
-def test_another_format_than_said(paceline: Commands, tmp_path: Path) -> None:
+def test_another_format_than_declared(paceline: Commands, tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"\x00\xff\xfe garbage \x80" * 5000)
     finished = paceline.run("train", "data", "--format", "criteo", "-q", "--save", "model")
     assert finished.status == 1

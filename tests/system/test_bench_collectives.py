@@ -26,19 +26,19 @@ def test_help_has_an_example(paceline: Commands) -> None:
 
 
 @pytest.mark.thorough
-def test_one_json_object_for_each_size(paceline: Commands) -> None:
+def test_one_json_object_for_every_size(paceline: Commands) -> None:
     finished = paceline.succeed("bench", "collectives", "--sizes", "4,1K", "--peer", "paceline", "--json")
     found = [parse_json(line) for line in finished.out.splitlines(keepends=True)]
-    assert [list(each) for each in found] == [KEYS, KEYS]
-    assert [each["bytes"] for each in found] == [4, 1024]
-    for each in found:
-        assert (each["op"], each["ranks"], each["peer"]) == ("all_reduce", 2, "paceline")
-        assert each["algorithm"]
-        assert each["median_us"] > 0
+    assert [list(result) for result in found] == [KEYS, KEYS]
+    assert [result["bytes"] for result in found] == [4, 1024]
+    for result in found:
+        assert (result["op"], result["ranks"], result["peer"]) == ("all_reduce", 2, "paceline")
+        assert result["algorithm"]
+        assert result["median_us"] > 0
     assert finished.err == ""
 
 
-def test_a_table_with_the_algorithm_that_was_demanded(paceline: Commands) -> None:
+def test_a_table_with_the_requested_algorithm(paceline: Commands) -> None:
     out = paceline.succeed(
         *("bench", "collectives", "--op", "all_gather", "--ranks", "3", "--sizes", "16"),
         *("--algorithm", "ring", "--peer", "paceline"),
@@ -49,23 +49,23 @@ def test_a_table_with_the_algorithm_that_was_demanded(paceline: Commands) -> Non
     assert any("3 ranks" in line for line in out[2:])
 
 
-def peers_here() -> list[str]:
+def available_peers() -> list[str]:
     return ["paceline", *(peer for peer in ("gloo", "mpi") if peer not in find_absent())]
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_the_peers_that_are_here_take_part(paceline: Commands) -> None:
+def test_the_installed_peers_take_part(paceline: Commands) -> None:
     finished = paceline.succeed("bench", "collectives", "--sizes", "1K", "--json")
     found = [parse_json(line) for line in finished.out.splitlines(keepends=True)]
-    assert [each["peer"] for each in found] == peers_here()
+    assert [result["peer"] for result in found] == available_peers()
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_every_operation_of_every_peer(paceline: Commands) -> None:
     """One run of ranks serves all, as starting them takes seconds."""
-    peers = peers_here()
+    peers = available_peers()
     program = [sys.executable, str(Path(__file__).with_name("bench_rank.py")), f"127.0.0.1:{free_port()}", *peers]
     environment = {**paceline.environment, "PACELINE_TOKEN": "a token for tests"}
     if "mpi" in peers:
@@ -76,9 +76,9 @@ def test_every_operation_of_every_peer(paceline: Commands) -> None:
     started = [
         subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for command, variables in commands
     ]
-    said = [process.communicate(timeout=60)[0].splitlines() for process in started]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in started]
     assert [process.returncode for process in started] == [0] * len(started)
-    assert sorted(line for lines in said for line in lines) == sorted(
+    assert sorted(line for lines in outputs for line in lines) == sorted(
         f"{op} {peer} True" for op in OPS for peer in peers for _ in range(2)
     )
 
@@ -124,7 +124,7 @@ def test_ctrl_c_leaves_no_process_or_file(paceline: Commands) -> None:
     assert not any(rank.is_running() for rank in ranks)
 
 
-def test_ranks_whose_command_is_killed_end_by_themselves(paceline: Commands) -> None:
+def test_ranks_end_after_a_killed_command(paceline: Commands) -> None:
     running = paceline.start("bench", "collectives", "--sizes", "4,16M,1M,2M,3M", "--peer", "paceline", "--json")
     running.wait_line('"bytes": 4')
-    running.kill()  # what is left of it would fail the fixture
+    running.kill()  # a remaining process would fail the fixture

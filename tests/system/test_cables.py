@@ -92,9 +92,16 @@ class Cluster:
     def __init__(self, paceline: Commands, switch: Switch, folder: Path) -> None:
         self._paceline, self._switch, self._folder = paceline, switch, folder
         self._counts = folder / "acknowledged"
-        here = ["--host", f"{NETWORK}.1", "--port", "0", "--token-file", "token", "--heartbeat-timeout"]
+        scheduler_arguments = ["--host", f"{NETWORK}.1", "--port", "0", "--token-file", "token", "--heartbeat-timeout"]
         self.scheduler = paceline.start(
-            "scheduler", *here, f"{HEARTBEAT_TIMEOUT_S}", "--servers", "3", "--replicas", "1", within=switch.within(0)
+            "scheduler",
+            *scheduler_arguments,
+            f"{HEARTBEAT_TIMEOUT_S}",
+            "--servers",
+            "3",
+            "--replicas",
+            "1",
+            within=switch.within(0),
         )
         found = re.search(r"tcp://([0-9.]+:\d+)", self.scheduler.wait_line("listening on"))
         assert found is not None
@@ -102,11 +109,13 @@ class Cluster:
         self._worker: WarmProcess | None = None
         self.servers: dict[int, Running] = {}
         for host in SERVERS:
-            there = ["--host", f"{NETWORK}.{host + 1}", "--rank", f"{host}", "--scheduler", self._address]
-            self.servers[host] = paceline.start("server", *there, "--token-file", "token", within=switch.within(host))
+            worker_arguments = ["--host", f"{NETWORK}.{host + 1}", "--rank", f"{host}", "--scheduler", self._address]
+            self.servers[host] = paceline.start(
+                "server", *worker_arguments, "--token-file", "token", within=switch.within(host)
+            )
 
     def start_worker(self) -> None:
-        """Start to count, and wait until it is under way."""
+        """Start counting, and wait for the first counts."""
         token = (self._folder / "token").read_text().strip()
         self._worker = WarmProcess(
             [Path(__file__).with_name("counting_worker.py"), str(COUNTING_S), self._counts],
@@ -144,14 +153,14 @@ class Cluster:
         return longest
 
     def check_worker(self) -> None:
-        """It ends well: all that it has read was what it had pushed."""
+        """Check that the worker ends well: all values that it read equal the values that it pushed."""
         assert self._worker is not None
-        said = self._worker.communicate(timeout=20.0)[0]
-        assert (self._worker.returncode, said) == (0, "")
+        output = self._worker.communicate(timeout=20.0)[0]
+        assert (self._worker.returncode, output) == (0, "")
 
 
 def check_expelled(server: Running, reason: str) -> None:
-    """A server has been declared dead, and ends by itself with one sentence."""
+    """Check that a server declared dead ends by itself with one sentence."""
     finished = server.wait(PROMPT_S)
     assert finished.status == 1, finished
     assert finished.err == f"paceline: this server was declared dead: {reason}\n"
@@ -166,7 +175,7 @@ def test_the_cable_of_a_server_is_cut(
     switch.set_cable(2, "down")
     pause_s = cluster.longest_pause_s()
     assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 2.0
-    assert cluster.servers[2].process.poll() is None  # it knows nothing of it
+    assert cluster.servers[2].process.poll() is None  # it does not notice the cut
     switch.set_cable(2, "up")
     check_expelled(cluster.servers.pop(2), "it was silent for 1.5 s")
     cluster.check_worker()
@@ -183,8 +192,8 @@ def test_the_cable_between_two_servers_is_cut(
     pause_s = cluster.longest_pause_s()
     assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 2.0
     wait_until(lambda: any(server.process.poll() is not None for server in cluster.servers.values()), "nobody ended")
-    gone, other = (1, 3) if cluster.servers[1].process.poll() is not None else (3, 1)
+    dead, other = (1, 3) if cluster.servers[1].process.poll() is not None else (3, 1)
     why = f"it and server {other} could not reach each other for 1.5 s, although all are alive"
-    check_expelled(cluster.servers.pop(gone), why)
+    check_expelled(cluster.servers.pop(dead), why)
     cluster.check_worker()
     end(cluster.scheduler, *cluster.servers.values())

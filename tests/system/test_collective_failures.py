@@ -61,25 +61,28 @@ def _run(process: subprocess.Popen[str], cases: list[dict[str, Any]]) -> Iterato
 def _complaints(case: dict[str, Any], answers: list[dict[str, Any]]) -> Iterator[str]:
     """Describe the wrong results of ranks in words."""
     victim, operation, failure = case["victim"], case["operation"], case["failure"]
-    told = f"{operation}, rank {victim} {failure}"
+    label = f"{operation}, rank {victim} {failure}"
     seen = {answer["rank"]: answer for answer in answers}
     for rank in {*range(case["size"])} - {victim}:
-        its = seen.get(rank)
-        if its is None or not its["kind"]:
-            yield f"{told}: rank {rank} hung" if its is None else f"{told}: rank {rank}: {its['text']}"
+        answer = seen.get(rank)
+        if answer is None or not answer["kind"]:
+            yield (f"{label}: rank {rank} hung" if answer is None else f"{label}: rank {rank}: {answer['text']}")
             continue
-        where = f"{told}: rank {rank} raised {its['kind']} {its['ranks']} after {its['after_s']:.1f} s: {its['text']}"
+        raised = f"{answer['kind']} {answer['ranks']} after {answer['after_s']:.1f} s: {answer['text']}"
+        where = f"{label}: rank {rank} raised {raised}"
         if failure == "calls another":
-            is_right = its["kind"] in ("MismatchError", "RankLostError") and "rank" in its["text"]
+            is_right = answer["kind"] in ("MismatchError", "RankLostError") and "rank" in answer["text"]
         else:
-            is_right = its["kind"] == "RankLostError" and its["ranks"] == [victim] and f"rank {victim}" in its["text"]
+            is_right = (
+                answer["kind"] == "RankLostError" and answer["ranks"] == [victim] and f"rank {victim}" in answer["text"]
+            )
         if not is_right:
             yield where
-        if its["after_s"] > TIMEOUT_S + _LATE_S:
+        if answer["after_s"] > TIMEOUT_S + _LATE_S:
             yield f"too late: {where}"
         may_try_again = operation == "subgroup" and failure not in ("dies", "raises")
-        if not may_try_again and not all("refuses further work" in refusal for refusal in its["refuses"]):
-            yield f"{where}; then {its['refuses']}"
+        if not may_try_again and not all("refuses further work" in refusal for refusal in answer["refuses"]):
+            yield f"{where}; then {answer['refuses']}"
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ class Rank:
             ["-X", "faulthandler", "-W", "error", _PROGRAM, scenario],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.said: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         self.errors: list[str] = []
         self._changed = threading.Condition()
         self._readers = [threading.Thread(target=self._read), threading.Thread(target=self._read_errors)]
@@ -49,7 +49,7 @@ class Rank:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._changed:
-                self.said.append(json.loads(line))
+                self.reports.append(json.loads(line))
                 self._changed.notify_all()
         with self._changed:
             self._changed.notify_all()
@@ -59,19 +59,19 @@ class Rank:
         self.errors += list(self.process.stderr)
 
     def wait_for(self, *events: str) -> dict[str, Any]:
-        """Return the first word of one of these kinds."""
+        """Return the first report of one of these kinds."""
 
         def find() -> dict[str, Any] | None:
-            return next((word for word in self.said if word["event"] in events), None)
+            return next((word for word in self.reports if word["event"] in events), None)
 
         with self._changed:
             self._changed.wait_for(lambda: find() or not self._readers[0].is_alive(), _WAIT_S)
         found = find()
-        assert found is not None, f"nothing of {events}: {self.said} {''.join(self.errors)} {self.process.poll()}"
+        assert found is not None, f"nothing of {events}: {self.reports} {''.join(self.errors)} {self.process.poll()}"
         return found
 
     def end(self) -> int:
-        """Let it go on to its end, and return its status."""
+        """Let the rank continue to its end, and return its status."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
@@ -81,7 +81,7 @@ class Rank:
             status = self.process.wait(_WAIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"still running: {self.said} {''.join(self.errors)}") from None
+            raise AssertionError(f"still running: {self.reports} {''.join(self.errors)}") from None
         for reader in self._readers:
             reader.join()
         for pipe in (self.process.stdout, self.process.stderr):
@@ -134,7 +134,7 @@ def programs() -> Iterator[Programs]:
 
 def _check_lost(rank: Rank, culprit: int, since: float, within_s: float = PROMPT_S) -> dict[str, Any]:
     word = rank.wait_for("raised", "closed")
-    assert word["event"] == "raised", rank.said
+    assert word["event"] == "raised", rank.reports
     assert word["kind"] == "RankLostError", word
     assert word["ranks"] == [culprit], word
     assert f"rank {culprit}" in word["text"], word
@@ -145,7 +145,7 @@ def _check_lost(rank: Rank, culprit: int, since: float, within_s: float = PROMPT
 
 def _end_well(*ranks: Rank) -> None:
     for rank in ranks:
-        assert rank.end() == 0, (rank.said, "".join(rank.errors))
+        assert rank.end() == 0, (rank.reports, "".join(rank.errors))
         assert rank.errors == []
         assert rank.wait_for("closed")["threads"] == []
 
@@ -163,7 +163,7 @@ def test_a_killed_rank_is_named_immediately(programs: Programs, algorithm: str) 
 
 
 def test_the_first_rank_may_be_killed_too(programs: Programs) -> None:
-    """It serves the store; nobody needs it any more."""
+    """Rank 0 serves the store, but no rank needs the store at this point."""
     ranks = programs.start("loop", 2, ITEMS="1000")
     for rank in ranks:
         rank.wait_for("loops")
@@ -202,7 +202,7 @@ def test_a_leaving_rank_is_named(programs: Programs, algorithm: str, scenario: s
     assert ranks[1].errors == []
 
 
-def test_a_rank_that_never_calls_is_named(programs: Programs) -> None:
+def test_a_rank_without_calls_is_named(programs: Programs) -> None:
     ranks = programs.start("never_calls", TIMEOUT="2")
     since = max(rank.wait_for("joined")["at"] for rank in ranks)
     for rank in (ranks[0], ranks[2]):
@@ -215,8 +215,8 @@ def test_another_call_is_reported_on_every_rank(programs: Programs) -> None:
     for rank in ranks:
         word = rank.wait_for("raised")
         assert word["kind"] == "MismatchError"
-        for told in ("rank 1", "broadcast(int32[3, 4], root=2)", "all_reduce(float64[1000], sum)"):
-            assert told in word["text"]
+        for texts in ("rank 1", "broadcast(int32[3, 4], root=2)", "all_reduce(float64[1000], sum)"):
+            assert texts in word["text"]
         rank.wait_for("refuses")
     _end_well(*ranks)
 
@@ -248,11 +248,11 @@ def test_more_ranks_than_cores(programs: Programs, algorithm: str) -> None:
 class TestMeeting:
     """A rank that cannot join prints the reason in one sentence."""
 
-    def _refused(self, rank: Rank, kind: str, *told: str, warns: str = "") -> None:
+    def _refused(self, rank: Rank, kind: str, *texts: str, warns: str = "") -> None:
         word = rank.wait_for("not joined", "joined")
         assert word.get("kind") == kind, word
         assert "\n" not in word["text"]
-        assert all(each in word["text"] for each in told), word
+        assert all(message in word["text"] for message in texts), word
         assert rank.end() == 0
         assert all(warns and warns in line for line in rank.errors), rank.errors
 

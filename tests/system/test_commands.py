@@ -50,13 +50,13 @@ def test_pushes_and_pulls_of_one_key_are_measured(warm_clusters: None) -> None:
 def test_bench(paceline: Commands) -> None:
     lines = paceline.succeed("bench", "ps", "--rows", "200000", "--json").out.splitlines(keepends=True)
     results = [parse_json(line) for line in lines]
-    assert {(each["work"], each["keys"], each["dim"]) for each in results} >= {
+    assert {(result["work"], result["keys"], result["dim"]) for result in results} >= {
         (work, keys, dim) for work in ("push", "pull", "push_pull") for keys in (1, 1000, 100_000) for dim in (1, 16)
     }
-    for each in results:
-        assert {"median_us", "p99_us", "floor_us", "keys_per_s"} <= set(each)
-        assert each["floor_us"] > 0
-        assert 0 < each["median_us"] <= each["p99_us"]
+    for result in results:
+        assert {"median_us", "p99_us", "floor_us", "keys_per_s"} <= set(result)
+        assert result["floor_us"] > 0
+        assert 0 < result["median_us"] <= result["p99_us"]
 
 
 def test_importing_is_quick() -> None:

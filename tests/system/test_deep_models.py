@@ -56,7 +56,7 @@ def test_a_deep_model_is_trained_and_used(paceline: Commands, tmp_path: Path) ->
     found = model.predict([{"a": "v0", "b": "w0", "x": 1.0}, {"a": "v0", "b": "w1", "x": 1.0}])
     assert found[0] > 0.8 > 0.2 > found[1]
     inspected = json.loads(paceline.succeed("inspect", "model", "--json").out)
-    assert [(each["name"], each["features"], each["dim"]) for each in inspected["tables"][3:]] == [
+    assert [(table["name"], table["features"], table["dim"]) for table in inspected["tables"][3:]] == [
         ("deepfm hidden 1", 16, 3 * 8 + 1),
         ("deepfm output", 1, 17),
     ]
@@ -79,8 +79,8 @@ def test_a_deep_model_is_exported_and_trained_further(
         sys, "argv", ["", *files, "--model", str(tmp_path / "model"), "--data", str(tmp_path / "eval.csv")]
     )
     runpy.run_path(str(EXAMPLES / "onnx_model.py"), run_name="__main__")
-    told = capsys.readouterr().out
-    assert told.startswith("4,000 predictions by ")
-    assert float(told.split()[-1]) < 1e-5
+    output = capsys.readouterr().out
+    assert output.startswith("4,000 predictions by ")
+    assert float(output.split()[-1]) < 1e-5
     further = paceline.succeed(*COMMON, "--init-from", "model", "--eval", "eval.csv").json
     assert further["auc"] > 0.88

@@ -34,9 +34,9 @@ def test_a_training_fails_if_too_many_rows_are_malformed(tmp_path: Path) -> None
     )
     with pytest.raises(DataError, match=expected):
         plan_training(resolve_files(options)[0])
-    some = ReadOptions(max_malformed=0.06)
-    settled, _ = resolve_files(TrainOptions(data=options.data, epochs=1, reading=some))
-    assert plan_training(settled).num_examples == 188
+    lenient = ReadOptions(max_malformed=0.06)
+    resolved, _ = resolve_files(TrainOptions(data=options.data, epochs=1, reading=lenient))
+    assert plan_training(resolved).num_examples == 188
     few = TrainOptions(data=[write(tmp_path / "few.csv", 20, 10)], epochs=1)
     assert plan_training(resolve_files(few)[0]).num_examples == 20
 

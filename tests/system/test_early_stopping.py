@@ -21,8 +21,8 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     common += [*OVERFITTING, "--servers", "2", "--workers", "2", "--consistency", "sequential", "--json"]
     first = paceline.succeed(*common, "--epochs", "9", "--patience", "1", "--snapshot-every", "6000")
     found = first.json["validation"]
-    numbers = [each["pass"] for each in found["passes"]]
-    losses = [each["log_loss"] for each in found["passes"]]
+    numbers = [entry["pass"] for entry in found["passes"]]
+    losses = [entry["log_loss"] for entry in found["passes"]]
     assert numbers == list(range(1, len(numbers) + 1))
     assert len(numbers) == found["best_pass"] + 1 < 9  # one without progress was enough
     assert losses.index(min(losses)) + 1 == found["best_pass"]
@@ -33,7 +33,7 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     predicted = paceline.succeed("predict", "model", validation, "-o", "out", "--json").json
     assert predicted["log_loss"] == pytest.approx(first.json["log_loss"], abs=1e-7)
 
-    # Another run goes on, and has the best pass of the former one.
+    # Another run continues, and has the best pass of the former run.
     shutil.rmtree(tmp_path / "model")
     again = paceline.succeed(*common, "--epochs", "9", "--patience", "2", "--resume", tmp_path / "model-snapshots")
     assert again.json["validation"]["best_loss"] <= found["best_loss"]
@@ -49,9 +49,9 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     line = next(line for line in stopped.err.splitlines() if "the best so far, is saved in model" in line)
     assert stopped.status == 130
     number = int(line.split("the model of pass ")[1].split(",")[0])
-    [told] = [line for line in stopped.err.splitlines() if f" pass {number}: on the validation file" in line]
+    [pass_line] = [line for line in stopped.err.splitlines() if f" pass {number}: on the validation file" in line]
     predicted = paceline.succeed("predict", "model", validation, "-o", "out", "--json").json
-    assert f"log loss {predicted['log_loss']:.4f}" in told
+    assert f"log loss {predicted['log_loss']:.4f}" in pass_line
 
 
 @pytest.mark.thorough
@@ -61,10 +61,10 @@ def test_rates_fall_from_pass_to_pass(paceline: Commands, click_log: tuple[Path,
     common: list[str | Path] = ["train", train, "--validation", validation, "--epochs", "3", "--update", "sgd"]
     common += ["--lr", "0.002", "--workers", "1", "--consistency", "sequential", "--save", "model", "--json"]
     falling = paceline.succeed(*common, "--schedule", "exponential:0.001")
-    losses = [each["log_loss"] for each in falling.json["validation"]["passes"]]
+    losses = [entry["log_loss"] for entry in falling.json["validation"]["passes"]]
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)
     assert losses[2] == pytest.approx(losses[1], abs=2e-4)
-    constant = [each["log_loss"] for each in paceline.succeed(*common).json["validation"]["passes"]]
+    constant = [entry["log_loss"] for entry in paceline.succeed(*common).json["validation"]["passes"]]
     assert constant[0] == pytest.approx(losses[0], abs=1e-9)
     assert abs(constant[1] - constant[0]) > 5e-4
     assert read_model(tmp_path / "model").table("lr").spec.update["lr"] == 0.002

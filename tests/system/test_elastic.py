@@ -139,7 +139,7 @@ def elastic(paceline: Commands, tmp_path: Path) -> Commands:
 
 
 def run(elastic: Commands, num_ranks: int, victims: str, last: int, min_ranks: int = 1) -> Finished:
-    """Train; `victims` are incarnations that are killed, `last` is the one that must have joined before the end."""
+    """Train; `victims` are the incarnations to kill, and the member `last` must join before the end."""
     options = ["--min-ranks", str(min_ranks), "--nproc-per-node", str(num_ranks)]
     return elastic.run("run", "--strategy", "all-reduce", *options, "train.py", victims, str(last))
 
@@ -176,7 +176,7 @@ def test_the_survivors_of_a_killed_rank_continue_and_a_new_rank_joins(elastic: C
     assert len(set(last.values())) == 1, "the ranks differ"
     assert [finished.out.count(f"starts {incarnation} ") for incarnation in (0, 2)] == [1, 1], "a restart"
     check_items(tmp_path)
-    losses = [float(next(iter(ends(each).values()))[1]) for each in (undisturbed, finished)]
+    losses = [float(next(iter(ends(run).values()))[1]) for run in (undisturbed, finished)]
     assert losses[1] < max(2 * losses[0], 0.05), losses
 
 
@@ -224,7 +224,7 @@ def test_too_few_ranks_end_the_run(elastic: Commands) -> None:
     assert "1 rank is left, and --min-ranks is 2" in finished.err or "no rank is left" in finished.err
 
 
-def test_a_failing_script_ends_the_run_with_its_traceback(elastic: Commands, tmp_path: Path) -> None:
+def test_a_failing_script_ends_the_run_with_the_traceback(elastic: Commands, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import paceline.torch as pt\npt.strategy()\nraise ValueError('a defect')\n")
     finished = run(elastic, 2, "", 0)
     assert finished.status == 1

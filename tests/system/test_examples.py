@@ -47,7 +47,7 @@ def run_under(
     paceline: Commands, strategy: str, launch: tuple[str, ...], script: str, *arguments: str | Path, field: str
 ) -> dict[str, Any]:
     """Run an example under a strategy; return the output of rank 0."""
-    # Where torch caches what it compiles, it makes a folder when it is imported.
+    # When torch is imported, it creates a folder for its compiled code.
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(paceline.folder / "cache")
     paceline.environment[RANKS] = "torch"
     options = ("--strategy", strategy, "--threads", "1", *launch)
@@ -73,8 +73,8 @@ def test_mnist(
     run_alone("mnist.py", *arguments, tmp_path / "mirrored", "--batch-size", "64", "--json")
     mirrored = checked(capsys.readouterr().out, "accuracy")
     launch = ("--nproc-per-node", "2", "--servers", "1")
-    rest = (*arguments, tmp_path / "served", "--batch-size", "32")
-    served = run_under(paceline, "parameter-server", launch, "mnist.py", *rest, field="accuracy")
+    common = (*arguments, tmp_path / "served", "--batch-size", "32")
+    served = run_under(paceline, "parameter-server", launch, "mnist.py", *common, field="accuracy")
     for found in (mirrored, served):
         # The same batches: at most 4 images of 2,000 differ, as sums are made in another order.
         assert found["accuracy"] == pytest.approx(alone["accuracy"], abs=0.002)
@@ -89,7 +89,7 @@ def test_click(paceline: Commands, run_alone: Any, real_data: Path, capsys: pyte
     assert 0.4 < alone["log_loss"] < 0.65
     launch = ("--nproc-per-node", "2", "--servers", "1", "--consistency", "sequential")
     found = run_under(paceline, "hybrid", launch, "click.py", *arguments, "256", field="auc log_loss")
-    # Two ranks' batches together are those of one process, in the file's order but for where it ends.
+    # The batches of two ranks together equal the batches of one process in the order of the file, except at the end.
     assert found["auc"] == pytest.approx(alone["auc"], abs=0.005)
     assert found["log_loss"] == pytest.approx(alone["log_loss"], abs=0.005)
 
@@ -113,14 +113,14 @@ def test_mesh(paceline: Commands) -> None:
 
 
 @pytest.mark.parametrize("script", ["mnist.py", "click.py", "charlm.py"])
-def test_data_that_are_not_there(run_alone: Any, script: str) -> None:
+def test_missing_data(run_alone: Any, script: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run_alone(script, "--data", "nowhere")
-    said = ended.value.code  # text is printed, and the status is 1
-    assert isinstance(said, str)
-    assert said.startswith(f"{script}: ")
-    assert "nowhere" in said
-    assert "\n" not in said
+    message = ended.value.code  # text is printed, and the status is 1
+    assert isinstance(message, str)
+    assert message.startswith(f"{script}: ")
+    assert "nowhere" in message
+    assert "\n" not in message
 
 
 def test_digits(run_alone: Any, capsys: pytest.CaptureFixture[str]) -> None:

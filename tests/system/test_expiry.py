@@ -47,7 +47,7 @@ def test_unseen_rows_are_removed_from_the_replica_too() -> None:
         assert len(table) == 2000
 
 
-def test_a_model_that_is_trained_further_forgets(tmp_path: Path) -> None:
+def test_further_training_of_a_model_erases_old_rows(tmp_path: Path) -> None:
     first, second = write(tmp_path / "1.svm", range(200)), write(tmp_path / "2.svm", range(150, 260))
     common: dict[str, Any] = {"adapt": "no", "epochs": 1}
     before = train_locally(TrainOptions(data=[first], save=tmp_path / "m", **common), consistency=Sequential())
@@ -64,7 +64,7 @@ def test_a_model_that_is_trained_further_forgets(tmp_path: Path) -> None:
 
 
 def write_pairs(path: Path, examples: int, strangers: int) -> Path:
-    """Write labels that only the pair of an example's two features tells, then examples of features of their own."""
+    """Write labels that depend on the pair of an example's two features, then examples of features that occur once."""
     random = np.random.default_rng(examples)
     lines = [
         f"{(a + b) % 2} {a}:1 {b}:1\n"

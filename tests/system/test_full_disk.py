@@ -62,11 +62,11 @@ def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[P
         finished = paceline.start(*common, *every, *arguments, within=disk.within).wait()
         return finished, finished.err.splitlines()
 
-    finished, (*told, last) = train("--epochs", "14", "--save", model)
+    finished, (*pass_lines, last) = train("--epochs", "14", "--save", model)
     assert finished.status == 1
     assert last == f"paceline: no space left to save the model in {model}. An existing model in it is unchanged"
-    assert told
-    for number, line in enumerate(told, 2):
+    assert pass_lines
+    for number, line in enumerate(pass_lines, 2):
         why = f"server 0: no space left in {snapshots}"
         assert line == f"paceline: snapshot {number} was not taken: {why}; the training continues"
     files = disk.files()
@@ -75,11 +75,11 @@ def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[P
     assert read_newest(disk.seen / "snapshots").manifest.number == 1
 
     subprocess.run(["nsenter", f"--mount={disk.within}", "mount", "-o", "remount,ro", disk.folder], check=True)
-    finished, (resumed, *told) = train("--epochs", "16", "--resume", snapshots)
+    finished, (resumed, *pass_lines) = train("--epochs", "16", "--resume", snapshots)
     assert finished.json["examples"] == 192_000
     assert resumed.startswith(f"paceline: resuming from {snapshots}/snapshot-000001: ")
-    assert told
-    for number, line in enumerate(told, 2):
+    assert pass_lines
+    for number, line in enumerate(pass_lines, 2):
         why = f"cannot write in {snapshots}: Read-only file system"
         assert line == f"paceline: snapshot {number} was not taken: {why}; the training continues"
     assert disk.files() == files
@@ -89,10 +89,10 @@ def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[P
 
 
 def test_a_full_spill_disk_ends_the_training(paceline: Commands, tmp_path: Path, disk: Disk) -> None:
-    """Pushes were refused one by one, and the training ended well, without what they held."""
+    """Otherwise pushes are refused one by one, and the training ends without an error and without their rows."""
     data = tmp_path / "wide.svm"
     lines = [f"{row % 2} " + " ".join(f"{row * 40 + i}:1" for i in range(40)) + "\n" for row in range(6000)]
-    data.write_text("".join(lines) + lines[0] * 6000)  # of which the last half finds its rows there
+    data.write_text("".join(lines) + lines[0] * 6000)  # the last half finds existing rows
     finished = paceline.start(
         "train", data, "-q", "--workers", "1", "--batch-size", "64", "--epochs", "1", "--consistency", "eventual",
         "--memory-limit", "512K", "--spill-dir", disk.folder, within=disk.within,

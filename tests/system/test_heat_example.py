@@ -13,7 +13,7 @@ HEAT = Path(__file__).parents[2] / "examples" / "heat.py"
 
 
 def run(paceline: Commands, *arguments: str, **variables: str) -> Finished:
-    """Run it; the fixture sees to it that no process is left."""
+    """Run the example. The fixture checks that no process is left."""
     process = WarmProcess(
         [HEAT, "--size", "41", "--steps", "30", *arguments],
         env={name: value for name, value in paceline.environment.items() if name != "RANK"} | variables,
@@ -29,10 +29,10 @@ def run(paceline: Commands, *arguments: str, **variables: str) -> Finished:
 def test_several_ranks_compute_the_same(paceline: Commands) -> None:
     finished = run(paceline, "--ranks", "3", "--json")
     assert (finished.status, finished.err) == (0, "")
-    told = parse_json(finished.out)
-    assert (told["ranks"], told["grid"], told["size"], told["steps"]) == (3, [3, 1], 41, 30)
-    assert told["difference"] == 0.0
-    assert 0.05 < told["mean"] < 0.3
+    result = parse_json(finished.out)
+    assert (result["ranks"], result["grid"], result["size"], result["steps"]) == (3, [3, 1], 41, 30)
+    assert result["difference"] == 0.0
+    assert 0.05 < result["mean"] < 0.3
 
 
 def test_a_picture_for_people(paceline: Commands) -> None:

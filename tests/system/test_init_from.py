@@ -43,7 +43,7 @@ def test_names_of_features_are_kept(paceline: Commands, click_log: tuple[Path, P
     common: list[str | Path] = ["train", click_log[0], "-q", "--workers", "1", "--epochs", "1", "--feature-names"]
     paceline.succeed(*common, "--save", "model")
     (table,) = paceline.succeed("inspect", "model", "--json").json["tables"]
-    assert all(each["name"][0] in "IC" and "=" in each["name"] for each in table["largest_weights"])
+    assert all(weight["name"][0] in "IC" and "=" in weight["name"] for weight in table["largest_weights"])
     assert len((tmp_path / "model" / "feature-names.tsv").read_text().splitlines()) == table["nonzero"]
     assert "--feature-names saves names with the model" in paceline.run(*common).err
 
@@ -69,8 +69,8 @@ def test_columns_come_from_the_model_and_mismatches_are_rejected(
         assert finished.err.count("\n") == 1, finished.err
         return finished.err
 
-    others = ["--label", "label", "--categorical", "site", "--ignore", "size"]
-    assert "was trained with other columns" in fail(*common, "--init-from", "model", *others)
+    column_options = ["--label", "label", "--categorical", "site", "--ignore", "size"]
+    assert "was trained with other columns" in fail(*common, "--init-from", "model", *column_options)
     criteo = ("train", click_log[0], "-q", "--workers", "1", "--init-from", "model")
     assert "was trained on csv and has no features of criteo" in fail(*criteo)
     assert "same --update" in fail(*common, "--init-from", "model", "--update", "sgd")

@@ -52,7 +52,7 @@ def test_fields_of_lines_and_bins_of_columns(paceline: Commands, tmp_path: Path)
     rows = list(zip(labels.tolist(), a.tolist(), b.tolist(), noise.tolist(), strict=True))
     (tmp_path / "xor.vw").write_text("".join(f"{y} |other n{z} n{x}{z} |user v{x} |ad w{w}\n" for y, x, w, z in rows))
     objects = [{"label": y, "user": {"id": f"v{x}"}, "ad": [f"w{w}", f"n{z}"]} for y, x, w, z in rows]
-    (tmp_path / "xor.json").write_text("".join(json.dumps(each) + "\n" for each in objects))
+    (tmp_path / "xor.json").write_text("".join(json.dumps(row) + "\n" for row in objects))
     paceline.succeed("convert", "xor.vw", "xor.paceline")
     common = ["--epochs", "2", "--workers", "1", "-q", "--json"]
     for data in ("xor.vw", "xor.paceline"):
@@ -75,7 +75,7 @@ def test_fields_of_lines_and_bins_of_columns(paceline: Commands, tmp_path: Path)
         assert least <= found.json["auc"] <= most
         if how == "quantile:20":
             assert "scales: 20 bins" in paceline.succeed("inspect", "bent").out
-            predicted = package.load(tmp_path / "bent").predict([{"x": each} for each in (-2.0, 0.0, 2.0, None)])
+            predicted = package.load(tmp_path / "bent").predict([{"x": value} for value in (-2.0, 0.0, 2.0, None)])
             assert min(predicted[0], predicted[2]) > 0.8 > 0.2 > predicted[1]
 
 
@@ -97,7 +97,7 @@ def test_rare_features_are_not_learned(paceline: Commands, click_log: tuple[Path
     assert {table.spec.name for table in read_model(tmp_path / "model").manifest.tables} == {"lr", "lr occurrences"}
 
 
-def test_a_field_aware_machine_keeps_its_columns(paceline: Commands, tmp_path: Path) -> None:
+def test_a_field_aware_machine_stores_the_columns(paceline: Commands, tmp_path: Path) -> None:
     random = np.random.default_rng(8)
     a, b = random.integers(0, 2, (2, 4000))
     data = tmp_path / "xor.csv"

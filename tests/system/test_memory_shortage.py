@@ -36,8 +36,8 @@ def keys_of(number: int) -> Keys:
     return np.arange(number * ROWS, (number + 1) * ROWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-def wait_whole(client: Client, without: int) -> None:
-    """Wait until two servers have each bucket again, and the process `without` is not one of these servers."""
+def wait_complete(client: Client, without: int) -> None:
+    """Wait until two servers have each bucket again, without the process `without`."""
     for _ in range(600):
         found: messages.View = client.link.get_view()
         is_whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)
@@ -72,7 +72,7 @@ def test_a_server_short_of_memory_loses_nothing(consistency: Consistency) -> Non
             raise AssertionError("there was memory enough")
         if psutil.pid_exists(short):
             os.kill(short, signal.SIGKILL)
-        wait_whole(client, short)
+        wait_complete(client, short)
         os.kill(other, signal.SIGKILL)
         for number in acknowledged:
             assert set(table.pull(keys_of(number)).reshape(-1)) == {1.0}, number

@@ -37,7 +37,7 @@ def mpirun(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture
 def variables() -> dict[str, str]:
-    """Variables for mpirun, which refuses to run as root without two of them."""
+    """Return variables for mpirun, two of which permit it to run as root."""
     return {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
 
 

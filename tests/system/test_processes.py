@@ -24,12 +24,12 @@ def start(paceline: Commands, click_log: tuple[Path, Path], *arguments: str) -> 
 
 def sentences(text: str) -> list[str]:
     """The printed settings and messages, without the progressive losses, and the quality of the model."""
-    others = ("since last", "(chosen on", "may have learned nothing")
-    lines = [line for line in text.splitlines() if not any(other in line for other in others)]
+    notices = ("since last", "(chosen on", "may have learned nothing")
+    lines = [line for line in text.splitlines() if not any(other in line for other in notices)]
     return [line for line in lines if line.strip(" 0123456789.,%-")]
 
 
-def test_an_interrupted_training_saves_its_model(
+def test_an_interrupted_training_saves_the_model(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
 ) -> None:
     running = start(paceline, click_log, *LONG, "--save", "model", "--consistency", "sequential")
@@ -42,7 +42,7 @@ def test_an_interrupted_training_saves_its_model(
     assert paceline.succeed("predict", "model", click_log[1], "--json").json["auc"] > 0.6
 
 
-def test_a_training_that_receives_sigterm(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+def test_sigterm_during_a_training(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, *LONG)
     running.signal(signal.SIGTERM)
     finished = running.wait()
@@ -57,7 +57,7 @@ def test_interrupted_while_processes_start(paceline_afresh: Commands, click_log:
     assert (finished.status, sentences(finished.err)) == (130, ["paceline: interrupted"])
 
 
-def test_when_the_parent_is_killed_the_others_end(paceline_afresh: Commands, click_log: tuple[Path, Path]) -> None:
+def test_killing_the_parent_ends_the_other_processes(paceline_afresh: Commands, click_log: tuple[Path, Path]) -> None:
     """And their temporary files go, which the fixture looks at."""
     running = start(paceline_afresh, click_log, *LONG, "--servers", "2")
     children = psutil.Process(running.process.pid).children(recursive=True)
@@ -69,7 +69,7 @@ def test_when_the_parent_is_killed_the_others_end(paceline_afresh: Commands, cli
 
 
 def test_a_killed_worker(paceline: Commands, click_log: tuple[Path, Path]) -> None:
-    """The others go on, its shards are read again, and each example counts once per epoch."""
+    """The other workers continue and read its shards again, and each example counts once per epoch."""
     running = start(paceline, click_log, "--epochs", "15", "--eval", str(click_log[1]), "--json")
     running.children("worker")[1].kill()
     finished = running.wait()
@@ -104,7 +104,7 @@ def test_a_stopped_worker_is_declared_dead(paceline: Commands, click_log: tuple[
 
 
 @pytest.mark.thorough
-def test_a_worker_that_stays_stopped_is_not_waited_for(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+def test_a_stopped_worker_is_not_waited_for(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, "--epochs", "25", "--heartbeat-timeout", "1", "--json")
     running.children("worker")[0].suspend()
     finished = running.wait(PROMPT_S)
@@ -127,14 +127,14 @@ def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path
     """The other server serves its rows, and the training ends normally."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
     running = start(paceline, click_log, "--epochs", "15", *options)
-    told = "a server died"
+    message = "a server died"
     running.children("server")[-1].kill()
-    running.wait_line(told)
+    running.wait_line(message)
     finished = running.wait()
     assert finished.status == 0, finished
     result = parse_json(finished.out)
     assert (result["examples"], result["lost_workers"], result["eval_examples"]) == (15 * 12_000, 0, 4_000)
-    assert [sentence.startswith(f"paceline: {told}") for sentence in sentences(finished.err)] == [True]
+    assert [sentence.startswith(f"paceline: {message}") for sentence in sentences(finished.err)] == [True]
 
 
 @pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
@@ -157,7 +157,7 @@ def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], co
 
 
 @pytest.mark.thorough
-def test_a_scheduler_that_dies_all_the_time(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+def test_a_repeatedly_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, *LONG)
     for _ in range(6):
         wait_until(lambda: len(running.children("scheduler")) == 1, "no scheduler")

@@ -34,7 +34,7 @@ NUM_ROWS, NUM_COLUMNS = 600, 40
 
 
 def write_examples(file: Path, *, separable: bool = False) -> tuple[Array, Array]:
-    """Write rows whose columns differ in scale by 10^6, one of them all 0, each row twice; return matrix and labels."""
+    """Write each row twice, with columns whose scales differ by 10^6 and a zero column; return matrix and labels."""
     random = np.random.default_rng(5)
     matrix = random.normal(0, 1, (NUM_ROWS // 2, NUM_COLUMNS)) * (random.random((NUM_ROWS // 2, NUM_COLUMNS)) < 0.2)
     truth = random.normal(0, 1, NUM_COLUMNS) * (np.arange(NUM_COLUMNS) < 15)
@@ -55,7 +55,7 @@ def best_objective(matrix: Array, labels: Array, l1: float, l2: float) -> float:
     """Return the least objective, found by cyclic coordinate descent with exact second derivatives and backtracking."""
     matrix = np.column_stack([matrix, np.ones(len(matrix))])
     weights, signs = np.zeros(matrix.shape[1]), 2 * labels - 1
-    l1s, l2s = (np.append(np.full(matrix.shape[1] - 1, each), 0.0) for each in (l1, l2))
+    l1s, l2s = (np.append(np.full(matrix.shape[1] - 1, penalty), 0.0) for penalty in (l1, l2))
 
     def objective(margins: Array, weights: Array) -> float:
         penalty = (l1s * np.abs(weights) + l2s * weights * weights / 2).sum()
@@ -108,9 +108,9 @@ def test_the_optimum_is_found(tmp_path: Path, servers: int, workers: int, max_de
     assert passes[-1].objective == pytest.approx(expected, rel=2e-6)
     assert all(after.objective <= before.objective * (1 + 1e-6) for before, after in itertools.pairwise(passes))
     assert passes[0].active == passes[-1].active == 1.0
-    assert min(each.active for each in passes) < 0.9
+    assert min(report.active for report in passes) < 0.9
     assert passes[-1].features == NUM_COLUMNS - 1  # one column has no values
-    # What is saved is an ordinary model, whose predictions have that loss.
+    # The saved model is an ordinary model, and its predictions have this loss.
     model = package.load(tmp_path / "model")
     weights = model.weights()
     assert np.count_nonzero(weights.values) == passes[-1].nonzero == result.num_features
@@ -118,12 +118,12 @@ def test_the_optimum_is_found(tmp_path: Path, servers: int, workers: int, max_de
     assert result.evaluation.as_json()["log_loss"] == pytest.approx(passes[-1].loss / NUM_ROWS, rel=1e-4)
 
 
-def test_what_is_told(paceline: Commands, tmp_path: Path) -> None:
+def test_printed_progress(paceline: Commands, tmp_path: Path) -> None:
     write_examples(tmp_path / "rows.svm", separable=True)
     common = ["train", "rows.svm", "--solver", "proximal-blocks", "--workers", "1", "--numeric-scale", "none"]
     found = paceline.succeed(*common, "--epochs", "3", "--json", "--plot", "passes.svg", "--filters", "key-caching")
     passes = found.json["block_passes"]
-    assert [each["number"] for each in passes] == [1, 2, 3]
+    assert [report["number"] for report in passes] == [1, 2, 3]
     assert passes[-1]["ended"] == "passes"
     assert "Pass a larger --epochs" in found.err
     assert "pass 2: objective" in found.err
@@ -150,7 +150,7 @@ def test_a_dying_worker_is_done_without(tmp_path: Path) -> None:
     blocks = ProximalBlocks(l1=1.5, tolerance=1e-8)
     data = [tmp_path / "rows.svm"]
     options = TrainOptions(data=data, epochs=1, passes=PassOptions(blocks=blocks), numeric_scale="none")
-    told: list[str] = []
+    reports: list[str] = []
     with (
         LocalCluster.start(ClusterSettings(num_workers=2, consistency="sequential"), start_workers=True) as cluster,
         cluster.connect(observer=True) as client,
@@ -165,11 +165,13 @@ def test_a_dying_worker_is_done_without(tmp_path: Path) -> None:
 
         def training() -> Training:
             plan = plan_training(options)
-            return Training(options, plan, client, num_workers=2, processes=cluster, on_news=kill_one, warn=told.append)
+            return Training(
+                options, plan, client, num_workers=2, processes=cluster, on_news=kill_one, warn=reports.append
+            )
 
         result = training().run()
         assert result.block_passes[-1].objective == pytest.approx(best_objective(matrix, labels, 1.5, 0.0), rel=2e-6)
-        assert any("workers read all data again" in each for each in told)
+        assert any("workers read all data again" in line for line in reports)
         assert result.lost_workers == 1
         killed.clear()
         start = time.monotonic()

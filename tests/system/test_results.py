@@ -20,15 +20,18 @@ def criteo(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     with gzip.open(real_data / "criteo" / "train.tsv.gz") as source, open(train, "wb") as out:
         for _ in range(_TRAIN_ROWS):
             out.write(source.readline())
-        with open(evaluation, "wb") as rest:
-            shutil.copyfileobj(source, rest)
+        with open(evaluation, "wb") as evaluation_file:
+            shutil.copyfileobj(source, evaluation_file)
     return train, evaluation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "consistency",
-    ["sequential", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("bounded:4", "eventual"))],
+    [
+        "sequential",
+        *(pytest.param(consistency, marks=pytest.mark.thorough) for consistency in ("bounded:4", "eventual")),
+    ],
 )
 def test_criteo(paceline: Commands, criteo: tuple[Path, Path], consistency: str) -> None:
     result = paceline.succeed(
@@ -44,7 +47,10 @@ def test_criteo(paceline: Commands, criteo: tuple[Path, Path], consistency: str)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "auc"), [("fm", 0.7596), ("deepfm", 0.7603), ("dcn", 0.7603)])
 def test_models_of_pairs(paceline: Commands, criteo: tuple[Path, Path], model: str, auc: float) -> None:
-    """What docs/guides/models.md says, but for chance: deep models are better than a factorization machine."""
+    """docs/guides/models.md claims that deep models are better than a factorization machine.
+
+    Here this holds except for chance.
+    """
     common = ("--workers", "1", "--epochs", "3", "--json", "-q")
     assert paceline.succeed("train", criteo[0], "--eval", criteo[1], "--model", model, *common).json["auc"] >= auc
 

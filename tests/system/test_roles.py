@@ -73,7 +73,7 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert "another training uses this cluster" in second.err
     ports = [address, *(found.group(1) for found in listening if found is not None)]
     assert len(ports) == 3
-    for port in ports:  # whoever is no peer is shown out, and nobody else notices
+    for port in ports:  # a process that is no peer is rejected, and no other process notices
         assert b"HTTP/1.1 200" not in speak(
             port, b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.5.0\r\n\r\n"
         )
@@ -127,7 +127,7 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
     worker.signal(signal.SIGSTOP)
     third = paceline.start("server", "--join", *joining)
     third.wait_line("listening on")
-    second.signal(signal.SIGTERM)  # the worker has yet to say that it keeps what it pushes
+    second.signal(signal.SIGTERM)  # the worker still has to report that it retains its pushes
     second.wait_line("moving rows to other servers")
     assert second.process.poll() is None
     worker.signal(signal.SIGCONT)
@@ -141,7 +141,7 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
     end(scheduler, third, worker)
 
 
-def test_servers_and_workers_wait_for_a_scheduler_that_comes_later(paceline: Commands, tmp_path: Path) -> None:
+def test_servers_and_workers_wait_for_a_late_scheduler(paceline: Commands, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"127.0.0.1:{port}"
@@ -154,7 +154,7 @@ def test_servers_and_workers_wait_for_a_scheduler_that_comes_later(paceline: Com
     joined = paceline.start("server", "--join", *joining)
     joined.wait_line("listening on")
     stranger = paceline.run("server", "--join", *joining[:2], "--token-file", token(tmp_path, "wrong"))
-    assert (stranger.status, len(stranger.err.splitlines())) == (1, 1), stranger  # that is no reason to wait
+    assert (stranger.status, len(stranger.err.splitlines())) == (1, 1), stranger  # a rejection is no reason to wait
     assert "token" in stranger.err
     end(scheduler, *roles, joined)
     in_vain = paceline.run("server", "--join", *joining, "--wait", "2.5")
@@ -188,7 +188,7 @@ def test_a_dying_driver_frees_the_workers(paceline: Commands, click_log: tuple[P
     assert worker.wait().status in (0, 1)
 
 
-def test_a_scheduler_that_is_started_again(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+def test_a_restarted_scheduler(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     scheduler, address = start_scheduler(paceline, "--workers", "2")
     joining = ["--scheduler", address, "--token-file", "token"]
     roles = [paceline.start("server", *joining), *(paceline.start("worker", *joining) for _ in range(2))]
@@ -241,11 +241,11 @@ def test_tls(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -
 
 def test_roles_report_missing_services(paceline: Commands, tmp_path: Path) -> None:
     for role in ("server", "worker"):
-        nobody = paceline.run(
+        unconnected = paceline.run(
             role, "--scheduler", "127.0.0.1:9", "--wait", "0", "--token-file", token(tmp_path, "some")
         )
-        assert (nobody.status, len(nobody.err.splitlines())) == (1, 1)
-        assert "cannot reach tcp://127.0.0.1:9: no process listens there" in nobody.err
+        assert (unconnected.status, len(unconnected.err.splitlines())) == (1, 1)
+        assert "cannot reach tcp://127.0.0.1:9: no process listens there" in unconnected.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         busy = paceline.run("scheduler", "--port", str(port), "--token-file", token(tmp_path, "some"))

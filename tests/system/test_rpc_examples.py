@@ -71,5 +71,5 @@ def test_a_language_model_over_two_processes_learns(paceline: Commands, tmp_path
         "run", "--strategy", "all-reduce", "--nproc-per-node", "2", example, "--json", "--steps", "30"
     )
     assert finished.status == 0, finished.err
-    told = json.loads(finished.out.removeprefix("[rank 0] "))
-    assert told["last_loss"] < told["first_loss"] * 0.8
+    result = json.loads(finished.out.removeprefix("[rank 0] "))
+    assert result["last_loss"] < result["first_loss"] * 0.8

@@ -19,7 +19,7 @@ from tests.warm.processes import RANKS
 from .running import MARK, PROMPT_S, Commands, Running, our_processes, wait_until
 from .test_roles import make_certificates
 
-_TELL = """
+_REPORT = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
          "PACELINE_ROLE", "PACELINE_STRATEGY", "PACELINE_TOKEN", "PACELINE_SCHEDULER", "OMP_NUM_THREADS")
@@ -123,22 +123,22 @@ def forking(paceline: Commands) -> Commands:
     return paceline
 
 
-def test_ranks_receive_their_identity(paceline: Commands, tmp_path: Path) -> None:
+def test_ranks_receive_rank_and_world_size(paceline: Commands, tmp_path: Path) -> None:
     arguments = ["--epochs", "3", "-h", "--", "--nproc_per_node"]
-    finished = paceline.succeed("run", "--nproc_per_node", "2", "--threads=3", script(tmp_path, _TELL), *arguments)
+    finished = paceline.succeed("run", "--nproc_per_node", "2", "--threads=3", script(tmp_path, _REPORT), *arguments)
     lines = sorted(finished.out.splitlines())
     assert [line[:9] for line in lines] == ["[rank 0] ", "[rank 1] "]
-    told = [json.loads(line[9:]) for line in lines]
-    for rank, each in enumerate(told):
-        assert each.pop("RANK") == each.pop("LOCAL_RANK") == str(rank)
-        assert each["argv"] == ["script.py", *arguments]
-        assert (each["name"], each["torch"], each["GROUP_RANK"]) == ("__main__", False, "0")
-        assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"], each["OMP_NUM_THREADS"]) == ("2", "2", "3")
-        assert (each["PACELINE_ROLE"], each["PACELINE_STRATEGY"]) == ("worker", "all-reduce")
-        assert each["PACELINE_SCHEDULER"] is None
-        assert each["PACELINE_TOKEN"]
-        assert each["path"] == str(tmp_path)
-    assert told[0] == told[1]  # they meet
+    reports = [json.loads(line[9:]) for line in lines]
+    for rank, output in enumerate(reports):
+        assert output.pop("RANK") == output.pop("LOCAL_RANK") == str(rank)
+        assert output["argv"] == ["script.py", *arguments]
+        assert (output["name"], output["torch"], output["GROUP_RANK"]) == ("__main__", False, "0")
+        assert (output["WORLD_SIZE"], output["LOCAL_WORLD_SIZE"], output["OMP_NUM_THREADS"]) == ("2", "2", "3")
+        assert (output["PACELINE_ROLE"], output["PACELINE_STRATEGY"]) == ("worker", "all-reduce")
+        assert output["PACELINE_SCHEDULER"] is None
+        assert output["PACELINE_TOKEN"]
+        assert output["path"] == str(tmp_path)
+    assert reports[0] == reports[1]  # they meet
 
 
 def test_one_rank_writes_as_it_would_alone(paceline: Commands, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_one_rank_writes_as_it_would_alone(paceline: Commands, tmp_path: Path) -
     assert (finished.status, finished.out, finished.err) == (7, "__main__ ['--x']\n", "")
 
 
-def test_lines_are_whole_and_logs_are_complete(paceline: Commands, tmp_path: Path) -> None:
+def test_lines_and_logs_are_complete(paceline: Commands, tmp_path: Path) -> None:
     text = """
 import os, sys, time
 rank = os.environ["RANK"]
@@ -189,7 +189,7 @@ def test_the_traceback_of_the_rank_to_blame_comes_first_and_last(forking: Comman
     ("case", "status"),
     [("leaves", 1), ("ends slowly", 1), ("exits", 3), ("exits in a thread", 4), ("is killed", 137)],
 )
-def test_the_rank_that_failed_is_blamed_not_one_that_waited(
+def test_the_failed_rank_is_named_instead_of_a_waiting_rank(
     case: str, status: int, forking: Commands, tmp_path: Path
 ) -> None:
     finished = forking.run("run", "--nproc-per-node", "2", script(tmp_path, _FAIL_LATE), case)
@@ -198,7 +198,7 @@ def test_the_rank_that_failed_is_blamed_not_one_that_waited(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_ends_the_others(paceline: Commands, tmp_path: Path, number: int) -> None:
+def test_a_killed_rank_ends_the_other_ranks(paceline: Commands, tmp_path: Path, number: int) -> None:
     running = paceline.start("run", "--nproc-per-node", "2", script(tmp_path, _WAIT))
     pids = wait_pids(running, 2)
     os.kill(pids[1], number)
@@ -208,7 +208,7 @@ def test_a_killed_rank_ends_the_others(paceline: Commands, tmp_path: Path, numbe
     assert processes_left(paceline) == []
 
 
-def test_an_interrupt_ends_all_processes_and_a_second_one_kills_them(paceline: Commands, tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_processes_and_a_second_one_kills(paceline: Commands, tmp_path: Path) -> None:
     paceline.environment["CHILD"] = "1"
     stubborn = "import signal; signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True))" + _WAIT.replace(
         "time.sleep(600)\n", "while True: time.sleep(600)\n"
@@ -236,7 +236,7 @@ def test_a_killed_launcher_leaves_nothing(paceline_afresh: Commands, tmp_path: P
     wait_until(lambda: processes_left(paceline_afresh) == [], "processes are left")
 
 
-def test_a_server_strategy_gives_the_ranks_their_servers(forking: Commands, tmp_path: Path) -> None:
+def test_a_server_strategy_gives_the_ranks_servers(forking: Commands, tmp_path: Path) -> None:
     command = ["run", "--nproc-per-node", "2", "--strategy", "parameter-server", "--servers", "2"]
     finished = forking.succeed(*command, script(tmp_path, _CONNECT))
     expected = "sequential:mean [-1.5, -1.5, -1.5, -1.5]"
@@ -261,7 +261,7 @@ def test_a_lost_server_is_named(paceline: Commands, tmp_path: Path) -> None:
     running = paceline.start("run", "--nproc-per-node", "2", "--strategy", "hybrid", script(tmp_path, _WAIT))
     wait_pids(running, 2)
     server = next(
-        each for each in processes_left(paceline) if any('"role": "server"' in word for word in each.cmdline())
+        process for process in processes_left(paceline) if any('"role": "server"' in word for word in process.cmdline())
     )
     server.kill()
     finished = running.wait(PROMPT_S)
@@ -273,10 +273,19 @@ def test_a_static_cluster(forking: Commands, tmp_path: Path) -> None:
     forking.environment["PACELINE_TOKEN"] = "a token for tests"
     first, second, third = (f"127.0.0.1:{free_port()}" for _ in range(3))
     (tmp_path / "cluster.json").write_text(json.dumps({"server": [first], "worker": [second, third]}))
-    here = ["run", "--cluster", "cluster.json", "--strategy", "parameter-server", "--consistency", "eventual", "--job"]
+    common_arguments = [
+        "run",
+        "--cluster",
+        "cluster.json",
+        "--strategy",
+        "parameter-server",
+        "--consistency",
+        "eventual",
+        "--job",
+    ]
     name = script(tmp_path, _CONNECT)
-    processes = [forking.start(*here, "worker", "--index", str(index), name) for index in range(2)]
-    processes.append(forking.start(*here, "server", "--index", "0"))
+    processes = [forking.start(*common_arguments, "worker", "--index", str(index), name) for index in range(2)]
+    processes.append(forking.start(*common_arguments, "server", "--index", "0"))
     *workers, server = [process.wait() for process in processes]
     for index, finished in enumerate(workers):
         assert finished.status == 0, finished
@@ -308,7 +317,7 @@ def test_a_master_port_in_use_is_one_sentence(paceline: Commands, tmp_path: Path
 
 
 def test_other_launchers_start_an_unchanged_script(paceline: Commands, tmp_path: Path) -> None:
-    """It finds out by itself who it is."""
+    """The script finds its rank by itself."""
     text = "from paceline import collectives; import numpy as np; group = collectives.init()\n"
     text += (
         "print(f'{group.rank} of {group.size}: {group.all_reduce(np.ones(1))}\\n', end='', flush=True); group.close()\n"

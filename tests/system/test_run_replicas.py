@@ -73,8 +73,8 @@ def wait(step):
 
 with pt.strategy(bucket_mb=0.02) as strategy:
     found = train(slice(rank, rank + 1), strategy.prepare, wait)
-    found = torch.cat([each.detach().flatten() for each in found.parameters()])
-alone = torch.cat([each.detach().flatten() for each in train(slice(0, size), lambda *given: given).parameters()])
+    found = torch.cat([parameter.detach().flatten() for parameter in found.parameters()])
+alone = torch.cat([weight.detach().flatten() for weight in train(slice(0, size), lambda *given: given).weights()])
 print("difference", (found - alone).abs().max().item(), flush=True)
 """
 _CLICKS = """
@@ -110,7 +110,7 @@ print("trained", flush=True)
 
 @pytest.fixture
 def replicated(paceline: Commands, tmp_path: Path) -> Commands:
-    """Commands with a token that the test knows."""
+    """A command with a token that the test knows."""
     paceline.environment["PACELINE_TOKEN"] = _TOKEN
     paceline.environment[RANKS] = "torch"
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch leaves a folder in the temporary one
@@ -145,11 +145,11 @@ def test_a_killed_server_leaves_no_trace_in_the_model(replicated: Commands, tmp_
     differences = [float(line.split()[-1]) for line in finished.out.splitlines() if "difference" in line]
     assert len(differences) == 2
     assert max(differences) < 1e-5
-    said = [
+    lines = [
         "paceline run: the scheduler was killed by SIGKILL. Another scheduler replaces it\n",
         _LINE,
     ]
-    assert re.fullmatch("".join(said), finished.err), finished.err
+    assert re.fullmatch("".join(lines), finished.err), finished.err
 
 
 def test_hybrid_trains_on(replicated: Commands, tmp_path: Path) -> None:
@@ -170,15 +170,15 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
         server.kill()
     finished = running.wait(PROMPT_S)
     assert finished.status == 1
-    said = (
+    expected = (
         r"paceline run: servers? [01]( and 1)? died: 512 of 512 buckets of the tables were lost, because they had no "
         r"replica. The ranks cannot continue and were ended\n"
     )
-    assert re.fullmatch(said, finished.err), finished.err
+    assert re.fullmatch(expected, finished.err), finished.err
     assert our_processes(replicated.environment[MARK]) == []
 
 
-def test_a_node_replaces_its_own_servers(replicated: Commands, tmp_path: Path) -> None:
+def test_a_node_replaces_local_servers(replicated: Commands, tmp_path: Path) -> None:
     """And a rank may live on when the cluster has ended: its node does not take that for a loss."""
     command = ["run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]
     command += ["--strategy", "parameter-server", "--servers", "2", "--replicas", "1", "--heartbeat-timeout", "3"]
@@ -189,7 +189,9 @@ def test_a_node_replaces_its_own_servers(replicated: Commands, tmp_path: Path) -
     second = replicated.start(*command, "1", name)
     first.wait_line("waits")
     second.wait_line("waits")
-    second.children("server")[0].send_signal(signal.SIGSTOP)  # it does not go by itself, whoever declares it dead
+    second.children("server")[0].send_signal(
+        signal.SIGSTOP
+    )  # a stopped server does not end by itself when it is declared dead
     second.wait_line("another server replaces it")
     (tmp_path / "go").touch()
     finished = first.wait()
@@ -202,13 +204,22 @@ def test_a_node_replaces_its_own_servers(replicated: Commands, tmp_path: Path) -
     assert re.fullmatch(line, finished.err), finished.err
 
 
-def test_a_static_cluster_replaces_its_servers_at_their_addresses(replicated: Commands, tmp_path: Path) -> None:
+def test_a_static_cluster_replaces_servers_at_the_same_addresses(replicated: Commands, tmp_path: Path) -> None:
     places = [f"127.0.0.1:{free_port()}" for _ in range(4)]
     (tmp_path / "cluster.json").write_text(json.dumps({"server": places[:2], "worker": places[2:]}))
-    here = ["run", "--cluster", "cluster.json", "--strategy", "parameter-server", "--replicas", "1", "--job"]
-    servers = [replicated.start(*here, "server", "--index", str(index)) for index in range(2)]
+    common_arguments = [
+        "run",
+        "--cluster",
+        "cluster.json",
+        "--strategy",
+        "parameter-server",
+        "--replicas",
+        "1",
+        "--job",
+    ]
+    servers = [replicated.start(*common_arguments, "server", "--index", str(index)) for index in range(2)]
     name = script(tmp_path, _COUNT)
-    workers = [replicated.start(*here, "worker", "--index", str(index), name) for index in range(2)]
+    workers = [replicated.start(*common_arguments, "worker", "--index", str(index), name) for index in range(2)]
     for worker in workers:
         worker.wait_line("waits")
     servers[1].children("server")[0].send_signal(signal.SIGTERM)

@@ -51,12 +51,12 @@ def test_a_model_is_replaced_without_a_gap(tmp_path: Path) -> None:
 
     with serving(model) as (process, port):
 
-        def ask() -> None:
+        def send_request() -> None:
             with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
                 while not ended.is_set():
                     seen.update(predict(connection, [{"1": 1}]))
 
-        askers = [threading.Thread(target=ask) for _ in range(2)]
+        askers = [threading.Thread(target=send_request) for _ in range(2)]
         for asker in askers:
             asker.start()
         for number in range(2, 5):
@@ -74,7 +74,7 @@ def test_a_model_is_replaced_without_a_gap(tmp_path: Path) -> None:
         assert process.stderr.read() == ""
 
 
-def test_a_port_in_use_and_a_model_that_is_missing(paceline: Commands, tmp_path: Path) -> None:
+def test_a_port_in_use_and_a_missing_model(paceline: Commands, tmp_path: Path) -> None:
     save_weights(tmp_path / "model", {1: 1.0})
     running = paceline.start("serve", "model", "--port", "0")
     port = running.wait_line("until Ctrl-C").split(", until")[0].rpartition(":")[2]

@@ -31,16 +31,16 @@ pytestmark = pytest.mark.usefixtures("warm_clusters")
 ROWS = 12_000
 EPOCHS = 8
 UNDISTURBED = {"auc": 0.718, "log_loss": 0.501}
-"""What a training that nobody kills comes to, under either consistency (measured, to 0.001)."""
+"""The metrics of an undisturbed training under either consistency (measured, to 0.001)."""
 EPOCHS_TAKEN = 12
 
 
-def whole_snapshots(folder: Path) -> list[Path]:
+def complete_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("snapshot-*/manifest.json"))
 
 
 def kill_all(running: Running) -> None:
-    """End the driver and its whole cluster at once, as when the machine loses power."""
+    """Kill the driver and its whole cluster, as in a power failure."""
     processes = [child for role in ("scheduler", "server", "worker") for child in running.children(role)]
     running.process.send_signal(signal.SIGSTOP)  # so that it cannot tell anybody
     for process in processes:
@@ -49,7 +49,7 @@ def kill_all(running: Running) -> None:
 
 
 @pytest.mark.parametrize("consistency", [pytest.param("bounded:2", marks=pytest.mark.thorough), "sequential"])
-def test_the_whole_cluster_is_killed_and_another_goes_on(
+def test_another_cluster_continues_after_a_kill_of_all_processes(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, consistency: str
 ) -> None:
     train, evaluation = click_log
@@ -57,14 +57,14 @@ def test_the_whole_cluster_is_killed_and_another_goes_on(
     common += ["--batch-size", "32", "--consistency", consistency]
     folder = tmp_path / "model-snapshots"
     running = paceline.start(*common, "--servers", "2", "--workers", "2", "--save", "model", "--snapshot-every", "8000")
-    wait_until(lambda: len(whole_snapshots(folder)) >= 2, "no snapshots", 40.0)
+    wait_until(lambda: len(complete_snapshots(folder)) >= 2, "no snapshots", 40.0)
     kill_all(running)
-    for left in Path(paceline.environment["TMPDIR"]).iterdir():  # nobody was left to do it
+    for left in Path(paceline.environment["TMPDIR"]).iterdir():  # no process was left to remove it
         shutil.rmtree(left)
 
     snapshot = read_newest(folder).manifest
     assert snapshot.account is not None
-    done = sum(int.from_bytes(each.shards, "little").bit_count() for each in snapshot.account.done)
+    done = sum(int.from_bytes(entry.shards, "little").bit_count() for entry in snapshot.account.done)
     examples = int(snapshot.account.progress["examples"])
     assert 0 < examples < ROWS * EPOCHS
     assert done > 0
@@ -80,7 +80,7 @@ def test_the_whole_cluster_is_killed_and_another_goes_on(
     assert result["eval_examples"] == 4_000
     assert result["auc"] == pytest.approx(UNDISTURBED["auc"], abs=0.02)
     assert result["log_loss"] == pytest.approx(UNDISTURBED["log_loss"], abs=0.03)
-    assert len(whole_snapshots(folder)) <= 3  # of both runs together
+    assert len(complete_snapshots(folder)) <= 3  # of both runs together
     assert read_newest(folder).manifest.number > snapshot.number
 
 
@@ -98,7 +98,7 @@ def taken(click_log: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
         ClusterSettings(consistency="bounded:4"),
         quiet=True,
     )
-    assert 2 <= len(whole_snapshots(folder)) <= 3
+    assert 2 <= len(complete_snapshots(folder)) <= 3
     return folder
 
 
@@ -128,14 +128,14 @@ def test_errors_are_one_sentence(paceline: Commands, click_log: tuple[Path, Path
     assert " has all examples of 1 epochs. Pass a larger --epochs" in fewer.err
 
     # Damage: the newest one is named with its checksum, and the one before is used.
-    *before, newest = [path.parent for path in whole_snapshots(folder)]
+    *before, newest = [path.parent for path in complete_snapshots(folder)]
     part = next(newest.glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1] + b"\x55")
     finished = paceline.succeed(*common, "--resume", folder)
-    told = rf"{newest.name} .*{before[-1].name} .*: {re.escape(str(part))} is damaged: its SHA-256 is"
-    assert len(re.findall(told, finished.err)) == 1
-    for each in before:
-        part = next(each.glob("*.safetensors"))
+    message = rf"{newest.name} .*{before[-1].name} .*: {re.escape(str(part))} is damaged: its SHA-256 is"
+    assert len(re.findall(message, finished.err)) == 1
+    for snapshot in before:
+        part = next(snapshot.glob("*.safetensors"))
         part.write_bytes(part.read_bytes()[:-1])
     cut = fail(*common, "--resume", folder)
     assert "holds no complete snapshot to resume from" in cut
@@ -146,17 +146,20 @@ def test_errors_are_one_sentence(paceline: Commands, click_log: tuple[Path, Path
 def test_ctrl_c_while_snapshots_are_taken(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, consistency: str
 ) -> None:
-    """A snapshot under way is given up; those before are whole, and are gone on from."""
+    """An unfinished snapshot is abandoned.
+
+    The earlier snapshots are complete, and a training can continue from them.
+    """
     common: list[str | Path] = ["train", click_log[0], "-q", "--batch-size", "32", "--workers", "1", "--servers", "2"]
     common += ["--replicas", "1", "--consistency", consistency]
     folder = tmp_path / "snaps"
     running = paceline.start(*common, "--epochs", "500", "--snapshot-every", "50ms", "--snapshot-dir", folder)
-    wait_until(lambda: len(whole_snapshots(folder)) >= 2, "no snapshots", 40.0)
+    wait_until(lambda: len(complete_snapshots(folder)) >= 2, "no snapshots", 40.0)
     running.signal(signal.SIGINT)
     finished = running.wait()
     assert (finished.status, finished.out) == (130, "")
     assert finished.err.splitlines()[-1] == "paceline: interrupted"
-    assert [path.parent for path in whole_snapshots(folder)] == sorted(folder.iterdir())
+    assert [path.parent for path in complete_snapshots(folder)] == sorted(folder.iterdir())
     assert read_newest(folder).manifest.number >= 2
 
 
@@ -165,7 +168,7 @@ def test_ctrl_c_while_resuming(
 ) -> None:
     """It comes while a server still reads its part, and is obeyed then: not when all is loaded, nor later."""
     polls: list[int] = []
-    told: list[str] = []
+    printed: list[str] = []
     load_state = snapshot_loading.load_state
 
     def interrupt(connection: ServerConnection) -> LoadState:
@@ -181,13 +184,13 @@ def test_ctrl_c_while_resuming(
     try:
         with LocalCluster.start(ClusterSettings(num_servers=2)) as cluster, cluster.connect(observer=True) as client:
             plan = plan_training(options)
-            training = Training(options, plan, client, num_workers=1, processes=cluster, warn=told.append)
+            training = Training(options, plan, client, num_workers=1, processes=cluster, warn=printed.append)
             with pytest.raises(KeyboardInterrupt):
                 training.run()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert 1 <= len(polls) <= 2  # each server was asked once
-    assert told == []
+    assert 1 <= len(polls) <= 2  # each server was polled once
+    assert printed == []
     assert not (tmp_path / "model").exists()
 
 
@@ -202,7 +205,7 @@ def test_the_newest_snapshot_is_a_model(paceline: Commands, click_log: tuple[Pat
 
 
 def test_no_place_for_snapshots(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """Training goes on, and ends well; a sentence each time."""
+    """The training continues and ends well, with a message at each attempt."""
     (tmp_path / "file").write_text("")
     finished = paceline.succeed(
         *("train", click_log[0], "--epochs", "8", "-q", "--workers", "1", "--batch-size", "32", "--json"),

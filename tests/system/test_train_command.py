@@ -106,7 +106,7 @@ def test_train_save_predict(
     assert result["lost_workers"] == result["bad_lines"] == 0
     assert set(result["staleness"]) == {"mean", "max", "histogram", "dropped"}
     assert sum(result["staleness"]["histogram"]) > 0
-    assert "examples/s" not in trained.err  # which is no terminal
+    assert "examples/s" not in trained.err  # it is no terminal
     assert result["progressive"][-1]["examples"] == 12_000  # of the first pass
     assert 0.4 < result["progressive"][-1]["loss"] < 0.6
     lines = trained.err.splitlines()
@@ -132,7 +132,7 @@ def test_predictions_on_standard_output(paceline: Commands, click_log: tuple[Pat
     assert "4,000 predictions" in finished.err
     one = tmp_path / "one.tsv"
     one.write_text(evaluation.read_text().splitlines(keepends=True)[1234])
-    alone = paceline.succeed("predict", "model", one, "--json")  # one example: there is no AUC, and no NaN
+    alone = paceline.succeed("predict", "model", one, "--json")  # one example has no AUC, and the JSON has no NaN
     assert alone.json["auc"] is None
     assert paceline.succeed("predict", "model", one).out == finished.out.splitlines(keepends=True)[1234]
     assert Predictor(tmp_path / "model").format == "criteo"
@@ -193,8 +193,11 @@ def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path],
     assert weights_of(tmp_path / "model0") == weights_of(tmp_path / "model1")
 
 
-def test_a_model_predicts_the_data_that_it_was_trained_on_and_no_other(paceline: Commands, tmp_path: Path) -> None:
-    """It remembers format and columns, also guessed ones; what it cannot predict is refused, or told."""
+def test_a_model_predicts_only_data_of_the_trained_format(paceline: Commands, tmp_path: Path) -> None:
+    """A model stores the format and the columns, guessed ones too.
+
+    Data that it cannot predict is refused or reported.
+    """
     rows = [(i % 4 == 0, "ab"[i % 4 == 0], i % 7) for i in range(4000)]
     (tmp_path / "train.csv").write_text("click,site,size\n" + "".join(f"{int(y)},{s},{n}\n" for y, s, n in rows))
     (tmp_path / "swapped.csv").write_text("size;site;click\n" + "".join(f"{n};{s};{int(y)}\n" for y, s, n in rows))
@@ -207,13 +210,13 @@ def test_a_model_predicts_the_data_that_it_was_trained_on_and_no_other(paceline:
 
     (tmp_path / "other.csv").write_text("click,place\n1,a\n0,b\n")
     (tmp_path / "other.svm").write_text("1 3:1\n0 4:1\n" * 9)
-    for other, said in (
+    for other, message in (
         ("other.csv", "has no column 'site': its columns are click, place; the model in model needs site, size"),
         ("other.svm", "looks like libsvm, but the model in model was trained on csv, which has other features"),
     ):
         refused = paceline.run("predict", "model", other)
         assert (refused.status, refused.out) == (1, "")
-        assert said in refused.err
+        assert message in refused.err
         assert refused.err.count("\n") == 1
 
     (tmp_path / "new.csv").write_text("click,site,size\n" + "0,unheard,\n" * 9)
@@ -222,7 +225,7 @@ def test_a_model_predicts_the_data_that_it_was_trained_on_and_no_other(paceline:
     assert "no AUC (all labels are negative)" in unknown
 
 
-def test_a_training_that_learns_nothing_reports_it(paceline: Commands, tmp_path: Path) -> None:
+def test_a_training_without_progress_reports_it(paceline: Commands, tmp_path: Path) -> None:
     lines = "".join(f"{i * 7919 % 101 % 2},{i}\n" for i in range(3000))
     (tmp_path / "noise.csv").write_text("click,id\n" + lines)
     how = ["--label", "click", "--categorical", "id", "--workers", "1", "-q", "--epochs", "1", "--lr", "1"]
@@ -235,18 +238,18 @@ def test_kinds_of_columns_are_reported(paceline: Commands, tmp_path: Path) -> No
     rows = [f"{10**19 + 7 * i},{i % 3 == 0:d},{'ab'[i % 3 == 0]},{i % 40}\n" for i in range(600)]
     (tmp_path / "x.csv").write_text("id,won,site,age\n" + "".join(rows))
     how = ["train", "x.csv", "--label", "won", "--workers", "1", "--epochs", "1"]
-    told = [line.split() for line in paceline.succeed(*how).err.splitlines()]
+    words = [line.split() for line in paceline.succeed(*how).err.splitlines()]
     assert ["id", "left", "out", "(identifies", "rows:", "integers,", "all", "distinct)", "600"] in [
-        line[:9] for line in told
+        line[:9] for line in words
     ]
-    assert ["age", "numeric", "(integers;", "mean", "19.5,", "deviation", "11.54)", "40", "0,", "1,", "2"] in told
+    assert ["age", "numeric", "(integers;", "mean", "19.5,", "deviation", "11.54)", "40", "0,", "1,", "2"] in words
     quiet = paceline.succeed(*how, "-q", "--save", "model")
     assert "taken for" not in quiet.err
-    told = [line.split() for line in paceline.succeed(*how, "--categorical", "age").err.splitlines()]
-    assert ["age", "categorical", "(named)"] in [line[:3] for line in told]
-    assert ["site", "categorical", "(text)"] in [line[:3] for line in told]
+    words = [line.split() for line in paceline.succeed(*how, "--categorical", "age").err.splitlines()]
+    assert ["age", "categorical", "(named)"] in [line[:3] for line in words]
+    assert ["site", "categorical", "(text)"] in [line[:3] for line in words]
     found = paceline.succeed("describe", "x.csv", "--label", "1", "--json").json
-    assert {each["name"]: each["kind"] for each in found["columns"]} == {
+    assert {column["name"]: column["kind"] for column in found["columns"]} == {
         "id": "left out",
         "won": "label",
         "site": "categorical",
@@ -254,7 +257,7 @@ def test_kinds_of_columns_are_reported(paceline: Commands, tmp_path: Path) -> No
     }
     assert found["labels"] == {"0": 400, "1": 200}
     assert found["first_row"]["label"] == 1
-    first = [(each["column"], each["value"]) for each in found["first_row"]["features"]]
+    first = [(feature["column"], feature["value"]) for feature in found["first_row"]["features"]]
     assert first == [("site", 1), ("age", pytest.approx(-19.5 / 11.54, rel=1e-3))]
     assert "the first row has label 1" in paceline.succeed("describe", "x.csv", "--label", "1").out
     assert paceline.succeed("predict", "model", "x.csv", "--json").json["auc"] > 0.9
@@ -278,7 +281,7 @@ def test_labels_of_which_one_is_positive(paceline: Commands, tmp_path: Path) -> 
         assert first > 0.5 > second
 
 
-def test_labels_that_are_words(paceline: Commands, tmp_path: Path) -> None:
+def test_word_labels(paceline: Commands, tmp_path: Path) -> None:
     """`won` is positive because it follows `lost`, unless --positive changes this; the model stores the choice."""
     rows = [f'"{("won", "lost")[i % 2]}",{"ab"[i % 2]},{i % 7}\n' for i in range(600)]
     (tmp_path / "x.csv").write_text("result,site,age\n" + "".join(rows))
@@ -303,9 +306,9 @@ def test_labels_that_are_words(paceline: Commands, tmp_path: Path) -> None:
 def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     assert "format   criteo" in paceline.succeed("describe", click_log[0]).out
     (tmp_path / "x.svm").write_text("1 3:1 8:0.5\n2 4:1\n3 3:1\n")
-    told = paceline.succeed("describe", "x.svm").out
-    assert "labels are 1, 2 and 3, expected two" in told
-    assert "8    0.5" in told
+    output = paceline.succeed("describe", "x.svm").out
+    assert "labels are 1, 2 and 3, expected two" in output
+    assert "8    0.5" in output
 
 
 def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) -> None:
@@ -325,7 +328,7 @@ def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) ->
         assert paceline.succeed("predict", model, "x.csv", "--json").json["auc"] > 0.95
     assert scales[0] == scales[1]
     assert scales[0] is not None
-    assert [each.mean for each in scales[0].scales] == pytest.approx([large.mean(), small.mean()], rel=1e-4, abs=1e-9)
+    assert [scale.mean for scale in scales[0].scales] == pytest.approx([large.mean(), small.mean()], rel=1e-4, abs=1e-9)
 
 
 def test_training_with_filters(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
@@ -348,7 +351,7 @@ def test_training_with_filters(paceline: Commands, click_log: tuple[Path, Path],
 
 
 @pytest.mark.thorough
-def test_converted_data_is_as_good_as_its_sources(
+def test_converted_data_gives_the_same_results(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
 ) -> None:
     (data,), (evaluation,) = (write_as("csv", path, tmp_path) for path in click_log)

@@ -40,6 +40,6 @@ def test_members_of_another_version(
         assert "paceline 9.8.7" in refused.err
         assert f"paceline {__version__}" in refused.err
         assert "nstall the same version" in refused.err
-    ours = paceline.start("server", "--scheduler", address, "--token-file", "token")
-    ours.wait_line("listening on")
-    end(scheduler, ours)
+    server = paceline.start("server", "--scheduler", address, "--token-file", "token")
+    server.wait_line("listening on")
+    end(scheduler, server)

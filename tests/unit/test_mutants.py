@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.mutants import DEFECTS, Defect
-from tests.mutants.__main__ import Limits, look_for
+from tests.mutants.__main__ import Limits, run_checks
 
 import paceline
 
@@ -16,7 +16,7 @@ SOURCE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda case: case.name)
 def test_a_defect_can_be_planted(defect: Defect) -> None:
     text = (SOURCE / defect.module).read_text()
     wrong = defect.apply(text)
@@ -24,7 +24,7 @@ def test_a_defect_can_be_planted(defect: Defect) -> None:
     compile(wrong, defect.module, "exec")
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda case: case.name)
 def test_every_defect_names_tests(defect: Defect) -> None:
     assert defect.unit or defect.integration
     for path in (*defect.unit, *defect.integration):
@@ -32,7 +32,7 @@ def test_every_defect_names_tests(defect: Defect) -> None:
 
 
 def test_names_are_distinct() -> None:
-    assert len({each.name for each in DEFECTS}) == len(DEFECTS)
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
 
 
 def test_the_page_has_the_report_of_all() -> None:
@@ -45,8 +45,8 @@ def test_the_page_has_the_report_of_all() -> None:
 
 @pytest.mark.thorough
 def test_the_simulation_and_the_unit_tests_find_one() -> None:
-    defect = next(each for each in DEFECTS if each.name == "filter-fast-path")
-    finding = look_for(replace(defect, unit=("tests/unit/protocol/test_delivery.py",)), Limits(seeds=25))
+    defect = next(defect for defect in DEFECTS if defect.name == "filter-fast-path")
+    finding = run_checks(replace(defect, unit=("tests/unit/protocol/test_delivery.py",)), Limits(seeds=25))
     assert finding.seeds is not None
     assert finding.unit
     assert finding.integration is None

@@ -1,6 +1,6 @@
-"""The size of modules and folders, their imports, repeated names, and how often tests use private ones.
+"""Limits of the size of modules and folders, of imports, repeated names, and private names in tests.
 
-What is larger today is named here, and may not grow.
+Modules and folders beyond the limits are listed here, and may not grow.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_MODULE_LINES, MAX_FOLDER_MODULES = 450, 22
 
 MAX_PRIVATE_ACCESSES = 49
 MAX_VALUES_READ = 12
-NOT_OURS = ("_C", "_VariableFunctions", "_efficientzerotensor",
+FOREIGN_NAMES = ("_C", "_VariableFunctions", "_efficientzerotensor",
             "_exit", "_replace", "_run_exitfuncs", "_shutdown", "_version", "_parameters", "_coalescing_manager",
             "_foreach_lerp_", "_get_backend", "_get_default_store")  # fmt: skip
-"""Names of other packages, of which some are public in spite of their form."""
+"""Names of other packages, some of them public in spite of their form."""
 
 LARGE_MODULES: dict[str, int] = {}
 LARGE_FOLDERS: dict[str, int] = {}
@@ -70,7 +70,7 @@ MANY_PARAMETERS = {
 
 
 def module_paths() -> dict[str, Path]:
-    """Return the modules of the package, and those of the simulator, which begin with ``simulator/``."""
+    """Return the modules of the package, and the modules of the simulator, whose names begin with ``simulator/``."""
     return {
         str(path.relative_to(root)): path
         for root, folder in ((SOURCE, SOURCE), (SIMULATOR.parent, SIMULATOR))
@@ -141,13 +141,17 @@ def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_no_module_is_too_long() -> None:
     lengths = {name: module.lines for name, module in modules().items()}
     assert {name: lines for name, lines in lengths.items() if lines > LARGE_MODULES.get(name, MAX_MODULE_LINES)} == {}
-    assert [name for name in LARGE_MODULES if lengths.get(name, 0) <= MAX_MODULE_LINES] == [], "not needed any more"
+    assert [name for name in LARGE_MODULES if lengths.get(name, 0) <= MAX_MODULE_LINES] == [], (
+        "remove this exception, which is not needed"
+    )
 
 
 def test_no_folder_has_too_many_modules() -> None:
     sizes = Counter(str(Path(name).parent) for name in module_paths())
     assert {name: size for name, size in sizes.items() if size > LARGE_FOLDERS.get(name, MAX_FOLDER_MODULES)} == {}
-    assert [name for name in LARGE_FOLDERS if sizes.get(name, 0) <= MAX_FOLDER_MODULES] == [], "not needed any more"
+    assert [name for name in LARGE_FOLDERS if sizes.get(name, 0) <= MAX_FOLDER_MODULES] == [], (
+        "remove this exception, which is not needed"
+    )
 
 
 def test_no_module_imports_too_many() -> None:
@@ -201,7 +205,7 @@ def is_core(node: ast.expr) -> bool:
     ],
 )
 def test_runtimes_read_little_of_a_core(role: str, core: object) -> None:
-    """A runtime calls methods of its core and reads a few values, and nothing of the core's parts."""
+    """A runtime calls methods of its core and reads a few values, but no parts of the core."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((SOURCE / "ps" / role).glob("*.py"))]
     names = {name for tree in trees for name in names_read_of(tree)}
     values = {name for name in names if hasattr(core, name) and not callable(getattr(core, name))}
@@ -211,7 +215,7 @@ def test_runtimes_read_little_of_a_core(role: str, core: object) -> None:
 
 
 def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and name of what is reached in objects and modules of others, or replaced in them."""
+    """Yield line and name of private names of other modules that a test reads or replaces."""
     for node in ast.walk(tree):
         names: list[str] = []
         match node:
@@ -220,11 +224,11 @@ def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
             case ast.Attribute(attr=name):
                 names = [name]
             case ast.ImportFrom(names=imported):
-                names = [each.name for each in imported]
+                names = [module.name for module in imported]
             case ast.Call(args=[_, ast.Constant(value=str(name)), *_]):  # setattr() and its like
                 names = [name]
         for name in names:
-            if name.startswith("_") and not name.startswith("__") and name not in NOT_OURS:
+            if name.startswith("_") and not name.startswith("__") and name not in FOREIGN_NAMES:
                 yield node.lineno, name  # type: ignore[attr-defined]
 
 

@@ -33,12 +33,12 @@ def _hold(parent: Path, then: str) -> subprocess.Popen[str]:
     )
 
 
-def _told(process: subprocess.Popen[str]) -> Path:
+def printed_path(process: subprocess.Popen[str]) -> Path:
     assert process.stdout is not None
     return Path(process.stdout.readline().strip())
 
 
-def test_a_folder_is_removed_at_close_and_with_its_last_reference(tmp_path: Path) -> None:
+def test_a_folder_is_removed_at_close_and_with_the_last_reference(tmp_path: Path) -> None:
     with TemporaryFolder.make("one", tmp_path) as closed:
         assert (closed.path.is_dir(), closed.path.stat().st_mode & 0o777) == (True, 0o700)
         (closed.path / "file").touch()
@@ -52,14 +52,14 @@ def test_a_folder_is_removed_at_close_and_with_its_last_reference(tmp_path: Path
 @pytest.mark.parametrize("then", ["", "raise SystemExit(3)", "1 / 0"])
 def test_a_folder_is_removed_when_the_interpreter_ends(tmp_path: Path, then: str) -> None:
     with _hold(tmp_path, f"sys.stderr.close(); {then}") as process:
-        assert _told(process).parent == tmp_path
+        assert printed_path(process).parent == tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_those_of_killed_processes_are_removed_by_the_next_that_is_made(tmp_path: Path, number: int) -> None:
+def test_the_next_folder_removes_the_folders_of_killed_processes(tmp_path: Path, number: int) -> None:
     with _hold(tmp_path, "time.sleep(60)") as killed, _hold(tmp_path, "time.sleep(60)") as living:
-        left, used = _told(killed), _told(living)
+        left, used = printed_path(killed), printed_path(living)
         killed.send_signal(number)
         killed.wait(20)
         assert left.is_dir()
@@ -71,29 +71,27 @@ def test_those_of_killed_processes_are_removed_by_the_next_that_is_made(tmp_path
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
 def test_a_fork_removes_nothing_and_keeps_it_in_use(tmp_path: Path) -> None:
-    """The fork ends as an interpreter does; what it left is its parent's still."""
+    """The fork ends as an interpreter does, and its files still belong to the parent."""
     then = "import os; pid = os.fork(); pid and (os.waitpid(pid, 0), print(folder.path.is_dir(), flush=True))"
     with _hold(tmp_path, then) as process:
-        said = process.communicate(timeout=20)[0].splitlines()
-    assert said[-1] == "True"
+        lines = process.communicate(timeout=20)[0].splitlines()
+    assert lines[-1] == "True"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_another_process_is_about_to_remove_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_under_removal_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its making and its lock, another process took it for one that was left."""
     make = tempfile.mkdtemp
     taken: list[tuple[Path, int]] = []
 
-    def make_and_lose(**named: Any) -> str:
+    def make_and_drop(**named: Any) -> str:
         path = str(make(**named))
         if not taken:
             taken.append((Path(path), os.open(path, os.O_RDONLY)))
             fcntl.flock(taken[0][1], fcntl.LOCK_EX)
         return path
 
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_drop)
     with TemporaryFolder.make("one", tmp_path) as folder:
         assert [path for path, _ in taken] != [folder.path]
         taken[0][0].rmdir()
@@ -101,7 +99,7 @@ def test_one_that_another_process_is_about_to_remove_is_not_taken(
     os.close(taken[0][1])
 
 
-def test_one_is_made_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_created_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(number: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

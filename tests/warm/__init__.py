@@ -1,6 +1,6 @@
-"""Processes of tests, forked from three that have imported what they need: an interpreter that does so takes seconds.
+"""Processes of tests, forked from three processes that have imported the modules: importing takes seconds.
 
-pytest's first process starts them (``zygote.py``, one with torch, one for workers), which begin to load when somebody
-asks; its workers and what they have forked share them. ``processes.py`` is what tests call, ``programs.py`` what is
-forked, ``workers.py`` how pytest's workers are.
+pytest's first process starts them (``zygote.py``, one with torch, one for workers). They load modules at the first
+request. pytest's workers and their children share them. Tests call ``processes.py``. ``programs.py`` has the forked
+programs, and ``workers.py`` starts pytest's workers.
 """

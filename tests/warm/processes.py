@@ -26,7 +26,7 @@ _PLACE = "WARM_PROCESSES_OF_TESTS"
 RANKS = "WARM_RANKS_OF_TESTS"
 """In the environment of ``paceline run``: the kind that ranks are forked from. Without it they are started afresh."""
 PROGRAMS = "tests.warm.programs"
-"""What is forked but for workers."""
+"""The process from which all except workers are forked."""
 _PATIENCE_S = 120.0
 _TITLE_BYTES = 4096
 _fork_servers: dict[tuple[int, str], ForkServer] = {}
@@ -128,9 +128,11 @@ class WarmProcess:
         self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
         self.stderr: IO[Any] | None = None
-        with contextlib.ExitStack() as theirs:
-            streams = [self._stream(number, asked, theirs) for number, asked in enumerate((stdin, stdout))]
-            streams.append(streams[1] if stderr == subprocess.STDOUT else self._stream(2, stderr, theirs))
+        with contextlib.ExitStack() as child_files:
+            streams = [
+                self._stream(number, descriptor, child_files) for number, descriptor in enumerate((stdin, stdout))
+            ]
+            streams.append(streams[1] if stderr == subprocess.STDOUT else self._stream(2, stderr, child_files))
             self._process: Forked | subprocess.Popen[bytes]
             if are_warm():
                 folder = None if cwd is None else str(cwd)
@@ -145,25 +147,25 @@ class WarmProcess:
                 )  # fmt: skip
         self.pid = self._process.pid
 
-    def _stream(self, number: int, asked: int | None, theirs: contextlib.ExitStack) -> int:
-        if asked is None:
+    def _stream(self, number: int, descriptor: int | None, child_files: contextlib.ExitStack) -> int:
+        if descriptor is None:
             return number
-        if asked == subprocess.PIPE:
+        if descriptor == subprocess.PIPE:
             reading, writing = os.pipe()
-            there, here = (reading, writing) if number == 0 else (writing, reading)
+            child_end, parent_end = (reading, writing) if number == 0 else (writing, reading)
             stream: IO[Any] = (
-                os.fdopen(here, "w" if number == 0 else "r", encoding="utf-8")
+                os.fdopen(parent_end, "w" if number == 0 else "r", encoding="utf-8")
                 if self._text
-                else (os.fdopen(here, "wb" if number == 0 else "rb"))
+                else (os.fdopen(parent_end, "wb" if number == 0 else "rb"))
             )
             setattr(self, ("stdin", "stdout", "stderr")[number], stream)
-        elif asked >= 0:
-            return asked
+        elif descriptor >= 0:
+            return descriptor
         else:
-            assert asked == subprocess.DEVNULL
-            there = os.open(os.devnull, os.O_RDWR)
-        theirs.callback(os.close, there)
-        return there
+            assert descriptor == subprocess.DEVNULL
+            child_end = os.open(os.devnull, os.O_RDWR)
+        child_files.callback(os.close, child_end)
+        return child_end
 
     @property
     def returncode(self) -> int | None:
@@ -198,20 +200,20 @@ class WarmProcess:
         """Close its input, read both streams to their ends, and wait for its own."""
         if self.stdin is not None:
             self.stdin.close()
-        said: list[Any] = [None, None]
+        outputs: list[Any] = [None, None]
 
         def read(number: int, pipe: IO[Any]) -> None:
             with pipe:
-                said[number] = pipe.read()
+                outputs[number] = pipe.read()
 
         pipes = [(number, pipe) for number, pipe in enumerate((self.stdout, self.stderr)) if pipe and not pipe.closed]
-        readers = [threading.Thread(target=read, args=each) for each in pipes]
+        readers = [threading.Thread(target=read, args=ends) for ends in pipes]
         for reader in readers:
             reader.start()
         self.wait(timeout)
         for reader in readers:
             reader.join(timeout)
-        return said[0], said[1]
+        return outputs[0], outputs[1]
 
 
 def _fork_server(kind: str) -> ForkServer:

@@ -81,10 +81,10 @@ def end(status: int) -> NoReturn:
 
 
 def _enter(namespace: str) -> None:
-    """Be in another namespace, of networks or mounts, from now on."""
+    """Enter another namespace, of networks or mounts."""
     folder, libc = os.getcwd(), ctypes.CDLL(None, use_errno=True)
-    with open(namespace, "rb") as there:
-        if libc.setns(there.fileno(), 0) != 0:
+    with open(namespace, "rb") as namespace_file:
+        if libc.setns(namespace_file.fileno(), 0) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     os.chdir(folder)
 
@@ -120,16 +120,16 @@ def _fork_fork_server(module: str = CHILD) -> ForkServer:
     """Fork a fork server from this process, which has loaded all it would load."""
     if reason_not_to_fork() is not None:
         return _start_afresh(module)
-    ours, theirs = socket.socketpair()
+    own_end, peer_end = socket.socketpair()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid != 0:
-        theirs.close()
-        return ForkServer(ours, _Fork(pid))
+        peer_end.close()
+        return ForkServer(own_end, _Fork(pid))
     status = 1
     try:
-        _serve(ours, theirs, importlib.import_module(module))
+        _serve(own_end, peer_end, importlib.import_module(module))
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -137,14 +137,14 @@ def _fork_fork_server(module: str = CHILD) -> ForkServer:
     os._exit(status)
 
 
-def _serve(ours: socket.socket, theirs: socket.socket, module: Any) -> None:
-    """Be a fork server, or one of those that it forks."""
+def _serve(own_end: socket.socket, peer_end: socket.socket, module: Any) -> None:
+    """Run a fork server, or one of its children."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    ours.close()
+    own_end.close()
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     assert threading.active_count() == 1
-    serve(theirs, module)
+    serve(peer_end, module)

@@ -1,7 +1,7 @@
-"""What pytest's workers are: forks of a process that has collected the tests, and so has imported all that they do.
+"""pytest's workers as forks of a process that has collected the tests, and so has imported all modules.
 
-Each would need ten seconds for that. ``python -m tests.warm.workers`` is what xdist starts in a worker's place: it has
-the worker forked onto its own streams, and ends with it.
+Otherwise each worker would need ten seconds. xdist starts ``python -m tests.warm.workers`` instead of a worker. It has
+the worker forked with its own streams, and ends with the worker.
 """
 
 from __future__ import annotations

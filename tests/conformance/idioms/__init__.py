@@ -1,7 +1,7 @@
-"""What scripts do between ``backward()`` and ``step()``, and between steps: each under a strategy, beside one device.
+"""Idioms of training scripts between ``backward()`` and ``step()``, and between steps.
 
-An *idiom* trains a small model and returns tensors, most often the parameters at the end. :func:`run_all` carries all
-of them out under every strategy: what they return is that of one device to 1e-5, or the strategy refuses, with one
+An *idiom* trains a small model and returns tensors, usually the parameters at the end. :func:`run_all` runs all idioms
+under every strategy. The tensors equal the tensors of one device to 1e-5, or the strategy raises an error of one
 sentence.
 """
 

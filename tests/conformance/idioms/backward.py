@@ -92,8 +92,8 @@ def _set_gradients(name: str, act: Callable[[Trial], Any]) -> None:
         trial.prepare()
         for step in range(STEPS):
             found = torch.autograd.grad(trial.loss(step), trial.parameters)
-            for each, grad in zip(trial.parameters, found, strict=True):
-                each.grad = grad
+            for parameter, grad in zip(trial.parameters, found, strict=True):
+                parameter.grad = grad
             act(trial)
             trial.optimizer.step()
         return trial.values()
@@ -123,14 +123,14 @@ def sharpness(trial: Trial) -> Result:
         trial.backward(step)
         kept = trial.values()
         with torch.no_grad():
-            for each in trial.parameters:
-                if each.grad is not None:
-                    each.add_(each.grad, alpha=0.01)
+            for parameter in trial.parameters:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=0.01)
         trial.optimizer.zero_grad()
         trial.backward(step)
         with torch.no_grad():
-            for each, value in zip(trial.parameters, kept, strict=True):
-                each.copy_(value)
+            for parameter, value in zip(trial.parameters, kept, strict=True):
+                parameter.copy_(value)
     return trial.values()
 
 
@@ -156,14 +156,14 @@ def fail(trial: Trial) -> Result:
 def step_in_backward(trial: Trial) -> Result:
     """`optimizer.step()` in a hook of backward, with an optimizer for each parameter."""
     trial.prepare()
-    optimizers = {each: torch.optim.SGD([each], 0.05) for each in trial.parameters}
+    optimizers = {parameter: torch.optim.SGD([parameter], 0.05) for parameter in trial.parameters}
 
     def update(parameter: Tensor) -> None:
         optimizers[parameter].step()  # type: ignore[index]
         optimizers[parameter].zero_grad()  # type: ignore[index]
 
-    for each in trial.parameters:
-        each.register_post_accumulate_grad_hook(update)
+    for trained in trial.parameters:
+        trained.register_post_accumulate_grad_hook(update)
     for step in range(STEPS):
         trial.backward(step)
     return trial.values()

@@ -41,9 +41,9 @@ def clip_if_large(trial: Trial) -> Result:
 def sign(trial: Trial) -> Result:
     """`p.grad = p.grad.sign()`."""
     for _ in trial.prepare().steps():
-        for each in trial.parameters:
-            if each.grad is not None:
-                each.grad = each.grad.sign()
+        for parameter in trial.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.sign()
     return trial.values()
 
 
@@ -52,15 +52,15 @@ def noise(trial: Trial) -> Result:
     """Noise added to gradients."""
     generator = torch.Generator().manual_seed(5)
     for _ in trial.prepare().steps():
-        for each in trial.parameters:
-            if each.grad is not None:
-                each.grad.add_(torch.randn(each.shape, generator=generator), alpha=0.01)
+        for parameter in trial.parameters:
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
     return trial.values()
 
 
 @with_unused
 @idiom
-def drop_some(trial: Trial) -> Result:
+def drop_gradients(trial: Trial) -> Result:
     """`p.grad = None` for some, so that the step leaves them."""
     for _ in trial.prepare().steps():
         trial.bare[0].bias.grad = None
@@ -68,7 +68,7 @@ def drop_some(trial: Trial) -> Result:
 
 
 @idiom
-def look(trial: Trial) -> Result:
+def log_norms(trial: Trial) -> Result:
     """Norms of gradients logged now and then."""
     for step in trial.prepare().steps():
         if step % 5 == 4:

@@ -24,10 +24,10 @@ def _schedule(name: str, make: Callable[[Any], Any]) -> None:
     IDIOMS[name] = run
 
 
-_schedule("A scheduler in every step", lambda each: lr_scheduler.ExponentialLR(each, 0.8))
+_schedule("A scheduler in every step", lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.8))
 _schedule(
     "`OneCycleLR`, which changes the momentum too",
-    lambda each: lr_scheduler.OneCycleLR(each, 0.1, total_steps=STEPS + 1),
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
 )
 
 
@@ -44,8 +44,8 @@ def set_rate(trial: Trial) -> Result:
 @idiom
 def groups(trial: Trial) -> Result:
     """Two parameter groups, the biases without weight decay."""
-    biases = [each for each in trial.model.parameters() if each.ndim == 1]
-    weights = [each for each in trial.model.parameters() if each.ndim > 1]
+    biases = [parameter for parameter in trial.model.parameters() if parameter.ndim == 1]
+    weights = [parameter for parameter in trial.model.parameters() if parameter.ndim > 1]
     both: Any = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
     trial.optimizer = torch.optim.AdamW(both, lr=0.01)
     return trial.prepare().train().values()
@@ -255,9 +255,9 @@ class _Checkpointed(nn.Module):
 def freeze_by_name(trial: Trial) -> Result:
     """A layer frozen after `prepare`, by its name in `model.named_parameters()`."""
     trial.prepare()
-    for name, each in trial.model.named_parameters():
+    for name, parameter in trial.model.named_parameters():
         if name.startswith("0."):
-            each.requires_grad_(False)
+            parameter.requires_grad_(False)
     return trial.train().values()
 
 
@@ -266,7 +266,7 @@ def deep_copy(trial: Trial) -> Result:
     """`copy.deepcopy(model)` of the prepared model, which does not change."""
     target = copy.deepcopy(trial.prepare().train(0, 2).model)
     trial.train(2)
-    return [*trial.values(), *(each.detach().clone() for each in target.parameters())]
+    return [*trial.values(), *(parameter.detach().clone() for parameter in target.parameters())]
 
 
 @idiom
@@ -276,7 +276,7 @@ def save_model(trial: Trial) -> Result:
     torch.save(trial.prepare().train(0, 2).model, file)
     trial.train(2)
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    return [*trial.values(), *(each.detach().clone() for each in loaded.parameters())]
+    return [*trial.values(), *(parameter.detach().clone() for parameter in loaded.parameters())]
 
 
 @idiom
@@ -285,9 +285,9 @@ def patched_step(trial: Trial) -> Result:
     plain = trial.optimizer.step
 
     def step(*values: Any, **options: Any) -> Any:
-        for each in trial.parameters:
-            if each.grad is not None:
-                each.grad.mul_(0.5)
+        for parameter in trial.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
         return plain(*values, **options)
 
     trial.optimizer.step = step

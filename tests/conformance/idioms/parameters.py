@@ -24,13 +24,13 @@ def _after_steps(name: str, act: Callable[[Trial], Any], *, adam: bool = False) 
 
 
 def _clamp(trial: Trial) -> None:
-    for each in trial.model.parameters():
-        each.clamp_(-0.3, 0.3)
+    for parameter in trial.model.parameters():
+        parameter.clamp_(-0.3, 0.3)
 
 
 _after_steps("Weights clamped after the step", _clamp)
 _after_steps("Weights clamped after a step of Adam, which keeps its state", _clamp, adam=True)
-_after_steps("Weight decay by hand", lambda trial: [each.mul_(0.99) for each in trial.parameters])
+_after_steps("Weight decay by hand", lambda trial: [parameter.mul_(0.99) for parameter in trial.parameters])
 _after_steps(
     "Rows renormalized after the step",
     lambda trial: trial.bare[0].weight.copy_(torch.renorm(trial.bare[0].weight, 2, 0, 0.5)),
@@ -44,8 +44,8 @@ def clamp_weights_late(trial: Trial) -> Result:
     kept = trial.parameters
     for step in trial.trained():
         if step >= 5:
-            for each in kept:
-                each.data.clamp_(-0.3, 0.3)
+            for tensor in kept:
+                tensor.data.clamp_(-0.3, 0.3)
     return trial.train(STEPS, STEPS + 1).values()
 
 
@@ -53,8 +53,8 @@ def clamp_weights_late(trial: Trial) -> Result:
 def clamp_weights_in_numpy(trial: Trial) -> Result:
     """Weights clipped after the step through NumPy arrays that share their memory."""
     for _ in trial.prepare().trained():
-        for each in trial.model.parameters():
-            array = each.detach().numpy()
+        for parameter in trial.model.parameters():
+            array = parameter.detach().numpy()
             np.clip(array, -0.3, 0.3, out=array)
     return trial.train(STEPS, STEPS + 1).values()
 
@@ -63,8 +63,8 @@ def clamp_weights_in_numpy(trial: Trial) -> Result:
 def clamp_weights_by_aliases(trial: Trial) -> Result:
     """Weights clipped through arrays and `.data` tensors that were created before the training."""
     trial.prepare()
-    arrays = [each.detach().numpy() for each in trial.model.parameters()]
-    tensors = [each.data for each in trial.model.parameters()]
+    arrays = [parameter.detach().numpy() for parameter in trial.model.parameters()]
+    tensors = [parameter.data for parameter in trial.model.parameters()]
     for _ in trial.trained():
         for array, tensor in zip(arrays, tensors, strict=True):
             np.clip(array, -0.3, 0.3, out=array)
@@ -77,8 +77,8 @@ def initialize(trial: Trial) -> Result:
     """Parameters initialized after `prepare`."""
     trial.prepare()
     with torch.no_grad():
-        for number, each in enumerate(trial.model.parameters()):
-            each.copy_(torch.randn(each.shape, generator=torch.Generator().manual_seed(number)) / 4)
+        for number, parameter in enumerate(trial.model.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 4)
     return trial.train().values()
 
 
@@ -119,8 +119,8 @@ def resume(trial: Trial) -> Result:
 def replace_data(trial: Trial) -> Result:
     """`p.data = ...`."""
     trial.prepare().train(0, 4)
-    for each in trial.parameters:
-        each.data = each.data * 0.5
+    for parameter in trial.parameters:
+        parameter.data = parameter.data * 0.5
     return trial.train(4).values()
 
 
@@ -142,9 +142,9 @@ def lookahead(trial: Trial) -> Result:
     for step in trial.trained():
         if step % 3 == 2:
             with torch.no_grad():
-                for each, kept in zip(trial.parameters, slow, strict=True):
-                    kept.lerp_(each, 0.5)
-                    each.copy_(kept)
+                for parameter, kept in zip(trial.parameters, slow, strict=True):
+                    kept.lerp_(parameter, 0.5)
+                    parameter.copy_(kept)
     return trial.train(STEPS, STEPS + 1).values()
 
 
@@ -164,8 +164,8 @@ def average(trial: Trial) -> Result:
     kept = trial.parameters
     for _ in trial.trained():
         with torch.no_grad():
-            for one, each in zip(mean, kept, strict=True):
-                one.lerp_(each, 0.1)
+            for one, value in zip(mean, kept, strict=True):
+                one.lerp_(value, 0.1)
     return [*mean, *trial.values()]
 
 
@@ -176,7 +176,7 @@ def average_of_torch(trial: Trial) -> Result:
     mean = torch.optim.swa_utils.AveragedModel(trial.bare)
     for _ in trial.trained():
         mean.update_parameters(trial.bare)
-    return [*(each.detach().clone() for each in mean.module.parameters()), *trial.values()]
+    return [*(parameter.detach().clone() for parameter in mean.module.parameters()), *trial.values()]
 
 
 @idiom
@@ -187,12 +187,12 @@ def swap_average(trial: Trial) -> Result:
     for step in trial.trained():
         with torch.no_grad():
             kept = trial.values()
-            for one, each in zip(mean, trial.parameters, strict=True):
-                one.lerp_(each, 0.1)
-                each.data.copy_(one)
+            for one, parameter in zip(mean, trial.parameters, strict=True):
+                one.lerp_(parameter, 0.1)
+                parameter.data.copy_(one)
             losses.append(trial.strategy.reduce(trial.loss(step)))
-            for value, each in zip(kept, trial.parameters, strict=True):
-                each.data.copy_(value)
+            for value, parameter in zip(kept, trial.parameters, strict=True):
+                parameter.data.copy_(value)
     return [*losses, *trial.values()]
 
 
@@ -209,13 +209,13 @@ def copy_target(trial: Trial) -> Result:
         with torch.no_grad():
             for old, new in zip(target.parameters(), trial.bare.parameters(), strict=True):
                 old.mul_(0.9).add_(new.data, alpha=0.1)
-    return [*(each.detach() for each in target.parameters()), *trial.values()]
+    return [*(parameter.detach() for parameter in target.parameters()), *trial.values()]
 
 
 @idiom
 def penalty(trial: Trial) -> Result:
     """A penalty on parameters in the loss."""
     for step in trial.prepare().zeroed():
-        norm = sum(each.square().sum() for each in trial.parameters)
+        norm = sum(parameter.square().sum() for parameter in trial.parameters)
         torch.autograd.backward(trial.loss(step) + 0.01 * norm)
     return trial.values()

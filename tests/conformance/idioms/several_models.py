@@ -11,11 +11,11 @@ from torch.nn import functional
 
 
 def _sgd(*models: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.05, momentum=0.9)
+    return torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.05, momentum=0.9)
 
 
 def _values(*models: nn.Module) -> Result:
-    return [each.detach().clone() for model in models for each in model.parameters()]
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
 
 def _train_gan(trial: Trial, generator: Any, critic: Any, first: Any, second: Any) -> None:

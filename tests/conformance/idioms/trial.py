@@ -53,13 +53,13 @@ class Trial:
 
     @property
     def bare(self) -> Any:
-        """The model as it was given."""
+        """The model before ``prepare``."""
         return self.strategy.module
 
     @property
     def grads(self) -> Iterator[Tensor]:
         """The gradients of the parameters that have one."""
-        return (each.grad for each in self.parameters if each.grad is not None)
+        return (parameter.grad for parameter in self.parameters if parameter.grad is not None)
 
     def share(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this rank's part of batch number `step`."""
@@ -102,13 +102,13 @@ class Trial:
 
     def values(self) -> Result:
         """Return the parameters' values."""
-        return [each.detach().clone() for each in self.parameters]
+        return [parameter.detach().clone() for parameter in self.parameters]
 
 
 Idiom = Callable[[Trial], Result]
 IDIOMS: dict[str, Idiom] = {}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {}
-"""What a strategy is made with for an idiom, by the idiom's name and the strategy's."""
+"""Options of the strategy for an idiom, by the names of the idiom and the strategy."""
 
 
 def idiom(function: Idiom) -> Idiom:
@@ -133,14 +133,17 @@ def between(actions: dict[str, Callable[[Trial], Any]]) -> None:
         add(name, act)
 
 
-def with_options(said: str, **options: dict[str, Any]) -> Callable[[Idiom], Idiom]:
-    """Add an idiom once more, with `options` of strategies (``all_reduce={...}``) that allow it; `said` names them."""
+def with_options(description: str, **options: dict[str, Any]) -> Callable[[Idiom], Idiom]:
+    """Add a second variant of an idiom with `options` of strategies (``all_reduce={...}``) that permit it.
+
+    `description` names them.
+    """
 
     def add(function: Idiom) -> Idiom:
         assert function.__doc__ is not None
-        name = f"{function.__doc__.strip().removesuffix('.')}, with {said}"
+        name = f"{function.__doc__.strip().removesuffix('.')}, with {description}"
         IDIOMS[name] = function
-        OPTIONS[name] = {strategy.replace("_", "-"): each for strategy, each in options.items()}
+        OPTIONS[name] = {strategy.replace("_", "-"): option for strategy, option in options.items()}
         return function
 
     return add

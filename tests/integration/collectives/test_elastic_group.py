@@ -1,4 +1,4 @@
-"""Elastic groups with their coordinator: threads as ranks, of which some fall silent or leave."""
+"""Elastic groups with their coordinator. Threads are the ranks, and some ranks fall silent or leave."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_all_ranks_get_the_same_result(training: Training) -> None:
     assert training.run(work, 0, 1, 2) == [([6.0] * 3, [0, 1, 2], (0, 1, 2))] * 3
 
 
-def test_the_others_repeat_an_exchange_without_a_rank_that_leaves(training: Training) -> None:
+def test_the_remaining_ranks_repeat_an_exchange_after_a_rank_leaves(training: Training) -> None:
     def work(group: ElasticGroup) -> Any:
         group.barrier()
         if group.rank == 0:

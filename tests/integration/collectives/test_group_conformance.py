@@ -67,7 +67,7 @@ _OF_EVERY_OPERATION = ("check_programs", "check_explain")
 
 
 def _checks(options: dict[str, Any]) -> Iterator[str]:
-    """What concerns the algorithm that is forced: other operations are done as without it."""
+    """Return the checks of operations to which the forced algorithm applies. Other operations run as without it."""
     algorithm = options.get("algorithm")
     is_schedule = algorithm != "hierarchical" and any(algorithm in known for known in ALGORITHMS.values())
     for operation, checks in _CHECKS_OF.items():

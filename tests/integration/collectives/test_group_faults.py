@@ -55,7 +55,7 @@ def failures(function: Callable[[Group], object], **options: Any) -> list[Paceli
             with pytest.raises(GroupClosedError, match="refuses further work"):
                 group.all_reduce_async(np.zeros(1))
             return error
-        raise AssertionError(f"rank {group.rank} has heard of nothing")
+        raise AssertionError(f"rank {group.rank} has detected no failure")
 
     return run_ranks(function=run, within=timedelta(seconds=20), **options)
 
@@ -126,8 +126,8 @@ _MISMATCHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object
         for case in _MISMATCHES
     ],
 )
-def test_calls_that_differ_raise_everywhere(options: dict[str, Any], case: str, is_first: bool) -> None:
-    one, other, told = _MISMATCHES[case]
+def test_different_calls_raise_on_every_rank(options: dict[str, Any], case: str, is_first: bool) -> None:
+    one, other, mismatch = _MISMATCHES[case]
 
     def call(group: Group) -> None:
         if not is_first:
@@ -137,7 +137,7 @@ def test_calls_that_differ_raise_everywhere(options: dict[str, Any], case: str, 
 
     for error in failures(call, **options):
         assert isinstance(error, MismatchError), repr(error)
-        assert all(text in str(error) for text in told), error
+        assert all(text in str(error) for text in mismatch), error
         assert f"rank {options['size'] - 1}" in str(error)
         assert "tune" not in str(error)
 
@@ -200,14 +200,14 @@ def test_an_interrupted_rank_is_reported(options: dict[str, Any], monkeypatch: p
             for _ in range(2):
                 group.all_reduce(np.ones(4))
         except CollectiveError as error:
-            is_heard.release()
+            is_detected.release()
             return error
         except KeyboardInterrupt:
             assert group.rank == 1
-            assert is_heard.acquire(timeout=60)  # that it leaves must not be what tells
+            assert is_detected.acquire(timeout=60)  # the timeout must detect the death, not the closed connection
         return None
 
-    is_heard = threading.Semaphore(0)
+    is_detected = threading.Semaphore(0)
     errors = run_ranks(function=call, within=timedelta(seconds=20), **options)
     for rank, error in enumerate(errors):
         if rank != 1:
@@ -220,7 +220,7 @@ def _interrupt(*_: object) -> None:
 
 
 @engines
-def test_sizes_that_only_others_contradict(options: dict[str, Any]) -> None:
+def test_sizes_contradicted_by_another_rank_only(options: dict[str, Any]) -> None:
     def exchange(group: Group) -> None:
         receives = [1] * group.size
         if group.rank == 0:
@@ -260,10 +260,10 @@ def test_closing_ends_a_call_under_way(is_async: bool, algorithm: str | None, co
         if group.rank == 1:
             assert is_over.wait(60)
             return
-        begun = threading.Event()
+        has_begun = threading.Event()
 
         def close() -> None:
-            begun.wait(60)
+            has_begun.wait(60)
             group.close()
 
         closer = threading.Thread(target=close)
@@ -271,11 +271,11 @@ def test_closing_ends_a_call_under_way(is_async: bool, algorithm: str | None, co
         try:
             if is_async:
                 ticket = group.all_reduce_async(np.ones(count))
-                begun.set()
+                has_begun.set()
                 with pytest.raises(CollectiveError):
                     ticket.wait(timedelta(seconds=10))
             else:
-                begun.set()
+                has_begun.set()
                 with pytest.raises(CollectiveError):
                     group.all_reduce(np.ones(count))
             closer.join(60)
@@ -324,7 +324,7 @@ def test_a_raising_callback_does_no_harm(caplog: pytest.LogCaptureFixture) -> No
 class TestTicketsOfMessages:
     """Send and receive keep the promises of Ticket."""
 
-    def test_a_wait_that_ends_leaves_the_receive_open(self) -> None:
+    def test_the_end_of_a_wait_leaves_the_receive_open(self) -> None:
         def call(group: Group) -> None:
             if group.rank == 0:
                 got = np.zeros(3)
@@ -393,7 +393,7 @@ class TestTicketsOfMessages:
 
         run_ranks(2, call, timeout=_SHORT)
 
-    def test_a_message_outlives_its_sender(self) -> None:
+    def test_a_message_outlives_the_sender(self) -> None:
         has_left = threading.Event()
 
         def call(group: Group) -> None:
@@ -420,7 +420,7 @@ class TestJoining:
             join(MemoryStore(), 0, size, token="a token for tests", algorithm="rign")
         assert len(os.listdir("/proc/self/fd")) == before
 
-    def test_ranks_that_do_not_come_are_named(self) -> None:
+    def test_missing_ranks_are_named(self) -> None:
         with pytest.raises(RankLostError, match="ranks 1 and 2 of 3 did not come") as lost:
             join(MemoryStore(), 0, 3, token="a token for tests", timeout=timedelta(seconds=0.1))
         assert lost.value.ranks == (1, 2)
@@ -454,7 +454,7 @@ class TestJoining:
         for text in run_ranks(3, call):
             assert "shared" not in text
 
-    def test_without_compiled_kernels_there_are_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_compiled_kernels_groups_use_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("paceline.collectives.founding.config.DISABLE_JIT", 1)
         texts = run_ranks(2, lambda group: [group.all_reduce([1.0]).tolist() == [2.0], group.explain(10)])
         assert all(right and "shared" not in text for right, text in texts)
@@ -494,16 +494,16 @@ class TestSayingHow:
     def test_explain_names_the_algorithm_in_use(self, algorithm: str | None, operation: str, num_bytes: int) -> None:
         def call(group: Group) -> list[str]:
             getattr(group, operation)(np.ones(num_bytes // 8))
-            told = group.explain(num_bytes, operation).splitlines()
+            explanation = group.explain(num_bytes, operation).splitlines()
             group.barrier()
-            return told
+            return explanation
 
-        for told in run_ranks(2, call, algorithm=algorithm):
-            marked = [line.split() for line in told if line.startswith("*")]
-            assert len(marked) == 1, told
-            assert f": {marked[0][1]} (" in told[0]
+        for explanation in run_ranks(2, call, algorithm=algorithm):
+            marked = [line.split() for line in explanation if line.startswith("*")]
+            assert len(marked) == 1, explanation
+            assert f": {marked[0][1]} (" in explanation[0]
             if operation == "all_reduce":
-                assert marked[0][-1] != "-", told
+                assert marked[0][-1] != "-", explanation
 
     def test_a_single_rank(self) -> None:
         assert run_ranks(1, lambda group: "the first call measures" in group.explain(1000)) == [False]

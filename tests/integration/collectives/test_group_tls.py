@@ -57,10 +57,10 @@ def test_all_traffic_is_encrypted(certificates: dict[str, TLS], monkeypatch: pyt
         connected = real(address, timeout_s, **options)
         if address.scheme == "unix":
             return connected
-        ours, theirs = socket.socketpair()
-        for one, other in ((theirs, connected), (connected, theirs)):
+        own_end, peer_end = socket.socketpair()
+        for one, other in ((peer_end, connected), (connected, peer_end)):
             threading.Thread(target=_copy, args=(one, other, seen), daemon=True).start()
-        return ours
+        return own_end
 
     seen: list[bytes] = []
     monkeypatch.setattr("paceline.transport.streams.open_socket", relayed)
@@ -73,10 +73,10 @@ def test_all_traffic_is_encrypted(certificates: dict[str, TLS], monkeypatch: pyt
         group.recv(given, 1 - group.rank)
 
     run_ranks(2, talk, hosts=[0, 1], tls=certificates["ours"])
-    told = b"".join(seen)
-    assert len(told) > 4 * len(secret)
-    assert secret[:12] not in told
-    assert b"all_gather" not in told
+    received = b"".join(seen)
+    assert len(received) > 4 * len(secret)
+    assert secret[:12] not in received
+    assert b"all_gather" not in received
 
 
 def _copy(one: socket.socket, other: socket.socket, seen: list[bytes]) -> None:
@@ -105,15 +105,15 @@ def test_a_leaving_rank_is_named(certificates: dict[str, TLS]) -> None:
 
 
 def test_a_foreign_certificate_is_refused_in_one_sentence(certificates: dict[str, TLS]) -> None:
-    ours, foreign = Node(TOKEN, tls=certificates["ours"]), Node(TOKEN, tls=certificates["foreign"])
+    own_node, foreign = Node(TOKEN, tls=certificates["ours"]), Node(TOKEN, tls=certificates["foreign"])
     try:
-        for one, other in ((ours, foreign), (foreign, ours)):
+        for one, other in ((own_node, foreign), (foreign, own_node)):
             info = _only_tcp(other)
             with pytest.raises(AuthenticationError, match=r"no TLS connection .* certificate .*--tls-ca") as refused:
                 one.connect(info, "group", 0, "p2p", time.monotonic() + 10)
             assert "\n" not in str(refused.value)
     finally:
-        ours.close()
+        own_node.close()
         foreign.close()
 
 
@@ -133,7 +133,7 @@ def test_ranks_meet_by_tls(certificates: dict[str, TLS]) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         meetings = [pool.submit(meet, rank, certificates["ours"]) for rank in range(2)]
-        first, second = (each.result() for each in meetings)
+        first, second = (meeting.result() for meeting in meetings)
         first.store.set("key", b"value")
         assert second.store.get("key", time.monotonic() + 10) == b"value"
         with pytest.raises(PacelineError, match="certificate"):

@@ -28,9 +28,9 @@ def test_tensors_of_every_dtype(options: dict[str, Any]) -> None:
                 assert group.all_reduce(given, "max", out=given) is given
             whole = group.all_gather(torch.full((2, 3), group.rank % 2, dtype=dtype))
             assert whole[:, 0].tolist() == [rank % 2 for rank in range(group.size) for _ in range(2)]
-            there = torch.full((5, 4), group.rank == 1, dtype=dtype).T
-            assert group.broadcast(there, root=1) is there
-            assert (there == 1).all()
+            transposed = torch.full((5, 4), group.rank == 1, dtype=dtype).T
+            assert group.broadcast(transposed, root=1) is transposed
+            assert (transposed == 1).all()
         mean = group.all_reduce(torch.full((9,), group.rank, dtype=torch.bfloat16), "mean")
         assert (mean == (group.size - 1) / 2).all()
         got = torch.zeros(5, dtype=torch.bfloat16)

@@ -38,20 +38,20 @@ class ServerNode:
         self.server = Server(
             cluster.settings,
             transport=cluster.transport,
-            on_filled=self._tell,
+            on_filled=self._send_filled,
             fail=self._failed,
         )
         self.failures: list[BaseException] = []
-        """What ended this server, as a process: at most one, which the test takes out."""
+        """The exception that would have ended this server's process, at most one. The test removes it."""
         self.served: Served | None = None
         self.expelled = ""
-        """Why it was declared dead, if it was told so. It goes on all the same."""
+        """The reason in a declaration of death, if one arrived. The server continues nevertheless."""
         node = make_node_name("server")
         self.link = SchedulerLink(
             cluster.transport,
             cluster.scheduler_address,
             Hello(role="server", name=node),
-            hooks=LinkHooks(self._heard, unreachable=self.server.unreachable),
+            hooks=LinkHooks(self._receive_notice, unreachable=self.server.unreachable),
         )
         self._stack = stack.enter_context(ExitStack())
         self._serving = self._stack.enter_context(ExitStack())
@@ -93,7 +93,7 @@ class ServerNode:
         self.served = None
         self._serving.close()
 
-    def _tell(self, filled: messages.Filled) -> None:
+    def _send_filled(self, filled: messages.Filled) -> None:
         with suppress(PacelineError):  # the link is closed
             self.link.notify(filled)
 
@@ -108,7 +108,7 @@ class ServerNode:
         self.server.close()
         self._closing = served.loop.create_task(served.listener.close())
 
-    def _heard(self, notice: msgspec.Struct) -> None:
+    def _receive_notice(self, notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.View) and self.served is not None:
             self.served.loop.call_soon_threadsafe(self.server.view_changed, notice)
         elif isinstance(notice, messages.Expelled):
@@ -128,14 +128,14 @@ def check_all_buckets(node: ServerNode) -> int:
 
 
 def break_off(link: SchedulerLink) -> None:
-    """Let a member's process have ended, as far as its line to the scheduler shows it."""
-    link.is_closing = True  # so that its thread takes the break for what it is, and says nothing
+    """Make a member's process seem ended to the scheduler, by closing its connection."""
+    link.is_closing = True  # so that its thread reports nothing about the broken connection
     link.calls.channel.close()
     link.thread.join(PATIENCE_S)
 
 
 class Cluster:
-    """A scheduler, `servers` servers, and clients on request. A context manager that ends all of them."""
+    """A context manager for a scheduler, `servers` servers, and clients on request. It ends all of them."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Cluster:
         )
         self.transport = SocketTransport(TOKEN) if transport is None else transport
         self.failures: list[BaseException] = []
-        """What ended the scheduler, as a process."""
+        """The exception that would have ended the scheduler's process."""
         self.scheduler = Scheduler(self.settings, fail=self.failures.append)
         self._stack = ExitStack()
         self._scheduler_stack = self._stack.enter_context(ExitStack())
@@ -233,9 +233,10 @@ class Cluster:
         return max(len(node.server.core.workers.counted) for node in self.nodes)
 
     def compare_replicas(self) -> int:
-        """Have all servers compare their buckets with those before them in the chains; return how many they were.
+        """Compare the buckets of all servers with their predecessors; return the number of compared buckets.
 
-        Raises AssertionError with what differs. Buckets that got the same pushes in another order do not.
+        Raises AssertionError with the differences. A bucket that received the same pushes in another order
+        does not count as different.
         """
         nodes = [node for node in self.nodes if node.served is not None and not node.failures]
         newest = (
@@ -243,13 +244,13 @@ class Cluster:
         )  # by an older map buckets may still be filled: these are left out
         wait_until(lambda: all(node.server.core.replication.version >= newest for node in nodes))
         checks = [node.server.replicator.checks for node in nodes]
-        compared, received = sum(each.num_compared for each in checks), sum(each.num_received for each in checks)
+        compared, received = sum(check.num_compared for check in checks), sum(check.num_received for check in checks)
         expected = received + sum(check_all_buckets(node) for node in nodes)
-        wait_until(lambda: sum(each.num_received for each in checks) >= expected)
-        differences = [line for each in checks for line in each.differences]
+        wait_until(lambda: sum(check.num_received for check in checks) >= expected)
+        differences = [line for check in checks for line in check.differences]
         if differences:
             raise AssertionError("\n".join(differences))
-        return sum(each.num_compared for each in checks) - compared
+        return sum(check.num_compared for check in checks) - compared
 
     def stop_scheduler(self) -> None:
         """Let the scheduler be gone."""

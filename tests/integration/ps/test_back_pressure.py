@@ -25,14 +25,14 @@ RECEIVED_BYTES = 1 << 19  # may be in the receiving buffer when reading stops
 def stopped(node: ServerNode) -> Iterator[None]:
     """Let a server do nothing at all, as if by SIGSTOP."""
     assert node.served is not None
-    go_on, begun = threading.Event(), threading.Event()
+    go_on, has_begun = threading.Event(), threading.Event()
 
     def block() -> None:
-        begun.set()
+        has_begun.set()
         go_on.wait(PATIENCE_S)
 
     node.served.loop.call_soon_threadsafe(block)
-    assert begun.wait(PATIENCE_S)
+    assert has_begun.wait(PATIENCE_S)
     try:
         yield
     finally:
@@ -43,17 +43,17 @@ def most_held(node: ServerNode, done: Any) -> int:
     """Return how many bytes a server holds at most until `done` is true."""
     most = 0
 
-    def look() -> bool:
+    def is_blocked() -> bool:
         nonlocal most
         is_done = bool(done())
         most = max(most, node.call(lambda: node.server.pressure.count_held() + node.server.pressure.count_ahead()))
         return is_done
 
-    wait_until(look)
+    wait_until(is_blocked)
     return most
 
 
-def test_a_replica_that_reads_nothing_does_not_fill_its_primary() -> None:
+def test_a_replica_without_reads_does_not_fill_the_memory_of_the_primary() -> None:
     with Cluster(servers=2, workers=2, replicas=1) as cluster:
         pusher, reader = cluster.connect_all(timeout_s=60.0)
         first = cluster.nodes[0]
@@ -74,7 +74,7 @@ def test_a_replica_that_reads_nothing_does_not_fill_its_primary() -> None:
         assert most_held(first, lambda: len(first.server.pressure.paused) == 0) <= BUDGET + RECEIVED_BYTES
 
 
-def test_a_worker_that_is_ahead_waits_for_the_others_and_they_do_not() -> None:
+def test_a_fast_worker_waits_for_slow_workers_and_slow_workers_do_not_wait() -> None:
     with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
         clients = cluster.connect_all(timeout_s=60.0)
         node = cluster.nodes[0]
@@ -100,10 +100,11 @@ def test_a_worker_that_is_ahead_waits_for_the_others_and_they_do_not() -> None:
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
-def test_a_replica_that_is_declared_dead_sets_its_primary_free(consistency: Consistency) -> None:
+def test_the_death_of_a_replica_frees_the_primary(consistency: Consistency) -> None:
     with Cluster(servers=2, replicas=1, consistency=consistency, heartbeat_timeout_s=1.0) as cluster:
         client = cluster.connect(timeout_s=60.0)
-        # The younger one, for its heartbeats go on here: of two that do not reach each other it is the one that goes.
+        # The younger server, because its heartbeats continue: of two servers that cannot reach each other, the younger
+        # one is expelled.
         first, second = sorted(cluster.nodes, key=lambda node: node.server.replicator.incarnation)
         first.server.pressure.max_bytes = BUDGET
         table = client.sparse_table("w", dim=DIM, update=SGD(lr=1.0))

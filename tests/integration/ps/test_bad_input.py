@@ -51,7 +51,7 @@ NAN, INF = float("nan"), float("inf")
         ([1, 2], [1, -INF], "a push of worker 0 to table 'w' contains -inf"),
     ],
 )
-def test_a_bad_push_is_refused_here(keys: Any, grads: Any, message: str) -> None:
+def test_the_client_refuses_a_bad_push(keys: Any, grads: Any, message: str) -> None:
     grads = grads if isinstance(grads, np.ndarray) else np.array(grads, np.float32)
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
@@ -72,22 +72,22 @@ def test_invalid_arguments_of_tables_and_clients() -> None:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
         for anything in ("x", None, 1.5, True, -1, [1], {}):
-            said = re.escape(repr(anything))
+            shown = re.escape(repr(anything))
             expected = "expected a whole number from"
             attempts: list[tuple[Callable[[], Any], str]] = [
-                (lambda: table.begin_pass(anything), rf"begin_pass\({said}\): {expected} 1"),  # noqa: B023
-                (lambda: table.erase_unseen(anything), rf"erase_unseen\({said}\): {expected} 1 to 62"),  # noqa: B023
+                (lambda: table.begin_pass(anything), rf"begin_pass\({shown}\): {expected} 1"),  # noqa: B023
+                (lambda: table.erase_unseen(anything), rf"erase_unseen\({shown}\): {expected} 1 to 62"),  # noqa: B023
                 (lambda: table.erase_unseen(1, also=anything), "expected a list of sparse tables of this"),  # noqa: B023
                 (lambda: table.set_filters(anything), "filters"),  # noqa: B023
                 (lambda: client.sparse_table("v", dim=anything, update=SGD(lr=1.0)), expected),  # noqa: B023
                 (lambda: client.dense_table("v", size=anything, update=SGD(lr=1.0)), expected),  # noqa: B023
-                (lambda: client.open_table(anything), rf"open_table\({said}\): expected an element of"),  # noqa: B023
+                (lambda: client.open_table(anything), rf"open_table\({shown}\): expected an element of"),  # noqa: B023
             ]
             if anything is not None:
-                attempts.append((lambda: table.begin_pass(2, anything), rf"rows_of={said}\): {expected} 0"))  # noqa: B023
+                attempts.append((lambda: table.begin_pass(2, anything), rf"rows_of={shown}\): {expected} 0"))  # noqa: B023
             if anything != "x":
-                attempts.append((lambda: client.save(anything), rf"save\({said}\): expected the path"))  # noqa: B023
-                attempts.append((lambda: client.load(anything), rf"load\({said}\): expected the path"))  # noqa: B023
+                attempts.append((lambda: client.save(anything), rf"save\({shown}\): expected the path"))  # noqa: B023
+                attempts.append((lambda: client.load(anything), rf"load\({shown}\): expected the path"))  # noqa: B023
             for attempt, message in attempts:
                 with pytest.raises(UsageError, match=message):
                     attempt()
@@ -185,9 +185,9 @@ def test_a_table_declared_again_otherwise() -> None:
         ]
         known = r"is known as sparse\(dim=2, SGD\(lr=0.5, weight_decay=0.0, max.*\), Constant\(value=1\), seed=3\)"
         for declare, message in again:
-            for each in (client, other):
+            for client_or_other in (client, other):
                 with pytest.raises(TableMismatchError, match=rf"table 'w' was declared as .*{message}.*{known}"):
-                    declare(each)
+                    declare(client_or_other)
         assert len(client.tables()) == 1
 
 
@@ -201,16 +201,16 @@ def test_another_rule_for_a_table() -> None:
         assert table.push_pull([1], floats(5)) == pytest.approx(-1)
 
 
-# What a client that checks nothing may send.
+# Frames of a client without checks.
 
 
-def ask(channel: Channel, kind: int, **fields: Any) -> Any:
+def exchange(channel: Channel, kind: int, **fields: Any) -> Any:
     channel.send(*frame_parts(kind, request=1, **{"epoch": 1, **fields}))  # of the first map
     return channel.receive_frame(10)
 
 
 def call(channel: Channel, message: msgspec.Struct, *body: Any, sequence: int = 0) -> Any:
-    frame = ask(channel, CALL, sequence=sequence, meta=messages.encode(message), body=body)
+    frame = exchange(channel, CALL, sequence=sequence, meta=messages.encode(message), body=body)
     return msgspec.msgpack.decode(frame.meta)
 
 
@@ -219,7 +219,7 @@ KEYS, ONES = np.arange(4, dtype=np.uint64), np.ones(4, np.float32)
 
 @pytest.mark.parametrize("consistency", [Sequential(), None], ids=["sequential", "eventual"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_the_server_looks_too(bad: float, consistency: Sequential | None) -> None:
+def test_the_server_checks_pushes_too(bad: float, consistency: Sequential | None) -> None:
     with Cluster(workers=2, consistency=consistency) as cluster:
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -228,9 +228,9 @@ def test_the_server_looks_too(bad: float, consistency: Sequential | None) -> Non
         call(channel, messages.JoinClock(rank=7, clock=0))
         grads = floats(1, 1, bad, 1)
         with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' contains {bad}"):
-            ask(channel, PUSH, table=table.number, sequence=1, body=(KEYS, grads))
+            exchange(channel, PUSH, table=table.number, sequence=1, body=(KEYS, grads))
         with pytest.raises(NonFiniteError, match=f"worker 7 to table 'd' contains {bad}"):
-            ask(channel, PUSH_PULL, flags=RANGE, table=dense.number, sequence=2, body=(keys_of(0, 4), grads))
+            exchange(channel, PUSH_PULL, flags=RANGE, table=dense.number, sequence=2, body=(keys_of(0, 4), grads))
         call(channel, messages.Retire())
         channel.close()
         assert not client.statistics()[0].tables["w"].pushes
@@ -298,7 +298,7 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
             for clock in (0, 1):  # at an open gate, and at a closed one
                 sequence += 1
                 with pytest.raises(error, match=message):
-                    ask(channel, kind, **{"sequence": sequence, "clock": clock, **fields})
+                    exchange(channel, kind, **{"sequence": sequence, "clock": clock, **fields})
         calls: list[tuple[msgspec.Struct, bytes, type[PacelineError], str]] = [
             (messages.ReadBucket(table=table.number, bucket=512), b"", ProtocolError, "Expected `int` <= 511"),
             (messages.ReadBucket(table=table.number, bucket=-1), b"", ProtocolError, "Expected `int` >= 0"),
@@ -333,14 +333,14 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
         assert not dense.pull().any()
 
 
-def test_keys_that_another_server_holds() -> None:
+def test_keys_of_another_server() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         dense = client.dense_table("d", size=1000, update=SGD(lr=1.0))
         every, ones = np.arange(1000, dtype=np.uint64), np.ones(1000, np.float32)
         channel = cluster.raw()
         with pytest.raises(UsageError, match="of dense table 'd' was sent to a server"):
-            ask(channel, PUSH, table=dense.number, sequence=1, body=(every, ones))
+            exchange(channel, PUSH, table=dense.number, sequence=1, body=(every, ones))
         elsewhere = next(b for b in range(500) if client.servers.routes.owners[b] == 1)
         with pytest.raises(StaleEpochError, match="server 0 does not lead all buckets"):
             call(channel, messages.ReadBucket(table=dense.number, bucket=elsewhere))
@@ -348,17 +348,17 @@ def test_keys_that_another_server_holds() -> None:
         assert not dense.pull().any()
 
 
-def test_a_bad_request_held_at_the_gate_is_its_senders_affair() -> None:
-    """It is refused when it comes: the one whose tick opens the gate hears nothing of it."""
+def test_a_bad_request_held_at_the_gate_concerns_the_sender_only() -> None:
+    """It is refused on arrival. The worker whose tick opens the gate receives no error."""
     with Cluster(workers=2, consistency=Sequential()) as cluster:
         client = cluster.connect(rank=0)
         dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
         channel = cluster.raw()
         call(channel, messages.JoinClock(rank=7, clock=0))
         with pytest.raises(UsageError, match="include 4"):
-            ask(channel, PULL, table=dense.number, clock=1, body=keys_of(1, 4))
+            exchange(channel, PULL, table=dense.number, clock=1, body=keys_of(1, 4))
         with pytest.raises(UsageError, match="include 9"):
-            ask(channel, PUSH, flags=TICKS, table=dense.number, sequence=1, body=(keys_of(9), ONES[:1]))
+            exchange(channel, PUSH, flags=TICKS, table=dense.number, sequence=1, body=(keys_of(9), ONES[:1]))
         call(channel, messages.Retire())
         dense.push(ONES, tick=True).wait()
         assert (dense.pull() == -1).all()
@@ -383,14 +383,14 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
             (CALL, messages.encode(messages.JobStatus(job=1)), PeerError, "job 1"),
         ]:
             with pytest.raises(error, match=message):
-                ask(channel, kind, meta=meta)
+                exchange(channel, kind, meta=meta)
         job = messages.PostJob(spec=JobSpec(description=b"", files=(1,), epochs=1, assignment="first-come"))
         number = call(channel, job)
         for request in (messages.TakeLease(job=number, wait=True), messages.LeaseDone(job=number, lease=1)):
             with pytest.raises(PeerError, match="not a worker of the cluster"):
                 call(channel, request)
         call(channel, messages.Register(node="x", role=Role.OBSERVER))
-        assert channel.receive_frame(10).header.kind == NOTICE  # what is known of the job that it has posted
+        assert channel.receive_frame(10).header.kind == NOTICE  # the state of the job that it has posted
         with pytest.raises(ProtocolError, match="node 'y'"):
             call(channel, messages.Register(node="y", role=Role.OBSERVER))
         channel.close()
@@ -398,7 +398,7 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
         assert client.tables() == []
 
 
-# Who is gone, and who may come.
+# Departures and registrations.
 
 
 def test_a_closed_client() -> None:
@@ -420,7 +420,7 @@ def test_a_closed_client() -> None:
                 attempt()
 
 
-def test_a_server_that_is_gone() -> None:
+def test_a_dead_server() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect(reconnect_s=0.2)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -439,7 +439,7 @@ def test_a_server_that_is_gone() -> None:
         assert len(client.statistics()) == 1
 
 
-def test_a_server_that_is_out_of_reach_and_not_dead() -> None:
+def test_an_unreachable_but_living_server() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect(timeout_s=0.3, reconnect_s=0.2)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -454,7 +454,7 @@ def test_a_server_that_is_out_of_reach_and_not_dead() -> None:
                 attempt()
 
 
-def test_the_scheduler_is_gone() -> None:
+def test_a_dead_scheduler() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect(scheduler_reconnect_s=0.2)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -475,10 +475,10 @@ def test_the_scheduler_is_gone() -> None:
         for _ in range(2):
             with pytest.raises(ConnectionLostError, match=message):
                 client.tables()
-        assert table.push_pull([1], floats(1)) == -1  # the servers are there
+        assert table.push_pull([1], floats(1)) == -1  # the servers are running
 
 
-def test_a_rank_that_is_taken() -> None:
+def test_an_occupied_rank() -> None:
     with Cluster(workers=2) as cluster:
         first = cluster.connect(rank=1)
         with pytest.raises(UsageError, match=r"worker 1.*node"):
@@ -491,8 +491,8 @@ def test_a_rank_that_is_taken() -> None:
         assert cluster.connect(rank=1).incarnation != first.incarnation
 
 
-def test_a_node_that_registers_again_is_the_same_member() -> None:
-    """It has not heard its welcome: its connection broke meanwhile."""
+def test_a_node_is_the_same_member_after_a_second_registration() -> None:
+    """Its connection broke before the welcome arrived."""
     with Cluster() as cluster:
         former, newer = cluster.link("node-a"), cluster.link("node-a")
         assert former.state.welcome is not None
@@ -509,7 +509,7 @@ def test_no_policy_for_stale_gradients_where_none_is_stale() -> None:
         msgspec.structs.replace(settings, stale="drop:3").check()
 
 
-def test_servers_that_never_come() -> None:
+def test_missing_servers() -> None:
     with Cluster(servers=1, expected_servers=2) as cluster:
         with pytest.raises(PeerError, match=r"1 servers have joined within 0.1 s, and the scheduler expects more"):
             cluster.connect(timeout_s=0.1)
@@ -533,7 +533,7 @@ def stranger(netloc: str, data: bytes) -> None:
 
 
 def test_strangers_are_not_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "paceline.transport")  # it says what it has closed
+    caplog.set_level(logging.CRITICAL, "paceline.transport")  # it logs the closed connections
     random = np.random.default_rng(0)
     http = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with Cluster(servers=2, workers=2, consistency=Sequential()) as cluster:

@@ -52,7 +52,7 @@ def raw_call(channel: Channel, kind: str, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(("wrong", "message"), NO_TABLES)
-def test_a_spec_that_defines_no_table(wrong: dict[str, Any], message: str) -> None:
+def test_a_spec_without_a_table(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TableSpec(**{**SPEC, **wrong})
     with pytest.raises(msgspec.ValidationError, match=message):
@@ -195,7 +195,7 @@ def test_malformed_clocks(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.records
 
 
-# What a server answers.
+# Replies of a server.
 
 
 class Answering(Handler):
@@ -226,13 +226,13 @@ def answered_by(handler: Handler) -> Iterator[Client]:
     ("kind", "num_bytes"),
     [(VALUES, 0), (VALUES, 4), (VALUES, 12), (ACK, 0), (ACK, 8), (RESULT, 8), (FrameKind.ERROR, 0)],
 )
-def test_values_count_only_if_all_of_them_came(kind: int, num_bytes: int) -> None:
+def test_incomplete_values_do_not_count(kind: int, num_bytes: int) -> None:
     with answered_by(Answering(kind, num_bytes, b"")) as client, pytest.raises(PeerError):
         client.sparse_table("w", update=SGD(lr=1.0)).pull(keys_of(1, 2))
 
 
 @pytest.mark.parametrize("meta", [b"", b"\xc1", b"\xa1x", b"\x05", b"\xff"])
-def test_an_answer_to_a_call_is_of_its_type(meta: bytes) -> None:
+def test_a_reply_has_the_type_of_the_call(meta: bytes) -> None:
     with (
         answered_by(Answering(RESULT, 0, meta)) as client,
         pytest.raises(PeerError, match=r"an answer of server 0 that cannot be read"),

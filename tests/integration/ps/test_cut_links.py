@@ -45,7 +45,7 @@ class Cables(SocketTransport):
         self._cut: set[tuple[int, str]] = set()
 
     def cut(self, one: ServerNode, other: ServerNode) -> None:
-        """Drop all later data from one of these servers to the other."""
+        """Drop all later data from the first to the second server."""
         for source, target in ((one, other), (other, one)):
             self._cut.add((source.server.replicator.incarnation, target.netloc))
 
@@ -92,7 +92,7 @@ def test_one_of_two_disconnected_servers_is_expelled_without_loss(consistency: C
         assert younger.expelled == f"it and {name} could not reach each other for 1 s, although all are alive"
 
 
-def test_without_cuts_there_are_no_complaints() -> None:
+def test_without_cuts_no_client_complains() -> None:
     with Cluster(servers=3, workers=1, replicas=2, heartbeat_timeout_s=0.5) as cluster:
         table = cluster.connect().sparse_table("counts", update=SGD(lr=1.0))
         end = time.monotonic() + 1.5
@@ -119,11 +119,11 @@ def _must_not(error: BaseException) -> None:
 
 
 def test_an_answering_or_receiving_server_is_reachable() -> None:
-    """No PING gets through behind much that is on its way; but the other end takes it, so it is there."""
+    """A PING is delayed by the data in flight. But the other end reads this data, so it is reachable."""
     handler, transport = _Deaf(), SocketTransport(TOKEN)
     period_s, size = 0.05, 1 << 22
 
-    async def look(endpoint: Endpoint) -> None:
+    async def complaints_of(endpoint: Endpoint) -> None:
         ups: list[int] = []
         links = ChainLinks(
             transport, on_up=ups.append, on_down=lambda target: None, on_frame=lambda *frame: None, fail=_must_not
@@ -148,7 +148,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
                 peer.send(*frame_parts(FORWARD, body=bytes(size)))
             while peer.write_backlog_bytes > 2 * size:  # it takes
                 assert await watch(2 * period_s) == [(), ()]
-            assert (await watch(1.5))[-1] == (7,)  # all is taken, and nothing is heard any more
+            assert (await watch(1.5))[-1] == (7,)  # the data is read, and no reply arrives
             handler.answers, handler.pause_s = True, 0.0
             assert (await watch(0.6))[-1] == ()
             links.want({}, Hello(role="server"))
@@ -157,10 +157,10 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
             links.close()
 
     with serve_in_thread(handler, transport) as served:
-        asyncio.run(look(served.endpoint))
+        asyncio.run(complaints_of(served.endpoint))
         endpoint = served.endpoint
 
-    async def look_for_nobody() -> tuple[int, ...]:
+    async def no_complaints() -> tuple[int, ...]:
         links = ChainLinks(
             transport, on_up=lambda _: None, on_down=lambda _: None, on_frame=lambda *frame: None, fail=_must_not
         )
@@ -172,7 +172,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
         finally:
             links.close()
 
-    assert asyncio.run(look_for_nobody()) == (7,)
+    assert asyncio.run(no_complaints()) == (7,)
 
 
 def test_a_report_ends_with_the_connection() -> None:
@@ -201,7 +201,7 @@ def test_a_report_ends_with_the_connection() -> None:
 
 
 def test_the_error_names_the_unreachable_server() -> None:
-    """It does not hang, though the scheduler hears both."""
+    """The client does not hang, although the scheduler receives heartbeats of both servers."""
     with Cluster(servers=2, replicas=1, heartbeat_timeout_s=TIMEOUT_S) as cluster:
         client = cluster.connect(timeout_s=1.0, reconnect_s=0.5)
         table = client.sparse_table("counts", update=SGD(lr=1.0))
@@ -213,7 +213,7 @@ def test_the_error_names_the_unreachable_server() -> None:
         assert time.monotonic() < began + 20.0
 
 
-def test_a_cut_is_noticed_by_clients_that_wait_at_another_server() -> None:
+def test_clients_notice_a_cut_while_waiting_at_another_server() -> None:
     """Else two workers wait for each other: one for a tick that was lost on the way, the other for that worker."""
     ticks = [Fault(action="drop", rank=0, step=step, kind=TICK) for step in (0, 2)]  # to server 0, not to server 1
     plan = FaultPlan(ticks)

@@ -34,7 +34,7 @@ def test_a_death_is_reported_with_the_reason(reports_ends: bool) -> None:
     with Cluster(servers=1, workers=3, heartbeat_timeout_s=2.0) as cluster:
         scheduler = cluster.scheduler
         scheduler.on_note, scheduler.reports_ends = notes.append, reports_ends
-        member(cluster, 0, is_well=True).close()  # it leaves in good order: nothing is said
+        member(cluster, 0, is_well=True).close()  # it leaves without a report
         silent, ended = member(cluster, 1, is_well=False), member(cluster, 2, is_well=True)
         welcome = ended.state.welcome
         assert welcome is not None
@@ -46,15 +46,15 @@ def test_a_death_is_reported_with_the_reason(reports_ends: bool) -> None:
         for link in (silent, ended):
             link.close()
         lasting = member(cluster, 3, is_well=False)
-        cluster.served.call(lambda: scheduler.end("the scheduler was told to end"))
+        cluster.served.call(lambda: scheduler.end("the test ends the scheduler"))
         incarnation = lasting.state.welcome.incarnation if lasting.state.welcome is not None else 0
         cluster.served.call(lambda: scheduler.process_ended(incarnation))  # as processes do then
         lasting.close()
     assert notes == expected
 
 
-def test_a_worker_that_waits_for_a_job_ends_when_it_is_declared_dead() -> None:
-    """It is given no job any more, and would wait for as long as the cluster lives."""
+def test_declaring_a_waiting_worker_dead_ends_it() -> None:
+    """The scheduler gives it no further job, so it would wait until the cluster ends."""
     with Cluster(servers=1, workers=1) as cluster, ThreadPoolExecutor(1) as pool:
         ready: Future[int] = Future()
         over = pool.submit(run_worker, cluster.transport, str(cluster.scheduler_address), on_ready=ready.set_result)
@@ -66,8 +66,8 @@ def test_a_worker_that_waits_for_a_job_ends_when_it_is_declared_dead() -> None:
             over.result(30)
 
 
-def test_a_client_that_is_declared_dead_is_notified_without_a_server() -> None:
-    """A worker that was stopped, and whose server died meanwhile, knows of no other: it would wait for a map."""
+def test_a_client_declared_dead_is_notified_without_a_server() -> None:
+    """A stopped worker whose server died meanwhile has no other server. It would wait for a map."""
     with Cluster(servers=2, workers=1, replicas=1) as cluster:
         client = cluster.connect()
         table = client.sparse_table("t", update=SGD(lr=1.0))
@@ -79,7 +79,10 @@ def test_a_client_that_is_declared_dead_is_notified_without_a_server() -> None:
 
 
 def test_a_member_declared_dead_changes_nothing() -> None:
-    """It may have been stopped while it loaded a model: what others have pushed since was overwritten or erased."""
+    """It may have been stopped during the loading of a model.
+
+    The load would overwrite or erase later pushes of other clients.
+    """
     with Cluster(servers=1, workers=2) as cluster:
         dead, living = cluster.connect_all()
         keys, ones = keys_of(1, 2), -np.ones((2, 1), np.float32)

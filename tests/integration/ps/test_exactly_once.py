@@ -88,7 +88,7 @@ def test_every_kind_of_request(kind: int, fault: dict[str, object], consistency:
         assert client.clock == 8
 
 
-def test_several_cuts_and_a_frame_that_comes_twice() -> None:
+def test_several_cuts_and_a_repeated_frame() -> None:
     faults = [
         Fault(action="cut", rank=0, step=2, kind=PUSH, when="after"),
         Fault(action="cut", rank=0, step=3, kind=PUSH, when="before"),  # while it sends again
@@ -159,18 +159,18 @@ def test_random_faults(seed: int) -> None:
         assert [counted.pushes for counted in statistics_of(clients[0], "w")] == [2 * pushes] * 3
 
 
-def test_a_dropped_gradient_is_still_dropped_when_its_answer_was_lost() -> None:
+def test_a_dropped_gradient_stays_dropped_after_a_lost_reply() -> None:
     with Cluster(workers=2, consistency=Eventual(), stale=DropStale(beyond=0)) as cluster:
         client, plan = faulty(cluster, Fault(action="cut", rank=0, step=0, kind=PUSH, when="after"))
         other = cluster.connect(rank=1)
-        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
+        table, other_table = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, other))
         table.pull([1])
-        beside.push([1], floats(1)).wait()
+        other_table.push([1], floats(1)).wait()
         assert table.push([1], floats(8)).dropped
         plan.check_all_fired()
         counted = statistics_of(other, "w")[0]
         assert (counted.pushes, counted.dropped) == (2, 1)
-        assert beside.pull([1]) == -1
+        assert other_table.pull([1]) == -1
 
 
 def test_clients_have_independent_numbers() -> None:
@@ -184,7 +184,7 @@ def test_clients_have_independent_numbers() -> None:
 
 @pytest.mark.parametrize("method", ["send", "receive", "receive_header"])
 def test_an_interrupt_in_the_middle_of_it(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a frame is on its way: what follows (saving, say) works, and the push counts once."""
+    """Press Ctrl-C while a frame is in flight. Later calls (for example a save) work, and the push counts once."""
     with Cluster() as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -241,19 +241,19 @@ def cut_once_after_sending(connection: ServerConnection, between: Callable[[], o
 
 @pytest.mark.parametrize(("servers", "replicas"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("change", ["write", "erase"])
-def test_a_change_that_is_sent_again_keeps_the_push_between(servers: int, replicas: int, change: str) -> None:
+def test_a_repeated_change_does_not_undo_the_push_between(servers: int, replicas: int, change: str) -> None:
     with Cluster(servers=servers, replicas=replicas) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
-        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
-        beside.push(KEYS, ONES).wait()
-        cut_once_after_sending(client.servers.connections[0], lambda: beside.push(KEYS, ONES).wait())
+        table, other_table = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, other))
+        other_table.push(KEYS, ONES).wait()
+        cut_once_after_sending(client.servers.connections[0], lambda: other_table.push(KEYS, ONES).wait())
         if change == "write":
             write_records(client, table.spec, KEYS, np.full((len(KEYS), 1), 7, np.float32))
             after = 7
         else:
             assert table.erase(KEYS) == len(KEYS)
             after = 0
-        found = beside.pull(KEYS)
+        found = other_table.pull(KEYS)
         assert (found == after - 1).any()  # the push came between the change and its repeat
         if servers == 1:
             assert (found == after - 1).all()
@@ -265,13 +265,13 @@ def test_a_server_dies_in_the_middle_of_a_change(change: str) -> None:
     """Its replica has applied the change, and does not apply the repeat: the push between them stays."""
     with Cluster(servers=2, replicas=1) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
-        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
-        beside.push(KEYS, ONES).wait()
+        table, other_table = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, other))
+        other_table.push(KEYS, ONES).wait()
         keys = np.array([key for key in KEYS if client.servers.routes.owners[bucket_of(key)] == 0])
 
         def die() -> None:
             cluster.nodes[0].stop()
-            beside.push(keys, ONES[: len(keys)]).wait()
+            other_table.push(keys, ONES[: len(keys)]).wait()
 
         cut_once_after_sending(client.servers.connections[0], die)
         if change == "write":
@@ -279,11 +279,11 @@ def test_a_server_dies_in_the_middle_of_a_change(change: str) -> None:
         else:
             assert table.erase(KEYS) == len(KEYS)
         after = 7 if change == "write" else 0
-        assert (beside.pull(keys) == after - 1).all()
-        assert (beside.pull(np.setdiff1d(KEYS, keys)) == after).all()
+        assert (other_table.pull(keys) == after - 1).all()
+        assert (other_table.pull(np.setdiff1d(KEYS, keys)) == after).all()
 
 
-def test_a_push_that_arrives_after_a_later_change_is_applied() -> None:
+def test_a_push_after_a_later_change_is_applied() -> None:
     """As one does that a server has rejected because of its view."""
     with Cluster() as cluster:
         client = cluster.connect(observer=True)
@@ -298,8 +298,8 @@ def test_a_push_that_arrives_after_a_later_change_is_applied() -> None:
 def test_a_repeated_begin_pass_does_not_replace_the_next_pass() -> None:
     with Cluster(servers=2) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
-        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
-        cut_once_after_sending(client.servers.connections[1], lambda: beside.begin_pass(2))
+        table, other_table = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, other))
+        cut_once_after_sending(client.servers.connections[1], lambda: other_table.begin_pass(2))
         table.begin_pass(1)
         parts = [node.server.tables.by_number[table.number].part for node in cluster.nodes]
         assert [part.pass_number for part in parts] == [2, 2]
@@ -307,48 +307,48 @@ def test_a_repeated_begin_pass_does_not_replace_the_next_pass() -> None:
 
 @pytest.mark.parametrize("has_unseen", [True, False], ids=["unseen rows", "no unseen rows"])
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_unseen_rows_that_are_erased_again_keep_the_pass_between(replicas: int, has_unseen: bool) -> None:
+def test_repeated_erasing_of_unseen_rows_does_not_undo_the_pass_between(replicas: int, has_unseen: bool) -> None:
     with Cluster(servers=2, replicas=replicas) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
-        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
+        table, other_table = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, other))
         keys = np.array([key for key in np.arange(3000, dtype=np.uint64) if bucket_of(key) == 0])
         ones = np.ones(len(keys), np.float32)
 
         def push_in_last_pass() -> None:
-            beside.push(keys, ones).wait()
-            beside.begin_pass(3)  # now all these rows are unseen
+            other_table.push(keys, ones).wait()
+            other_table.begin_pass(3)  # now all these rows are unseen
 
-        beside.begin_pass(1 if has_unseen else 2)
-        beside.push(keys, ones).wait()
-        beside.begin_pass(2)
+        other_table.begin_pass(1 if has_unseen else 2)
+        other_table.push(keys, ones).wait()
+        other_table.begin_pass(2)
         owner = client.servers.connections[client.servers.routes.owners[0]]
         cut_once_after_sending(owner, push_in_last_pass)
         assert table.erase_unseen(1) == (len(keys) if has_unseen else 0)
-        assert (beside.pull(keys) == (-1 if has_unseen else -2)).all()
+        assert (other_table.pull(keys) == (-1 if has_unseen else -2)).all()
         assert len(keys) > 0
 
 
-def test_parts_that_are_loaded_again_keep_the_push_between(tmp_path: Path) -> None:
+def test_repeated_loading_of_parts_does_not_undo_the_push_between(tmp_path: Path) -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         client.sparse_table("w", update=SGD(lr=1.0)).push(KEYS, -7 * ONES).wait()
-        with contextlib.closing(SnapshotCoordinator(cluster.connect(observer=True), tmp_path)) as taker:
-            taker.begin()
-            wait_until(lambda: taker.poll() is not None)
+        with contextlib.closing(SnapshotCoordinator(cluster.connect(observer=True), tmp_path)) as coordinator:
+            coordinator.begin()
+            wait_until(lambda: coordinator.poll() is not None)
     with Cluster(servers=2) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
-        beside = other.sparse_table("w", update=SGD(lr=1.0))
+        other_table = other.sparse_table("w", update=SGD(lr=1.0))
         owners = client.servers.routes.owners
         keys = np.array([key for key in KEYS if owners[bucket_of(key)] == 1])
 
         def push_when_loaded() -> None:
             wait_until(lambda: load_state(other.servers.connections[-1]).done)
-            beside.push(keys, ONES[: len(keys)]).wait()
+            other_table.push(keys, ONES[: len(keys)]).wait()
 
         cut_once_after_sending(client.servers.connections[-1], push_when_loaded, "LoadParts")
         load_snapshot(client, read_newest(tmp_path))
-        assert (beside.pull(keys) == 6).all()
-        assert (beside.pull(np.setdiff1d(KEYS, keys)) == 7).all()
+        assert (other_table.pull(keys) == 6).all()
+        assert (other_table.pull(np.setdiff1d(KEYS, keys)) == 7).all()
 
 
 def test_a_late_repeat_of_an_older_call_does_not_allow_newer_ones_again(
@@ -357,9 +357,9 @@ def test_a_late_repeat_of_an_older_call_does_not_allow_newer_ones_again(
     with Cluster() as cluster:
         client = cluster.connect()
         client.sparse_table("w", update=SGD(lr=1.0)).push(KEYS, -7 * ONES).wait()
-        with contextlib.closing(SnapshotCoordinator(cluster.connect(observer=True), tmp_path)) as taker:
-            taker.begin()
-            wait_until(lambda: taker.poll() is not None)
+        with contextlib.closing(SnapshotCoordinator(cluster.connect(observer=True), tmp_path)) as coordinator:
+            coordinator.begin()
+            wait_until(lambda: coordinator.poll() is not None)
     with Cluster() as cluster:
         client = cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))

@@ -64,9 +64,9 @@ ERRORS = [MemoryError("no memory for the bucket to grow"), ZeroDivisionError(), 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1), Sequential()], ids=str)
-@pytest.mark.parametrize("who", ["primary", "replica"])
-def test_a_server_that_fails_to_apply_a_push_ends_and_nothing_is_lost(
-    who: str, consistency: Consistency, error: Exception
+@pytest.mark.parametrize("role", ["primary", "replica"])
+def test_a_server_ends_after_a_failed_push_and_nothing_is_lost(
+    role: str, consistency: Consistency, error: Exception
 ) -> None:
     """A replica that went on had the push in its filter, not in its table, and acknowledged it when it came again."""
     with Cluster(servers=2, replicas=1, consistency=consistency) as cluster:
@@ -77,7 +77,7 @@ def test_a_server_that_fails_to_apply_a_push_ends_and_nothing_is_lost(
         ones = -np.ones((len(keys), 1), np.float32)
         table.push(keys, ones, tick=True)
         table.pull(keys)
-        fails = primary if who == "primary" else replica
+        fails = primary if role == "primary" else replica
         fail_once(fails, "push", error)
         found, _ = in_threads(partial(end, fails), partial(table.push, keys, ones, tick=True))
         assert found is error
@@ -104,7 +104,7 @@ def test_a_failing_single_server_acknowledges_nothing(consistency: Consistency) 
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_a_push_for_which_there_is_no_memory_is_refused_and_changes_nothing(replicas: int) -> None:
+def test_a_push_without_memory_is_refused_and_changes_nothing(replicas: int) -> None:
     with Cluster(servers=1 + replicas, replicas=replicas) as cluster:
         client = cluster.connect()
         table = table_of(client)
@@ -127,7 +127,7 @@ def raises(error: Exception) -> Callable[..., Any]:
     return call
 
 
-def test_a_map_that_cannot_be_carried_out_ends_the_server() -> None:
+def test_an_impossible_map_ends_the_server() -> None:
     """It served by a version that it had not carried out."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
@@ -140,7 +140,7 @@ def test_a_map_that_cannot_be_carried_out_ends_the_server() -> None:
 
 
 def test_a_failing_link_ends_the_server() -> None:
-    """Its task ended, nobody saw why, and the link was never made again."""
+    """Otherwise only its task would end, unnoticed, and the connection would never be opened again."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
         table_of(client).push(KEYS, ONES).wait()
@@ -183,8 +183,8 @@ def test_waiting_calls_report_the_failed_connection_to_the_scheduler(monkeypatch
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=0), Sequential()], ids=str)
-def test_a_refused_push_ends_its_iteration_and_is_reported_by_the_next(consistency: Consistency) -> None:
-    """Others waited a minute for the tick that was refused with the push; nobody heard of one that was not awaited."""
+def test_a_refused_push_ends_the_iteration_and_the_next_one_reports_it(consistency: Consistency) -> None:
+    """Otherwise the other workers would wait a minute for the tick that was refused with the push."""
     with Cluster(consistency=consistency, workers=2) as cluster:
         first, second = cluster.connect(), cluster.connect()
         tables = table_of(first), table_of(second)

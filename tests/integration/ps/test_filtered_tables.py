@@ -131,7 +131,7 @@ def test_saved_contents() -> None:
         assert sizes("both", KeyCaching(), Quantize(2), Compress())[1] < 0.04 * plain[1]
 
 
-def test_answers_may_have_filters_of_their_own() -> None:
+def test_replies_may_have_separate_filters() -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0), filters=[KeyCaching(), Quantize(1)], pull_filters=[])
@@ -182,8 +182,10 @@ def count_calls(frames: FilteredFrames, calls: list[int]) -> None:
 
 @pytest.mark.parametrize("about_keys", [KeyCaching(), KeyNumbers()], ids=str)
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=0), Sequential()], ids=str)
-def test_a_server_that_has_forgotten_is_sent_all_again_in_order(consistency: Consistency, about_keys: Filter) -> None:
-    """Pushes and ticks behind the one that it does not understand must not come before that."""
+def test_a_server_without_cached_lists_receives_all_again_in_order(
+    consistency: Consistency, about_keys: Filter
+) -> None:
+    """Pushes and ticks after the rejected push must not overtake it."""
     with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
         clients = cluster.connect_all()
         for node in cluster.nodes:
@@ -193,13 +195,13 @@ def test_a_server_that_has_forgotten_is_sent_all_again_in_order(consistency: Con
             table = clients[rank].sparse_table("w", update=SGD(lr=1.0), filters=[about_keys, Quantize(4)])
             grads = np.ones((len(KEYS), 1), np.float32)
             for number in range(40):
-                some = slice((number % 3) * 100, None)
-                table.push(KEYS[some], grads[some])
+                part = slice((number % 3) * 100, None)
+                table.push(KEYS[part], grads[part])
                 table.push(KEYS[:50], grads[:50], tick=number % 5 > 0)
                 if number % 5 == 0:
                     clients[rank].tick()
                 if number % 7 == 0:
-                    assert (table.pull(KEYS[some]) <= 0).all()
+                    assert (table.pull(KEYS[part]) <= 0).all()
             clients[rank].retire()
 
         refused: list[int] = []
@@ -224,10 +226,10 @@ def test_servers_come_and_go(consistency: Consistency) -> None:
         kept = client.sparse_table("kept", update=SGD(lr=1.0), filters=[Quantize(2)], pull_filters=[])
         grads, random, total = np.ones((len(KEYS), 1), np.float32), np.random.default_rng(3), np.zeros((len(KEYS), 1))
         for number in range(200):
-            if number % 2 == 0:  # and only what is held back in the last 50
-                some = random.standard_normal((len(KEYS), 1)).astype(np.float32) * np.float32(number < 100)
-                kept.push(KEYS, some)
-                total += some
+            if number % 2 == 0:  # and only the delayed rows in the last 50
+                part = random.standard_normal((len(KEYS), 1)).astype(np.float32) * np.float32(number < 100)
+                kept.push(KEYS, part)
+                total += part
             table.push(KEYS, grads, tick=True)
             if number == 50:
                 cluster.nodes[1].stop()
@@ -278,7 +280,7 @@ def test_unsupported_filters_are_reported_when_the_table_is_made() -> None:
             client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(4)])
 
 
-def test_rows_that_cannot_leave_0_are_held_back() -> None:
+def test_rows_fixed_at_0_are_held_back() -> None:
     keys, strong = KEYS[:300], np.arange(300) % 3 == 0
     grads = np.where(strong, 2.0, 0.25).astype(np.float32)
     found, bytes_sent = [], []
@@ -322,18 +324,18 @@ def test_filters_change_while_a_pull_waits() -> None:
 
 def test_random_rounding_does_not_depend_on_other_keys() -> None:
     found = []
-    for asks in (False, True):
+    for requests_keys in (False, True):
         with Cluster() as cluster:
             client = cluster.connect()
             table = client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(4)])
             table.push(KEYS, np.random.default_rng(4).standard_normal((len(KEYS), 1)).astype(np.float32)).wait()
-            if asks:
+            if requests_keys:
                 client.statistics()
             found.append(table.pull(KEYS))
     np.testing.assert_array_equal(found[0], found[1])
 
 
-def test_keys_that_a_worker_only_claims_count_as_nothing() -> None:
+def test_keys_only_claimed_by_a_worker_do_not_count() -> None:
     claim = messages.encode(messages.FilterInfo(requests=[KeyNumbers(1).describe()], answers=[]))
     filters = PeerFilters(max_key_bytes=1 << 20)
     peer: Any = object()
@@ -369,7 +371,7 @@ def test_rounding_errors_are_sent_with_the_next_push(bits: int) -> None:
             assert error.max() < 0.2  # by chance alone, of 40 roundings each, some would be off by 0.5
             assert error.mean() < 0.04
         before = rows.pull(KEYS)
-        rows.push_pull(KEYS, np.zeros_like(grads))  # which sends nothing of what is kept
+        rows.push_pull(KEYS, np.zeros_like(grads))  # sends no delayed rows
         np.testing.assert_array_equal(rows.pull(KEYS), before)
 
 
@@ -383,13 +385,13 @@ def test_nothing_to_push() -> None:
         assert len(table) == 0
 
 
-def test_messages_that_a_peer_may_not_send() -> None:
+def test_forbidden_messages_of_a_peer() -> None:
     with Cluster() as cluster:
         cluster.connect().sparse_table("w", update=SGD(lr=1.0))
         channel = cluster.raw()
         from paceline.transport import frame_parts
 
-        def ask(meta: bytes, body: bytes, flags: int = 0) -> Any:
+        def exchange(meta: bytes, body: bytes, flags: int = 0) -> Any:
             epoch = cluster.nodes[0].server.core.replication.version
             number = next(iter(cluster.nodes[0].server.tables.by_number))
             parts = frame_parts(FILTERED_PUSH, table=number, request=1, epoch=epoch, meta=meta, body=body, flags=flags)
@@ -399,8 +401,8 @@ def test_messages_that_a_peer_may_not_send() -> None:
         chain = FilterChain([Quantize(8)])
         info = messages.encode(messages.FilterInfo(requests=chain.describe(), answers=[]))
         body = chain.encode(keys_of(1, 2), np.ones(2, np.float32), 0, None).tobytes()
-        assert ask(b"", body) == messages.UNKNOWN_KEYS
-        assert ask(info, body) == messages.ACK
+        assert exchange(b"", body) == messages.UNKNOWN_KEYS
+        assert exchange(info, body) == messages.ACK
         for meta, wrong, flags, message in (
             (b"\xc1", body, 0, "filters of a worker"),
             (messages.encode({"requests": [{"name": "x"}], "answers": []}), body, 0, "filter 'x' is unknown here"),
@@ -408,7 +410,7 @@ def test_messages_that_a_peer_may_not_send() -> None:
             (b"", body, messages.RANGE, "has keys, or one for keys has a range"),
         ):
             with pytest.raises(Exception, match=message):
-                ask(meta, wrong, flags)
+                exchange(meta, wrong, flags)
         assert {PUSH, TICK} < set(cluster.nodes[0].server._handlers)
 
 
@@ -461,8 +463,8 @@ def test_filters_for_sparse_tables_only(chosen: Filter) -> None:
 
 
 @pytest.mark.parametrize("filters", [[KeyNumbers()], [KeyCaching(), KeyNumbers()]])
-def test_calls_stay_after_a_push_that_is_requested_again(filters: list[Filter]) -> None:
-    """A server that has forgotten keys refuses the push; what follows must not overtake it."""
+def test_calls_stay_after_a_repeated_request_for_a_push(filters: list[Filter]) -> None:
+    """A server without the cached keys refuses the push. Later calls must not overtake it."""
     with Cluster(servers=1) as cluster:
         table = cluster.connect().sparse_table("t", update=SGD(lr=1.0), filters=filters)
         keys, ones = np.arange(1000, dtype=np.uint64), np.ones((1000, 1), np.float32)

@@ -55,7 +55,7 @@ def test_whatever_a_child_does_with_a_client_is_one_error_and_the_parent_goes_on
         ]
         found = [in_child(use) for use in uses]
         client.servers.lock.release()  # type: ignore[union-attr]
-        assert [each.partition(" belongs to the parent")[0] for each in found] == ["UsageError: this client"] * 7
+        assert [error.partition(" belongs to the parent")[0] for error in found] == ["UsageError: this client"] * 7
         assert in_child(client.close) == ""
         ticket.wait()
         assert table.pull(keys_of(1)) == -1
@@ -63,7 +63,7 @@ def test_whatever_a_child_does_with_a_client_is_one_error_and_the_parent_goes_on
         assert cluster.num_counted() == 1  # the child did not leave in its name
 
 
-def test_an_inherited_client_leaves_when_its_own_process_does() -> None:
+def test_an_inherited_client_leaves_with_the_process() -> None:
     with Cluster() as cluster:
         client = cluster.connect(rank=0)
         assert in_child(lambda: client.__exit__(None, None, None)).startswith("UsageError")

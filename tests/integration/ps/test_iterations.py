@@ -28,7 +28,7 @@ NUM_FEATURES = 40
 
 
 class Regression:
-    """Least squares on batches that each worker gets in turn; the gradient depends on what was pulled."""
+    """Least squares on batches that the workers get in turn. The gradient depends on the pulled values."""
 
     def __init__(self, dense: bool) -> None:
         random = np.random.default_rng(7)
@@ -75,7 +75,7 @@ class Regression:
                 for iteration in range(NUM_ITERATIONS):
                     time.sleep(random.exponential(3e-4))
                     self.step(table, iteration, slice(share * rank, share * (rank + 1)), scale)
-                clients[rank].close()  # whoever is first is gone before the last iteration is complete
+                clients[rank].close()  # the first worker to finish leaves before the last iteration is complete
 
             in_threads(*[lambda rank=rank: work(rank) for rank in range(workers)])
             wait_until(lambda: not cluster.num_counted())
@@ -144,7 +144,7 @@ def test_bounded_delay_admits_no_worker_early(tau: int, servers: int) -> None:
                 spread[0] = max(spread[0], iteration - least)
                 if random.random() < 0.2 * rank:
                     time.sleep(1e-3)
-                finished[rank] = iteration + 1  # before the server can know of it
+                finished[rank] = iteration + 1  # before the server can receive it
                 table.push(keys, np.ones(8, np.float32), tick=True)
             clients[rank].retire()
 
@@ -155,11 +155,11 @@ def test_bounded_delay_admits_no_worker_early(tau: int, servers: int) -> None:
 
 
 @pytest.mark.parametrize("tau", [0, 2])
-def test_the_gate_opens_with_the_tick_that_it_waits_for(tau: int) -> None:
+def test_the_gate_opens_with_the_expected_tick(tau: int) -> None:
     with Cluster(servers=2, workers=2, consistency=BoundedDelay(tau=tau)) as cluster:
         fast, slow = cluster.connect_all()
         table = fast.dense_table("d", size=1000, update=SGD(lr=1.0))
-        behind = slow.dense_table("d", size=1000, update=SGD(lr=1.0))
+        slow_table = slow.dense_table("d", size=1000, update=SGD(lr=1.0))
         for _ in range(tau):
             table.pull()
             fast.tick()
@@ -167,7 +167,7 @@ def test_the_gate_opens_with_the_tick_that_it_waits_for(tau: int) -> None:
         ticket = table.push_pull_async(np.ones(1000, np.float32), tick=True)
         wait_until(lambda: sum(server.held for server in slow.statistics()) == 2)
         assert not ticket.done()
-        behind.push(np.ones(1000, np.float32)).wait()
+        slow_table.push(np.ones(1000, np.float32)).wait()
         assert not ticket.done()
         slow.tick()
         slow.flush()
@@ -198,7 +198,7 @@ def test_retire_and_join_again(consistency: Sequential | BoundedDelay) -> None:
             table.pull(keys)
             table.push(keys, ones, tick=True)
             assert (table.pull(keys) == -2 - step).all()
-        other.push(keys, ones).wait()  # as an observer's: at once
+        other.push(keys, ones).wait()  # as an observer's push: immediately
         assert (other.pull(keys) == -5).all()
         with pytest.raises(UsageError, match=r"retired.*join"):
             rests.tick()
@@ -213,7 +213,7 @@ def test_retire_and_join_again(consistency: Sequential | BoundedDelay) -> None:
         assert not ticket.done()
         other.push(keys, ones, tick=True).wait()
         assert (ticket.result() == -7).all()
-        if isinstance(consistency, Sequential):  # what was not ticked goes with the one who pushed it
+        if isinstance(consistency, Sequential):  # a push without a tick counts with the next tick of its worker
             other.push(keys, ones).wait()
             rests.retire()
             table.push(keys, ones, tick=True)
@@ -241,11 +241,11 @@ def test_a_leaving_worker_opens_the_gate(consistency: Sequential | BoundedDelay,
             cluster.kill(goes)
         expected = -4 if isinstance(consistency, Sequential) else -8
         assert (ticket.result() == expected).all()
-        for _ in range(5):  # and nobody waits any more
+        for _ in range(5):  # and no worker waits
             table.push_pull(keys, ones, tick=True)
 
 
-def test_a_worker_that_dies_while_it_waits_is_forgotten() -> None:
+def test_a_worker_is_removed_if_it_dies_while_waiting() -> None:
     with Cluster(workers=2, consistency=Sequential()) as cluster:
         lives, goes = cluster.connect_all()
         table, other = (client.sparse_table("w", update=SGD(lr=1.0)) for client in (lives, goes))
@@ -260,15 +260,15 @@ def test_a_worker_that_dies_while_it_waits_is_forgotten() -> None:
 
 def test_a_silent_worker_is_expelled_and_notified() -> None:
     with Cluster(workers=2, consistency=Sequential(), heartbeat_timeout_s=0.8) as cluster:
-        heard: list[object] = []
+        notices: list[object] = []
         lives = cluster.connect(rank=0)
-        silent = cluster.connect(rank=1, on_notice=heard.append)
+        silent = cluster.connect(rank=1, on_notice=notices.append)
         table, other = (client.sparse_table("w", update=SGD(lr=1.0)) for client in (lives, silent))
         other.push(keys_of(1), floats(8)).wait()
         silent.link.state.heartbeat_s = 1000.0  # as if it was stopped
         table.push(keys_of(1), floats(1), tick=True)
         assert table.pull(keys_of(1)) == -1  # once it counts as dead
-        wait_until(lambda: any(isinstance(notice, messages.Expelled) for notice in heard))
+        wait_until(lambda: any(isinstance(notice, messages.Expelled) for notice in notices))
         with pytest.raises(PeerError, match=r"declared dead.*connect again"):
             other.push(keys_of(1), floats(1)).wait()
         with pytest.raises(PeerError, match="declared dead"):
@@ -282,8 +282,8 @@ def test_a_silent_worker_is_expelled_and_notified() -> None:
 def test_the_deadline_at_the_gate_names_the_missing_workers(consistency: Sequential | BoundedDelay) -> None:
     with Cluster(servers=2, workers=3, consistency=consistency) as cluster:
         waits = cluster.connect(rank=0, timeout_s=0.2)
-        others = [cluster.connect(rank=rank) for rank in (1, 2)]
-        others[0].tick()
+        other_clients = [cluster.connect(rank=rank) for rank in (1, 2)]
+        other_clients[0].tick()
         table = waits.sparse_table("w", update=SGD(lr=1.0))
         waits.tick()
         message = (
@@ -292,13 +292,13 @@ def test_the_deadline_at_the_gate_names_the_missing_workers(consistency: Sequent
         )
         with pytest.raises(DeadlineError, match=message):
             table.pull(np.arange(20, dtype=np.uint64))
-        waits.flush()  # the other server's failure is the same ticket's: it is not told again
-        others[1].tick()
-        others[1].flush()
+        waits.flush()  # the other server's failure belongs to the same ticket, and is not reported again
+        other_clients[1].tick()
+        other_clients[1].flush()
         assert not table.pull(keys_of(1)).any()
 
 
-def test_the_deadline_names_workers_that_never_joined() -> None:
+def test_the_deadline_names_missing_workers() -> None:
     with Cluster(workers=3, consistency=Sequential()) as cluster:
         waits, other = cluster.connect(rank=0, timeout_s=0.2), cluster.connect(rank=1)
         table = waits.sparse_table("w", update=SGD(lr=1.0))
@@ -311,7 +311,7 @@ def test_the_deadline_names_workers_that_never_joined() -> None:
             table.pull(keys_of(1))
 
 
-def test_a_late_joiner_starts_where_the_others_are() -> None:
+def test_a_late_worker_starts_at_the_current_iteration() -> None:
     with Cluster(servers=2, workers=1, consistency=Sequential()) as cluster:
         first = cluster.connect()
         table = first.sparse_table("w", update=SGD(lr=1.0))
@@ -345,7 +345,7 @@ def test_pulls_run_ahead_only_as_far_as_the_consistency_allows() -> None:
 def test_observers_read_and_write_without_delay_and_do_not_count() -> None:
     with Cluster(workers=1, consistency=Sequential()) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
-        table, other = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, observer))
+        table, other = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, observer))
         table.push([1], floats(1)).wait()
         other.push([1], floats(2)).wait()
         assert other.pull([1]) == table.pull([1]) == -2
@@ -371,11 +371,11 @@ def test_a_client_used_from_several_threads() -> None:
             assert not shared.result().any()  # one ticket, several waiters
             tickets = []
             for step in range(40):
-                mine = keys + np.uint64(1000 * number)
-                tickets.append(table.push(mine, ones))
+                own_keys = keys + np.uint64(1000 * number)
+                tickets.append(table.push(own_keys, ones))
                 tickets.append(dense.push(np.ones(500, np.float32)))
                 if step % 5 == number % 5:
-                    assert (table.pull(mine) == -(step + 1)).all()
+                    assert (table.pull(own_keys) == -(step + 1)).all()
                     client.statistics()
             for ticket in tickets:
                 ticket.wait()
@@ -385,7 +385,7 @@ def test_a_client_used_from_several_threads() -> None:
         assert len(table) == 240
 
 
-def test_no_worker_waits_for_a_worker_that_died_before_it_joined() -> None:
+def test_no_worker_waits_for_a_worker_dead_before_joining() -> None:
     with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
         client = cluster.connect()
         other = cluster.link()  # registers as a worker, and dies before it joins the iterations

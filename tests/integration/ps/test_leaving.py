@@ -101,9 +101,7 @@ def test_closed_within_the_block() -> None:
 
 @pytest.mark.parametrize("is_missed", [False, True])
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)], ids=str)
-def test_a_server_in_no_chain_drops_the_clocks_and_receives_them_again(
-    consistency: Consistency, is_missed: bool
-) -> None:
+def test_a_server_in_no_chain_drops_the_clocks_and_receives_new_ones(consistency: Consistency, is_missed: bool) -> None:
     """Also from a server that has missed the map by which it was in no chain, and has a connection to it."""
     with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster:
         first, second = clients = cluster.connect_all()
@@ -130,7 +128,7 @@ def test_a_server_in_no_chain_drops_the_clocks_and_receives_them_again(
         workers = goes.server.core.workers
         assert (dict(workers.gate.clocks), workers.ranks, workers.counted) == ({}, {}, set())
         for client in clients:
-            push(client)  # it does not hear of this
+            push(client)  # it does not receive this view
         change(now.version + 2, goes.server.replicator.incarnation)
         wait_until(lambda: goes.call(lambda: dict(workers.gate.clocks)) == dict.fromkeys(known[goes], 2))
         assert workers.ranks == stays.server.core.workers.ranks

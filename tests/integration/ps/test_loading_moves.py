@@ -125,7 +125,7 @@ def load_while(
 def test_replicas_are_compared_during_the_load(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The servers of a chain load a bucket at different times, which is no error of the replicas."""
+    """The servers of a chain load a bucket at different times. This is no error of the replicas."""
     folder, expected = snapshot
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
@@ -170,7 +170,7 @@ def test_a_loading_client_learns_late_of_a_join(
     with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:
         client, observer = cluster.connect(), cluster.connect(observer=True)
 
-        def join_unheard(loads: Loads) -> None:
+        def join_unnoticed(loads: Loads) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(client.servers.watch, "take", lambda cluster: False)
                 cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
@@ -179,10 +179,10 @@ def test_a_loading_client_learns_late_of_a_join(
                 time.sleep(0.3)  # time enough to load all by the old map, and to stop at that
             client.follower.take(cluster_map(observer))
 
-        # Of one table: with the request for the next one it would hear from the servers.
+        # Of one table: the request for the next table would report the failure of the servers.
         manifest = read_newest(folder).manifest
         one = Snapshot(folder, msgspec.structs.replace(manifest, tables=manifest.tables[:1]))
-        load_while(cluster, client, one, monkeypatch, join_unheard)
+        load_while(cluster, client, one, monkeypatch, join_unnoticed)
         check_all_copies(cluster, observer)
         assert same(values(client)[:1], expected[:1])
 
@@ -214,7 +214,7 @@ def test_a_server_dies_and_another_server_replaces_it(
         assert same(values(client), expected)
 
 
-def test_the_last_server_with_some_buckets_dies_meanwhile(
+def test_the_last_server_of_a_bucket_dies_during_the_loading(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Cluster(servers=2) as cluster:
@@ -226,7 +226,7 @@ def test_the_last_server_with_some_buckets_dies_meanwhile(
 def test_loading_begins_when_no_server_is_being_filled(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes to the one that is filled may be from before the load, and what is sent later from behind it."""
+    """A server that is being filled may receive rows from before the load, and later pushes from after the load."""
     folder, expected = snapshot
     fills = threading.Event()
     pump = FillTransfers.send_next
@@ -255,7 +255,7 @@ def test_loading_begins_when_no_server_is_being_filled(
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-def test_a_replica_that_does_not_see_the_files(
+def test_a_replica_without_the_files(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch, blind: int
 ) -> None:
     folder, expected = snapshot

@@ -18,7 +18,7 @@ from .test_replication import KEYS, cluster_map, is_whole
 ONES = -np.ones((300, 1), np.float32)
 
 
-def lose_a_server(cluster: Cluster, client: Client) -> None:
+def kill_server(cluster: Cluster, client: Client) -> None:
     """Let a server die, and all that live and this client know it."""
     cluster.nodes[1].stop()
     wait_until(lambda: len(cluster_map(client).of_role(Role.SERVER)) == 1)
@@ -30,33 +30,33 @@ def num_held(client: Client) -> int:
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1)], ids=str)
-def test_a_push_waits_until_there_is_a_replica_again(consistency: Consistency) -> None:
+def test_a_push_waits_for_a_new_replica(consistency: Consistency) -> None:
     with Cluster(servers=2, replicas=1, min_replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         table.push(KEYS, ONES).wait()
-        lose_a_server(cluster, observer)
+        kill_server(cluster, observer)
         late = table.push(KEYS, ONES)
         waiting = threading.Thread(target=late.wait)
         waiting.start()
-        wait_until(lambda: num_held(observer) >= 1)  # two, if the worker has not heard of the death yet
+        wait_until(lambda: num_held(observer) >= 1)  # two, if the death of the worker is not yet noticed
         assert waiting.is_alive()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         waiting.join(PATIENCE_S)
         assert not waiting.is_alive()
         late.wait()
         assert is_whole(observer, 2, 1)
-        cluster.nodes[0].stop()  # what was acknowledged is on the other one
+        cluster.nodes[0].stop()  # the acknowledged pushes are on the other server
         wait_until(lambda: len(cluster_map(observer).of_role(Role.SERVER)) == 1)
         assert (observer.sparse_table("w", update=SGD(lr=1.0)).pull(KEYS) == 2).all()
 
 
-def test_a_push_that_gets_no_replica_is_refused_at_its_deadline() -> None:
+def test_a_push_without_a_replica_is_refused_at_the_deadline() -> None:
     with Cluster(servers=2, replicas=1, min_replicas=1) as cluster:
         client, observer = cluster.connect(timeout_s=0.5), cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         table.push(KEYS, ONES).wait()
-        lose_a_server(cluster, observer)
+        kill_server(cluster, observer)
         expected = r"worker 0 waited 0.5 s for .* to table 'w': bucket \d+ has no replica, .* with 1 \(--min-replicas\)"
         with pytest.raises(DeadlineError, match=expected):
             table.push(KEYS[:1], ONES[:1]).wait()
@@ -67,7 +67,7 @@ def test_without_it_a_push_is_acknowledged_by_the_last_copy() -> None:
     with Cluster(servers=2, replicas=1) as cluster:
         client, observer = cluster.connect(timeout_s=5.0), cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))
-        lose_a_server(cluster, observer)
+        kill_server(cluster, observer)
         table.push(KEYS, ONES).wait()
 
 
@@ -77,12 +77,12 @@ def test_under_sequential_the_next_iteration_waits_for_a_replica() -> None:
         hasty = client.sparse_table("w", update=SGD(lr=1.0))
         hasty.push(KEYS, ONES, tick=True).wait()
         assert (hasty.pull(KEYS) == 1).all()
-        lose_a_server(cluster, observer)
+        kill_server(cluster, observer)
         hasty.push(KEYS, ONES, tick=True).wait()
         found: list[bool] = []
         reading = threading.Thread(target=lambda: found.append(bool((hasty.pull(KEYS) == 2).all())))
         reading.start()
-        wait_until(lambda: num_held(observer) >= 1)  # two, if the worker has not heard of the death yet
+        wait_until(lambda: num_held(observer) >= 1)  # two, if the death of the worker is not yet noticed
         assert not found
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         reading.join(20.0)
@@ -91,13 +91,13 @@ def test_under_sequential_the_next_iteration_waits_for_a_replica() -> None:
         assert (hasty.pull(KEYS) == 3).all()
 
 
-def test_under_sequential_a_read_that_gets_no_replica_reports_it() -> None:
+def test_a_sequential_read_without_a_replica_reports_it() -> None:
     with Cluster(servers=2, replicas=1, min_replicas=1, consistency=Sequential()) as cluster:
         client, observer = cluster.connect(timeout_s=0.5), cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         table.push(KEYS, ONES, tick=True).wait()
         table.pull(KEYS)
-        lose_a_server(cluster, observer)
+        kill_server(cluster, observer)
         table.push(KEYS, ONES, tick=True).wait()
         with pytest.raises(DeadlineError, match=r"still waits for .*bucket \d+ has no replica"):
             table.pull(KEYS)

@@ -59,7 +59,7 @@ class Table:
         write_records(self.client, self.table.spec, keys, records.reshape(len(keys), 1))
 
     def num_non_finite(self) -> int:
-        return sum(each.non_finite for each in statistics_of(self.client, "w"))
+        return sum(server.non_finite for server in statistics_of(self.client, "w"))
 
 
 def assert_replicas_equal(cluster: Cluster) -> None:
@@ -80,7 +80,7 @@ def assert_replicas_equal(cluster: Cluster) -> None:
 @pytest.mark.parametrize("replicas", [0, 1])
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=2)], ids=str)
-def test_a_push_that_overflows_changes_nothing(consistency: Consistency, kind: str, replicas: int) -> None:
+def test_an_overflowing_push_changes_nothing(consistency: Consistency, kind: str, replicas: int) -> None:
     with Cluster(servers=1 + replicas, replicas=replicas, consistency=consistency) as cluster:
         table = Table(cluster.connect(rank=0), kind)
         table.push(keys_of(5, 6), -HUGE, 1)
@@ -90,7 +90,7 @@ def test_a_push_that_overflows_changes_nothing(consistency: Consistency, kind: s
             table.push(keys_of(5), -HUGE)
         assert table.rows() == before
         assert table.num_non_finite() == 1
-        table.push(keys_of(5, 6), HUGE, 1)  # one can go on
+        table.push(keys_of(5, 6), HUGE, 1)  # the client can continue
         assert table.pull(keys_of(5, 6)) == [0, -2]
         if replicas:
             assert_replicas_equal(cluster)
@@ -116,7 +116,7 @@ def test_a_rejected_push_may_be_resent() -> None:
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_a_sum_that_overflows_is_refused_and_its_workers_are_reported(replicas: int, kind: str) -> None:
+def test_an_overflowing_sum_is_refused_and_the_workers_are_reported(replicas: int, kind: str) -> None:
     with Cluster(servers=1 + replicas, replicas=replicas, workers=2, consistency=Sequential()) as cluster:
         tables = [Table(client, kind) for client in cluster.connect_all()]
         key = keys_of(3)
@@ -154,7 +154,7 @@ def test_under_count_overflowing_pushes_are_applied_and_counted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-def test_records_that_are_not_finite_are_not_written(kind: str) -> None:
+def test_non_finite_records_are_not_written(kind: str) -> None:
     with Cluster() as cluster:
         table = Table(cluster.connect(rank=0), kind)
         keys, records = np.arange(20, dtype=np.uint64), np.ones(20, np.float32)
@@ -166,7 +166,7 @@ def test_records_that_are_not_finite_are_not_written(kind: str) -> None:
         assert table.pull(keys) == [1] * 20
 
 
-def test_a_compensated_gradient_that_overflows_is_refused() -> None:
+def test_an_overflowing_compensated_gradient_is_refused() -> None:
     with Cluster(workers=2, consistency=BoundedDelay(tau=4), stale=DelayCompensate(strength=1.0)) as cluster:
         a, b = (Table(client, "sparse") for client in cluster.connect_all())
         a.pull(keys_of(1))
@@ -176,7 +176,7 @@ def test_a_compensated_gradient_that_overflows_is_refused() -> None:
         assert a.pull(keys_of(1)) == [-1e3]
 
 
-def test_a_row_that_is_not_finite_does_not_concern_the_others() -> None:
+def test_a_non_finite_row_does_not_affect_other_rows() -> None:
     with Cluster() as cluster:
         table = Table(cluster.connect(rank=0), "sparse")
         node = cluster.nodes[0]
@@ -202,14 +202,14 @@ def test_fills_are_applied_unchanged_and_counted() -> None:
 
 
 @pytest.mark.parametrize("policy", ["refuse", "count"])
-def test_a_snapshot_that_is_not_finite(tmp_path: Path, policy: str) -> None:
+def test_a_non_finite_snapshot(tmp_path: Path, policy: str) -> None:
     with Cluster(non_finite="count") as cluster:
         client = cluster.connect(rank=0)
         Table(client, "sparse").write(keys_of(1, 2), floats(np.inf, 1))
-        taker = SnapshotCoordinator(client, tmp_path)
-        taker.begin()
-        wait_until(lambda: taker.poll() is not None)
-        taker.close()
+        coordinator = SnapshotCoordinator(client, tmp_path)
+        coordinator.begin()
+        wait_until(lambda: coordinator.poll() is not None)
+        coordinator.close()
     with Cluster(non_finite=policy) as cluster:
         client = cluster.connect(rank=0)
         if policy == "refuse":
@@ -230,7 +230,7 @@ def test_initial_values_count() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Constant(value=1e39), lambda: SGD(lr=1e39)])
-def test_settings_that_are_infinite_as_float32_are_refused(make: Any) -> None:
+def test_settings_infinite_in_float32_are_refused(make: Any) -> None:
     with pytest.raises(UsageError, match="expected a number"):
         make()
 

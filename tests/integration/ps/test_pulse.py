@@ -15,23 +15,23 @@ from .harness import PATIENCE_S, Cluster, wait_until
 
 
 def test_a_blocked_loop_is_reported_once_and_again_when_it_continues() -> None:
-    loop, said = asyncio.new_event_loop(), list[str]()
+    loop, notices = asyncio.new_event_loop(), list[str]()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        pulse = Pulse(loop, said.append)
+        pulse = Pulse(loop, notices.append)
         pulse.patience_s = 0.05
         go_on = threading.Event()
         assert pulse.beats()
         loop.call_soon_threadsafe(go_on.wait, PATIENCE_S)
         wait_until(lambda: not pulse.beats())
         assert not pulse.beats()
-        assert len(said) == 1
-        assert said[0].startswith("the event loop was blocked for 0.")
+        assert len(notices) == 1
+        assert notices[0].startswith("the event loop was blocked for 0.")
         go_on.set()
         wait_until(pulse.beats)
-        wait_until(lambda: pulse.beats() and len(said) == 2)
-        assert said[1] == "the event loop continues"
+        wait_until(lambda: pulse.beats() and len(notices) == 2)
+        assert notices[1] == "the event loop continues"
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(PATIENCE_S)
@@ -43,13 +43,13 @@ def test_a_member_with_a_blocked_event_loop_is_declared_dead() -> None:
         is_well, expelled = threading.Event(), list[str]()
         is_well.set()
 
-        def heard(notice: object) -> None:
+        def receive_notice(notice: object) -> None:
             if isinstance(notice, messages.Expelled):
                 expelled.append(notice.reason)
 
         hello = Hello(role="worker", name="hung")
         link = SchedulerLink(
-            cluster.transport, cluster.scheduler_address, hello, hooks=LinkHooks(heard, is_well=is_well.is_set)
+            cluster.transport, cluster.scheduler_address, hello, hooks=LinkHooks(receive_notice, is_well=is_well.is_set)
         )
         try:
             link.register(messages.Register(node="hung", role=Role.WORKER))

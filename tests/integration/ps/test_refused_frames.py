@@ -18,10 +18,10 @@ def test_refused_pushes_are_resent_with_the_tables(caplog: pytest.LogCaptureFixt
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
         owner = client.servers.routes.owners[0]
-        behind = cluster.nodes[1 - owner]
+        other_node = cluster.nodes[1 - owner]
         key = key_of(client, owner)
         with caplog.at_level(logging.ERROR, "paceline.ps"):
-            behind.call(lambda: behind.server.tables.by_number.pop(table.number))
+            other_node.call(lambda: other_node.server.tables.by_number.pop(table.number))
             table.push(key, np.ones((1, 1), np.float32)).wait()
         assert "rejected a frame" in caplog.text
         assert table.pull(key) == -1

@@ -52,11 +52,13 @@ def test_replicas_are_equal_to_the_bit_while_pushes_are_under_way(consistency: C
             for _ in range(3):
                 assert cluster.compare_replicas() >= 2 * 512
 
-        in_threads(*(lambda each=each: work(each, rule, 40) for each in clients), compare)
+        in_threads(*(lambda client=client: work(client, rule, 40) for client in clients), compare)
         assert cluster.compare_replicas() >= 2 * 512
         statistics = clients[0].statistics()
-        assert sum(each.num_compared for each in statistics) >= 4 * 2 * 512
-        assert {(each.differences, each.num_unordered) for each in statistics} == {((), 0)}
+        assert sum(server_statistics.num_compared for server_statistics in statistics) >= 4 * 2 * 512
+        assert {
+            (server_statistics.differences, server_statistics.num_unordered) for server_statistics in statistics
+        } == {((), 0)}
 
 
 @pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
@@ -73,23 +75,23 @@ def test_no_differences_are_reported_while_servers_join_and_leave(consistency: C
         def move() -> None:
             try:
                 cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
-                wait_whole(4)
+                wait_complete(4)
                 cluster.nodes.pop(0).stop()
-                wait_whole(3)
+                wait_complete(3)
             finally:
                 done.set()
 
-        def wait_whole(num_servers: int) -> None:
+        def wait_complete(num_servers: int) -> None:
             while not is_whole(observer, num_servers, 1):
                 for node in cluster.nodes:
                     check_all_buckets(node)
                 done.wait(0.3)
 
-        in_threads(*(lambda each=each: push(each) for each in clients), move)
+        in_threads(*(lambda client=client: push(client) for client in clients), move)
         assert cluster.compare_replicas() > 0
 
 
-def test_a_push_that_is_not_applied_on_a_replica_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_push_missing_on_a_replica_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with Cluster(servers=2, workers=1, replicas=1) as cluster:
         client = cluster.connect()
         sparse, dense = tables_of(client, Adam(lr=0.1))
@@ -100,7 +102,7 @@ def test_a_push_that_is_not_applied_on_a_replica_is_reported(caplog: pytest.LogC
         sparse.push(KEYS, np.ones((300, 2), np.float32)).wait()
         with caplog.at_level(logging.ERROR, "paceline.ps"), pytest.raises(AssertionError):
             cluster.compare_replicas()
-        first, second = (each.differences for each in client.statistics())
+        first, second = (server_statistics.differences for server_statistics in client.statistics())
         assert len(first) + len(second) == 500  # buckets with elements
         expected = r"bucket \d+ differs between server 0 and its replica on server 1: the rows of table 'dense' "
         assert all(re.match(expected, line) for line in second)
@@ -123,7 +125,7 @@ def test_a_missing_push_is_reported() -> None:
 
 
 def test_a_bucket_sent_as_a_view_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent to a server being filled changed on its way, and a push was in it twice."""
+    """Otherwise the bytes for the new server change before they are sent, and contain a push twice."""
     read = DensePart.read_bucket
     with Cluster(servers=1, workers=1, replicas=1) as cluster, ExitStack() as stack:
         client = cluster.connect()

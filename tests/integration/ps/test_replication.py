@@ -36,7 +36,7 @@ def count(client: Client, kind: str, iterations: int = ITERATIONS) -> None:
         if iteration % 5 == 0:
             sparse.pull(KEYS[iteration:])
             dense.pull()
-        time.sleep(0.003)  # so that there is a middle to kill somebody in
+        time.sleep(0.003)  # so that a server can be killed in the middle
     client.flush()
 
 
@@ -92,7 +92,7 @@ def test_one_after_the_other_is_replaced(consistency: Consistency) -> None:
         def work(client: Client) -> None:
             while not done.is_set():
                 count(client, "sparse", 10)
-            client.retire()  # the other one waits for nobody
+            client.retire()  # the other worker waits for no worker
 
         threads = [threading.Thread(target=work, args=(client,)) for client in clients]
         for thread in threads:
@@ -122,7 +122,7 @@ def test_a_join_moves_the_fewest_buckets() -> None:
 
 
 def test_a_new_table_is_created_on_all_servers_of_the_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client declared one while a server joined that it did not know: what it pushed was never acknowledged."""
+    """Otherwise a joining server lacks a table declared meanwhile, and never acknowledges its pushes."""
     with Cluster(servers=3, workers=1, replicas=2) as cluster:
         client = cluster.connect()
         first, second, third = (node.server.replicator for node in cluster.nodes)
@@ -130,14 +130,16 @@ def test_a_new_table_is_created_on_all_servers_of_the_chains(monkeypatch: pytest
         monkeypatch.setattr(first, "send_clocks", lambda to: None if to == third.incarnation else send_clocks(to))
         spec = client.sparse_table("t", update=SGD(lr=1.0)).spec
         made = messages.CreateTable(table=messages.KnownTable(number=77, declared=spec, spec=spec))
-        connection = next(each for each in client.servers.connections if each.session.server == first.incarnation)
+        connection = next(
+            connection for connection in client.servers.connections if connection.session.server == first.incarnation
+        )
         connection.call(made)
         wait_until(lambda: all(77 in replicator._tables.by_number for replicator in (second, third)))
 
 
 def work_together(client: Client, stop_at: list[int]) -> list[Floats]:
     """Push the same in every run, in two parts per iteration, until iteration `stop_at`; return all that was read."""
-    rule = Adagrad(lr=0.1)  # what it makes of gradients depends on how they are summed
+    rule = Adagrad(lr=0.1)  # its result depends on the order of summation
     sparse, dense = (
         client.sparse_table("sparse", dim=2, update=rule),
         client.dense_table("dense", size=700, update=rule),
@@ -170,7 +172,7 @@ def leads(client: Client, rank: int) -> bool:
 
 @pytest.mark.parametrize("aggregate", ["sum", pytest.param("mean", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("replicas", [pytest.param(0, marks=pytest.mark.thorough), 1])
-def test_servers_come_and_go_and_sequential_iterations_stay_as_they_are(
+def test_joining_and_leaving_servers_do_not_change_sequential_iterations(
     replicas: int, aggregate: Literal["sum", "mean"]
 ) -> None:
     consistency = Sequential(aggregate=aggregate)
@@ -191,9 +193,9 @@ def test_servers_come_and_go_and_sequential_iterations_stay_as_they_are(
             finally:
                 stop_at.append(clients[0].clock + 20)
 
-        *disturbed, _ = in_threads(*(lambda each=each: work_together(each, stop_at) for each in clients), move)
+        *disturbed, _ = in_threads(*(lambda client=client: work_together(client, stop_at) for client in clients), move)
     with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
-        quiet = in_threads(*(lambda each=each: work_together(each, stop_at) for each in cluster.connect_all()))
+        quiet = in_threads(*(lambda client=client: work_together(client, stop_at) for client in cluster.connect_all()))
     assert clocks[0] < clocks[1] < stop_at[0] - 20
     for read, right in zip(disturbed, quiet, strict=True):
         assert len(read) == len(right) == 2 * stop_at[0]
@@ -213,15 +215,17 @@ def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_a_retired_worker() 
         goes.flush()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         time.sleep(0.5)
-        wait_until(lambda: bool(cluster.nodes[0].server.core.progress._reports))  # it has the rows, and nobody is told
+        wait_until(
+            lambda: bool(cluster.nodes[0].server.core.progress._reports)
+        )  # it has the rows, but the scheduler is not notified
         assert not is_whole(observer, 2, 0)
         goes.retire()
         wait_until(lambda: is_whole(observer, 2, 0))
         assert set(values(observer, "sparse")) == {2.0}
 
 
-def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
-    """It was answered from what was dropped already, as if it were safe: the sum it waits for has nobody to go to."""
+def test_a_waiting_read_is_refused_when_the_buckets_move() -> None:
+    """Otherwise the dropped bucket would answer the read with an unsafe sum."""
     with Cluster(servers=2, workers=1, consistency=Sequential()) as cluster:
         client = cluster.connect()
         first = cluster_map(client)
@@ -236,7 +240,7 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
 
         table = client.sparse_table("sparse", update=SGD(lr=1.0))
         keys = np.array([key for key in KEYS if buckets_of_keys(np.array([key])) & one.buckets])
-        client.follower.take(change(2, *one.members, *other.members))  # of which the other one does not hear
+        client.follower.take(change(2, *one.members, *other.members))  # the other client does not receive it
         table.push(keys, -np.ones((len(keys), 1), np.float32), tick=True)
         read = table.pull_async(keys)
         wait_until(lambda: bool(node.call(lambda: len(node.server.core.reads))))
@@ -244,8 +248,8 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
         wait_until(lambda: read.done() or client.servers.watch.must_follow)
         assert not read.done()
         last = change(4, *one.members)  # so that all comes to its end
-        for each in cluster.nodes:
-            each.call(partial(each.server.view_changed, last))
+        for member in cluster.nodes:
+            member.call(partial(member.server.view_changed, last))
         client.follower.take(last)
 
 
@@ -259,7 +263,7 @@ def test_without_replicas_the_lost_buckets_are_named() -> None:
             values(client, "sparse")
 
 
-def test_members_that_may_join() -> None:
+def test_members_allowed_to_join() -> None:
     with (
         Cluster(servers=1, workers=1) as cluster,
         ExitStack() as stack,

@@ -123,7 +123,7 @@ def test_a_model_without_a_cluster(tmp_path: Path) -> None:
     store = model.load_store("wide")
     found = np.empty((len(KEYS), 6), np.float32)
     store.pull(KEYS, found)
-    assert np.array_equal(found, expected[1])  # keys that were never pushed read as their initializer says
+    assert np.array_equal(found, expected[1])  # keys without a push have the values of their initializer
     assert len(store) == model.table("wide").rows
     elements = np.empty(SIZE, np.float32)
     for keys, records in model.records(model.table("dense")):
@@ -134,7 +134,7 @@ def test_a_model_without_a_cluster(tmp_path: Path) -> None:
         model.table("net")
 
 
-def test_some_tables_only_and_empty_ones(tmp_path: Path) -> None:
+def test_selected_tables_and_empty_tables(tmp_path: Path) -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         train(client, RULES[0], range(1))
@@ -215,12 +215,12 @@ FAILURES: list[tuple[BaseException, type[BaseException], str]] = [
 
 @pytest.mark.parametrize(("failure", "kind", "message"), FAILURES, ids=["no space", "read-only", "Ctrl-C"])
 @pytest.mark.parametrize("step", range(5))
-@pytest.mark.parametrize("there", [True, False], ids=["over a model", "new"])
-def test_a_failing_save_leaves_the_old_model_whole(
+@pytest.mark.parametrize("exists", [True, False], ids=["over a model", "new"])
+def test_a_failing_save_leaves_the_old_model_complete(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     step: int,
-    there: bool,
+    exists: bool,
     failure: BaseException,
     kind: type[BaseException],
     message: str,
@@ -230,23 +230,23 @@ def test_a_failing_save_leaves_the_old_model_whole(
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         one_table(client, 1)
-        if there:
+        if exists:
             client.save(folder)
             before = {path: path.read_bytes() for path in folder.iterdir()}
         one_table(client, 2)
         calls = [0]
         write, replace = os.write, os.replace
 
-        def fail(what: Any) -> Any:
+        def fail(failing: Any) -> Any:
             def attempt(target: Any, data: Any) -> Any:
-                if what is write and bytes(data).startswith(b"process"):  # the lock
-                    return what(target, data)
+                if failing is write and bytes(data).startswith(b"process"):  # the lock
+                    return failing(target, data)
                 calls[0] += 1
                 if calls[0] == step + 1:
-                    if what is write:
+                    if failing is write:
                         write(target, data[: len(data) // 2])
                     raise failure
-                return what(target, data)
+                return failing(target, data)
 
             return attempt
 
@@ -256,7 +256,7 @@ def test_a_failing_save_leaves_the_old_model_whole(
             with pytest.raises(kind, match=message):
                 client.save(folder)
         assert calls[0] == step + 1
-        if there:
+        if exists:
             assert {path: path.read_bytes() for path in folder.iterdir()} == before
             assert loaded(folder) == {1.0}
         else:
@@ -310,14 +310,14 @@ def test_a_truncated_and_a_missing_file(model: Path) -> None:
         ({"tables": 3}, "manifest.json is damaged: Expected `array`, got `int`"),
     ],
 )
-def test_a_manifest_that_is_not_ours(model: Path, change: dict[str, object], message: str) -> None:
+def test_a_foreign_manifest(model: Path, change: dict[str, object], message: str) -> None:
     manifest = json.loads((model / "manifest.json").read_text())
     (model / "manifest.json").write_text(json.dumps({**manifest, **change}))
     refused(model, message)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[]"])
-def test_a_manifest_that_is_none(model: Path, text: bytes) -> None:
+def test_an_invalid_manifest(model: Path, text: bytes) -> None:
     (model / "manifest.json").write_bytes(text)
     refused(model, "manifest.json is (damaged|not a manifest of a Paceline model)")
 
@@ -347,7 +347,7 @@ def test_a_damaged_manifest(model: Path) -> None:
         ({"sha256": ""}, "sha256"),
     ],
 )
-def test_a_manifest_that_was_made_up(model: Path, change: dict[str, object], message: str) -> None:
+def test_a_forged_manifest(model: Path, change: dict[str, object], message: str) -> None:
     manifest = json.loads((model / "manifest.json").read_text())
     manifest["tables"][0]["uses"][0]["part"].update(change)
     (model / "manifest.json").write_text(json.dumps(manifest))
@@ -362,7 +362,7 @@ def test_only_regular_files_are_read(model: Path, kind: str) -> None:
     refused(model, "is not a regular file")
 
 
-def test_files_that_are_no_tensors(model: Path) -> None:
+def test_files_without_tensors(model: Path) -> None:
     for data in (b"", b"nothing of that kind", safetensors({"keys": np.zeros(3)}), safetensors({"x": np.zeros(3)})):
         part_of(model).write_bytes(data)
         manifest = json.loads((model / "manifest.json").read_text())
@@ -392,7 +392,7 @@ def test_two_saves_into_one_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_directories_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_directories_without_support_for_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """A file system that cannot tell whether a rename is on the disk has the model nevertheless."""
     fail_syncs(monkeypatch, number)
     with Cluster() as cluster:
@@ -403,8 +403,8 @@ def test_directories_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("num_synced", [0, 1])
-def test_a_directory_that_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_synced: int) -> None:
-    """A rename that may not be on the disk is no model saved: neither those of its files, nor that of the manifest."""
+def test_an_unsynced_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_synced: int) -> None:
+    """The save fails if a rename, of the files or of the manifest, may not be on the disk."""
 
     with Cluster() as cluster:
         client = cluster.connect()
@@ -438,7 +438,7 @@ def fail_syncs(monkeypatch: pytest.MonkeyPatch, number: int, num_synced: int = 0
     monkeypatch.setattr(os, "fsync", attempt)
 
 
-def test_new_directories_are_synced_into_those_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_directories_are_synced_into_the_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(durable_io, "sync_directory", synced.append)
     assert durable_io.make_directory(tmp_path / "a" / "b") == [tmp_path / "a" / "b", tmp_path / "a"]
@@ -471,7 +471,7 @@ def test_foreign_files_are_not_overwritten(tmp_path: Path, model: Path) -> None:
             with pytest.raises(ModelError, match=message):
                 client.save(tmp_path / folder)
         with pytest.raises(UsageError, match="cannot be encoded as JSON"):
-            client.save(tmp_path / "new", what=object())
+            client.save(tmp_path / "new", failing=object())
     assert (tmp_path / "file").read_text() == "x"
     assert files(tmp_path) == ["file", "full", "model", "web"]
     assert files(tmp_path / "full") == ["thesis.tex"]
@@ -509,7 +509,7 @@ def test_a_checkpoint_and_a_click_model_do_not_replace_one_another(
     assert read_model(tmp_path).manifest.model.get("kind") == (after if message is None else before)
 
 
-def test_a_model_of_other_tables_is_not_loaded_into_these(model: Path) -> None:
+def test_a_model_of_other_tables_is_rejected(model: Path) -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=0.5))

@@ -34,8 +34,8 @@ def cut_all(cluster: Cluster) -> int:
     return found
 
 
-def links_of(cluster: Cluster, *others: SchedulerLink) -> list[SchedulerLink]:
-    return [*(node.link for node in cluster.nodes), *others]
+def links_of(cluster: Cluster, *other_links: SchedulerLink) -> list[SchedulerLink]:
+    return [*(node.link for node in cluster.nodes), *other_links]
 
 
 @pytest.mark.parametrize("replicas", [0, 1, 2])
@@ -59,8 +59,8 @@ def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
         assert (after.members, after.version, after.groups) == (before.members, before.version, before.groups)
 
 
-def test_a_line_that_breaks_before_anybody_is_a_member_is_made_again(cluster: Cluster) -> None:
-    """What joins while a scheduler is taking over waits long between its question and its registration."""
+def test_a_connection_broken_before_the_first_member_is_opened_again(cluster: Cluster) -> None:
+    """A process that joins during a takeover waits long between its request and its registration."""
     hello = Hello(role="server", name="newcomer")
     link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=PATIENCE_S)
     try:
@@ -78,7 +78,7 @@ def test_a_line_that_breaks_before_anybody_is_a_member_is_made_again(cluster: Cl
     ("timeout_s", "reconnect_s", "words"),
     [(PATIENCE_S, 0.3, r"the scheduler at .* within 0.3 s"), (0.3, PATIENCE_S, "is lost: ")],
 )
-def test_a_former_member_reports_that_it_finds_no_scheduler(timeout_s: float, reconnect_s: float, words: str) -> None:
+def test_a_former_member_reports_an_unreachable_scheduler(timeout_s: float, reconnect_s: float, words: str) -> None:
     with Cluster(servers=1) as cluster:
         hello = Hello(role="server", name="newcomer")
         link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=5, reconnect_s=reconnect_s)
@@ -115,8 +115,8 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> None:
-    """Calls and what wants no answer: none is lost, none is taken twice."""
+def test_every_shard_is_done_once_after_any_number_of_cuts(cluster: Cluster) -> None:
+    """Calls and messages without a reply: none is lost, and none is handled twice."""
     poster, workers = cluster.link(role="observer"), [cluster.link(rank=rank) for rank in range(3)]
     job = messages.PostJob(spec=JobSpec(description=b"work", files=(40, None), epochs=2, assignment="first-come"))
     number = int(poster.call(job, int))
@@ -168,7 +168,7 @@ def test_requests_before_the_cut_are_answered_after_it(cluster: Cluster) -> None
     assert seeking().number == number
 
 
-def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
+def test_the_scheduler_waits_for_a_server_with_a_long_cut() -> None:
     """It alone has its rows: to give it up would be to lose them, and nothing would be gained."""
     with Cluster(servers=3, workers=1, heartbeat_timeout_s=1.5) as cluster:
         client = cluster.connect()
@@ -196,19 +196,19 @@ def test_leave_arrives_while_the_scheduler_sends() -> None:
         link = cluster.link()
         incarnation = link.state.welcome.incarnation if link.state.welcome else 0
         peer: Any = cluster.scheduler.core.sessions.members[incarnation].peer
-        begun = threading.Event()
+        has_begun = threading.Event()
 
         def write() -> None:
-            begun.set()
+            has_begun.set()
             time.sleep(0.2)
             peer.send(*frame_parts(NOTICE, meta=messages.encode(messages.CommitView(term=0, epoch=0))))
 
         cluster.served.loop.call_soon_threadsafe(write)
-        assert begun.wait(PATIENCE_S)
+        assert has_begun.wait(PATIENCE_S)
         link.close()
         began = time.monotonic()
         wait_until(
-            lambda: incarnation not in {each.incarnation for each in cluster.scheduler.core.cluster.newest.members}
+            lambda: incarnation not in {member.incarnation for member in cluster.scheduler.core.cluster.newest.members}
         )
         assert time.monotonic() < began + 20.0  # the time-out is 30 s
 
@@ -226,4 +226,4 @@ def test_the_process_of_a_member_ends_and_it_is_known_at_once() -> None:
         table = lives.sparse_table("w", update=SGD(lr=1.0))
         cluster.kill(ends)
         table.push([1], np.ones(1, np.float32), tick=True)
-        assert table.pull([1]) == -1  # nobody waits for the other
+        assert table.pull([1]) == -1  # no worker waits for another worker

@@ -44,17 +44,17 @@ def state(poster: SchedulerLink, job: int) -> JobState:
     return found
 
 
-def rest(worker: SchedulerLink, after: int) -> None:
+def wait_for_work(worker: SchedulerLink, after: int) -> None:
     """Ask for the next job, as a worker that is through does, and do not wait for it."""
     worker.start(messages.GetJob(after=after), Job)
-    worker.call(messages.GetView())  # by its answer the scheduler has heard
+    worker.call(messages.GetView())  # the reply proves that the scheduler has received the earlier messages
 
 
 def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
     workers = [cluster.link(rank=rank) for rank in range(2)]
-    asked = [worker.start(messages.GetJob(after=0), Job) for worker in workers]
+    pending = [worker.start(messages.GetJob(after=0), Job) for worker in workers]
     number = post(poster, 3, 2, epochs=2)
-    assert {answer() for answer in asked} == {Job(number=number, description=b"work")}
+    assert {answer() for answer in pending} == {Job(number=number, description=b"work")}
     late = cluster.link()
     assert late.call(messages.GetJob(after=0), Job).number == number
     seen = []
@@ -70,7 +70,7 @@ def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
     assert [take(worker, number).lease for worker in workers] == [ALL_DONE, ALL_DONE]
     assert not state(poster, number).finished  # they may still have something to say
     for worker in workers:
-        rest(worker, number)
+        wait_for_work(worker, number)
     ended = state(poster, number)
     assert ended.finished
     assert (ended.done, ended.total, ended.failed) == (10, 10, None)
@@ -82,8 +82,8 @@ def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
 def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: SchedulerLink) -> None:
     lives, dies = cluster.link(rank=0), cluster.link(rank=1)
     number = post(poster, 2)
-    mine, lost = take(lives, number), take(dies, number)
-    done(lives, number, mine)
+    held, lost = take(lives, number), take(dies, number)
+    done(lives, number, held)
     assert take(lives, number).lease == NONE_FREE
     waiting: list[Lease] = []
     in_threads(lambda: waiting.append(take(lives, number, wait=True)), lambda: cluster.lose(dies))
@@ -91,28 +91,28 @@ def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: Schedul
     assert (waiting[0].file, waiting[0].shard) == (lost.file, lost.shard)
     done(lives, number, waiting[0])
     assert take(lives, number, wait=True).lease == ALL_DONE
-    rest(lives, number)
+    wait_for_work(lives, number)
     ended = state(poster, number)
     assert ended.finished
     assert (ended.done, ended.lost_workers, ended.num_workers) == (2, 1, 1)
 
 
-def test_a_leaving_worker_gives_its_leases_back(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_a_leaving_worker_returns_leases(cluster: Cluster, poster: SchedulerLink) -> None:
     stays, leaves = cluster.link(), cluster.link()
     number = post(poster, 1, assignment="strided")
-    asked = stays.start(messages.TakeLease(job=number, wait=False), Lease)
+    pending = stays.start(messages.TakeLease(job=number, wait=False), Lease)
     assert take(leaves, number).lease == NONE_FREE
-    lease = asked()
+    lease = pending()
     stays.close()
     again = take(leaves, number, wait=True)
     assert (again.file, again.shard) == (lease.file, lease.shard)
     done(leaves, number, again)
-    rest(leaves, number)
+    wait_for_work(leaves, number)
     assert state(poster, number).finished
     assert state(poster, number).lost_workers == 0
 
 
-def test_waiting_workers_learn_that_the_job_is_complete(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_waiting_workers_are_notified_of_the_complete_job(cluster: Cluster, poster: SchedulerLink) -> None:
     works, waits = cluster.link(), cluster.link()
     number = post(poster, 1)
     lease = take(works, number)
@@ -143,7 +143,7 @@ def test_a_job_is_not_over_while_work_is_left(cluster: Cluster, poster: Schedule
     heir = cluster.link()
     done(heir, number, take(heir, number))
     assert take(heir, number).lease == ALL_DONE
-    rest(heir, number)
+    wait_for_work(heir, number)
     assert state(poster, number).finished
     assert state(poster, number).done == 2
 
@@ -151,9 +151,9 @@ def test_a_job_is_not_over_while_work_is_left(cluster: Cluster, poster: Schedule
 def test_strided_work_goes_by_rank(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     number = post(poster, 4, assignment="strided")
-    asked = second.start(messages.TakeLease(job=number, wait=False), Lease)
+    pending = second.start(messages.TakeLease(job=number, wait=False), Lease)
     assert [take(first, number).shard for _ in range(2)] == [0, 2]
-    assert [asked().shard, take(second, number).shard] == [1, 3]
+    assert [pending().shard, take(second, number).shard] == [1, 3]
 
 
 def test_files_of_unknown_length(cluster: Cluster, poster: SchedulerLink) -> None:
@@ -177,7 +177,7 @@ def test_files_of_unknown_length(cluster: Cluster, poster: SchedulerLink) -> Non
     assert take(worker, number).lease == ALL_DONE
 
 
-def test_reports_come_with_their_bodies(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_reports_arrive_with_bodies(cluster: Cluster, poster: SchedulerLink) -> None:
     worker = cluster.link()
     number = post(poster, 1)
     for index in range(3):
@@ -194,7 +194,7 @@ def test_reports_come_with_their_bodies(cluster: Cluster, poster: SchedulerLink)
     assert len(body) == 0
 
 
-def test_a_job_that_cannot_be_done(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_an_impossible_job(cluster: Cluster, poster: SchedulerLink) -> None:
     worker = cluster.link()
     number = post(poster, 5)
     take(worker, number)
@@ -218,7 +218,7 @@ def test_heartbeats_carry_progress(cluster: Cluster, poster: SchedulerLink) -> N
     assert state(poster, number).progress == {"examples": 16.0}
     cluster.lose(workers[0])
     wait_until(lambda: state(poster, number).num_workers == 1)
-    # What the dead have finished counts; what they had begun counts where it is done again.
+    # The shards that the dead worker finished count. Its unfinished shards count when they are done again.
     assert state(poster, number).progress == {"examples": 15.0}
 
 
@@ -248,9 +248,9 @@ def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink
 
 
 def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None:
-    heard: list[Any] = []
+    notices: list[Any] = []
     seeks, waits, late = (cluster.link() for _ in range(3))
-    late.hooks.on_notice = heard.append
+    late.hooks.on_notice = notices.append
     number = post(poster, 1)
     take(late, number)
     seeking = seeks.start(messages.GetJob(after=number), Job)
@@ -260,32 +260,30 @@ def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None
     poster.call(messages.EndCluster())
     assert seeking().number == -1
     assert waiting().lease == ALL_DONE
-    wait_until(lambda: any(isinstance(notice, messages.Ended) for notice in heard))
+    wait_until(lambda: any(isinstance(notice, messages.Ended) for notice in notices))
     assert late.call(messages.GetJob(after=number), Job).number == -1
     assert cluster.scheduler.ended.is_set()
     assert len(cluster.scheduler.core.cluster.membership.members) == 4
 
 
-def test_a_strided_job_begins_when_all_its_workers_have_requested_it(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_a_strided_job_begins_when_all_workers_have_requested_it(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     job = post(poster, 4, assignment="strided")
-    asked = first.start(messages.TakeLease(job=job, wait=False), Lease)
-    assert state(poster, job).seconds == 0.0  # nobody has begun
+    pending = first.start(messages.TakeLease(job=job, wait=False), Lease)
+    assert state(poster, job).seconds == 0.0  # no worker has begun
     assert take(second, job).shard == 1
-    assert asked().shard == 0
+    assert pending().shard == 0
 
 
-def test_a_strided_job_does_not_wait_for_a_worker_that_dies_first(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_a_strided_job_does_not_wait_for_a_dead_worker(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     job = post(poster, 2, assignment="strided")
-    asked = first.start(messages.TakeLease(job=job, wait=False), Lease)
+    pending = first.start(messages.TakeLease(job=job, wait=False), Lease)
     cluster.lose(second)
-    assert asked().shard == 0
+    assert pending().shard == 0
 
 
-def test_a_strided_job_deals_out_the_share_of_a_worker_that_is_not_there(
-    cluster: Cluster, poster: SchedulerLink
-) -> None:
+def test_a_strided_job_distributes_the_share_of_an_absent_worker(cluster: Cluster, poster: SchedulerLink) -> None:
     only = cluster.link(rank=1)  # of two that are expected
     job = post(poster, 3, assignment="strided")
     shards = []

@@ -1,4 +1,4 @@
-"""A scheduler that dies, and another one in its place: members, leases, tables and findings are as they were."""
+"""A scheduler dies and another one takes its place. Members, leases, tables and results survive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .harness import PATIENCE_S, TOKEN, Cluster, break_off, floats, in_threads, 
 
 
 class Doors(SocketTransport):
-    """TCP only, so that an address can be had again; who is shut out reaches nobody."""
+    """TCP only, so that the address can be used again. A process without access reaches no member."""
 
     def __init__(self) -> None:
         super().__init__(TOKEN)
@@ -167,7 +167,7 @@ def member_rank(link: SchedulerLink) -> int:
     return link.state.welcome.rank
 
 
-def test_members_leases_and_counters_are_as_they_were(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_members_leases_and_counters_survive(cluster: Restartable, poster: SchedulerLink) -> None:
     workers = [cluster.member(rank) for rank in range(2)]
     job = post(poster, 3, 3)
     assert [begin(worker) for worker in workers] == [job, job]
@@ -177,7 +177,7 @@ def test_members_leases_and_counters_are_as_they_were(cluster: Restartable, post
     third = take(workers[0], job)
     assert state(poster, job).done == 1
     cluster.kill_scheduler()
-    finish(workers[0], job, third, 20)  # while there is no scheduler
+    finish(workers[0], job, third, 20)  # without a scheduler
     cluster.replace()
     cluster.wait_back()
     after = poster.get_view()
@@ -243,7 +243,7 @@ def test_pending_requests_are_sent_again(cluster: Restartable, poster: Scheduler
     number = post(poster, 1)
     assert number > job
     next_of = [worker.start(messages.GetJob(after=job), Job) for worker in (works, waits)]  # it begins with all
-    assert [each().number for each in (idle, *next_of)] == [number] * 3
+    assert [call().number for call in (idle, *next_of)] == [number] * 3
 
 
 def test_an_undelivered_lease_is_granted_again(cluster: Restartable, poster: SchedulerLink) -> None:
@@ -251,7 +251,7 @@ def test_an_undelivered_lease_is_granted_again(cluster: Restartable, poster: Sch
     job = post(poster, 1)
     begin(worker)
     take(worker, job)
-    worker._memory._ledger._leases.clear()  # as if the answer had been on its way when the scheduler died
+    worker._memory._ledger._leases.clear()  # as if the scheduler died before the reply was sent
     cluster.kill_scheduler()
     cluster.replace()
     cluster.wait_back()
@@ -259,12 +259,12 @@ def test_an_undelivered_lease_is_granted_again(cluster: Restartable, poster: Sch
     assert take(worker, job).lease == NONE_FREE
 
 
-def test_a_member_that_does_not_return_is_dead(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_a_missing_member_is_dead(cluster: Restartable, poster: SchedulerLink) -> None:
     lives, dies = cluster.member(0), cluster.member(1)
     job = post(poster, 3)
     for worker in (lives, dies):
         begin(worker)
-    mine, lost = take(lives, job), take(dies, job)
+    held, lost = take(lives, job), take(dies, job)
     finish(dies, job, lost, 7)
     lost = take(dies, job)
     dies.notify(messages.Heartbeat(progress={"job": job, "examples": 9.0}))
@@ -275,13 +275,13 @@ def test_a_member_that_does_not_return_is_dead(cluster: Restartable, poster: Sch
     cluster.kill_scheduler()
     cluster.replace()
     cluster.wait_back()
-    finish(lives, job, mine, 4)
+    finish(lives, job, held, 4)
     again = take(lives, job)
     assert again.shard == lost.shard
     finish(lives, job, again, 8)
     found = state(poster, job)
     assert (found.done, found.lost_workers, found.num_workers) == (3, 1, 1)
-    assert found.progress == {"examples": 15.0}  # what the dead has finished counts
+    assert found.progress == {"examples": 15.0}  # the finished shards of the dead worker count
 
 
 def test_reports_are_neither_lost_nor_repeated(cluster: Restartable, poster: SchedulerLink) -> None:
@@ -295,11 +295,11 @@ def test_reports_are_neither_lost_nor_repeated(cluster: Restartable, poster: Sch
     def taken() -> list[int]:
         found: list[int] = []
         while True:
-            each, body = poster.call_with_body(messages.TakeReports(job=job), TakenReport | None)
-            if each is None:
+            record, body = poster.call_with_body(messages.TakeReports(job=job), TakenReport | None)
+            if record is None:
                 return found
-            assert bytes(body) == bytes([each.fields["index"]]) * 9
-            found.append(each.fields["index"])
+            assert bytes(body) == bytes([record.fields["index"]]) * 9
+            found.append(record.fields["index"])
 
     for index in range(3):
         lease = take(worker, job)
@@ -321,7 +321,7 @@ def test_reports_are_neither_lost_nor_repeated(cluster: Restartable, poster: Sch
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_shard_whose_report_is_lost_is_read_again(cluster: Restartable, poster: SchedulerLink, taken: bool) -> None:
+def test_a_shard_with_a_lost_report_is_read_again(cluster: Restartable, poster: SchedulerLink, taken: bool) -> None:
     """Its worker is dead, and the scheduler dies: with the report, unless the poster has it."""
     lives, dies = cluster.member(0), cluster.member(1)
     job = post(poster, 1)
@@ -367,13 +367,13 @@ def test_ends_of_files_are_remembered(cluster: Restartable, poster: SchedulerLin
     assert take(worker, job).file == 1
 
 
-def test_strided_work_stays_with_its_rank(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_strided_work_stays_with_the_rank(cluster: Restartable, poster: SchedulerLink) -> None:
     workers = [cluster.member(rank) for rank in range(2)]
     job = post(poster, 6, assignment="strided")
     for worker in workers:
         begin(worker)
-    asked = [worker.start(messages.TakeLease(job=job, wait=False), Lease) for worker in workers]
-    leases = [answer() for answer in asked]
+    pending = [worker.start(messages.TakeLease(job=job, wait=False), Lease) for worker in workers]
+    leases = [answer() for answer in pending]
     assert [lease.shard for lease in leases] == [0, 1]
     cluster.kill_scheduler()
     cluster.replace(num_workers=2)
@@ -384,7 +384,7 @@ def test_strided_work_stays_with_its_rank(cluster: Restartable, poster: Schedule
     assert [take(workers[0], job).shard for _ in range(2)] == [2, 4]
 
 
-def test_workers_leave_a_job_whose_driver_has_ended(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_workers_leave_a_job_after_the_end_of_the_driver(cluster: Restartable, poster: SchedulerLink) -> None:
     worker = cluster.member()
     job = post(poster, 3)
     begin(worker)
@@ -400,26 +400,26 @@ def test_workers_leave_a_job_whose_driver_has_ended(cluster: Restartable, poster
     assert begin(worker, job) == number
 
 
-def test_a_worker_that_returns_too_late_is_expelled() -> None:
+def test_a_worker_is_expelled_if_it_returns_too_late() -> None:
     with Restartable(servers=1, workers=2) as cluster:
-        heard: list[msgspec.Struct] = []
+        received_messages: list[msgspec.Struct] = []
         lost: list[BaseException] = []
         notes: list[str] = []
-        late = cluster.member(hooks=LinkHooks(heard.append, lost.append))
+        late = cluster.member(hooks=LinkHooks(received_messages.append, lost.append))
         cluster.doors.shut_out.add(late.hello.name)
         cluster.kill_scheduler()
         cluster.replace(heartbeat_timeout_s=1.0, on_note=notes.append)
         cluster.wait_back(cluster.nodes[0].link)
-        gone = f"worker 0 ({late.hello.name}) is declared dead"
-        wait_until(lambda: notes == [f"{gone}: it did not rejoin the scheduler that took over"])
+        death_message = f"worker 0 ({late.hello.name}) is declared dead"
+        wait_until(lambda: notes == [f"{death_message}: it did not rejoin the scheduler that took over"])
         cluster.doors.shut_out.clear()
         wait_until(lambda: bool(lost))
-        assert any(isinstance(notice, messages.Expelled) for notice in heard)
+        assert any(isinstance(notice, messages.Expelled) for notice in received_messages)
         with pytest.raises(PeerError, match="declared dead: it did not reconnect in time"):
             late.call(messages.GetView())
 
 
-def test_a_late_server_is_readmitted_with_its_rows() -> None:
+def test_a_late_server_is_readmitted_with_the_rows() -> None:
     """It alone has its buckets: nothing would be gained without it."""
     notes: list[str] = []
     with Restartable(servers=2, workers=1) as cluster:
@@ -440,7 +440,7 @@ def test_a_late_server_is_readmitted_with_its_rows() -> None:
         assert table.push_pull(np.arange(100), np.ones(100, np.float32)).tolist() == [[-2.0]] * 100
 
 
-def test_a_server_that_only_the_view_before_names_is_waited_for_by_name() -> None:
+def test_a_server_of_the_previous_view_is_expected_by_name() -> None:
     notes: list[str] = []
     with Restartable(servers=2, workers=1, replicas=1) as cluster:
         first, other = (node.link for node in cluster.nodes)
@@ -476,7 +476,7 @@ def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None
     in_threads(lambda: newcomers.append(cluster.member()), let_in)
     cluster.wait_back(member)
     members = member.get_view().members
-    assert [each.rank for each in members] == [0, 1]
+    assert [member.rank for member in members] == [0, 1]
     assert members[0].incarnation < members[1].incarnation
 
 
@@ -503,12 +503,12 @@ def test_a_member_stays_if_another_cluster_uses_the_address(cluster: Restartable
     cluster.kill_scheduler()
     cluster.replace(replaces=True)
     cluster.wait_back(member)
-    assert [each.rank for each in member.get_view().members] == [member_rank(member)]
+    assert [member.rank for member in member.get_view().members] == [member_rank(member)]
 
 
 @pytest.mark.parametrize("first", ["survivor", "newcomer"])
 def test_survivors_are_readmitted_in_any_order(first: str) -> None:
-    """The scheduler is started again by hand, as it was the first time, and knows of nobody."""
+    """The scheduler is started again by hand, as at first, and has no list of members."""
     with Restartable(servers=1, workers=1) as cluster:
         client = cluster.connect()
         cluster.links.append(client.link)
@@ -533,7 +533,7 @@ def test_survivors_are_readmitted_in_any_order(first: str) -> None:
         in_threads(come, let_in)
         cluster.wait_back(cluster.nodes[0].link, client.link)
         assert table.pull([1]).tolist() == [[-1.0]]
-        ranks = [each.rank for each in newcomers[0].call(messages.GetView(), messages.View).of_role(Role.WORKER)]
+        ranks = [worker.rank for worker in newcomers[0].call(messages.GetView(), messages.View).of_role(Role.WORKER)]
         assert ranks == [0, 1]
 
 
@@ -603,8 +603,11 @@ def test_without_servers_nothing_is_left_to_take_over() -> None:
             member.call(messages.GetView())
 
 
-def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> None:
-    """Nobody who came back had heard of it: this server has, or has not, and it is a member when it comes."""
+def test_a_worker_unknown_to_the_new_scheduler_is_not_refused() -> None:
+    """None of the returned members has a record of this worker.
+
+    One server may have received it, so it is a member when it arrives.
+    """
     with Cluster(servers=1, workers=2, consistency=BoundedDelay(tau=8)) as cluster:
         server = cluster.nodes[0].server
         worker, other = cluster.connect_all()
@@ -623,7 +626,7 @@ def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> Non
         worker.join()
         cluster.nodes[0].call(
             lambda: setattr(server.core.workers, "named", frozenset({other.incarnation}))
-        )  # it never heard of the worker
+        )  # it has no record of the worker
         joining = threading.Thread(target=worker.join)
         joining.start()
         wait_until(lambda: len(list(server.core.early)) == 1)
@@ -636,7 +639,7 @@ def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> Non
             worker.join()
 
 
-def test_a_member_that_joined_and_died_between_two_views_is_not_awaited() -> None:
+def test_a_member_dead_between_two_views_is_not_expected() -> None:
     with Cluster(servers=1, workers=2, consistency=BoundedDelay(tau=1)) as cluster:
         server = cluster.nodes[0].server
         lost, left = cluster.connect_all()

@@ -62,22 +62,22 @@ def same(one: list[Floats], other: list[Floats]) -> bool:
     return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(one, other, strict=True))
 
 
-def finish(taker: SnapshotCoordinator) -> SnapshotManifest:
+def finish(coordinator: SnapshotCoordinator) -> SnapshotManifest:
     found: list[SnapshotManifest] = []
 
-    def is_there() -> bool:
-        manifest = taker.poll()
+    def is_listed() -> bool:
+        manifest = coordinator.poll()
         if manifest is not None:
             found.append(manifest)
         return bool(found)
 
-    wait_until(is_there)
+    wait_until(is_listed)
     return found[0]
 
 
-def take(taker: SnapshotCoordinator) -> SnapshotManifest:
-    taker.begin()
-    return finish(taker)
+def take(coordinator: SnapshotCoordinator) -> SnapshotManifest:
+    coordinator.begin()
+    return finish(coordinator)
 
 
 def restored(directory: Path, servers: int) -> tuple[list[Floats], list[int]]:
@@ -107,10 +107,10 @@ def test_unchanged_parts_are_not_written_again(tmp_path: Path, monkeypatch: pyte
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(4))
-        taker = SnapshotCoordinator(observer, tmp_path, keep=2)
+        coordinator = SnapshotCoordinator(observer, tmp_path, keep=2)
         sizes = []
         for step in range(snapshots.FULL_EVERY + 2):
-            manifest = take(taker)
+            manifest = take(coordinator)
             assert manifest.full == (step % snapshots.FULL_EVERY == 0)
             written = list((tmp_path / folder_name(manifest.number)).glob("*.safetensors"))
             sizes.append(sum(path.stat().st_size for path in written))
@@ -121,13 +121,13 @@ def test_unchanged_parts_are_not_written_again(tmp_path: Path, monkeypatch: pyte
             train(client, range(step, step + 1), keys=5)
             # A snapshot's files are all there, and none that no snapshot needs.
             manifests = [
-                each for each in numbers_in(tmp_path) if (tmp_path / folder_name(each) / "manifest.json").exists()
+                number for number in numbers_in(tmp_path) if (tmp_path / folder_name(number) / "manifest.json").exists()
             ]
             assert len(manifests) == min(step + 1, 2)
             assert manifests[-1] == manifest.number
         assert all(size < sizes[0] / 2 for size in sizes[1 : snapshots.FULL_EVERY])
         assert sizes[snapshots.FULL_EVERY] >= sizes[0]
-        assert numbers_in(tmp_path) == [11, 12]  # nobody refers to what the first ten wrote
+        assert numbers_in(tmp_path) == [11, 12]  # no snapshot refers to the files of the first ten
 
 
 def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +139,13 @@ def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pyt
         for _ in range(3):
             table.push(KEYS, ones)
         client.flush()
-        taker = SnapshotCoordinator(observer, tmp_path)
-        taker.begin()
+        coordinator = SnapshotCoordinator(observer, tmp_path)
+        coordinator.begin()
         pushes = 3
-        while taker.poll() is None:
+        while coordinator.poll() is None:
             table.push(KEYS, ones).wait()
             pushes += 1
-        take(taker)  # the next one has all that was pushed meanwhile
+        take(coordinator)  # the next snapshot contains all pushes so far
         assert pushes > 5
     with Cluster() as cluster:
         client = cluster.connect()
@@ -154,7 +154,7 @@ def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pyt
 
 
 def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row says how many iterations there were; in a snapshot all say the same, on all servers."""
+    """Every row contains the number of its iterations. In a snapshot all rows on all servers have the same number."""
     monkeypatch.setattr(parts, "PART_BYTES", 4_000)
     with Cluster(servers=2, workers=2, consistency=Sequential()) as cluster:
         clients = cluster.connect_all()
@@ -172,17 +172,17 @@ def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: p
                 dense.push(np.full(SIZE, -1, np.float32), tick=True)
                 sparse.pull(KEYS[:10])
                 iteration += 1
-                if not going[0]:  # every worker ends with the same iteration, the gate sees to it
+                if not going[0]:  # the gate makes every worker end with the same iteration
                     client.retire()
                     break
             return iteration
 
         def watch() -> list[tuple[int, list[Floats], int]]:
             found: list[tuple[int, list[Floats], int]] = []
-            taker = SnapshotCoordinator(observer, tmp_path, keep=10)
+            coordinator = SnapshotCoordinator(observer, tmp_path, keep=10)
             wait_until(lambda: len(observer.tables()) == 3)
             for _ in range(3):
-                manifest = take(taker)
+                manifest = take(coordinator)
                 assert manifest.iteration is not None
                 copy = tmp_path / f"copy{manifest.number}"
                 shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("copy*"))
@@ -207,39 +207,39 @@ def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: p
 def test_damage_is_reported_and_the_earlier_snapshot_is_used(tmp_path: Path) -> None:
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
-        taker = SnapshotCoordinator(observer, tmp_path)
+        coordinator = SnapshotCoordinator(observer, tmp_path)
         kept = []
         for step in range(3):
             train(client, range(step, step + 1))
-            take(taker)
+            take(coordinator)
             kept.append(values(client))
-        taker.close()
-    told: list[str] = []
+        coordinator.close()
+    reports: list[str] = []
     (tmp_path / folder_name(3) / "manifest.json").write_bytes(b"{")
-    assert read_newest(tmp_path, told.append).manifest.number == 2
-    assert "damaged" in told.pop()
+    assert read_newest(tmp_path, reports.append).manifest.number == 2
+    assert "damaged" in reports.pop()
     found, _ = restored(tmp_path, 1)
     assert same(found, kept[1])
     part = next((tmp_path / folder_name(2)).glob("*.safetensors"))
     content = bytearray(part.read_bytes())
     content[-3] ^= 1
     part.write_bytes(content)
-    assert read_newest(tmp_path, told.append).manifest.number == 1
-    assert [re.findall(r"snapshot-\d+", line.partition(":")[0]) for line in told] == [
+    assert read_newest(tmp_path, reports.append).manifest.number == 1
+    assert [re.findall(r"snapshot-\d+", line.partition(":")[0]) for line in reports] == [
         [folder_name(number), folder_name(1)] for number in (3, 2)
     ]
-    assert "SHA-256" in told[-1]
-    assert str(part) in told[-1]
+    assert "SHA-256" in reports[-1]
+    assert str(part) in reports[-1]
     os.truncate(next((tmp_path / folder_name(1)).glob("*.safetensors")), 100)
-    told.clear()
+    reports.clear()
     with pytest.raises(ModelError, match=r"no complete snapshot to resume from: .*; .*SHA-256.*; .*100 bytes"):
-        read_newest(tmp_path, told.append)
-    assert not told
+        read_newest(tmp_path, reports.append)
+    assert not reports
     with pytest.raises(ModelError, match="holds no complete snapshot"):
         read_newest(tmp_path / "nowhere")
 
 
-def test_a_cluster_that_is_not_fit_for_it(tmp_path: Path) -> None:
+def test_an_unsuitable_cluster(tmp_path: Path) -> None:
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(1))
@@ -263,20 +263,20 @@ def test_replicas_have_the_loaded_rows(tmp_path: Path) -> None:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         load_snapshot(client, read_newest(tmp_path))
         assert same(values(client), expected)
-        taker = SnapshotCoordinator(observer, tmp_path)
-        taker.begin()
+        coordinator = SnapshotCoordinator(observer, tmp_path)
+        coordinator.begin()
         cluster.nodes[1].stop()
         assert same(values(client), expected)
         try:
-            finish(taker)  # unless it was through before
+            finish(coordinator)  # unless it was through before
         except (SnapshotWriteError, PeerError):
-            taker.give_up()
-        assert take(taker).tables[2].rows == SIZE
+            coordinator.give_up()
+        assert take(coordinator).tables[2].rows == SIZE
     found, _ = restored(tmp_path, 1)
     assert same(found, expected)
 
 
-def test_servers_that_do_not_see_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_without_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(3))
@@ -287,7 +287,7 @@ def test_servers_that_do_not_see_the_files(tmp_path: Path, monkeypatch: pytest.M
     assert same(found, expected)
 
 
-def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_file_system_delays_no_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, hung = threading.Event(), threading.Event()
     callers = threading.current_thread()
 
@@ -307,7 +307,7 @@ def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch:
         assert not goes_on.is_set()
         goes_on.set()
 
-    def serves_beside(table: SparseTable) -> None:
+    def serves_concurrently(table: SparseTable) -> None:
         assert hung.wait(20)
         table.pull(KEYS)
         assert not goes_on.is_set()
@@ -318,25 +318,25 @@ def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch:
         train(client, range(2))
         for name in ("mkdir", "stat", "unlink", "scandir", "listdir", "open", "rmdir"):
             monkeypatch.setattr(os, name, hanging(getattr(os, name)))
-        taker = SnapshotCoordinator(observer, tmp_path)
-        taker.begin()
+        coordinator = SnapshotCoordinator(observer, tmp_path)
+        coordinator.begin()
         serves(client)
-        finish(taker)
-        taker.begin()
+        finish(coordinator)
+        coordinator.begin()
         goes_on.clear()
         hung.clear()
         cluster.nodes[0].call(
             lambda: cluster.nodes[0].server.snapshots.drop(DropSnapshot(directory=str(tmp_path), number=2))
         )
         serves(client)
-        taker.close()
+        coordinator.close()
     newest = read_newest(tmp_path)
     goes_on.clear()
     hung.clear()
     with Cluster() as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         other = observer.sparse_table("other", update=SGD(lr=1.0))
-        in_threads(lambda: load_snapshot(client, newest), lambda: serves_beside(other))
+        in_threads(lambda: load_snapshot(client, newest), lambda: serves_concurrently(other))
 
 
 def test_two_directories_are_two_histories(tmp_path: Path) -> None:
@@ -344,32 +344,35 @@ def test_two_directories_are_two_histories(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with Cluster() as cluster:
         client, one, other = cluster.connect(), cluster.connect(observer=True), cluster.connect(observer=True)
-        takers = [SnapshotCoordinator(one, first), SnapshotCoordinator(other, second)]
+        coordinators = [SnapshotCoordinator(one, first), SnapshotCoordinator(other, second)]
         train(client, range(2))
-        take(takers[0])
+        take(coordinators[0])
         train(client, range(2, 4), keys=100)
-        take(takers[1])
-        take(takers[0])
+        take(coordinators[1])
+        take(coordinators[0])
         expected = values(client)
-        for taker in takers:  # a server takes one at a time: the later one
-            taker.begin()
+        for coordinator in coordinators:  # a server takes one at a time: the later one
+            coordinator.begin()
         with pytest.raises(SnapshotWriteError, match=r"snapshot 2 in .*second"):
-            finish(takers[0])
-        finish(takers[1])
-        for taker in takers:
-            taker.close()
+            finish(coordinators[0])
+        finish(coordinators[1])
+        for coordinator in coordinators:
+            coordinator.close()
     for directory in (first, second):
         assert same(restored(directory, 1)[0], expected)
 
 
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so each time, leaves nothing, and the servers go on; then there is room, and all is as it should be."""
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attempt reports the full disk and leaves no files, and the servers continue.
+
+    With free space the next snapshot succeeds.
+    """
 
     tries: list[str] = []
 
     def full(directory: Path, file: str, *arguments: object) -> object:
         if "/s0-" in file:
-            time.sleep(0.1)  # the other one has failed by now, and removed what it wrote
+            time.sleep(0.1)  # the other snapshot has failed by now, and its files are removed
         tries.append(file)
         (directory / file).write_bytes(b"some of it")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -377,20 +380,20 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(2))
-        taker = SnapshotCoordinator(observer, tmp_path)
-        take(taker)
+        coordinator = SnapshotCoordinator(observer, tmp_path)
+        take(coordinator)
         train(client, range(2, 3), keys=5)
         for number in (2, 3):
             monkeypatch.setattr(server_snapshots, "write_part", full)
-            taker.begin()
+            coordinator.begin()
             wait_until(lambda: {file.split("/")[1][:2] for file in tries} == {"s0", "s1"})
             tries.clear()
             with pytest.raises(SnapshotWriteError, match=f"snapshot {number} was not taken: .*no space left in"):
-                finish(taker)
-            assert not taker.is_taking
+                finish(coordinator)
+            assert not coordinator.is_taking
             wait_until(lambda: numbers_in(tmp_path) == [1])
         monkeypatch.undo()
-        manifest = take(taker)
+        manifest = take(coordinator)
         assert manifest.number == 4
         assert not manifest.full
         expected = values(client)
@@ -398,60 +401,60 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert same(found, expected)
 
 
-@pytest.mark.parametrize(("part_bytes", "who"), [(1 << 20, r"server \d: "), (2_000, "")], ids=["parts", "manifest"])
-def test_files_that_may_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int, who: str) -> None:
-    """The system itself refuses to write: half a file is there by then."""
+@pytest.mark.parametrize(("part_bytes", "role"), [(1 << 20, r"server \d: "), (2_000, "")], ids=["parts", "manifest"])
+def test_files_with_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int, role: str) -> None:
+    """The operating system refuses the write after half of the file."""
     monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(2))
-        taker = SnapshotCoordinator(observer, tmp_path)
-        take(taker)
+        coordinator = SnapshotCoordinator(observer, tmp_path)
+        take(coordinator)
         kept, before = values(client), sorted(tmp_path.rglob("*"))
         train(client, range(2, 4))
         with (
             files_up_to(20_000),
-            pytest.raises(SnapshotWriteError, match=f"2 was not taken: {who}cannot .* too large$"),
+            pytest.raises(SnapshotWriteError, match=f"2 was not taken: {role}cannot .* too large$"),
         ):
-            take(taker)
+            take(coordinator)
         wait_until(lambda: sorted(tmp_path.rglob("*")) == before)
         found, _ = restored(tmp_path, 1)
         assert same(found, kept)
-        assert take(taker).number == 3
+        assert take(coordinator).number == 3
         expected = values(client)
     found, _ = restored(tmp_path, 1)
     assert same(found, expected)
 
 
-def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+def test_an_impossible_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with Cluster() as cluster:
         observer = cluster.connect(observer=True)
-        taker = SnapshotCoordinator(observer, tmp_path / "file" / "snapshots")
+        coordinator = SnapshotCoordinator(observer, tmp_path / "file" / "snapshots")
         with pytest.raises(SnapshotWriteError, match="cannot write in"):
-            taker.begin()
-        assert not taker.is_taking
+            coordinator.begin()
+        assert not coordinator.is_taking
 
 
 def test_given_up(tmp_path: Path) -> None:
-    """A boundary that never comes: nothing stays of it."""
+    """If the boundary is never reached, no files stay."""
     with Cluster(consistency=Sequential()) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(1))
-        taker = SnapshotCoordinator(observer, tmp_path)
-        taker.begin()
-        assert taker.poll() is None
-        taker.give_up()
+        coordinator = SnapshotCoordinator(observer, tmp_path)
+        coordinator.begin()
+        assert coordinator.poll() is None
+        coordinator.give_up()
         assert numbers_in(tmp_path) == []
         client.tick()
         client.tick()
         client.tick()
-        taker.begin()
-        assert taker.is_taking
+        coordinator.begin()
+        assert coordinator.is_taking
 
 
 def test_last_passes_of_rows_are_kept_and_sent_to_new_servers(tmp_path: Path) -> None:
-    """After a resumption every row counted as seen, and what the undisturbed training would have dropped stayed."""
+    """Otherwise every row counts as seen after a resumption, and rows stay that the undisturbed training drops."""
 
     def mark(client: Client) -> SparseTable:
         table = declare(client)[0]
@@ -467,9 +470,9 @@ def test_last_passes_of_rows_are_kept_and_sent_to_new_servers(tmp_path: Path) ->
     with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:
         client = cluster.connect()
         table = mark(client)
-        taker = SnapshotCoordinator(client, tmp_path)
-        take(taker)
-        taker.close()
+        coordinator = SnapshotCoordinator(client, tmp_path)
+        take(coordinator)
+        coordinator.close()
         cluster.nodes[0].stop()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         wait_until(lambda: is_whole(client))

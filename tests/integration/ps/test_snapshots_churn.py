@@ -82,7 +82,7 @@ def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypa
         joined = stack.enter_context(ExitStack())
         counting, observer = Counting(cluster), cluster.connect(observer=True)
         stack.callback(counting.stop)
-        taker = SnapshotCoordinator(observer, tmp_path)
+        coordinator = SnapshotCoordinator(observer, tmp_path)
         failures: list[str] = []
         num_rounds = 0
 
@@ -97,15 +97,15 @@ def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypa
 
         for kind in CHANGES:
             at_least = counting.acknowledged
-            taker.begin()
-            assert taker.poll() is None
+            coordinator.begin()
+            assert coordinator.poll() is None
             change(kind)
             manifest = None
             try:
                 while manifest is None:
-                    assert taker.attempt is not None
-                    num_rounds = max(num_rounds, taker.attempt.round)
-                    manifest = taker.poll()
+                    assert coordinator.attempt is not None
+                    num_rounds = max(num_rounds, coordinator.attempt.round)
+                    manifest = coordinator.poll()
                     time.sleep(0.01)
             except SnapshotWriteError as error:
                 failures.append(str(error))
@@ -120,6 +120,6 @@ def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypa
                     assert at_least <= min(values) <= max(values) <= at_most
                 else:
                     assert values == {float(manifest.iteration)}
-        taker.close()
+        coordinator.close()
     assert num_rounds > 0  # the changes did come in between
     assert not failures

@@ -50,7 +50,7 @@ def test_staleness_counts_updates_between_pull_and_push() -> None:
         assert histogram(clients[0]) == {0: 8, 1: 3, 5: 1}
 
 
-def test_another_table_and_another_server_have_their_own() -> None:
+def test_another_table_and_another_server_have_separate_versions() -> None:
     with Cluster(servers=2, workers=2, consistency=BoundedDelay(tau=4)) as cluster:
         clients = cluster.connect_all()
         a, b = (sparse(client) for client in clients)
@@ -186,19 +186,19 @@ def test_delay_compensation_dense(policy: tuple[int, StalePolicy], pulled: str, 
     servers, stale = policy
     size = 1500
     random = np.random.default_rng(3)
-    some = random.choice(size, 300, replace=False).astype(np.uint64)
-    selections = {"all": np.arange(size), "range": np.arange(200, 1111), "keys": some.astype(np.int64)}
+    subset = random.choice(size, 300, replace=False).astype(np.uint64)
+    selections = {"all": np.arange(size), "range": np.arange(200, 1111), "keys": subset.astype(np.int64)}
     with Cluster(servers=servers, workers=2, consistency=Eventual(), stale=stale) as cluster:
         a, b = (client.dense_table("d", size=size, update=SGD(lr=1.0)) for client in cluster.connect_all())
         b.push(random.standard_normal(size, np.float32)).wait()
         then = b.pull()
-        _pull(a, pulled, some)
+        _pull(a, pulled, subset)
         b.push(random.standard_normal(size, np.float32)).wait()
         now = b.pull()
         grads = np.zeros(size, np.float32)
         grads[selections[pushed]] = random.standard_normal(len(selections[pushed]), np.float32)
         if pushed == "keys":
-            a.push(grads[some], keys=some).wait()
+            a.push(grads[subset], keys=subset).wait()
         else:
             a.push(grads[selections[pushed]], start=int(selections[pushed][0])).wait()
         was_pulled = np.isin(np.arange(size), selections[pulled])
@@ -206,17 +206,17 @@ def test_delay_compensation_dense(policy: tuple[int, StalePolicy], pulled: str, 
         np.testing.assert_allclose(b.pull(), expected, rtol=1e-6, atol=1e-6)
 
 
-def _pull(table: DenseTable, what: str, keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-    if what == "keys":
+def _pull(table: DenseTable, method: str, keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    if method == "keys":
         table.pull(keys=keys)
-    elif what == "range":
+    elif method == "range":
         table.pull(start=200, stop=1111)
     else:
         table.pull()
 
 
-def test_compensation_looks_at_the_pull_of_its_own_iteration() -> None:
-    """What was asked for ahead, for the next iteration, is not what this one's gradient was computed from."""
+def test_compensation_uses_the_pull_of_the_same_iteration() -> None:
+    """A pull in advance for the next iteration is not the basis of this iteration's gradient."""
     stale = DelayCompensate(strength=STRENGTH)
     with Cluster(workers=2, consistency=BoundedDelay(tau=4), stale=stale) as cluster:
         a, b = (sparse(client) for client in cluster.connect_all())

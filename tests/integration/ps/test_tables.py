@@ -190,7 +190,7 @@ def test_large_answers_in_flight_do_not_block_both_ends() -> None:
         assert [ticket.result()[-1] for ticket in tickets] == [-1.0 - n for n in range(16)]
 
 
-def test_tables_are_listed_and_found_by_others() -> None:
+def test_tables_are_listed_and_found_by_other_clients() -> None:
     with Cluster(servers=2) as cluster:
         client, other = cluster.connect(), cluster.connect(observer=True)
         table = client.sparse_table("w", dim=2, update=Adam(lr=0.1), initializer=Constant(value=3), seed=4)
@@ -239,7 +239,7 @@ def test_a_table_is_declared_with_the_initial_or_current_hyperparameters(servers
 
 
 @SERVERS
-def test_a_change_of_hyperparameters_that_reached_no_server_takes_effect_with_the_next_declaration(
+def test_a_change_of_hyperparameters_without_servers_takes_effect_with_the_next_declaration(
     servers: int,
 ) -> None:
     """The process that made the change died before it could notify the servers."""

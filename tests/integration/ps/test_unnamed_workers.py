@@ -42,7 +42,7 @@ def test_a_worker_in_no_view_delays_no_other_worker(consistency: Consistency) ->
         wait_until(lambda: not list(cluster.nodes[0].server.core.early))
 
 
-def test_a_worker_that_left_before_the_first_view_does_not_join() -> None:
+def test_a_worker_does_not_join_if_it_left_before_the_first_view() -> None:
     with Cluster(consistency=BoundedDelay(tau=1), workers=1) as cluster:
         client = cluster.connect()
         number = client.servers.newest()[0].session.server  # of a server: known, and no worker

@@ -54,8 +54,8 @@ def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> No
 
 
 @pytest.mark.parametrize("incarnation", [0, -1])
-def test_pushes_of_a_process_that_is_not_a_member_are_rejected(incarnation: int) -> None:
-    """The sums of iterations go by incarnation 0: what it pushed would pass for them, and they for repeated."""
+def test_pushes_of_a_process_without_membership_are_rejected(incarnation: int) -> None:
+    """The sums of iterations use incarnation 0. A push of incarnation 0 would be mistaken for a repeated sum."""
     with Cluster(servers=2, replicas=1, consistency=Sequential()) as cluster:
         client = cluster.connect()
         table = client.dense_table("d", size=1000, update=SGD(lr=1.0))
@@ -76,7 +76,7 @@ def test_pushes_of_a_process_that_is_not_a_member_are_rejected(incarnation: int)
 
 
 def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
-    """Each would be completed by itself, and the server would do nothing else for minutes."""
+    """Otherwise the server would complete each iteration separately, and do nothing else for minutes."""
     with Cluster(workers=1, consistency=Sequential()) as cluster:
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -103,7 +103,7 @@ def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
         assert table.push_pull(keys_of(5), floats(1), tick=True) == -2
 
 
-def test_a_server_does_not_tell_of_a_worker_that_is_far_ahead() -> None:
+def test_a_server_does_not_report_a_worker_far_ahead() -> None:
     with Cluster(servers=2, expected_servers=3, consistency=Sequential()) as cluster:  # it leads nothing yet
         served = cluster.nodes[0].served
         assert served is not None

@@ -25,7 +25,10 @@ def make_agents(
     pickle: bool = False,
     num_threads: int = 8,
 ) -> list[Agent]:
-    """Return a worker of each name; all of them allow what `allow` names. `tokens`: one for each, if they differ."""
+    """Return one agent per name.
+
+    All agents permit the functions of `allow`. `tokens` has one token per agent, if they differ.
+    """
     store = MemoryStore()
     allowed = [allow] if isinstance(allow, str) else allow
 

@@ -146,7 +146,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_calls_and_their_failures(agents: list[Agent]) -> None:
+def test_calls_and_failures(agents: list[Agent]) -> None:
     a, b, _ = agents
     assert call(a, 1, add, 2, 3) == 5
     assert call(a, 0, add, 2, 3) == 5
@@ -173,13 +173,13 @@ def test_calls_and_their_failures(agents: list[Agent]) -> None:
 
 def test_time_outs_leave_the_connection_usable(agents: list[Agent]) -> None:
     a = agents[0]
-    begun = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(DeadlineError, match=r"worker 'b' has not answered .*nap within 0\.05 s"):
         call(a, 1, nap, 4.0, timeout=timedelta(milliseconds=50))
     slow = start(a, 1, nap, 4.0, timeout=timedelta(milliseconds=50))
     until(slow.done)
     assert isinstance(slow.exception(), DeadlineError)
-    assert time.monotonic() - begun < 4.0
+    assert time.monotonic() - start_s < 4.0
     assert call(a, 1, add, 1, 2) == 3
 
 
@@ -214,7 +214,7 @@ def test_async_execution_answers_once_the_future_is_set(agents: list[Agent]) -> 
         call(a, 1, not_a_future)
 
 
-def test_references_are_counted_by_their_owner(agents: list[Agent]) -> None:
+def test_references_are_counted_by_the_owner(agents: list[Agent]) -> None:
     a, b, c = agents
     freed.clear()
     made = a.remote(1, qualified_name(Tracked), (5,), None)
@@ -258,12 +258,12 @@ def test_a_call_to_oneself_ends_in_time(agents: list[Agent]) -> None:
     with pytest.raises(DeadlineError, match=r"within 0\.01 s"):
         a.remote(0, qualified_name(promised), ("r",), None).to_here(timedelta(milliseconds=10))
     assert start(a, 0, add, 1, 2).wait() == 3
-    heard: list[BaseException | None] = []  # by a callback, where nobody waits
+    reported_errors: list[BaseException | None] = []  # by a callback, because no thread waits
     start(a, 0, promised, "nobody", timeout=timedelta(milliseconds=20)).add_done_callback(
-        lambda done: heard.append(done.exception())
+        lambda done: reported_errors.append(done.exception())
     )
-    until(lambda: bool(heard))
-    assert isinstance(heard[0], DeadlineError)
+    until(lambda: bool(reported_errors))
+    assert isinstance(reported_errors[0], DeadlineError)
 
 
 chain: list[Agent] = []
@@ -274,7 +274,7 @@ def bounce(left: int) -> int:
     return 0 if not left else 1 + call(chain[left % 2], 1 - left % 2, bounce, left - 1)
 
 
-def test_a_chain_of_calls_may_be_longer_than_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_of_calls_may_be_longer_than_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     chain[:] = made = make_agents(__name__, ["a", "b"], num_threads=1)  # and three for each worker
     try:
         assert call(made[0], 1, bounce, 40) == 40
@@ -291,7 +291,7 @@ def leave_program() -> None:
     sys.exit(3)
 
 
-def test_a_function_that_exits_is_answered(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exiting_function_sends_a_reply(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
     a = agents[0]
     with pytest.raises(RemoteError, match="SystemExit: 3"):
         call(a, 1, leave_program)
@@ -302,7 +302,7 @@ def test_a_function_that_exits_is_answered(agents: list[Agent], caplog: pytest.L
     assert call(a, 1, add, 1, 2) == 3
 
 
-def test_arguments_of_calls_that_cannot_be(agents: list[Agent]) -> None:
+def test_invalid_arguments_of_calls(agents: list[Agent]) -> None:
     a = agents[0]
     name = qualified_name(add)
     bad: Any
@@ -489,9 +489,7 @@ def test_pickle_where_both_ends_allow_it() -> None:
         b.close()
 
 
-def test_frames_that_cannot_be_are_answered_with_an_error(
-    agents: list[Agent], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_frames_receive_an_error(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
     a = agents[0]
     for kind, meta in (
         (40, b""),
@@ -505,7 +503,7 @@ def test_frames_that_cannot_be_are_answered_with_an_error(
         with pytest.raises(PacelineError, match=r"cannot be read|does not support|names no") as raised:
             a.ends.end_to(1).start(kind, meta, (), description="nonsense", timeout_s=10).wait()
         assert "nonsense" in str(raised.value)
-        with pytest.raises(ConnectionLostError):  # it is closed, and made anew
+        with pytest.raises(ConnectionLostError):  # it is closed, and opened again
             call(a, 1, add, 1, 1)
     assert call(a, 1, add, 1, 1) == 2
 
@@ -559,12 +557,12 @@ def test_gradients_go_back_the_way_the_values_came(agents: list[Agent]) -> None:
     a, b, _ = agents
     w = torch.tensor([2.0, 3.0], requires_grad=True)
     x = torch.tensor([5.0, 7.0], requires_grad=True)
-    held = call(b, 0, keep_here, RRef.of_holding(b.own(w), b))
+    held = call(b, 0, store_reference, RRef.of_holding(b.own(w), b))
     assert held is None
     rref = kept.pop()
     with pytest.raises(UsageError, match="autograd context 123 "):
         autograd.backward(123, [x.sum()])
-    # Threads of one process share the contexts: what a sends and b receives meets in one.
+    # Threads of one process share the contexts, so the sends of a and the receives of b are in one context.
     number = autograd.contexts.new(a.rank)
     with in_context(number):
         y = call(a, 1, linear_part, rref, x)
@@ -586,5 +584,5 @@ def test_gradients_go_back_the_way_the_values_came(agents: list[Agent]) -> None:
     autograd.contexts.pop(number)
 
 
-def keep_here(rref: RRef[Any]) -> None:
+def store_reference(rref: RRef[Any]) -> None:
     kept.append(rref)

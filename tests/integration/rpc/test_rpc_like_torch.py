@@ -64,9 +64,9 @@ class Table:
     @rpc.functions.async_execution
     @classmethod
     def above(cls, x: int) -> Any:
-        theirs: concurrent.futures.Future[int] = concurrent.futures.Future()
-        promised(x).then(lambda done: theirs.set_result(done.wait()))
-        return theirs
+        source_future: concurrent.futures.Future[int] = concurrent.futures.Future()
+        promised(x).then(lambda done: source_future.set_result(done.wait()))
+        return source_future
 
 
 class ScaleError(Exception):
@@ -143,7 +143,7 @@ def test_methods_of_sendable_objects_run_on_a_copy(owner: Agent) -> None:
         rpc.running.current_agent().call(1, ([1], "append"), (1,), None).wait()
 
 
-def test_answers_that_come_later(owner: Agent) -> None:
+def test_late_replies(owner: Agent) -> None:
     for function in (Table.below, Table.above):
         assert rpc.rpc_sync("b", function, (1,)) == 2
     table = rpc.remote("b", Table)
@@ -163,7 +163,7 @@ def test_references_describe_themselves(owner: Agent) -> None:
     assert not failed.confirmed_by_owner()
 
 
-def test_exceptions_of_the_program_keep_their_class(owner: Agent) -> None:
+def test_exceptions_of_the_program_keep_the_class(owner: Agent) -> None:
     with pytest.raises(ScaleError, match="too large"):
         rpc.rpc_sync("b", fail)
 

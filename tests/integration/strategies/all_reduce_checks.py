@@ -87,7 +87,7 @@ def _flat(strategy: Strategy) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in strategy.module.parameters()])
 
 
-def _is_alike(strategy: Strategy, values: Tensor) -> bool:
+def is_equal_on_ranks(strategy: Strategy, values: Tensor) -> bool:
     """Whether all ranks have the same."""
     return torch.equal(strategy.reduce(values, "max"), strategy.reduce(values, "min"))
 
@@ -97,10 +97,10 @@ def _refused(strategy: Strategy, work: Callable[[], Any], *words: str) -> None:
     try:
         work()
     except UsageError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "nothing was raised"
-    for found in strategy._ranks.exchange(said):
+        message = "nothing was raised"
+    for found in strategy._ranks.exchange(message):
         assert all(word in found for word in words), found
 
 
@@ -109,7 +109,7 @@ def check_20_steps_agree_with_one_device(rank: int, size: int) -> None:
     for make in _OPTIMIZERS:
         with AllReduce(seed=5) as strategy:
             trained = _train(strategy, make, _ROWS, num_rows, seed=rank)  # rank 0's values count
-            assert _is_alike(strategy, trained)
+            assert is_equal_on_ranks(strategy, trained)
         with _alone() as strategy:
             expected = _train(strategy, make, _ROWS * size, num_rows)
         torch.testing.assert_close(trained, expected, rtol=0, atol=1e-5)
@@ -130,7 +130,7 @@ def check_an_epoch_continues_under_another_strategy(rank: int, size: int) -> Non
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-5)
 
 
-def check_models_and_optimizers_that_differ_between_ranks(rank: int, size: int) -> None:
+def check_different_models_and_optimizers(rank: int, size: int) -> None:
     def prepare(model: nn.Module, lr: float) -> Callable[[], Any]:
         return lambda: strategy.prepare(model, torch.optim.SGD(model.parameters(), lr))
 
@@ -159,7 +159,7 @@ def check_gradients_are_accumulated(rank: int, size: int) -> None:
             with strategy.accumulate(is_last=number == 2):
                 torch.autograd.backward(nn.functional.mse_loss(model(inputs), targets))
             if number == 0 and strategy.world_size > 1:
-                assert not _is_alike(strategy, next(model.parameters()).grad), "the first gradients were sent"
+                assert not is_equal_on_ranks(strategy, next(model.parameters()).grad), "the first gradients were sent"
             if number == 2:
                 break
         norm = strategy.clip_grad_norm_(0.1)
@@ -184,10 +184,10 @@ def check_join(rank: int, size: int) -> None:
                 optimizer.zero_grad()
                 torch.autograd.backward(nn.functional.mse_loss(model(inputs), targets))
                 optimizer.step()
-        assert _is_alike(strategy, _flat(strategy))
+        assert is_equal_on_ranks(strategy, _flat(strategy))
         for number, entry in optimizer.state_dict()["state"].items():
             assert entry["step"] == 2 * (1 + 2 * (size - 1)), (number, entry["step"])
-            assert _is_alike(strategy, entry["exp_avg"])
+            assert is_equal_on_ranks(strategy, entry["exp_avg"])
 
 
 def check_compression(rank: int, size: int) -> None:
@@ -203,7 +203,7 @@ def check_compression(rank: int, size: int) -> None:
     for options, tolerance in chosen:
         with AllReduce(seed=5, **options) as strategy:
             trained = _train(strategy, _OPTIMIZERS[0], _ROWS, num_rows)
-            assert _is_alike(strategy, trained)
+            assert is_equal_on_ranks(strategy, trained)
         difference = float((trained - exact).abs().max())
         assert 1e-7 < difference < tolerance, (options, difference)
 
@@ -232,8 +232,8 @@ def check_synchronized_batch_norm(rank: int, size: int) -> None:
         close: Callable[[Any, Any], None] = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # noqa: E731
         close(found, expected[start : start + sizes[rank]])
         close(part.grad, whole.grad[start : start + sizes[rank]])
-        for ours, theirs in ((synced.weight, plain.weight), (synced.bias, plain.bias)):
-            close(strategy.reduce(ours.grad, "sum"), theirs.grad)
+        for actual, reference in ((synced.weight, plain.weight), (synced.bias, plain.bias)):
+            close(strategy.reduce(actual.grad, "sum"), reference.grad)
         close(dict(synced.state_dict()), dict(plain.state_dict()))
         close(synced.eval()(part), plain.eval()(whole)[start : start + sizes[rank]])
 
@@ -331,7 +331,7 @@ class _Graph(nn.Module):
         return torch.mm(self.adjacency, self.inner(x))
 
 
-def check_tensors_of_a_model_that_are_not_dense(rank: int, size: int) -> None:
+def check_non_dense_tensors_of_a_model(rank: int, size: int) -> None:
     words = ("strategy all-reduce: buffer 'adjacency'", "layout sparse_coo", "plain attribute that is the same")
     for persistent in (True, False):
         with AllReduce() as strategy:
@@ -390,18 +390,18 @@ def check_metrics_and_printing(rank: int, size: int) -> None:
         strategy.barrier()
 
 
-def check_a_gradient_that_is_not_finite_is_reported_once_by_its_rank(rank: int, size: int) -> None:
-    told = io.StringIO()
-    with AllReduce() as strategy, contextlib.redirect_stderr(told):
+def check_a_non_finite_gradient_is_reported_once(rank: int, size: int) -> None:
+    captured = io.StringIO()
+    with AllReduce() as strategy, contextlib.redirect_stderr(captured):
         model, optimizer = strategy.prepare(model := _model(), torch.optim.SGD(model.parameters(), lr=0.1))
         for number in range(6):
             inputs = torch.ones(_ROWS, 6) * (float("nan") if rank == 1 and number == 2 else 1.0)
             optimizer.zero_grad()
             torch.autograd.backward(model(inputs).square().mean())
             optimizer.step()
-    said = [line for line in told.getvalue().splitlines() if "gradient" in line]
-    assert len(said) == (rank == 1), said
-    assert not said or "rank 1: the gradient of '2.bias' contains nan" in said[0], said
+    gradient_lines = [line for line in captured.getvalue().splitlines() if "gradient" in line]
+    assert len(gradient_lines) == (rank == 1), gradient_lines
+    assert not gradient_lines or "rank 1: the gradient of '2.bias' contains nan" in gradient_lines[0], gradient_lines
 
 
 def check_gradients_with_a_graph_are_refused(rank: int, size: int) -> None:
@@ -438,7 +438,7 @@ def check_rank_0_evaluates_alone_and_buffers_may_be_transposed(rank: int, size: 
                 if strategy.is_main:
                     model.eval()
                     model(torch.ones(_ROWS, 6))
-            assert _is_alike(strategy, _flat(strategy))
+            assert is_equal_on_ranks(strategy, _flat(strategy))
 
 
 def last_killed(rank: int, size: int) -> None:
@@ -455,7 +455,7 @@ def last_killed(rank: int, size: int) -> None:
                 torch.autograd.backward(model(inputs).sum())
                 optimizer.step()
         except RuntimeError as error:
-            said = str(error)
+            message = str(error)
         else:
-            said = "nothing was raised"
-        assert "rank 1" in said, said
+            message = "nothing was raised"
+        assert "rank 1" in message, message

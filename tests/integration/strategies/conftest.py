@@ -1,4 +1,4 @@
-"""Every cluster here is forked from what is loaded."""
+"""All clusters of these tests are forked from a process with loaded modules."""
 
 from __future__ import annotations
 

@@ -83,12 +83,12 @@ def check_as_one_device(rank: int, size: int) -> None:
         found = _train(strategy, "equal", _ROWS, num_rows)
     with _alone() as strategy:
         expected = _train(strategy, "equal", _ROWS * size, num_rows)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for actual, expected_value in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, expected_value, rtol=1e-5, atol=1e-5)
 
 
 def check_filters(rank: int, size: int) -> None:
-    """Rows go behind all filters, gradients behind those for them; what is exact changes nothing."""
+    """Rows pass all filters, and gradients pass the filters for gradients. Exact filters change nothing."""
     num_rows = _ROWS * size * _STEPS
     with Hybrid(seed=5) as strategy:
         expected = _train(strategy, "unfiltered", _ROWS, num_rows)
@@ -137,28 +137,28 @@ def check_unequal_numbers_of_batches(rank: int, size: int) -> None:
         weights = strategy.reduce(model.dense.weight, "max") - strategy.reduce(model.dense.weight, "min")
         assert not weights.any()
         assert not torch.equal(model.deep(torch.tensor([3])), before)
-        if rank == 0:  # outside an epoch nobody waits for the others
+        if rank == 0:  # outside an epoch no rank waits for other ranks
             model.deep(torch.tensor([4]))
         strategy.barrier()
 
 
 def check_a_model_without_embeddings(rank: int, size: int) -> None:
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), Hybrid() as strategy:
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), Hybrid() as strategy:
         model = nn.Linear(3, 1)
         prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         torch.autograd.backward(prepared(torch.full((2, 3), float(rank))).sum())
         optimizer.step()
         assert strategy.reduce(model.weight, "max").equal(strategy.reduce(model.weight, "min"))
-    assert said.getvalue().count("has no embeddings") == (rank == 0)
+    assert output.getvalue().count("has no embeddings") == (rank == 0)
 
 
-def check_embeddings_that_differ_between_ranks(rank: int, size: int) -> None:
+def check_different_embeddings(rank: int, size: int) -> None:
     with Hybrid() as strategy:
         model = nn.ModuleDict({"a": Embedding(4, name="differs", seed=rank), "b": nn.Linear(1, 1)})
-        said = ""
+        message = ""
         try:
             strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         except UsageError as error:
-            said = str(error)
-        assert "rank 1 has another model than rank 0: 'a' (rows of" in said, said
+            message = str(error)
+        assert "rank 1 has another model than rank 0: 'a' (rows of" in message, message

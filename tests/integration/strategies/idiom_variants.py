@@ -1,4 +1,4 @@
-"""Idioms of other optimizers, models and losses than the plain loop has, and one rank that runs them.
+"""Idioms with other optimizers, models and losses than the plain loop, and the program of one rank.
 
     python idiom_variants.py FOLDER PLAN
 
@@ -36,7 +36,7 @@ class _Scores:
 
 
 class _Called(nn.Module):
-    """A model whose forward is a function of it and the arguments."""
+    """A model whose forward calls a function with the model and the arguments."""
 
     first: Any
     last: Any
@@ -61,9 +61,9 @@ class _Signed(optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         """Take the signs of gradients."""
-        for each in self.param_groups[0]["params"]:
-            if each.grad is not None:
-                each.grad = each.grad.sign()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.sign()
         return super().step(closure)
 
 
@@ -80,8 +80,8 @@ def _with_hook(model: nn.Module, register: str, hook: Callable[..., Any]) -> nn.
     return model
 
 
-def _mlp(*others: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 16), *(others or [nn.Tanh()]), nn.Linear(16, 1))
+def _mlp(*other_layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), *(other_layers or [nn.Tanh()]), nn.Linear(16, 1))
 
 
 def _pruned() -> nn.Module:
@@ -131,7 +131,7 @@ def _train(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own schedules step out of turn
             after(trial, step)
-    return [torch.view_as_real(each) if each.is_complex() else each for each in trial.values()]
+    return [torch.view_as_real(value) if value.is_complex() else value for value in trial.values()]
 
 
 def _schedule(make: Callable[[Any], Any]) -> Callable[[Trial, int], None]:
@@ -236,11 +236,11 @@ _LOSSES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
         lambda trial, x, y: mse(trial.model(x), y, reduction="sum") / len(x),
     ),
     "A forward without gradients before the one of the loss": (_mlp, _no_grad),
-    "A layer of the model called beside its forward": (
+    "A layer of the model called in addition to its forward": (
         _mlp,
         lambda trial, x, y: mse(trial.model(x), y) + 0.1 * trial.bare[0](x).square().mean(),
     ),
-    "A method of the model called beside its forward": (
+    "A method of the model called in addition to its forward": (
         lambda: _Called(lambda self, x: self.layers(x)),
         lambda trial, x, y: mse(trial.model(x), y) + 0.1 * trial.model.layers(-x).square().mean(),
     ),
@@ -263,11 +263,13 @@ _AFTER_STEPS: dict[str, Callable[[], Callable[[Trial, int], Any]]] = {
             0.99 * parameters_to_vector(trial.parameters).detach(), trial.parameters
         )
     ),
-    "`LambdaLR`": lambda: _schedule(lambda each: lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step))),
-    "`CosineAnnealingWarmRestarts`": lambda: _schedule(lambda each: lr_scheduler.CosineAnnealingWarmRestarts(each, 3)),
+    "`LambdaLR`": lambda: _schedule(lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))),
+    "`CosineAnnealingWarmRestarts`": lambda: _schedule(
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3)
+    ),
     "Two schedules, one after the other": lambda: _schedule(
-        lambda each: lr_scheduler.SequentialLR(
-            each, [lr_scheduler.ConstantLR(each, 0.5), lr_scheduler.ExponentialLR(each, 0.9)], [3]
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.ConstantLR(optimizer, 0.5), lr_scheduler.ExponentialLR(optimizer, 0.9)], [3]
         )
     ),
     "Momentum set by hand": lambda: (

@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class Bags(nn.Module):
-    """Texts one behind another, and where each begins."""
+    """Concatenated texts, and the start of each text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,9 +101,9 @@ def batches_of(sizes: Sequence[int]) -> Batches:
 def model_and_optimizer(kind: str = "sgd") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Net()
-    biases = [each for name, each in model.named_parameters() if name.endswith("bias")]
-    others = [each for name, each in model.named_parameters() if not name.endswith("bias")]
-    groups = [{"params": others, "weight_decay": 0.01}, {"params": biases, "lr": 0.02}]
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    further_losses = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
+    groups = [{"params": further_losses, "weight_decay": 0.01}, {"params": biases, "lr": 0.02}]
     if kind == "adam":
         return model, torch.optim.Adam(groups, lr=0.01)
     return model, torch.optim.SGD(groups, lr=0.05, momentum=0.9)
@@ -129,7 +129,7 @@ def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batc
 
 
 def looking_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
-    """Look at what is there when it is not needed, use a loss of one's own, and go backward twice in a step."""
+    """Read values without need, use a custom loss, and call backward twice in a step."""
     losses = []
     for number, (x, y) in enumerate(batches):
         optimizer.zero_grad()
@@ -215,7 +215,7 @@ def thorough_fifty_steps_of_the_benchmarks_models(rank: int, size: int) -> None:
                 assert losses(strategy) == pytest.approx(losses(None), rel=1e-5)
 
 
-def check_a_model_that_does_not_fit(rank: int, size: int) -> None:
+def check_an_oversized_model(rank: int, size: int) -> None:
     """24 layers of 4 MB with gradients and momentum, 288 MB, under a limit of 210."""
 
     def train(strategy: Pipeline | None) -> list[float]:
@@ -234,9 +234,9 @@ def check_a_model_that_does_not_fit(rank: int, size: int) -> None:
             losses.append(float(loss.detach()))
         return losses
 
-    told = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    status_line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, ((int(told.split()[1]) << 10) + (210 << 20), before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, ((int(status_line.split()[1]) << 10) + (210 << 20), before[1]))
     try:
         meet_again()
         with Pipeline(stages=2, schedule="1f1b", microbatches=2) as strategy:
@@ -273,7 +273,7 @@ def check_a_model_without_memory_begins_as_under_any_strategy(rank: int, size: i
                 assert torch.equal(value, other[name]), name
 
 
-def check_loops_that_look(rank: int, size: int) -> None:
+def check_reading_loops(rank: int, size: int) -> None:
     for schedule, split in (("1f1b", ["blocks.2"]), ("zbv", None)):
         expect_equal(looking_loop, batches_of([6] * 4), schedule=schedule, microbatches=3, split=split)
 
@@ -292,13 +292,13 @@ def expect_equal_steps(
         found: list[float] = []
         for rows in (8, 7):
             optimizer.zero_grad()
-            loss, *others = step(model, rows)
+            loss, *further_losses = step(model, rows)
             loss.backward()
             optimizer.step()
-            found += [float(each.detach()) for each in (loss, *others)]
+            found += [float(value.detach()) for value in (loss, *further_losses)]
         model.eval()
         with torch.no_grad():
-            return [*found, *(float(each) for each in step(model, 6))]
+            return [*found, *(float(loss) for loss in step(model, 6))]
 
     expected = train(None)
     meet_again()
@@ -306,7 +306,7 @@ def expect_equal_steps(
         assert train(strategy) == pytest.approx(expected, abs=1e-5), schedule
 
 
-def check_a_model_with_its_loss(rank: int, size: int, schedule: str = "interleaved") -> None:
+def check_a_model_with_a_loss(rank: int, size: int, schedule: str = "interleaved") -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
         targets = x.roll(1, 1).masked_fill(x < 4, -1)  # not as many in each microbatch
@@ -319,23 +319,23 @@ def check_a_model_with_its_loss(rank: int, size: int, schedule: str = "interleav
     expect_equal_steps(LossWithin, step, schedule)
 
 
-def check_targets_that_are_all_ignored(rank: int, size: int, schedule: str = "1f1b") -> None:
+def check_ignored_targets(rank: int, size: int, schedule: str = "1f1b") -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
-        nothing, some = torch.full_like(x, -1), x.clone()
-        some[: rows // 2] = -1  # all of a microbatch's
+        nothing, partial = torch.full_like(x, -1), x.clone()
+        partial[: rows // 2] = -1  # all of a microbatch's
         assert model(x, nothing)[1].isnan()
         logits = model(x, x)[0]
         outside = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), nothing.reshape(-1), ignore_index=-1)
         if torch.is_grad_enabled():
             torch.autograd.backward(outside)  # adds zeros
         assert outside.isnan()
-        return [model(x, some)[1]]
+        return [model(x, partial)[1]]
 
     expect_equal_steps(LossWithin, step, schedule)
 
 
-def check_gradients_that_stages_do_not_have(rank: int, size: int) -> None:
+def check_absent_gradients_of_stages(rank: int, size: int) -> None:
     class Result:
         def __init__(self, value: Tensor) -> None:
             self.value = value
@@ -364,7 +364,7 @@ def check_gradients_that_stages_do_not_have(rank: int, size: int) -> None:
             model(x)
 
 
-def check_a_model_that_returns_a_class_of_its_own(rank: int, size: int, schedule: str = "interleaved") -> None:
+def check_a_custom_output_class(rank: int, size: int, schedule: str = "interleaved") -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
         mask = torch.ones_like(x)
@@ -389,7 +389,7 @@ def check_a_model_with_states(rank: int, size: int, schedule: str = "interleaved
     expect_equal_steps(Stateful, step, schedule)
 
 
-def thorough_a_whole_transformer(rank: int, size: int) -> None:
+def thorough_a_complete_transformer(rank: int, size: int) -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         source, target = torch.randn(2, rows, 3, 8, generator=torch.Generator().manual_seed(rows))
         return [F.mse_loss(model(source, target), target)]
@@ -399,9 +399,9 @@ def thorough_a_whole_transformer(rank: int, size: int) -> None:
 
 
 def thorough_models_in_the_other_schedule(rank: int, size: int) -> None:
-    check_a_model_with_its_loss(rank, size, "1f1b")
-    check_targets_that_are_all_ignored(rank, size, "interleaved")
-    check_a_model_that_returns_a_class_of_its_own(rank, size, "1f1b")
+    check_a_model_with_a_loss(rank, size, "1f1b")
+    check_ignored_targets(rank, size, "interleaved")
+    check_a_custom_output_class(rank, size, "1f1b")
     check_a_model_with_states(rank, size, "1f1b")
 
 
@@ -456,7 +456,7 @@ class Deciding(nn.Module):
         return self.first(x) if x.sum() > 0 else self.second(x)
 
 
-def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
+def check_errors_on_every_rank(rank: int, size: int) -> None:
     x, y = batches_of([8])[0]
 
     def refused(message: str, use: Callable[[Any], Any], model: nn.Module | None = None, **options: Any) -> None:
@@ -493,7 +493,7 @@ def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
     refused("Let every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])
 
 
-def last_a_stage_that_raises(rank: int, size: int) -> None:
+def last_a_raising_stage(rank: int, size: int) -> None:
     class Picky(nn.Module):
         def forward(self, x: Tensor) -> Any:
             if torch.is_grad_enabled() and x.shape[0] == 2:

@@ -23,7 +23,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         rows, length, width = x.size()
-        q, k, v = (each.view(rows, length, 2, width // 2).transpose(1, 2) for each in self.into(x).split(WIDTH, dim=2))
+        q, k, v = (
+            projection.view(rows, length, 2, width // 2).transpose(1, 2)
+            for projection in self.into(x).split(WIDTH, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).contiguous().view(rows, length, width))
 
@@ -32,11 +35,11 @@ class AttentionBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.behind, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.second_norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         x = x + self.attention(self.before(x), mask)
-        return x + self.down(F.gelu(self.up(self.behind(x))))
+        return x + self.down(F.gelu(self.up(self.second_norm(x))))
 
 
 class LossWithin(nn.Module):
@@ -62,7 +65,7 @@ class LossWithin(nn.Module):
 
 
 class Cache:
-    """An object with tensors in it that is no structure."""
+    """An object that contains tensors, but is no structure."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -70,16 +73,16 @@ class Cache:
 
 @dataclass
 class LabelledOutput(OrderedDict[str, Any]):
-    """As Hugging Face's are: a dictionary of those fields that are not None, with attributes."""
+    """An output like those of Hugging Face: a dictionary of the fields other than None, with attributes."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     cache: Cache | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) is not None:
-                self[each.name] = getattr(self, each.name)
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
 
 
 def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +125,7 @@ class Labelled(nn.Module):
 
 
 class Stateful(nn.Module):
-    """A language model of LSTMs that returns their states: the batch is in dimension 1 of these."""
+    """An LSTM language model that returns its states, whose batch dimension is 1."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.warm.processes import WarmProcess
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 
 
 @dataclass
@@ -65,7 +65,7 @@ def run_checks(
     }
     ranks = [
         WarmProcess(
-            [_HERE / "strategy_ranks.py", module, folder],
+            [_FOLDER / "strategy_ranks.py", module, folder],
             kind="torch",
             env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
@@ -82,7 +82,7 @@ def run_checks(
             rank.kill()
         errors = [rank.communicate()[1] for rank in ranks]
     result = RankReports([rank.returncode for rank in ranks], errors)
-    lines = (_HERE / f"{module}.py").read_text().splitlines()
+    lines = (_FOLDER / f"{module}.py").read_text().splitlines()
     result.reports = {
         line[4 : line.index("(")]: []
         for line in lines

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Words in, words out; tied weights at the ends, parameters of fewer rows than ranks, and one that is frozen."""
+    """Sequences in and out, with tied weights, parameters of fewer rows than ranks, and a frozen parameter."""
 
     def __init__(self, blocks: int = 3, width: int = 8, words: int = 11) -> None:
         super().__init__()
@@ -79,10 +79,10 @@ def batches_of(num: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
 def model_and_optimizer(kind: str = "sgd") -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Net()
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    biases = [each for name, each in trained if "bias" in name]
-    others = [each for name, each in trained if "bias" not in name]
-    groups = [{"params": others, "weight_decay": 0.01}, {"params": biases, "lr": 0.02}]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    biases = [parameter for name, parameter in trained if "bias" in name]
+    weights = [parameter for name, parameter in trained if "bias" not in name]
+    groups = [{"params": weights, "weight_decay": 0.01}, {"params": biases, "lr": 0.02}]
     if kind == "adam":
         return model, torch.optim.Adam(groups, lr=0.01)
     return model, torch.optim.SGD(groups, lr=0.05, momentum=0.9)
@@ -101,10 +101,10 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer, Batches, Strategy | None], li
 
 
 def share(strategy: Strategy | None, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a batch; all of it for one process."""
+    """Return this rank's part of a batch, or the whole batch for one process."""
     if strategy is None:
         return batch
-    x, y = (each.chunk(strategy.world_size)[strategy.rank] for each in batch)
+    x, y = (tensor.chunk(strategy.world_size)[strategy.rank] for tensor in batch)
     return x, y
 
 
@@ -178,11 +178,11 @@ def expect_equal(loop: Loop, num: int, kind: str = "sgd", **options: Any) -> Non
                 torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5, msg=name)
 
 
-def check_steps_equal_those_of_one_process(rank: int, size: int) -> None:
+def check_steps_equal_one_process(rank: int, size: int) -> None:
     expect_equal(plain_loop, 12, "adam", units=["blocks.*"])
 
 
-def thorough_fifty_steps_equal_those_of_one_process(rank: int, size: int) -> None:
+def thorough_fifty_steps_equal_one_process(rank: int, size: int) -> None:
     expect_equal(plain_loop, 50, "adam", units=["blocks.*"])
 
 
@@ -198,7 +198,7 @@ def thorough_accumulation_evaluation_and_clipping_on_a_mesh(rank: int, size: int
 def failing_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, strategy: Strategy | None
 ) -> list[float]:
-    """Have every other forward, and every third backward, raise within the model, and go on with the next batch."""
+    """Raise an exception in every other forward and in every third backward, and continue with the next batch."""
     inner: Any = model.blocks
     losses = []
 
@@ -226,14 +226,14 @@ def failing_loop(
     return losses
 
 
-def check_an_iteration_that_fails_on_every_rank_is_left_out(rank: int, size: int) -> None:
+def check_a_failing_iteration_is_skipped(rank: int, size: int) -> None:
     expect_equal(failing_loop, 12, units=["blocks.*"])
 
 
-def check_each_rank_holds_its_part_alone(rank: int, size: int) -> None:
+def check_every_rank_holds_one_part(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    whole = sum(each.numel() for each in model.parameters())
+    whole = sum(parameter.numel() for parameter in model.parameters())
     meet_again()
     before = _bytes_of_tensors()
     with Sharded(device="cpu") as strategy:
@@ -243,10 +243,10 @@ def check_each_rank_holds_its_part_alone(rank: int, size: int) -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 256)).square().mean().backward()
             optimizer.step()
-        shards = sum(each.to_local().numel() for each in model.parameters())
+        shards = sum(parameter.to_local().numel() for parameter in model.parameters())
         assert shards == whole // size
-        state = [each for entry in optimizer.state.values() for each in entry.values() if each.dim()]
-        assert sum(each.to_local().numel() for each in state) == 2 * whole // size
+        state = [tensor for entry in optimizer.state.values() for tensor in entry.values() if tensor.dim()]
+        assert sum(tensor.to_local().numel() for tensor in state) == 2 * whole // size
         # Parameters, gradients and two moments; before, the parameters were whole.
         held = _bytes_of_tensors() - before + 4 * whole
         assert 4 * 4 * whole / size <= held < 4 * 5 * whole / size, (held, whole)
@@ -254,14 +254,14 @@ def check_each_rank_holds_its_part_alone(rank: int, size: int) -> None:
 
 def _bytes_of_tensors() -> int:
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    tensors = [obj for obj in gc.get_objects() if type(obj) in (Tensor, nn.Parameter)]
     storages = [
-        each.untyped_storage() for each in tensors if each.device.type == "cpu" and each.layout == torch.strided
+        tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided
     ]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def check_checkpoints_of_and_for_others(rank: int, size: int) -> None:
+def check_checkpoints_of_other_strategies(rank: int, size: int) -> None:
     folder = Path(os.environ[CHECKPOINT])
     batches = batches_of(6)
     expected = plain_loop(*model_and_optimizer("adam"), batches, None)
@@ -288,20 +288,20 @@ def check_checkpoints_of_and_for_others(rank: int, size: int) -> None:
         go_on(strategy, folder / "by all-reduce")
 
 
-def check_state_dicts_of_whole_values_are_loaded(rank: int, size: int) -> None:
+def check_full_state_dicts_are_loaded(rank: int, size: int) -> None:
     meet_again()
     with Sharded(device="cpu") as strategy:
         model, optimizer = strategy.prepare(*model_and_optimizer())
         whole, _ = model_and_optimizer()
         with torch.no_grad():
-            for each in whole.parameters():
-                each.mul_(1.5)
+            for parameter in whole.parameters():
+                parameter.mul_(1.5)
         model.load_state_dict(whole.state_dict())
         loss = plain_loop(model, optimizer, batches_of(1), strategy)
         assert loss == pytest.approx(plain_loop(whole, torch.optim.SGD(whole.parameters()), batches_of(1), None))
 
 
-def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) -> None:
+def check_unshardable_models_are_refused(rank: int, size: int) -> None:
     double, empty = nn.Linear(2, 2), nn.ReLU()
     double.bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     foreign = nn.Parameter(torch.zeros(2))
@@ -326,9 +326,9 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
             r"layers\.\*: no module of the model has this name; its modules: words",
         ),
     ]
-    for model, optimizer, options, said in wrong:
+    for model, optimizer, options, message in wrong:
         meet_again()
-        with Sharded(device="cpu", **options) as strategy, pytest.raises(UsageError, match=said):
+        with Sharded(device="cpu", **options) as strategy, pytest.raises(UsageError, match=message):
             strategy.prepare(model, optimizer)
     meet_again()
     with pytest.raises(UsageError, match="--data-parallel 3: expected a divisor of the 4 processes"):
@@ -363,7 +363,7 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
 
 
 class Scaled(nn.Module):
-    """A number among its parameters, rows of embeddings, normalization, a small layer and a method beside forward."""
+    """A model with a scalar parameter, embeddings, normalization, a small layer and a second forward method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,14 +396,18 @@ def train_scaled(strategy: Strategy, change: Callable[[Any], Any] = lambda model
         loss: Any = prepared(keys).square().mean()
         if step % 2:
             loss = loss + model.hidden(keys).square().mean() + model.layer(torch.ones(2, 6)).mean() * strategy.rank
-        loss = loss + 0.1 * sum(each.norm() for each in model.parameters())
+        loss = loss + 0.1 * sum(parameter.norm() for parameter in model.parameters())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
         found += [float(strategy.reduce(loss.detach())), float(strategy.clip_grad_norm_(0.5)), model.scale.item()]
-        found += [each.grad.norm().item() for each in model.parameters() if each.grad is not None and each.numel()]
+        found += [
+            parameter.grad.norm().item()
+            for parameter in model.parameters()
+            if parameter.grad is not None and parameter.numel()
+        ]
         optimizer.step()
         average.update_parameters(model)
-    found += [each.sum().item() for each in average.parameters()]
+    found += [parameter.sum().item() for parameter in average.parameters()]
     return found
 
 
@@ -427,7 +431,7 @@ def check_a_compiled_model_trains(rank: int, size: int) -> None:
         torch.testing.assert_close(model.get_parameter("_orig_mod.0.weight").grad.full_tensor(), alone[0].weight.grad)
 
 
-def check_writes_into_parameters_are_those_of_whole_ones(rank: int, size: int) -> None:
+def check_writes_into_parameters(rank: int, size: int) -> None:
     def write(model: nn.Module, strategy: Strategy | None) -> list[Tensor]:
         weight: Any = model.get_parameter("0.weight")
         with torch.no_grad():
@@ -440,8 +444,8 @@ def check_writes_into_parameters_are_those_of_whole_ones(rank: int, size: int) -
         torch.manual_seed(4)
         model[1].reset_parameters()  # type: ignore[index]
         return [
-            each.full_tensor() if isinstance(each, DTensor) else each.detach()
-            for each in (*model.parameters(), torch.stack([torch.stack(list(row)).sum() for row in weight]))
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            for tensor in (*model.parameters(), torch.stack([torch.stack(list(row)).sum() for row in weight]))
         ]
 
     expected = write(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(1, 2)), None)
@@ -452,7 +456,7 @@ def check_writes_into_parameters_are_those_of_whole_ones(rank: int, size: int) -
 
 
 class Autoencoder(nn.Module):
-    """One of its methods is called by itself, to draw samples."""
+    """A model with a separate method that draws samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +469,7 @@ class Autoencoder(nn.Module):
         return self.decode(self.encoder(x) + shift)
 
 
-def check_methods_and_arguments_beside_forward(rank: int, size: int) -> None:
+def check_methods_and_arguments_except_forward(rank: int, size: int) -> None:
     torch.manual_seed(2)
     alone = Autoencoder()
     x, code = torch.rand(3, 6), torch.rand(2, 4)
@@ -558,7 +562,7 @@ def check_several_models_and_optimizers(rank: int, size: int) -> None:
         meet_again()
         with make(device="cpu") as strategy:
             values = train_idiom(Trial(strategy))
-            return [each.full_tensor() if isinstance(each, DTensor) else each for each in values]
+            return [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
 
-    for each in (several_models.gan_at_once, several_models.teacher, several_models.one_optimizer):
-        torch.testing.assert_close(train(Sharded, each), train(AllReduce, each), rtol=0, atol=1e-5)
+    for idiom in (several_models.gan_at_once, several_models.teacher, several_models.one_optimizer):
+        torch.testing.assert_close(train(Sharded, idiom), train(AllReduce, idiom), rtol=0, atol=1e-5)

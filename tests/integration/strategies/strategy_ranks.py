@@ -32,13 +32,13 @@ def main(module: str, folder: Path) -> None:
         prefixes = tuple(os.environ["CHECKS"].split())
         for number, name in enumerate(name for name in list(checks) if name.startswith(prefixes)):
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # its own part of the store
-            said = ""
+            traceback_text = ""
             try:
                 checks[name](rank, size)
                 assert not dist.is_initialized(), "torch.distributed was left initialized"
             except BaseException:
-                said = traceback.format_exc()
-            print(json.dumps([name, said]), file=report, flush=True)
+                traceback_text = traceback.format_exc()
+            print(json.dumps([name, traceback_text]), file=report, flush=True)
 
 
 if __name__ == "__main__":

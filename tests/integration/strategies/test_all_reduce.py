@@ -78,7 +78,7 @@ def test_a_single_rank_does_as_one_device(device: str, backend: str | None) -> N
         ({"bucket_mb": 0}, ["bucket_mb=0"]),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: list[str]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], words: list[str]) -> None:
     from paceline.errors import UsageError
     from paceline.torch import AllReduce
 

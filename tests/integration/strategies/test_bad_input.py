@@ -92,8 +92,8 @@ def test_a_second_strategy_with_servers_is_refused(tmp_path: Path, strategy: str
     assert f"strategy {strategy}: this process already has a strategy with servers" in err.splitlines()[-1]
 
 
-def test_servers_do_not_wait_for_ranks_that_left_an_epoch_by_break(tmp_path: Path) -> None:
+def test_servers_do_not_wait_for_ranks_after_a_break_from_an_epoch(tmp_path: Path) -> None:
     status, out, err = run(tmp_path, "parameter-server", "break")
     assert status == 0, err
-    said = sorted(line.partition("steps ")[2].split() for line in out.splitlines() if "steps" in line)
-    assert [(rank, steps) for rank, steps, _ in said] == [("0", "8"), ("1", "3")], out
+    printed_steps = sorted(line.partition("steps ")[2].split() for line in out.splitlines() if "steps" in line)
+    assert [(rank, steps) for rank, steps, _ in printed_steps] == [("0", "8"), ("1", "3")], out

@@ -37,7 +37,10 @@ TARGETS = KEYS.sum(2, keepdim=True).sin()
 EVERY_KEY = torch.arange(-8, 8)
 ONE_PROCESS: dict[str, dict[str, Any]] = {"one-device": {}, "mirrored": {"replicas": 2}}
 SEVERAL = {"all-reduce": "hybrid", "parameter-server": "all-reduce", "hybrid": "parameter-server"}
-"""Each with one of the others, whose checkpoint it loads beside that of one device; one process loads them all."""
+"""Pairs of strategies: each loads the other one's checkpoint and the checkpoint of one device.
+
+One process loads all checkpoints.
+"""
 PATIENCE_S = 180.0
 
 
@@ -114,7 +117,7 @@ def save(name: str, folder: Path, **options: Any) -> None:
 
 
 def load(name: str, folder: Path, **options: Any) -> list[Tensor]:
-    """Return what a training that has begun differently is after loading and some steps more."""
+    """Load a checkpoint into a different training; return the parameters after some further steps."""
     with strategy(name, device="cpu", **options) as chosen:
         parts = prepared(chosen)
         train(chosen, parts, range(BEFORE, BEFORE + 1))
@@ -161,13 +164,13 @@ def main(folder: Path) -> None:
             meet()
             distances[f"{saved} under {name}"] = distance(load(name, folder / saved), expected)
     meet()
-    said = check_failures(rank, folder)
-    (folder / f"rank {rank}").write_text(json.dumps([distances, said]))
+    failure_texts = check_failures(rank, folder)
+    (folder / f"rank {rank}").write_text(json.dumps([distances, failure_texts]))
 
 
 def check_failures(rank: int, folder: Path) -> list[str]:
     """Return the message of each failure of one rank on this rank. Afterwards the strategy still works."""
-    said = []
+    failure_texts = []
     with strategy("all-reduce", device="cpu") as chosen:
         prepared(chosen)
         (folder / f"taken {rank}").mkdir()
@@ -181,10 +184,10 @@ def check_failures(rank: int, folder: Path) -> list[str]:
             try:
                 fail()
             except PacelineError as error:
-                said.append(str(error))
+                failure_texts.append(str(error))
             chosen.barrier()
         chosen.load(folder / "one-device")
-    return said
+    return failure_texts
 
 
 @pytest.mark.timeout(180)
@@ -223,7 +226,7 @@ def test_every_strategy_loads_checkpoints_of_all_other_strategies(tmp_path: Path
                 rank.end()
     assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)
     reports = [json.loads((tmp_path / f"rank {rank}").read_text()) for rank in range(SIZE)]
-    distances = {f"{what}, rank {rank}": found for rank in range(SIZE) for what, found in reports[rank][0].items()}
+    distances = {f"{label}, rank {rank}": found for rank in range(SIZE) for label, found in reports[rank][0].items()}
     for name, options in ONE_PROCESS.items():
         for saved in (*ONE_PROCESS, *SEVERAL):
             distances[f"{saved} under {name}"] = distance(load(name, tmp_path / saved, **options), expected)
@@ -231,14 +234,14 @@ def test_every_strategy_loads_checkpoints_of_all_other_strategies(tmp_path: Path
     assert max(distances.values()) < 1e-5, distances
 
     failures = [reports[rank][1] for rank in range(SIZE)]
-    assert [len(said) for said in failures] == [3, 3], failures
-    for said, (first, second) in zip(
+    assert [len(messages) for messages in failures] == [3, 3], failures
+    for messages, (first, second) in zip(
         ["nothing does not exist", "taken 0: it contains other files", "cannot save extra['thing'], of type object"],
         [(failures[0][number], failures[1][number]) for number in range(3)],
         strict=True,
     ):
-        assert said in first
-        assert said in second
+        assert messages in first
+        assert messages in second
     assert failures[0][0].startswith("rank 1: ")
     assert failures[1][1].startswith("rank 0: ")
     assert not (tmp_path / "new").exists()
@@ -268,7 +271,7 @@ def sgd(net: Net) -> Optimizer:
 
 
 def other_groups(net: Net) -> Optimizer:
-    return torch.optim.Adam([each for each in net.parameters() if each.requires_grad], lr=0.01)
+    return torch.optim.Adam([parameter for parameter in net.parameters() if parameter.requires_grad], lr=0.01)
 
 
 def amsgrad(net: Net) -> Optimizer:
@@ -278,16 +281,16 @@ def amsgrad(net: Net) -> Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (other_groups, "has other parameter groups than this optimizer"),
         (amsgrad, "as Adam with exp_avg, exp_avg_sq, step in parameter group 0, .* exp_avg_sq, max_exp_avg_sq"),
     ],
 )
-def test_another_optimizer(kept: Path, make: Callable[[Net], Optimizer], said: str) -> None:
+def test_another_optimizer(kept: Path, make: Callable[[Net], Optimizer], message: str) -> None:
     with strategy("one-device", device="cpu") as chosen:
         prepared(chosen, make)
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             chosen.load(kept)
 
 
@@ -311,7 +314,7 @@ def test_another_optimizers_class_and_rule(tmp_path: Path) -> None:
 
 
 def test_another_model(kept: Path) -> None:
-    def said_by(model: nn.Module) -> str:
+    def error_of(model: nn.Module) -> str:
         with strategy("one-device", device="cpu") as chosen:
             chosen.prepare(model)
             before = [value.clone() for value in model.state_dict().values()]
@@ -322,11 +325,11 @@ def test_another_model(kept: Path) -> None:
 
     wider, without, initialized = Net(), Net(), Net()
     wider.last = nn.Linear(12, 2)
-    assert "'last.bias' is float32 [1] in the checkpoint and float32 [2] here" in said_by(wider)
+    assert "'last.bias' is float32 [1] in the checkpoint and float32 [2] here" in error_of(wider)
     without.wide = nn.Identity()  # type: ignore[assignment]
-    assert "has the embeddings ['deep', 'wide'], but this model has ['deep']" in said_by(without)
+    assert "has the embeddings ['deep', 'wide'], but this model has ['deep']" in error_of(without)
     initialized.deep = Embedding(4, seed=1)
-    assert "embedding 'deep' as sparse(dim=4, Adam(lr=0.025, " in said_by(initialized)
+    assert "embedding 'deep' as sparse(dim=4, Adam(lr=0.025, " in error_of(initialized)
 
 
 def test_rows_are_loaded_to_be_read_only(kept: Path) -> None:
@@ -422,7 +425,7 @@ def test_a_checkpoint_holds_every_model_and_optimizer(tmp_path: Path) -> None:
                 optimizer.zero_grad()
                 torch.autograd.backward((second(first(batch)) - 1).square().mean())
                 optimizer.step()
-        return [each.detach().clone() for model in models for each in model.parameters()]
+        return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
     with strategy("one-device", device="cpu") as chosen:
 
@@ -435,8 +438,8 @@ def test_a_checkpoint_holds_every_model_and_optimizer(tmp_path: Path) -> None:
 
         def resume() -> None:
             assert other.module is not None
-            for each in other.module.parameters():
-                each.data.fill_(7.0)
+            for parameter in other.module.parameters():
+                parameter.data.fill_(7.0)
             for optimizer in other.optimizers:
                 optimizer.state.clear()
             other.load(tmp_path / "gan")

@@ -1,7 +1,7 @@
-"""The guarantee of all strategies: one training loop, one result.
+"""The guarantee of all strategies: one training loop has one result.
 
-The ranks of the strategies with several processes run this file as a program; importing torch takes seconds, so two
-processes serve all of them, one strategy after the other.
+The ranks of strategies with several processes run this file as a program. Two processes serve all strategies one after
+another, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def train(
     compiled: str = "",
     **options: Any,
 ) -> torch.Tensor:
-    """Return all parameters after training on this rank's share of each batch: the same loop under every strategy.
+    """Return all parameters after the same training loop on this rank's part of each batch.
 
-    `compiled` is ``before`` or ``after``, with what the model is compiled by before or after it is prepared.
+    `compiled` is ``before`` or ``after``: whether the model is compiled before or after ``prepare``.
     """
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -153,7 +153,7 @@ def test_every_strategy_gives_the_result_of_one_device(tmp_path: Path) -> None:
 def assert_close(
     expected: torch.Tensor, found: dict[str, torch.Tensor], results: list[dict[str, list[float]]], case: str
 ) -> None:
-    """Compare the parameters of one process with those of strategies in this process and of every rank."""
+    """Compare the parameters of one process with the parameters under each strategy, on every rank."""
     for rank, values in enumerate(results):
         for name in SEVERAL:
             found[f"{name}, rank {rank}"] = torch.tensor(values[f"{name}, {case}"])

@@ -34,7 +34,7 @@ def test_without_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_a_program_may_name_the_servers_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_may_name_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     with paceline.local_cluster(servers=2, replicas=1, consistency=BoundedDelay(tau=4)) as cluster:
         monkeypatch.setenv("PACELINE_SCHEDULER", cluster.scheduler)
         monkeypatch.setenv("PACELINE_TOKEN", cluster.token)
@@ -44,7 +44,7 @@ def test_a_program_may_name_the_servers_that_it_needs(monkeypatch: pytest.Monkey
         with pytest.raises(UsageError, match=f"strategy hybrid was created with replicas=2, .* {options}"):
             Hybrid(replicas=2)
         with pytest.raises(UsageError, match="--servers 2 --replicas 1 --consistency eventual SCRIPT`"):
-            Hybrid(consistency=Eventual())  # what was right stays as it is
+            Hybrid(consistency=Eventual())  # the valid setting is unchanged
         with pytest.raises(UsageError, match="was created with replicas=-1: expected 0 or more"):
             Hybrid(replicas=-1)
         assert not torch.distributed.is_initialized()

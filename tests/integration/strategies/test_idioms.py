@@ -18,7 +18,7 @@ from paceline.protocol import Sequential
 
 PLAIN = [idiom for idiom in IDIOMS if idiom not in idiom_variants.VARIANTS]
 ALL_CELLS = dict.fromkeys(STRATEGIES, PLAIN)
-SOME_CELLS = {
+SAMPLE_CELLS = {
     name: PLAIN[number :: len(strategies)]
     for strategies in (conformance.ONE_PROCESS, conformance.SEVERAL)
     for number, name in enumerate(strategies)
@@ -27,7 +27,7 @@ SOME_CELLS = {
 
 
 def run_idioms(plan: conformance.Plan) -> dict[str, dict[str, str]]:
-    """Return the cells by idiom and strategy, each of which is equal to one device or refused with a sentence."""
+    """Return the cells by idiom and strategy. Each cell is equal to one device, or refused with a sentence."""
 
     def start(command: list[str], env: dict[str, str]) -> WarmProcess:
         return WarmProcess([idiom_variants.__file__, *command[3:]], kind="torch", env=env)
@@ -51,9 +51,9 @@ def test_every_variant_is_as_on_one_device_or_refused_with_a_sentence() -> None:
 
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
-    "plan", [pytest.param(SOME_CELLS, id="some"), pytest.param(ALL_CELLS, id="all", marks=pytest.mark.thorough)]
+    "plan", [pytest.param(SAMPLE_CELLS, id="some"), pytest.param(ALL_CELLS, id="all", marks=pytest.mark.thorough)]
 )
-def test_idioms_equal_one_device_or_are_refused_as_the_docs_list_them(plan: conformance.Plan) -> None:
+def test_idioms_equal_one_device_or_are_refused_as_documented(plan: conformance.Plan) -> None:
     cells = run_idioms(plan)
     for name in STRATEGIES:
         row = [cells[idiom][name] for idiom in plan[name]]

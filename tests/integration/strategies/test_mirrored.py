@@ -107,7 +107,7 @@ def adam(parameters: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
-def test_results_are_those_of_one_device(make_optimizer: MakeOptimizer) -> None:
+def test_results_equal_one_device(make_optimizer: MakeOptimizer) -> None:
     expected = train(OneDevice(device="cpu"), make_optimizer)
     for kind in STRATEGIES:
         found = train(kind(replicas=4, device="cpu"), make_optimizer)
@@ -116,7 +116,7 @@ def test_results_are_those_of_one_device(make_optimizer: MakeOptimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [CopyingMirrored, CopyingStorage])
-def test_copies_see_values_that_are_loaded(kind: type[Strategy]) -> None:
+def test_copies_see_loaded_values(kind: type[Strategy]) -> None:
     strategy = kind(replicas=2, device="cpu")  # type: ignore[call-arg]
     module = nn.Linear(3, 2)
     prepared = strategy.prepare(module)
@@ -144,10 +144,10 @@ def test_copies_see_writes_through_data(kind: type[Strategy], has_optimizer: boo
             torch.stack(losses).mean().backward()
             if optimizer is not None:
                 optimizer.step()
-            for each in module.parameters():
-                assert each.grad is not None
-                each.data.sub_(each.grad, alpha=0.05).clamp_(-0.1, 0.1)
-        return torch.cat([each.detach().flatten() for each in module.parameters()])
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.data.sub_(parameter.grad, alpha=0.05).clamp_(-0.1, 0.1)
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
     expected = train(OneDevice(device="cpu"))
     assert (train(kind(replicas=2, device="cpu")) - expected).abs().max() < 1e-5  # type: ignore[call-arg]
@@ -201,7 +201,7 @@ def test_a_model_may_have_branches_and_side_effects(kind: type[Strategy]) -> Non
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None and other.grad is not None:
             assert torch.allclose(parameter.grad, other.grad, atol=1e-5), name
-    # What is kept is replica 0's, with the first half of the batch.
+    # The buffers are those of replica 0, which has the first half of the batch.
     assert module.calls == 1
     kept = nn.BatchNorm1d(3)
     kept(x[:4])
@@ -286,7 +286,7 @@ def test_a_copy_of_the_prepared_model_computes_by_itself(copied: Callable[[nn.Mo
         assert module.body.weight.any()
 
 
-def test_a_forward_of_the_models_own_and_hooks_on_the_whole_batch() -> None:
+def test_a_custom_forward_and_hooks_on_the_complete_batch() -> None:
     module = Heated()
     rows: list[int] = []
     with Mirrored(replicas=2, device="cpu") as strategy:
@@ -300,7 +300,7 @@ def test_a_forward_of_the_models_own_and_hooks_on_the_whole_batch() -> None:
     assert "forward" in vars(module)
 
 
-def test_a_module_compiled_in_place_has_its_gradients() -> None:
+def test_a_module_compiled_in_place_has_gradients() -> None:
     """Compiled code has the module's own parameters; the replicas do without it."""
     module = Heated()
     module.body.compile(backend="eager")
@@ -314,7 +314,7 @@ def test_a_module_compiled_in_place_has_its_gradients() -> None:
     torch.testing.assert_close(found, module.body.weight.grad)
 
 
-def test_loader_is_whole_and_a_small_batch_uses_fewer_replicas() -> None:
+def test_the_loader_is_complete_and_a_small_batch_uses_fewer_replicas() -> None:
     rows: list[int] = []
 
     class Noting(nn.Module):
@@ -343,7 +343,7 @@ def test_retain_graph_and_unsupported_options() -> None:
         prepared(torch.ones(4, 2)).sum().backward(create_graph=True)
 
 
-def test_an_error_names_the_replica_and_keeps_its_type() -> None:
+def test_an_error_names_the_replica_and_keeps_the_type() -> None:
     class Failing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if 7 in x:

@@ -39,7 +39,7 @@ TARGETS = INPUTS.sum(-1, keepdim=True).sin()
 
 
 class Net(nn.Module):
-    """Small and large parameters, one that a module reads without calling its owner, and one that is frozen."""
+    """Small and large parameters, a parameter that a module reads without calling its owner, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Net(nn.Module):
         return self.last(nn.functional.linear(torch.tanh(hidden), self.never_called.weight)) * self.scale
 
     def trained(self) -> list[nn.Parameter]:
-        return [each for each in self.parameters() if each is not self.never_called.bias]
+        return [parameter for parameter in self.parameters() if parameter is not self.never_called.bias]
 
 
 def make_net() -> Net:
@@ -67,9 +67,9 @@ NET = make_net()
 
 
 def momentum(model: Net) -> Optimizer:
-    weights = [each for each in model.trained() if each.ndim == 2]
-    others = [each for each in model.trained() if each.ndim == 1]
-    groups = [{"params": others, "lr": 0.02}, {"params": weights}]
+    weights = [parameter for parameter in model.trained() if parameter.ndim == 2]
+    vectors = [parameter for parameter in model.trained() if parameter.ndim == 1]
+    groups = [{"params": vectors, "lr": 0.02}, {"params": weights}]
     optimizer: Optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=1e-3)
     return optimizer
 
@@ -122,7 +122,7 @@ def run(function: Callable[[int], Any]) -> list[Any]:
 
 
 def values_of(model: nn.Module) -> list[Tensor]:
-    return [each.detach().clone() for each in model.parameters()]
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def test_asynchronous_training_learns(cluster: LocalCluster) -> None:
 
 @pytest.mark.parametrize("cluster", [(Eventual(), 2)], indirect=True)
 def test_no_rank_waits_under_eventual_consistency(cluster: LocalCluster) -> None:
-    """Rank 1 does nothing, so that rank 0's training is that of one process on its own data."""
+    """Rank 1 does nothing, so rank 0's training equals the training of one process on the same data."""
     expected = copy.deepcopy(NET)
     alone = momentum(expected)
     for inputs, targets in zip(INPUTS[:, 0], TARGETS[:, 0], strict=True):
@@ -264,8 +264,8 @@ def test_servers_continue_from_the_state_of_a_torch_optimizer(cluster: LocalClus
         with ParameterServer(bucket_mb=0.02) as strategy:
             prepared, optimizer = strategy.prepare(model, adam(model))
             with torch.no_grad():
-                for mine, theirs in zip(model.parameters(), half.parameters(), strict=True):
-                    mine.copy_(theirs)
+                for full_parameter, half_parameter in zip(model.parameters(), half.parameters(), strict=True):
+                    full_parameter.copy_(half_parameter)
             optimizer.load_state_dict(copy.deepcopy(state))
             for inputs, targets in zip(INPUTS[10:, rank], TARGETS[10:, rank], strict=True):
                 optimizer.zero_grad()
@@ -283,8 +283,8 @@ def test_servers_continue_from_the_state_of_a_torch_optimizer(cluster: LocalClus
         torch.testing.assert_close(found, values_of(expected), rtol=0, atol=1e-5)
 
 
-def test_a_rank_that_runs_out_is_not_waited_for(cluster: LocalCluster) -> None:
-    """Rank 0 has 2 batches, rank 1 has 4: those of iterations 2 and 3 count alone, in both epochs."""
+def test_no_rank_waits_for_a_rank_without_batches(cluster: LocalCluster) -> None:
+    """Rank 0 has 2 batches and rank 1 has 4. In both epochs, iterations 2 and 3 use the batches of rank 1 alone."""
     expected = copy.deepcopy(NET)
     optimizer = momentum(expected)
     for _ in range(2):
@@ -330,7 +330,7 @@ def test_bfloat16_parameters_are_float32_on_the_servers(cluster: LocalCluster) -
         torch.testing.assert_close(found, torch.full((1, 8), 0.992, dtype=torch.bfloat16))
 
 
-def test_filters_that_dense_tables_do_not_take_are_reported() -> None:
+def test_filters_unsupported_by_dense_tables_are_reported() -> None:
     with pytest.raises(UsageError, match="delta-keys is for sparse tables"):
         ParameterServer(filters="delta-keys")
 
@@ -339,7 +339,7 @@ def test_wrong_use_is_reported(cluster: LocalCluster) -> None:
     def make(**options: Any) -> tuple[ParameterServer, Net, Optimizer]:
         strategy = ParameterServer(**options)
         model = copy.deepcopy(NET)
-        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
         return strategy, *strategy.prepare(model, optimizer)
 
     def check(rank: int) -> None:
@@ -388,7 +388,7 @@ def test_updates_by_hand_are_refused(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("cluster", [(BoundedDelay(tau=2), 1)], indirect=True)
-def test_a_program_may_name_the_servers_that_it_needs(cluster: LocalCluster) -> None:
+def test_a_program_may_name_the_servers(cluster: LocalCluster) -> None:
     _ranks.here = Ranks()
     fit: list[dict[str, Any]] = [{"consistency": BoundedDelay(tau=2)}, {"replicas": 0}]
     for options in fit:
@@ -398,10 +398,10 @@ def test_a_program_may_name_the_servers_that_it_needs(cluster: LocalCluster) -> 
         ({"consistency": Sequential(), "replicas": 2}, "--servers 3 --replicas 2 --consistency sequential SCRIPT`"),
         ({"consistency": BoundedDelay(tau=2), "replicas": 1}, "--servers 2 --replicas 1 --consistency bounded:2"),
     ]
-    for options, said in refused:
+    for options, message in refused:
         with pytest.raises(UsageError, match=r"were started with consistency=bounded:2, replicas=0: start") as caught:
             ParameterServer(**options)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     with cluster.connect(observer=True) as observer:
         members = observer.link.get_view()
     assert members.of_role(Role.WORKER) == ()  # who was refused has left
@@ -445,7 +445,7 @@ def test_a_dying_server_is_named(cluster: LocalCluster) -> None:
     run(check)
 
 
-def test_a_rank_that_ends_by_an_exception_is_named_by_the_others(cluster: LocalCluster) -> None:
+def test_the_other_ranks_name_a_rank_ended_by_an_exception(cluster: LocalCluster) -> None:
     ended = threading.Event()
 
     def check(rank: int) -> None:
@@ -464,7 +464,7 @@ def test_a_rank_that_ends_by_an_exception_is_named_by_the_others(cluster: LocalC
     run(check)
 
 
-def test_where_there_are_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PACELINE_SCHEDULER", "PACELINE_TOKEN", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match=r"rank 0: .* --strategy parameter-server --servers 1"):

@@ -62,7 +62,7 @@ _ranks = threading.local()
 
 @pytest.fixture
 def run(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Any]], list[Any]]:
-    """What calls a function with the rank on two ranks that train on the cluster."""
+    """Return a function that calls its argument with the rank on two ranks of the cluster."""
     monkeypatch.setattr(parameter_server, "connect_workers", lambda name, rank, timeout: cluster.connect(rank=rank))
     monkeypatch.setattr(Ranks, "meet", lambda timeout: _ranks.here)
 
@@ -126,8 +126,8 @@ def test_servers_do_as_one_device(name: str, run: Any, tmp_path: Path) -> None:
         check_equal(found, expected)
 
 
-def test_a_killed_servers_states_are_its_replicas(run: Any, cluster: LocalCluster) -> None:
-    """Of the optimizer with the most states; another server is filled while training goes on."""
+def test_the_states_of_a_killed_server_are_on_the_replicas(run: Any, cluster: LocalCluster) -> None:
+    """The optimizer has the most states. Another server is filled while the training continues."""
     expected = alone(OPTIMIZERS["NAdam"])
 
     def kill(strategy: ParameterServer, number: int) -> None:

@@ -79,7 +79,7 @@ def train(prepared: Any, hands: Hands, rank: int | None) -> list[Tensor]:
         hands(model, optimizer, step)
         optimizer.step()
     model.state_dict()
-    return [each.detach().clone() for each in parameters]
+    return [parameter.detach().clone() for parameter in parameters]
 
 
 def clip_norm(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -91,34 +91,34 @@ def clip_values(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 
 def clip_sometimes(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for each in model.parameters():
-        if each.grad is not None and each.grad.norm() > 3:
-            each.grad.mul_(3 / each.grad.norm())
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.norm() > 3:
+            parameter.grad.mul_(3 / parameter.grad.norm())
 
 
 def through_data(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for each in model.parameters():
-        assert each.grad is not None
-        each.grad.data.clamp_(-0.1, 0.1)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.clamp_(-0.1, 0.1)
 
 
 def replace(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for each in model.parameters():
-        assert each.grad is not None
-        each.grad = each.grad.sign() * 0.1
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.sign() * 0.1
 
 
 def unscale(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for each in model.parameters():
-        assert each.grad is not None
-        each.grad.mul_(1024.0)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(1024.0)
     scaler.scale(torch.zeros(()))
     inner = getattr(optimizer, "inner", optimizer)
     scaler.unscale_(inner)
-    for each in model.parameters():
-        assert each.grad is not None
-        each.grad.clamp_(-0.3, 0.3)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.3, 0.3)
 
 
 @pytest.mark.parametrize("hands", [clip_norm, clip_values, clip_sometimes, through_data, replace, unscale])
@@ -138,12 +138,12 @@ def change_late(how: Hands) -> Hands:
 
 
 @pytest.mark.parametrize("hands", [clip_norm, through_data, replace])
-def test_a_change_that_comes_late_is_refused_unless_nothing_leaves_early(cluster: LocalCluster, hands: Hands) -> None:
+def test_a_late_change_is_refused_unless_no_gradient_is_sent_early(cluster: LocalCluster, hands: Hands) -> None:
     expected = train(make(), change_late(hands), None)
 
     def check_refused(rank: int) -> None:
-        told = rf"rank {rank}: the gradient of '0.weight' was changed .*overlap=False"
-        with ParameterServer() as strategy, pytest.raises(UsageError, match=told):
+        message = rf"rank {rank}: the gradient of '0.weight' was changed .*overlap=False"
+        with ParameterServer() as strategy, pytest.raises(UsageError, match=message):
             train(strategy.prepare(*make()), change_late(hands), rank)
 
     def check(rank: int) -> list[Tensor]:
@@ -155,17 +155,17 @@ def test_a_change_that_comes_late_is_refused_unless_nothing_leaves_early(cluster
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_gradients_are_sent_early_if_the_script_only_reads_them_sometimes(cluster: LocalCluster) -> None:
-    def look(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+def test_gradients_are_sent_early_if_the_script_only_reads_sometimes(cluster: LocalCluster) -> None:
+    def read_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
         if step == 5:
-            sum(each.grad.data.norm() for each in model.parameters() if each.grad is not None)
+            sum(parameter.grad.data.norm() for parameter in model.parameters() if parameter.grad is not None)
 
-    expected = train(make(), look, None)
+    expected = train(make(), read_gradients, None)
 
     def check(rank: int) -> list[Tensor]:
         strategy = ParameterServer()
         with strategy:
-            found = train(strategy.prepare(*make()), look, rank)
+            found = train(strategy.prepare(*make()), read_gradients, rank)
             assert strategy.dense is not None
             assert strategy.dense.hands_on.is_early
         return found
@@ -176,7 +176,7 @@ def test_gradients_are_sent_early_if_the_script_only_reads_them_sometimes(cluste
 
 def test_several_backwards_add_up(cluster: LocalCluster) -> None:
     def again(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-        torch.autograd.backward(0.01 * sum(each.square().sum() for each in model.parameters()))
+        torch.autograd.backward(0.01 * sum(parameter.square().sum() for parameter in model.parameters()))
         clip_norm(model, optimizer, step)
 
     expected = train(make(), again, None)
@@ -210,12 +210,12 @@ def test_under_bounded_delay_gradients_are_the_rank_s_own(monkeypatch: pytest.Mo
 
         def check(rank: int) -> float:
             model, optimizer = make()
-            before = [each.detach().clone() for each in model.parameters()]
+            before = [parameter.detach().clone() for parameter in model.parameters()]
             with ParameterServer() as strategy:
                 model, optimizer = strategy.prepare(model, optimizer)
                 train((model, optimizer), clip, rank)
                 strategy.gather_values()
-                after = [each.detach() for each in model.parameters()]
+                after = [parameter.detach() for parameter in model.parameters()]
                 return float(sum((a - b).square().sum() for a, b in zip(after, before, strict=True)))
 
         first, second = run(check)
@@ -228,13 +228,13 @@ def test_a_copy_of_a_model_is_not_observed(cluster: LocalCluster) -> None:
         with ParameterServer() as strategy:
             strategy.prepare(model, optimizer)
             copies = [copy.deepcopy(model), copy.copy(model)]
-            assert {type(each) for each in copies[0].parameters()} == {nn.Parameter}
-        assert {type(each) for each in model.parameters()} == {nn.Parameter}
+            assert {type(parameter) for parameter in copies[0].parameters()} == {nn.Parameter}
+        assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
     run(check)
 
 
-def test_ranks_that_write_different_values_are_reported(cluster: LocalCluster) -> None:
+def test_ranks_with_different_written_values_are_reported(cluster: LocalCluster) -> None:
     def check(rank: int) -> None:
         with ParameterServer() as strategy:
             model, optimizer = strategy.prepare(*make())
@@ -266,23 +266,23 @@ def test_parameters_are_written_before_the_first_step_under_bounded_delay(monkey
         run(check)
 
 
-def test_whatever_is_done_with_a_parameter_waits_for_its_values(cluster: LocalCluster) -> None:
+def test_every_use_of_a_parameter_waits_for_the_values(cluster: LocalCluster) -> None:
     """References of the program's own too, in lists, and to a version that counts as changed."""
 
     def check(rank: int) -> None:
         with ParameterServer() as strategy:
             model, optimizer = strategy.prepare(*make())
             kept = list(model.parameters())
-            mean = [each.detach().clone() for each in kept]
+            mean = [tensor.detach().clone() for tensor in kept]
             for step in range(STEPS):
                 optimizer.zero_grad()
                 inputs = INPUTS[step, rank]
                 torch.autograd.backward(model(inputs).square().mean())
-                versions = [each._version for each in kept]
+                versions = [tensor._version for tensor in kept]
                 optimizer.step()
                 torch._foreach_lerp_(mean, kept, 1.0)
-                assert all(each._version > version for each, version in zip(kept, versions, strict=True))
-                for one, each in zip(mean, model.state_dict().values(), strict=True):
-                    assert torch.equal(one, each)
+                assert all(tensor._version > version for tensor, version in zip(kept, versions, strict=True))
+                for one, value in zip(mean, model.state_dict().values(), strict=True):
+                    assert torch.equal(one, value)
 
     run(check)

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from paceline.torch import PacelineProcessGroup
 
 
-def _mine(rank: int, dtype: torch.dtype = torch.float32, count: int = 5) -> Tensor:
+def own_tensor(rank: int, dtype: torch.dtype = torch.float32, count: int = 5) -> Tensor:
     return (torch.arange(count) + 10 * rank).to(dtype)
 
 
 def _all(size: int, dtype: torch.dtype = torch.float32, count: int = 5) -> Tensor:
-    return torch.stack([_mine(rank, dtype, count) for rank in range(size)])
+    return torch.stack([own_tensor(rank, dtype, count) for rank in range(size)])
 
 
 def check_all_reduce(rank: int, size: int) -> None:
@@ -35,7 +35,7 @@ def check_all_reduce(rank: int, size: int) -> None:
             (dist.ReduceOp.MIN, everything.min(0).values),
             (dist.ReduceOp.MAX, everything.max(0).values),
         ):
-            tensor = _mine(rank, dtype)
+            tensor = own_tensor(rank, dtype)
             dist.all_reduce(tensor, op)
             torch.testing.assert_close(tensor, expected)
     tensor = torch.full((3,), float(rank + 1))
@@ -102,38 +102,38 @@ def check_sparse_all_reduce(rank: int, size: int) -> None:
 
 
 def check_broadcast_reduce_gather_scatter(rank: int, size: int) -> None:
-    tensor = _mine(rank)
+    tensor = own_tensor(rank)
     dist.broadcast(tensor, 1)
-    assert torch.equal(tensor, _mine(1))
-    tensor = _mine(rank)
+    assert torch.equal(tensor, own_tensor(1))
+    tensor = own_tensor(rank)
     dist.reduce(tensor, 2, dist.ReduceOp.SUM)
-    assert torch.equal(tensor, _all(size).sum(0) if rank == 2 else _mine(rank))
+    assert torch.equal(tensor, _all(size).sum(0) if rank == 2 else own_tensor(rank))
     outputs = [torch.zeros(5) for _ in range(size)] if rank == 1 else None
-    dist.gather(_mine(rank), outputs, 1)
+    dist.gather(own_tensor(rank), outputs, 1)
     assert outputs is None or torch.equal(torch.stack(outputs), _all(size))
     output = torch.zeros(2, 5).t()[:, 0]
     dist.scatter(output, list(_all(size)) if rank == 0 else None, 0)
-    assert torch.equal(output, _mine(rank))
+    assert torch.equal(output, own_tensor(rank))
 
 
 def check_all_gather(rank: int, size: int) -> None:
     outputs = [torch.zeros(5) for _ in range(size)]
-    dist.all_gather(outputs, _mine(rank))
+    dist.all_gather(outputs, own_tensor(rank))
     assert torch.equal(torch.stack(outputs), _all(size))
     whole = torch.zeros(size, 5)
-    dist.all_gather(list(whole.unbind()), _mine(rank))
+    dist.all_gather(list(whole.unbind()), own_tensor(rank))
     assert torch.equal(whole, _all(size))
     uneven = [torch.zeros(number + 1) for number in range(size)]
     dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
     assert [tensor.tolist() for tensor in uneven] == [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]
     for shape in ((size * 5,), (size, 5)):
         single = torch.zeros(shape)
-        dist.all_gather_single(single, _mine(rank))
+        dist.all_gather_single(single, own_tensor(rank))
         assert torch.equal(single.view(size, 5), _all(size))
     with c10d._coalescing_manager(async_ops=True) as pending:
         singles = [torch.zeros(size * 5), torch.zeros(size * 2)]
-        dist.all_gather_single(singles[0], _mine(rank))
-        dist.all_gather_single(singles[1], _mine(rank, count=2))
+        dist.all_gather_single(singles[0], own_tensor(rank))
+        dist.all_gather_single(singles[1], own_tensor(rank, count=2))
     pending.wait()
     assert torch.equal(singles[0].view(size, 5), _all(size))
     assert torch.equal(singles[1].view(size, 2), _all(size, count=2))
@@ -142,14 +142,14 @@ def check_all_gather(rank: int, size: int) -> None:
 def check_reduce_scatter(rank: int, size: int) -> None:
     expected = _all(size, count=6).sum(0).view(size, 2)[rank]
     output = torch.zeros(2)
-    dist.reduce_scatter(output, list(_mine(rank, count=6).view(size, 2).unbind()))
+    dist.reduce_scatter(output, list(own_tensor(rank, count=6).view(size, 2).unbind()))
     assert torch.equal(output, expected)
-    dist.reduce_scatter(output, [part.clone() for part in _mine(rank, count=6).view(size, 2)], dist.ReduceOp.AVG)
+    dist.reduce_scatter(output, [part.clone() for part in own_tensor(rank, count=6).view(size, 2)], dist.ReduceOp.AVG)
     torch.testing.assert_close(output, expected / size)
-    source = _mine(rank, count=6)
+    source = own_tensor(rank, count=6)
     dist.reduce_scatter_single(output, source)
     assert torch.equal(output, expected)
-    assert torch.equal(source, _mine(rank, count=6))
+    assert torch.equal(source, own_tensor(rank, count=6))
     with c10d._coalescing_manager():
         outputs = [torch.zeros(2), torch.zeros(1)]
         dist.reduce_scatter_single(outputs[0], source)
@@ -226,13 +226,13 @@ def check_asynchronous_calls(rank: int, size: int) -> None:
 def check_objects(rank: int, size: int) -> None:
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, {"rank": rank, "text": "x" * 100 * rank})
-    assert [each["rank"] for each in gathered] == [0, 1, 2]
+    assert [entry["rank"] for entry in gathered] == [0, 1, 2]
     values: list[Any] = [("a", 1), {2}] if rank == 1 else [None, None]
     dist.broadcast_object_list(values, 1)
     assert values == [("a", 1), {2}]
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, ["a", "b", "c"] if rank == 0 else None, 0)
-    assert mine == ["abc"[rank]]
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, ["a", "b", "c"] if rank == 0 else None, 0)
+    assert own == ["abc"[rank]]
 
 
 def check_groups(rank: int, size: int) -> None:
@@ -271,12 +271,12 @@ def check_functional_collectives(rank: int, size: int) -> None:
     assert (functional.all_reduce(tensor, "sum", world) + 0).tolist() == [3.0] * 4
     assert (functional.all_reduce(tensor.to(torch.complex64), "sum", world) + 0).tolist() == [3.0 + 0j] * 4
     averaged = functional.all_reduce_coalesced([tensor, tensor[:2]], "avg", world)
-    assert [(each + 0).tolist() for each in averaged] == [[1.0] * 4, [1.0] * 2]
+    assert [(tensor + 0).tolist() for tensor in averaged] == [[1.0] * 4, [1.0] * 2]
     assert (functional.broadcast(tensor, 1, world) + 0).tolist() == [1.0] * 4
     gathered = functional.all_gather_single(tensor, 0, world)
     assert (gathered + 0).view(size, 4)[:, 0].tolist() == [0.0, 1.0, 2.0]
     both = functional.all_gather_single_coalesced([tensor, tensor[:1]], world)
-    assert [(each + 0)[-1].item() for each in both] == [2.0, 2.0]
+    assert [(tensor + 0)[-1].item() for tensor in both] == [2.0, 2.0]
     scattered = functional.reduce_scatter_single(torch.ones(size * 2) * rank, "sum", 0, world)
     assert (scattered + 0).tolist() == [3.0] * 2
     parts = functional.reduce_scatter_single_coalesced([torch.ones(size)], "sum", [0], world)
@@ -299,7 +299,7 @@ def check_callers_mistakes(rank: int, size: int) -> None:
             wrong()
             raise AssertionError("no error")
     tensor = torch.ones(1)
-    dist.all_reduce(tensor)  # nobody is in a call, so the group goes on
+    dist.all_reduce(tensor)  # no rank is in a call, so the group continues
     assert tensor.item() == size
 
 
@@ -313,10 +313,12 @@ def check_monitored_barrier(rank: int, size: int) -> None:
     try:
         group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
     except RuntimeError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "no error"
-    assert ("Rank 2 failed to pass monitoredBarrier" if rank == 0 else "Rank 1 successfully reached") in said, said
+        message = "no error"
+    assert ("Rank 2 failed to pass monitoredBarrier" if rank == 0 else "Rank 1 successfully reached") in message, (
+        message
+    )
     dist.barrier()
 
 

@@ -38,7 +38,7 @@ def check_mismatch_raises_on_every_rank(rank: int, size: int) -> None:
         assert isinstance(_error(lambda group=group: dist.barrier(group)), GroupClosedError)
 
 
-def check_a_rank_that_does_not_come(rank: int, size: int) -> None:
+def check_a_missing_rank(rank: int, size: int) -> None:
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=2))
     if rank != 1:

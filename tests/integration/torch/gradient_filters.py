@@ -17,7 +17,7 @@ CHAINS = ("float16", "bfloat16", "quantize:8", "quantize:4", "quantize:2", "quan
 
 
 def _train(rank: int, group: Any, filters: str | None, steps: int = 60, **options: Any) -> tuple[float, list[Tensor]]:
-    """Train a small classifier on this rank's half of the data; return its loss on all of it, and what it has."""
+    """Train a small classifier on this rank's half of the data; return its loss on all data, and its parameters."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 3))
     model = DistributedDataParallel(network, process_group=group, bucket_cap_mb=0.001, **options)
@@ -42,9 +42,9 @@ def check_filters_of_gradients(rank: int, size: int) -> None:
         for filters in CHAINS if backend == "paceline" else CHAINS[2:3]:
             loss, parameters = _train(rank, group, filters, find_unused_parameters=filters == "quantize:8")
             assert loss < plain + 0.05, (filters, loss, plain)
-            for each in parameters:
-                other = each.clone()
+            for parameter in parameters:
+                other = parameter.clone()
                 dist.broadcast(other, 0)
-                assert torch.equal(each, other), filters
+                assert torch.equal(parameter, other), filters
     with pytest.raises(UsageError, match="key-caching:64 is not for gradients"):
         pt.filter_hook("key-caching")

@@ -27,7 +27,7 @@ from paceline.launch import load_kernels
 
 
 def main(folder: Path, sizes: dict[str, int]) -> None:
-    """Start the ranks of all modules, and write down how each has ended; in the ranks, be one of them."""
+    """Start the ranks of all modules and record how each one ends. In a rank, run the checks."""
     modules = {name: importlib.import_module(name) for name in sizes}
     load_kernels()
     processes: dict[str, list[int]] = {}
@@ -54,14 +54,14 @@ def work(module: ModuleType, rank: int, size: int, folder: Path) -> None:
     checks: dict[str, Callable[[int, int], None]] = vars(module)
     with (folder / f"rank {rank}").open("w") as report:
         for name in [name for name in checks if name.startswith(("check_", "last_"))]:
-            said = ""
+            traceback_text = ""
             try:
                 checks[name](rank, size)
             except BaseException:
-                said = traceback.format_exc()
-            print(json.dumps([name, said]), file=report, flush=True)
+                traceback_text = traceback.format_exc()
+            print(json.dumps([name, traceback_text]), file=report, flush=True)
 
 
 if __name__ == "__main__":
-    told = [argument.split(":") for argument in sys.argv[2:]]
-    main(Path(sys.argv[1]), {module: int(size) for module, size in told})
+    arguments = [argument.split(":") for argument in sys.argv[2:]]
+    main(Path(sys.argv[1]), {module: int(size) for module, size in arguments})

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.warm.processes import WarmProcess
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 _SIZES = {"calls": 3, "training": 2, "gradient_filters": 2, "faults": 3}
 _KILLED = {"faults": 2}
 _PATIENCE_S = 180.0
@@ -32,8 +32,8 @@ class Run:
     size: int
     errors: list[str]
     codes: list[int]
-    said: dict[str, list[str]] = field(default_factory=dict)
-    """By check, what each rank says: nothing if all is well."""
+    reports: dict[str, list[str]] = field(default_factory=dict)
+    """The errors of each rank by check; empty if all is well."""
 
 
 def _read(folder: Path, size: int) -> Run:
@@ -42,13 +42,13 @@ def _read(folder: Path, size: int) -> Run:
     run = Run(size, errors, json.loads(codes.read_text()) if codes.exists() else [])
     for report in sorted(folder.glob("rank *")):
         for line in report.read_text().splitlines():
-            name, said = json.loads(line)
-            run.said.setdefault(name, []).append(said)
+            name, reports = json.loads(line)
+            run.reports.setdefault(name, []).append(reports)
     return run
 
 
 def _checks(module: str) -> list[str]:
-    lines = (_HERE / f"{module}.py").read_text().splitlines()
+    lines = (_FOLDER / f"{module}.py").read_text().splitlines()
     return [line[4 : line.index("(")] for line in lines if line.startswith(("def check_", "def last_"))]
 
 
@@ -67,21 +67,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 def _run_ranks(folder: Path) -> None:
-    asked = [f"{module}:{size}" for module, size in _SIZES.items()]
-    process = WarmProcess([_HERE / "ranks.py", folder, *asked], kind="torch", env=os.environ)
+    arguments = [f"{module}:{size}" for module, size in _SIZES.items()]
+    process = WarmProcess([_FOLDER / "ranks.py", folder, *arguments], kind="torch", env=os.environ)
     try:
         process.wait(_PATIENCE_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # what is missing is missed
+        os.killpg(process.pid, signal.SIGKILL)  # a missing report is detected
         process.wait()
 
 
 @pytest.mark.parametrize(("module", "check"), [(module, check) for module in _SIZES for check in _checks(module)])
 def test_backend(runs: dict[str, Run], module: str, check: str) -> None:
     run = runs[module]
-    said: Any = run.said.get(check, [])
+    reports: Any = run.reports.get(check, [])
     num_left = run.size - 1 if check.startswith("last_killed") else run.size
-    assert said == [""] * num_left, "\n".join([*said, *run.errors])
+    assert reports == [""] * num_left, "\n".join([*reports, *run.errors])
 
 
 @pytest.mark.parametrize("module", _SIZES)

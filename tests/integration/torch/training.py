@@ -56,7 +56,7 @@ def _bf16_compress(state: Any, bucket: GradBucket) -> torch.futures.Future[Tenso
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-_bf16_compress.__annotations__.clear()  # PyTorch compares them, and cannot read those that are texts
+_bf16_compress.__annotations__.clear()  # PyTorch compares annotations, and cannot read text annotations
 
 
 def check_comm_hooks(rank: int, size: int) -> None:
@@ -140,7 +140,7 @@ def check_a_failed_collective_fails_the_backward_pass(rank: int, size: int) -> N
         model = DistributedDataParallel(_model(), process_group=group)
         if hook is not None:
             model.register_comm_hook(group, hook)
-        for _ in range(3):  # until the buckets are made anew no more
+        for _ in range(3):  # until the buckets are not rebuilt any longer
             torch.autograd.backward(model(torch.ones(1, 20)).sum())
         output = model(torch.ones(1, 20)).sum()
         dist.barrier()
@@ -150,8 +150,8 @@ def check_a_failed_collective_fails_the_backward_pass(rank: int, size: int) -> N
             try:
                 torch.autograd.backward(output)
             except RuntimeError as error:
-                said = str(error)
+                message = str(error)
             else:
-                said = "no error"
-            assert "rank 1" in said, said
+                message = "no error"
+            assert "rank 1" in message, message
         dist.barrier()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from paceline.transport import HEADER_BYTES, Address, unpack_header
 
 Meddle: TypeAlias = Callable[[int, bytes], list[bytes]]
-"""From the number of a frame of the client's and its bytes to what goes on in its place."""
+"""Function of the client's frame number and the frame's bytes to the bytes that are sent instead."""
 
 
 class Relay:
@@ -45,10 +45,10 @@ class Relay:
             with client.makefile("rb") as frames:
                 while head := frames.read(HEADER_BYTES):
                     header = unpack_header(head)
-                    rest = (header.meta_bytes + 7 & -8) + (header.body_bytes + 7 & -8)
-                    frame = head + frames.read(rest + (self._tag_bytes if number else 0))  # the first is the HELLO
-                    for each in self._meddle(number, frame):
-                        server.sendall(each)
+                    remaining = (header.meta_bytes + 7 & -8) + (header.body_bytes + 7 & -8)
+                    frame = head + frames.read(remaining + (self._tag_bytes if number else 0))  # the first is the HELLO
+                    for changed in self._meddle(number, frame):
+                        server.sendall(changed)
                     number += 1
         except OSError:
             pass
@@ -67,12 +67,12 @@ class Relay:
         _shut(self._listening)
         self._listening.close()
         self._threads[0].join()
-        for each in self._sockets:
-            _shut(each)
+        for opened in self._sockets:
+            _shut(opened)
         for thread in self._threads:
             thread.join()
-        for each in self._sockets:
-            each.close()
+        for opened in self._sockets:
+            opened.close()
 
 
 def _shut(connected: socket.socket) -> None:
@@ -84,7 +84,7 @@ def _shut(connected: socket.socket) -> None:
 
 @contextmanager
 def relay(server: Address, meddle: Meddle = lambda number, frame: [frame], *, tag_bytes: int = 16) -> Iterator[Relay]:
-    """A relay in front of a server. ``tag_bytes``: behind every frame of the client's but the first."""
+    """A relay in front of a server. Every frame of the client except the first has ``tag_bytes`` at its end."""
     between = Relay(server, meddle, tag_bytes)
     try:
         yield between

@@ -68,13 +68,13 @@ class Bystander:
 def bystander(transport: SocketTransport) -> Iterator[Bystander]:
     handler = EchoHandler()
     with serve_in_thread(handler, transport) as served:
-        beside = Bystander(transport, handler, served)
+        witness = Bystander(transport, handler, served)
         try:
-            beside.assert_unmoved()
-            yield beside
-            beside.assert_unmoved()
+            witness.assert_unmoved()
+            yield witness
+            witness.assert_unmoved()
         finally:
-            beside.channel.close()
+            witness.channel.close()
 
 
 def read_to_end(connected: socket.socket) -> bytes:
@@ -100,12 +100,12 @@ def refusal(answer: bytes) -> PeerError:
 
 
 def test_wrong_token_is_refused_in_one_sentence(transport: SocketTransport) -> None:
-    with bystander(transport) as beside:
-        for address in (beside.endpoint.tcp, beside.endpoint.unix):
+    with bystander(transport) as witness:
+        for address in (witness.endpoint.tcp, witness.endpoint.unix):
             assert address is not None
             with pytest.raises(AuthenticationError, match=f"server at {address} refused the token"):
                 SocketTransport("the-token-of-others").connect(address, WORKER)
-        assert len(beside.handler.peers) == 1
+        assert len(witness.handler.peers) == 1
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_wrong_token_is_refused_in_one_sentence(transport: SocketTransport) -> N
     ids=["http", "random", "no-hello", "empty", "garbled", "long", "endless", "version"],
 )
 def test_invalid_handshakes_are_rejected(transport: SocketTransport, sent: bytes, kind: type) -> None:
-    with bystander(transport) as beside, beside.raw() as intruder:
+    with bystander(transport) as witness, witness.raw() as intruder:
         intruder.sendall(sent)
         answer = read_to_end(intruder)
         if len(sent) < 1000:  # else the reset that follows may overtake the reason
             assert type(refusal(answer)) is kind
-        assert beside.served.listener.num_connections == 1
+        assert witness.served.listener.num_connections == 1
 
 
 def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +144,7 @@ def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest
     assert b"VersionError" in out
     assert b"version 9" in out
     assert b"version 2" in out
-    with bystander(transport) as beside, beside.raw() as old:
+    with bystander(transport) as witness, witness.raw() as old:
         old.sendall(HEADER.pack(MAGIC, 9, FrameKind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0))
         message = str(refusal(read_to_end(old)))
     assert "version 9" in message
@@ -172,24 +172,24 @@ time.sleep(60)
 
 
 def test_a_peer_killed_in_mid_frame(transport: SocketTransport) -> None:
-    with bystander(transport) as beside:
-        command = [sys.executable, "-c", _DIE_IN_A_FRAME, str(beside.endpoint.tcp)]
+    with bystander(transport) as witness:
+        command = [sys.executable, "-c", _DIE_IN_A_FRAME, str(witness.endpoint.tcp)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as victim:
             assert victim.stdout is not None
             assert victim.stdout.readline() == b"sent\n"
             os.kill(victim.pid, signal.SIGKILL)
-            beside.handler.wait_until(lambda: len(beside.handler.reasons) == 1)
-        reason = beside.handler.reasons[0]
+            witness.handler.wait_until(lambda: len(witness.handler.reasons) == 1)
+        reason = witness.handler.reasons[0]
         assert isinstance(reason, ConnectionLostError)
         assert "worker 5" in str(reason)
         assert "in the middle of a frame" in str(reason)
 
 
 def test_claimed_lengths_take_no_memory(transport: SocketTransport) -> None:
-    with bystander(transport) as beside:
+    with bystander(transport) as witness:
         before = psutil.Process().memory_info()
         for size in (1 << 60, (1 << 64) - 1, (1 << 30) + 1):
-            channel = transport.connect(beside.endpoint, WORKER)
+            channel = transport.connect(witness.endpoint, WORKER)
             channel.send(pack_header(ECHO, body_bytes=size))
             with pytest.raises(ProtocolError, match="most 1073741824"):
                 channel.receive_header(10)
@@ -200,29 +200,29 @@ def test_claimed_lengths_take_no_memory(transport: SocketTransport) -> None:
 
 def test_limits_are_the_callers() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_frame_bytes=4096))
-    with bystander(transport) as beside:
+    with bystander(transport) as witness:
         with pytest.raises(ValueError, match="at most 4096"):
-            beside.channel.send(*frame_parts(ECHO, body=bytes(5000)))
-        other = SocketTransport(TOKEN).connect(beside.endpoint, WORKER)
+            witness.channel.send(*frame_parts(ECHO, body=bytes(5000)))
+        other = SocketTransport(TOKEN).connect(witness.endpoint, WORKER)
         other.send(*frame_parts(ECHO, body=bytes(5000)))
         with pytest.raises((ProtocolError, ConnectionLostError)):
             other.receive_header(10)
 
 
 def test_half_a_frame_then_silence_delays_no_other_peer(transport: SocketTransport) -> None:
-    with bystander(transport) as beside:
-        silent = transport.connect(beside.endpoint, Hello(role="worker", rank=1))
+    with bystander(transport) as witness:
+        silent = transport.connect(witness.endpoint, Hello(role="worker", rank=1))
         silent.send(pack_header(ECHO, body_bytes=1000), bytes(500))
         for _ in range(10):
-            beside.assert_unmoved()
+            witness.assert_unmoved()
         silent.send(bytes(500))
         assert silent.receive_header(10).body_bytes == 1000
         silent.close()
 
 
-def test_a_handshake_that_is_never_finished_ends() -> None:
+def test_an_unfinished_handshake_ends() -> None:
     transport = SocketTransport(TOKEN, handshake_timeout_s=0.2)
-    with bystander(transport) as beside, beside.raw() as mute, beside.raw() as slow:
+    with bystander(transport) as witness, witness.raw() as mute, witness.raw() as slow:
         slow.sendall(pack_header(FrameKind.HELLO, meta_bytes=100)[:20])
         for intruder in (mute, slow):
             error = refusal(read_to_end(intruder))
@@ -230,7 +230,7 @@ def test_a_handshake_that_is_never_finished_ends() -> None:
             assert "within 0.2 s" in str(error)
 
 
-def test_a_server_that_is_none(transport: SocketTransport) -> None:
+def test_a_server_of_another_protocol(transport: SocketTransport) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         where = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(DeadlineError) as caught:
@@ -242,28 +242,28 @@ def test_a_server_that_is_none(transport: SocketTransport) -> None:
         transport.connect("no-such-host.invalid:1", WORKER)
 
 
-def test_a_peer_that_never_reads_delays_no_other_peer() -> None:
+def test_a_peer_without_reads_delays_no_other_peer() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_backlog_bytes=1 << 22), send_timeout_s=0.3)
-    with bystander(transport) as beside:
-        deaf = transport.connect(beside.endpoint, WORKER)
+    with bystander(transport) as witness:
+        deaf = transport.connect(witness.endpoint, WORKER)
 
         def send_on_and_on() -> None:
-            for _ in range(1000):  # in the end the server reads no more of it
+            for _ in range(1000):  # at last the server reads no more bytes
                 deaf.send(*frame_parts(ECHO, body=bytes(1 << 20)))
 
         with pytest.raises(DeadlineError, match="read no messages"):
             send_on_and_on()
-        beside.assert_unmoved()
+        witness.assert_unmoved()
 
 
 def test_a_slow_reader_gets_everything() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_backlog_bytes=1 << 20))
-    with bystander(transport) as beside:
-        channel = transport.connect(beside.endpoint, WORKER)
+    with bystander(transport) as witness:
+        channel = transport.connect(witness.endpoint, WORKER)
         body = np.arange(1 << 19)  # 4 MiB
         for number in range(3):
             channel.send(*frame_parts(ECHO, request=number, body=body[number:]))
-        beside.assert_unmoved()
+        witness.assert_unmoved()
         for number in range(3):
             into = np.empty(len(body) - number, np.int64)
             assert channel.receive(into, 10).request == number
@@ -289,8 +289,8 @@ def test_deadline_within_a_frame_closes_the_channel(transport: SocketTransport) 
 
 
 def test_port_in_use(transport: SocketTransport) -> None:
-    with bystander(transport) as beside:
-        where = beside.endpoint.tcp.netloc
+    with bystander(transport) as witness:
+        where = witness.endpoint.tcp.netloc
         message = f"cannot listen on {where}: the port is in use by another program"
         with (
             pytest.raises(AddressError, match=message),
@@ -318,20 +318,20 @@ def test_a_servers_wrong_certificate(certificates: dict[str, TLS], server: str) 
 @pytest.mark.parametrize("client", ["bare", "foreign_but_trusting"])
 def test_a_clients_wrong_certificate(certificates: dict[str, TLS], client: str) -> None:
     transport = SocketTransport(TOKEN, tls=certificates["ours"])
-    with bystander(transport) as beside:
-        assert beside.endpoint.unix is None
+    with bystander(transport) as witness:
+        assert witness.endpoint.unix is None
         with pytest.raises(AuthenticationError, match="not trust this process's certificate"):
-            SocketTransport(TOKEN, tls=certificates[client]).connect(beside.endpoint, WORKER)
+            SocketTransport(TOKEN, tls=certificates[client]).connect(witness.endpoint, WORKER)
 
 
 def test_plain_text_to_a_tls_server(certificates: dict[str, TLS]) -> None:
     transport = SocketTransport(TOKEN, tls=certificates["ours"])
-    with bystander(transport) as beside:
-        with beside.raw() as http:
+    with bystander(transport) as witness:
+        with witness.raw() as http:
             http.sendall(b"GET / HTTP/1.1\r\n\r\n")
             read_to_end(http)
         with pytest.raises(PeerError):
-            SocketTransport(TOKEN).connect(beside.endpoint.tcp, WORKER, timeout_s=0.3)
+            SocketTransport(TOKEN).connect(witness.endpoint.tcp, WORKER, timeout_s=0.3)
 
 
 def test_a_lost_connection_is_reported_by_a_restarted_host() -> None:

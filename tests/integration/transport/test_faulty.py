@@ -22,7 +22,7 @@ def inner(request: pytest.FixtureRequest) -> Transport:
     return SocketTransport(TOKEN) if request.param == "sockets" else MemoryTransport(TOKEN)
 
 
-def test_each_fault_happens_where_it_was_planned(inner: Transport) -> None:
+def test_every_fault_happens_as_planned(inner: Transport) -> None:
     faults = [
         Fault(action="drop", rank=1, step=0, kind=ECHO),
         Fault(action="duplicate", rank=1, step=1, kind=ECHO),
@@ -105,11 +105,11 @@ def test_faults_of_opened_peers(inner: Transport) -> None:
     transport = FaultyTransport(inner, plan)
 
     async def run() -> None:
-        inbox, others = Inbox(), Inbox()
+        inbox, other_inbox = Inbox(), Inbox()
         peer = await transport.open(inbox, served.endpoint, Hello(role="server", rank=1))
-        other = await transport.open(others, served.endpoint, Hello(role="server", rank=0))
+        other = await transport.open(other_inbox, served.endpoint, Hello(role="server", rank=0))
         other.send(*frame_parts(ECHO))
-        await others.wait_frames(1)
+        await other_inbox.wait_frames(1)
         peer.send(*frame_parts(SILENT))
         peer.send(*frame_parts(ECHO, request=0))  # dropped
         peer.send(*frame_parts(ECHO, request=1, body=b"twice"))
@@ -117,7 +117,7 @@ def test_faults_of_opened_peers(inner: Transport) -> None:
         assert [(frame.header.request, bytes(frame.body)) for frame in frames] == [(1, b"twice")] * 2
         peer.send(pack_header(ECHO, request=2))
         start = time.monotonic()
-        peer.send(pack_header(ECHO, request=3))  # delayed, and so what follows it
+        peer.send(pack_header(ECHO, request=3))  # delayed, and so are later frames
         peer.send(*frame_parts(ECHO, request=4, body=bytes(1000)))
         peer.send(*frame_parts(ECHO, request=5))
         assert peer.write_backlog_bytes >= 3 * 40 + 1000
@@ -125,11 +125,11 @@ def test_faults_of_opened_peers(inner: Transport) -> None:
         assert [frame.header.request for frame in await inbox.wait_frames(4)] == [2, 3, 4, 5]
         assert time.monotonic() - start >= 0.3
         assert peer.write_backlog_bytes == 0
-        assert all(each is peer for each in inbox.peers)
+        assert all(sender is peer for sender in inbox.peers)
         peer.close()
         other.close()
         assert await inbox.wait_end() is None
-        await others.wait_end()
+        await other_inbox.wait_end()
 
     with serve_in_thread(EchoHandler(), transport) as served:
         asyncio.run(run())

@@ -65,7 +65,7 @@ def either(request: pytest.FixtureRequest) -> Transport:
 
 
 class Talkative(EchoHandler):
-    """Speaks first; then, if told so, hangs up."""
+    """A handler that sends first, and then closes the connection on request."""
 
     def __init__(self, *, hangs_up: bool = False) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Talkative(EchoHandler):
 
 @contextmanager
 def fake_server(*words: bytes) -> Iterator[str]:
-    """Say these words, each after the first when something was heard, and hang up."""
+    """Send these bytes, each after the first when bytes have arrived, and close the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         where = f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -135,7 +135,7 @@ def open_and_close(transport: Transport, target: Endpoint | Address | str, timeo
     asyncio.run(run())
 
 
-def test_the_connection_is_ready_before_its_first_frame(either: Transport) -> None:
+def test_the_connection_is_ready_before_the_first_frame(either: Transport) -> None:
     known: list[Peer] = []
 
     class Knowing(Inbox):
@@ -240,7 +240,7 @@ def test_errors_are_for_the_server_to_send(either: Transport) -> None:
 
 
 @pytest.mark.parametrize("kind", [int(FrameKind.WELCOME), FIRST_APPLICATION_KIND - 1, 200])
-def test_frames_that_a_server_may_not_send(kind: int) -> None:
+def test_forbidden_frames_of_a_server(kind: int) -> None:
     class Rude(EchoHandler):
         def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
             peer.send(pack_header(kind, body_bytes=(1 << 60) if kind == 200 else 0))
@@ -325,27 +325,27 @@ def test_text_of_an_unauthenticated_peer_is_neither_trusted_nor_shown_raw(
 
 
 def test_an_unproved_client_cannot_report_errors() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        theirs.sendall(refusal("UsageError"))
+    own_end, peer_end = socket.socketpair()
+    with peer_end:
+        peer_end.sendall(refusal("UsageError"))
         with pytest.raises(ProtocolError, match="got a frame of kind 4 before the handshake"):
-            welcome_stream(ours, TOKEN, SERVER, 5)
+            welcome_stream(own_end, TOKEN, SERVER, 5)
 
 
-def test_a_peer_of_another_version_receives_this_version() -> None:
+def test_a_peer_of_another_version_receives_the_own_version() -> None:
     async def run() -> None:
-        heard = asyncio.get_running_loop().create_future()
+        received = asyncio.get_running_loop().create_future()
 
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(HEADER.pack(MAGIC, 9, FrameKind.CHALLENGE, *[0] * 8))
-            heard.set_result(await reader.readexactly(40))
+            received.set_result(await reader.readexactly(40))
             writer.close()
 
         server = await asyncio.start_server(talk, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(VersionError):
             await SocketTransport(TOKEN).open(Inbox(), f"127.0.0.1:{port}", SERVER)
-        assert unpack_header(await heard).kind == FrameKind.HELLO
+        assert unpack_header(await received).kind == FrameKind.HELLO
         server.close()
         await server.wait_closed()
 
@@ -365,11 +365,11 @@ def test_no_listener_and_a_silent_listener() -> None:
         open_and_close(transport, "no-such-host.invalid:1")
 
 
-def test_an_endpoint_without_its_unix_socket_is_reached_by_tcp() -> None:
+def test_an_endpoint_without_a_unix_socket_is_reached_by_tcp() -> None:
     transport = SocketTransport(TOKEN)
     with serve_in_thread(EchoHandler(), transport) as served:
-        gone = Endpoint(served.endpoint.tcp, Address.parse("unix://@paceline-no-such-name"), host_identity())
-        open_and_close(transport, gone)
+        missing = Endpoint(served.endpoint.tcp, Address.parse("unix://@paceline-no-such-name"), host_identity())
+        open_and_close(transport, missing)
 
 
 def test_opening_can_be_cancelled() -> None:
@@ -413,8 +413,8 @@ def test_a_full_queue_of_a_unix_socket_is_waited_for() -> None:
             except BlockingIOError:
                 break
         asyncio.run(run(listening, waiting))
-    for each in waiting:
-        each.close()
+    for future in waiting:
+        future.close()
 
 
 @pytest.mark.parametrize("server", ["misnamed", "foreign", "foreign_but_trusting"])
@@ -447,20 +447,23 @@ def test_tls_on_one_side_only(certificates: dict[str, TLS]) -> None:
         open_and_close(encrypted, f"127.0.0.1:{mute.getsockname()[1]}", 0.1)
 
 
-def test_a_server_that_serves_and_opens_with_one_handler(either: Transport) -> None:
-    """A chain of three in one loop: each passes on what it gets, the last one answers by way of them all."""
+def test_a_server_serves_and_opens_with_one_handler(either: Transport) -> None:
+    """A chain of three servers in one loop.
+
+    Each one forwards the request, and the last one replies through all of them.
+    """
 
     class Link(Handler):
         def __init__(self) -> None:
             self.onward: Peer | None = None
-            self.asked: Peer | None = None
+            self.queried: Peer | None = None
 
         def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
             if peer is self.onward:
-                assert self.asked is not None
-                self.asked.send(*frame_parts(32, request=header.request, body=bytes(body)))
+                assert self.queried is not None
+                self.queried.send(*frame_parts(32, request=header.request, body=bytes(body)))
             elif self.onward is not None:
-                self.asked = peer
+                self.queried = peer
                 self.onward.send(*frame_parts(ECHO, request=header.request, body=bytes(body)))
             else:
                 peer.send(*frame_parts(32, request=header.request, body=bytes(body)))
@@ -475,13 +478,13 @@ def test_a_server_that_serves_and_opens_with_one_handler(either: Transport) -> N
         for number in range(50):
             peer.send(*frame_parts(ECHO, request=number, body=bytes(number * 10_000)))
         frames = await inbox.wait_frames(50)
-        assert [(each.header.request, len(each.body)) for each in frames] == [(n, n * 10_000) for n in range(50)]
+        assert [(frame.header.request, len(frame.body)) for frame in frames] == [(n, n * 10_000) for n in range(50)]
         peer.close()
         for link in links:
             if link.onward is not None:
                 link.onward.close()
-        for each in listeners:
-            await each.close()
+        for opened in listeners:
+            await opened.close()
 
     asyncio.run(run())
 

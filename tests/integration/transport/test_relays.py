@@ -1,4 +1,4 @@
-"""Whoever stands between two ends that hold the token can cut their connection, and no more."""
+"""An attacker between two ends with the token can cut their connection, and can do nothing else."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def read(source: socket.socket, tag_bytes: int) -> bytes:
     """Return the next frame."""
     data = source.recv(HEADER_BYTES, socket.MSG_WAITALL)
     header = unpack_header(data)
-    rest = (header.meta_bytes + 7 & -8) + (header.body_bytes + 7 & -8) + tag_bytes
-    while rest:
-        part = source.recv(rest)
-        data, rest = data + part, rest - len(part)
+    remaining = (header.meta_bytes + 7 & -8) + (header.body_bytes + 7 & -8) + tag_bytes
+    while remaining:
+        part = source.recv(remaining)
+        data, remaining = data + part, remaining - len(part)
     return data
 
 
@@ -123,7 +123,7 @@ def meta_of(frame: bytes) -> bytes:
 
 
 def test_a_hello_cannot_be_forged(transport: SocketTransport) -> None:
-    """By a nonce that is the real server's with the head of another Hello behind it."""
+    """The attacker uses a nonce that consists of the real server's nonce and the head of another Hello."""
     handler = EchoHandler()
     with serve_in_thread(handler, transport) as served, socket.create_server(("127.0.0.1", 0)) as trap:
         encode = msgspec.msgpack.encode
@@ -136,11 +136,11 @@ def test_a_hello_cannot_be_forged(transport: SocketTransport) -> None:
             with victim, socket.create_connection((served.endpoint.tcp.host, served.endpoint.tcp.port)) as real:
                 nonce = msgspec.msgpack.decode(meta_of(read(real, 0)), type=Challenge).nonce
                 victim.sendall(join(frame_parts(FrameKind.CHALLENGE, meta=encode(Challenge(nonce + head)))))
-                said = victim.recv(1 << 16)
-                if not said:
+                reply = victim.recv(1 << 16)
+                if not reply:
                     return
-                theirs = msgspec.msgpack.decode(meta_of(said), type=Proof)
-                forged = msgspec.structs.replace(theirs, hello=head + theirs.hello)
+                peer_proof = msgspec.msgpack.decode(meta_of(reply), type=Proof)
+                forged = msgspec.structs.replace(peer_proof, hello=head + peer_proof.hello)
                 real.sendall(join(frame_parts(FrameKind.HELLO, meta=encode(forged))))
                 answers.append(unpack_header(read(real, 0)).kind)
 
@@ -155,7 +155,7 @@ def test_a_hello_cannot_be_forged(transport: SocketTransport) -> None:
         assert not handler.peers
 
 
-def test_a_proof_is_good_for_the_listener_that_it_was_meant_for(transport: SocketTransport) -> None:
+def test_a_proof_is_valid_for_one_listener_only(transport: SocketTransport) -> None:
     """A relay that leads a member to another node of its cluster: both ends notice."""
     handler = EchoHandler()
     with (

@@ -92,7 +92,7 @@ def few_descriptors(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_strangers_leave_descriptors_to_others(transport: SocketTransport) -> None:
+def test_strangers_leave_descriptors_to_other_peers(transport: SocketTransport) -> None:
     with few_descriptors(spare=200), serve_in_thread(EchoHandler(), transport) as served:
         place = (served.endpoint.tcp.host, str(served.endpoint.tcp.port))
         command = [sys.executable, "-c", _CROWD, *place]
@@ -104,7 +104,7 @@ def test_strangers_leave_descriptors_to_others(transport: SocketTransport) -> No
             crowd.communicate(timeout=60)
 
 
-def test_there_are_never_more_than_a_quarter_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_use_at_most_a_quarter_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 256), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024), (2, 1)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert max_unauthenticated() == most

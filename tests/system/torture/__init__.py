@@ -1,5 +1,5 @@
-"""Clusters of real processes with a load that knows what is right, under every fault that can be made.
+"""Clusters of real processes under a load with known results and under all possible faults.
 
-``make torture`` runs it; so does ``PYTHONPATH=tests python -m system.torture --runs 3``. What a run is, is in
-:mod:`.scenario`; what is done to it in :mod:`.faults`; what is checked in :mod:`.worker` and :mod:`.audit`.
+``make torture`` runs it, and so does ``PYTHONPATH=tests python -m system.torture --runs 3``. :mod:`.scenario` describes
+a run, :mod:`.faults` the faults, and :mod:`.worker` and :mod:`.audit` the checks.
 """

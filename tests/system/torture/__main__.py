@@ -100,16 +100,16 @@ def be_run(path: Path) -> int:
     return 0
 
 
-def tell(outcomes: list[Outcome]) -> None:
+def report(outcomes: list[Outcome]) -> None:
     """Print the table."""
     pauses: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         for kind, pause in outcome.faults:
             pauses[kind].append(pause)
     rows = sorted(pauses.items())
-    told = [pause for kind, found in rows for pause in found if not kind.startswith("worker")]
+    pauses_without_workers = [pause for kind, found in rows for pause in found if not kind.startswith("worker")]
     print(f"\n{'fault':48} {'number':>7}   longest operation, s: {'p50':>6} {'p99':>6} {'max':>6}")
-    for kind, found in [*rows, ("all but those of workers", told)]:
+    for kind, found in [*rows, ("all except worker faults", pauses_without_workers)]:
         if found:
             p50, p99 = np.percentile(found, [50, 99])
             print(f"{kind:48} {len(found):7} {'':22} {p50:6.2f} {p99:6.2f} {max(found):6.2f}")
@@ -126,12 +126,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others count on")
     parser.add_argument("--duration", type=float, default=12.0, help="of the faults of a run, in seconds")
     parser.add_argument("--mode", choices=_MODES, help="instead of all in turn")
-    parser.add_argument("--replicas", type=int, help="instead of what the seed says")
-    parser.add_argument("--faults", type=int, help="so many without a pause, instead of what the seed says")
+    parser.add_argument("--replicas", type=int, help="replicas; default: chosen by the seed")
+    parser.add_argument("--faults", type=int, help="faults without a pause; default: chosen by the seed")
     parser.add_argument("--pause", type=float, default=0.0, help="between faults, in seconds, on average; no storms")
     parser.add_argument("--kind", action="append", default=[], help="only faults of this kind (as the table names it)")
     parser.add_argument("--no-network", action="store_true", help="all hosts on the loopback device: nothing is cut")
-    parser.add_argument("--logs", type=Path, help="where what a run says and leaves is kept; a violation's always is")
+    parser.add_argument("--logs", type=Path, help="directory for the files of all runs; default: keep violations only")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
@@ -164,7 +164,7 @@ def main() -> int:
         print("interrupted")
     finally:
         if outcomes:
-            tell(outcomes)
+            report(outcomes)
         if not any(base.iterdir()):
             base.rmdir()
     return 1 if any(outcome.violations for outcome in outcomes) or len(outcomes) < options.runs else 0

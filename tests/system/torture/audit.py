@@ -26,7 +26,7 @@ from .ledger import (
 )
 
 Records = dict[str, tuple[Keys, Floats]]
-"""By table: its keys in order, and what is kept of each: values and state."""
+"""By table: its sorted keys, and the stored values and states of each key."""
 
 
 def wrong_values(client: Client, ledger: Ledger) -> Iterator[str]:
@@ -48,13 +48,13 @@ def wrong_values(client: Client, ledger: Ledger) -> Iterator[str]:
             yield from _compare("grown", f"worker {worker}", found, 1 * (pushes < acknowledged), np.ones_like(pushes))
 
 
-def _compare(table: str, whose: str, found: Integers, low: Integers, high: Integers) -> Iterator[str]:
+def _compare(table: str, owner: str, found: Integers, low: Integers, high: Integers) -> Iterator[str]:
     wrong = np.flatnonzero((found < low) | (found > high))
     if len(wrong):
         at = wrong[0]
         lost = int(np.maximum(low - found, 0)[wrong].sum())
         yield (
-            f"table {table!r}, {whose}: {len(wrong)} of {len(found)} keys are wrong, {lost} pushes of keys are lost; "
+            f"table {table!r}, {owner}: {len(wrong)} of {len(found)} keys are wrong, {lost} pushes of keys are lost; "
             f"the first, {at}, was applied {int(found[at])} times (-1: no such value), right is {int(low[at])} to "
             f"{int(high[at])}"
         )

@@ -21,7 +21,7 @@ from paceline.protocol import Role
 from paceline.ps import Client, messages
 from paceline.transport import SocketTransport, make_token
 
-from .ledger import GONE, MOST_WORKERS, STATE, Ledger
+from .ledger import LEFT, MOST_WORKERS, STATE, Ledger
 from .network import Network
 from .worker import Part
 
@@ -40,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     folder: str
     num_faults: int = 0
-    """So many without a pause between them; 0: as many as the time allows, with pauses."""
+    """The number of faults without a pause between them; 0: as many faults as the time permits, with pauses."""
     pause_s: float = 0.0
     """How long the pauses are, on the average; 0: short ones and long ones."""
     servers: int = 3
@@ -49,7 +49,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     is_network: bool = True
     """Whether there are network namespaces; else all hosts are addresses of the loopback device."""
     is_apart: bool = False
-    """Whether each host has process ids of its own, as other machines have: no kernel says there who has ended."""
+    """Whether each host has separate process ids, as real machines have.
+
+    The kernel then reports no ended processes of other hosts.
+    """
     kinds: tuple[str, ...] = ()
     """Only faults of these kinds."""
 
@@ -70,7 +73,7 @@ class Node:
     process: subprocess.Popen[bytes] | WarmProcess
     log: Path
     is_wrapped: bool
-    """Whether what was started is ``unshare``, and the process its child."""
+    """Whether the started process is ``unshare``, with the real process as its child."""
     pid: int = 0
     doomed: str = ""
     """Why it must end, or has ended; empty: it may not."""
@@ -223,13 +226,13 @@ class Cluster:
         return f"{self.address(1)}:{_SCHEDULER_PORT}"
 
     def doom(self, node: Node, why: str) -> None:
-        """Permit the end of a process from now on; other processes do not wait for such a worker."""
+        """Permit the end of a process. Other processes do not wait for such a worker."""
         node.doomed = node.doomed or why
         if node.role == "worker":
-            self.ledger.board[node.number, STATE] = GONE
+            self.ledger.board[node.number, STATE] = LEFT
 
     def close(self) -> None:
-        """End everything at once."""
+        """Kill all processes."""
         for node in self.nodes:
             node.kill()
         try:
@@ -240,7 +243,7 @@ class Cluster:
         if self.network is not None:
             self.network.close()
 
-    # What the cluster says of itself.
+    # The cluster's own reports.
 
     def map(self) -> messages.View:
         """Return the newest map that has come."""
@@ -262,7 +265,7 @@ class Cluster:
     def holders(self) -> list[list[Node]]:
         """Return the servers that live and have all of some buckets, for each set of such buckets."""
         members = self.members()
-        return [[members[each] for each in group.members if each in members] for group in self.map().groups]
+        return [[members[member] for member in group.members if member in members] for group in self.map().groups]
 
     def filling(self) -> list[Node]:
         """Return the servers that are being filled."""
@@ -270,7 +273,7 @@ class Cluster:
         return [members[group.filling] for group in self.map().groups if group.filling in members]
 
     def is_whole(self) -> bool:
-        """Whether every bucket has all its replicas, on servers that live and stay, and none is on its way."""
+        """Whether every bucket has all its replicas on live servers that stay, and no bucket is being filled."""
         groups = self.map().groups
         staying = [[node for node in holders if not node.doomed] for holders in self.holders()]
         enough = all(len(nodes) > self.settings.replicas for nodes in staying)
@@ -280,7 +283,7 @@ class Cluster:
         )
 
     def _is_newest(self) -> bool:
-        """Whether the scheduler has no newer map than the one that has come: it may just be back."""
+        """Whether the scheduler has no newer map than the received one. A restarted scheduler may have an older map."""
         try:
             found = self.observer.link.get_view(timeout_s=2.0)
         except PacelineError:

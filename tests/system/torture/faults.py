@@ -1,8 +1,8 @@
-"""What is done to a cluster: faults by kind, chosen by a seed, such that nothing may be lost by them.
+"""Faults of a cluster, chosen by a seed, that must not lose data.
 
-A server is killed only if every bucket that it has is on another one too, which is not itself in danger; whether that
-bucket lacks a replica, or is on its way to a server, makes no difference. What ends by itself (a stop, a cut, loss,
-slow links) may hit anybody: the last one to have a bucket is not given up for silence.
+A server is killed only if every one of its buckets is also on another server that is not in danger. It does not matter
+whether the bucket lacks a replica or is being filled. A fault that ends by itself (a stop, a cut, loss, slow links) may
+hit any process, because the last server of a bucket is not declared dead for silence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .cluster import HEARTBEAT_TIMEOUT_S, Cluster, Node
 from .network import CUT, Way
 
 SHORT_S = (0.1, 0.4 * HEARTBEAT_TIMEOUT_S)
-"""How long what nobody may be declared dead for takes."""
+"""The duration of faults after which no process may be declared dead."""
 LONG_S = (1.2 * HEARTBEAT_TIMEOUT_S, 2.5 * HEARTBEAT_TIMEOUT_S)
 _MOST_SERVERS = 6
 
@@ -102,11 +102,11 @@ class Faults:
         wanted = settings.kinds
         return {name: kind for name, kind in kinds.items() if not wanted or name in wanted}
 
-    def end_some(self, *, all_of_them: bool = False) -> None:
+    def end_due(self, *, end_all: bool = False) -> None:
         """End those whose time is over."""
         now = time.monotonic()
-        due = [each for each in self._later if all_of_them or each[0] <= now]
-        self._later = [each for each in self._later if each not in due]
+        due = [fault for fault in self._later if end_all or fault[0] <= now]
+        self._later = [fault for fault in self._later if fault not in due]
         for _, end in due:
             end()
 
@@ -123,7 +123,7 @@ class Faults:
             if not self.cluster.is_whole():
                 return None
             most = self.chance.randint(1, max(self.cluster.settings.replicas, 1))
-            victims = self._some("server", most)
+            victims = self._random_nodes("server", most)
         if not victims or not self.cluster.is_safe(*victims) or not self._leaves_quorum(victims):
             return None
         for victim in victims:
@@ -136,7 +136,7 @@ class Faults:
         """Kill a server with a bucket that lacks a replica or is moving, or any other server."""
         if self.cluster.is_whole():
             return None
-        return self.kill_server(self._some("server"))
+        return self.kill_server(self._random_nodes("server"))
 
     def kill_filling(self) -> tuple[list[Node], float] | None:
         """Kill a server that is being filled."""
@@ -145,7 +145,7 @@ class Faults:
 
     def power_off(self) -> tuple[list[Node], float] | None:
         """End a server together with its host, so that no process reports its death."""
-        victims = self._some("server")
+        victims = self._random_nodes("server")
         if not victims or not self.cluster.is_safe(*victims) or not self._leaves_quorum(victims):
             return None
         victim = victims[0]
@@ -157,7 +157,7 @@ class Faults:
 
     def starve(self) -> tuple[list[Node], float] | None:
         """Let a server have no more memory for a while; it may end by that."""
-        victims = self._some("server")
+        victims = self._random_nodes("server")
         if not victims or not self.cluster.is_safe(*victims) or not self._leaves_quorum(victims):
             return None
         victim, length_s = victims[0], self.chance.uniform(0.5, 2.0)
@@ -198,9 +198,9 @@ class Faults:
         """Ask a server to leave. One member stays: when all leave, that is the cluster's end, with all that it has."""
         if len(self.cluster.of_role("server")) <= max(2, self.cluster.settings.replicas + 1):
             return None
-        victims = self._some("server")
-        members = [each for each in self.cluster.members().values() if each.is_alive() and each not in victims]
-        if all(each.doomed or each.is_stopped for each in members):
+        victims = self._random_nodes("server")
+        members = [member for member in self.cluster.members().values() if member.is_alive() and member not in victims]
+        if all(member.doomed or member.is_stopped for member in members):
             return None
         for victim in victims:
             self.cluster.doom(victim, "leaves")
@@ -223,7 +223,7 @@ class Faults:
 
     def kill_both(self) -> tuple[list[Node], float] | None:
         """Kill the scheduler and a server in the same moment."""
-        victims = self._some("server")
+        victims = self._random_nodes("server")
         if not victims or not self.cluster.is_safe(*victims) or not self._leaves_quorum(victims):
             return None
         scheduler = self.kill_scheduler()
@@ -238,7 +238,7 @@ class Faults:
         self.cluster.start_scheduler(replaces=replaces)
 
     def _leaves_quorum(self, victims: list[Node]) -> bool:
-        """Whether enough servers live after these deaths for a scheduler that knows none of the deaths to take over."""
+        """Whether enough servers survive for a takeover by a scheduler that has no record of these deaths."""
         if not self.cluster.settings.is_apart:
             return True
         num_known = len(self.cluster.map().of_role(Role.SERVER))
@@ -249,7 +249,7 @@ class Faults:
 
     def kill_worker(self) -> tuple[list[Node], float] | None:
         """Kill a worker; another one comes."""
-        victims = self._some("worker")
+        victims = self._random_nodes("worker")
         for victim in victims:
             self.cluster.doom(victim, "killed")
             victim.kill()
@@ -270,7 +270,7 @@ class Faults:
 
     def stop(self, role: str, length: tuple[float, float]) -> tuple[list[Node], float] | None:
         """Stop a process for a while."""
-        victims, length_s = self._some(role), self.chance.uniform(*length)
+        victims, length_s = self._random_nodes(role), self.chance.uniform(*length)
         for victim in victims:
             if length is LONG_S:
                 self._endanger(victim, length_s)
@@ -289,19 +289,19 @@ class Faults:
     # The network.
 
     def reset(self, role: str) -> tuple[list[Node], float] | None:
-        """Reset the connections of a process: with everybody, or with one other."""
+        """Reset the connections of a process, with all processes or with one other process."""
         assert self.cluster.network is not None
-        victims = self._some(role)
-        others = [node for node in self.cluster.nodes if node.is_alive() and node not in victims]
-        if not victims or not others:
+        victims = self._random_nodes(role)
+        bystanders = [node for node in self.cluster.nodes if node.is_alive() and node not in victims]
+        if not victims or not bystanders:
             return None
-        other = self.chance.choice([None, self.chance.choice(others).host])
+        other = self.chance.choice([None, self.chance.choice(bystanders).host])
         self.cluster.network.reset(victims[0].host, other)
         return victims, 0.0
 
     def isolate(self, length: tuple[float, float]) -> tuple[list[Node], float] | None:
-        """Cut a server off from everybody for a while."""
-        victims, length_s = self._some("server"), self.chance.uniform(*length)
+        """Cut a server off from all other processes for a while."""
+        victims, length_s = self._random_nodes("server"), self.chance.uniform(*length)
         for victim in victims:
             self._endanger(victim, length_s)
             self._cut_off(victim)
@@ -312,7 +312,7 @@ class Faults:
         """Cut the cable between two processes, in one or both directions."""
         network = self.cluster.network
         assert network is not None
-        ends = self._some(role, 2) if role == other else [*self._some(role), *self._some(other)]
+        ends = self._random_nodes(role, 2) if role == other else [*self._random_nodes(role), *self._random_nodes(other)]
         if len(ends) < 2:
             return None
         length_s = self.chance.uniform(*self.chance.choice([SHORT_S, LONG_S]))
@@ -337,11 +337,11 @@ class Faults:
         roles = (
             ["server", "scheduler"] if self.cluster.settings.mode == "lockstep" else ["server", "scheduler", "worker"]
         )
-        victims, length_s, way = self._some(self.chance.choice(roles)), HEARTBEAT_TIMEOUT_S, choose()
+        victims, length_s, way = self._random_nodes(self.chance.choice(roles)), HEARTBEAT_TIMEOUT_S, choose()
         for victim in victims:
             self._endanger(victim, length_s)
-            others = [node.host for node in self.cluster.nodes if node is not victim and node.is_alive()]
-            for other in (0, *others):
+            hosts = [node.host for node in self.cluster.nodes if node is not victim and node.is_alive()]
+            for other in (0, *hosts):
                 network.set_way(victim.host, other, way)
                 network.set_way(other, victim.host, way)
             self._end_later(length_s, lambda victim=victim: self._reconnect(victim))  # type: ignore[misc]
@@ -364,9 +364,9 @@ class Faults:
             network.set_way(node.host, other, None)
             network.set_way(other, node.host, None)
 
-    # What all share.
+    # Shared by all faults.
 
-    def _some(self, role: str, most: int = 1) -> list[Node]:
+    def _random_nodes(self, role: str, most: int = 1) -> list[Node]:
         """Return members of a role that nothing has been done to."""
         found = [node for node in self.cluster.of_role(role) if not node.doomed and not node.is_stopped]
         if role == "server":

@@ -1,7 +1,8 @@
-"""What the workers of a run have sent and what was acknowledged, in memory that outlives them; and what is right.
+"""The pushes of a run's workers and their acknowledgements, in memory that outlives the workers, and the right values.
 
-All gradients are -1 (of the rules with a state: 1), so a value says how often its key was pushed, whatever the rule:
-SGD counts, and what FTRL and Adam make of so many equal gradients was computed beforehand by the kernels' twins.
+All gradients are -1 (1 for rules with a state), so a value shows the number of pushes of its key under every rule. SGD
+counts. The results of FTRL and Adam after a number of equal gradients are computed in advance by the reference
+implementations.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from paceline.kernels.parameters import NUM_PARAMETERS
 MOST_WORKERS = 48
 MOST_PUSHES = 5_000
 """To one key of a worker's own."""
-NONE, LIVE, GOING, GONE = 0, 1, 2, 3
-"""Of a worker: not there yet; counts; about to leave; ended, or nobody need wait for it."""
+NONE, LIVE, GOING, LEFT = 0, 1, 2, 3
+"""States of a worker: not started; counting; about to leave; ended, or not awaited."""
 STATE, JOINED, CLOCK, BUSY_SINCE, OPERATIONS, GROWN_SENT, GROWN_ACKNOWLEDGED = range(7)
 _COLUMNS = 8
 GROWN_KEYS = 32

@@ -1,7 +1,7 @@
-"""Hosts as network namespaces, and a switch between them that cuts, loses, delays and resets as it is told.
+"""Hosts as network namespaces, and a switch between them that cuts, loses, delays and resets on command.
 
-Every host has a TUN device whose other end this process holds: what goes from one host to another is read here, packet
-by packet, and written there, or not. So loss is what TCP has to mend, and a cut is silent, as a real one is.
+Every host has a TUN device, and this process holds the other end. It reads each packet from one host and writes it to
+the other host, or drops it. TCP therefore repairs losses, and a cut is silent, as in a real network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 SUBNET = "10.203.9"
 _MTU = 9000
-_MOST_QUEUED_S = 0.5  # in front of a slow link; what is more is dropped
+_MOST_QUEUED_S = 0.5  # in the queue of a slow link; later packets are dropped
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _TCP = 6
 _SYN, _RST = 0x02, 0x04
@@ -33,7 +33,7 @@ class Way:
     """The treatment of packets from one host to another."""
 
     loss: float = 0.0
-    """Which part of them is lost; 1: the way is cut."""
+    """The share of dropped packets; 1: the link is cut."""
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
     """0: no limit."""
@@ -206,7 +206,7 @@ class Resets:
 
 
 def make_reset(source: bytes, target: bytes, ports: bytes, sequence: bytes) -> bytes:
-    """Return a packet that ends a TCP connection (RFC 9293) if `sequence` is what its receiver awaits."""
+    """Return a packet that ends a TCP connection (RFC 9293) if the receiver expects `sequence`."""
     tcp = ports + sequence + bytes(4) + bytes([5 << 4, _RST]) + bytes(6)
     pseudo = source + target + struct.pack("!HH", _TCP, len(tcp))
     tcp = tcp[:16] + struct.pack("!H", checksum(pseudo + tcp)) + tcp[18:]

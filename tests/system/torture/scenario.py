@@ -23,7 +23,7 @@ _START_S = 60.0
 _HEAL_S = 60.0
 _HANG_S = TIMEOUT_S + 10.0
 _ITERATIONS_PER_S = 40
-_ENDANGERED_S = 15.0  # after that one that was in danger has heard that it is declared dead, or never will
+_ENDANGERED_S = 15.0  # until then a server in danger has received its declaration of death, or never will
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -37,11 +37,11 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class Run:
-    """A run under way."""
+    """A run."""
 
-    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, report: Callable[[str], None]) -> None:
         self._settings = settings
-        self._say = say
+        self._report = report
         self._chance = random.Random(settings.seed)
         self._violations: list[str] = []
         self._seen = (0, 0)
@@ -72,19 +72,19 @@ class Run:
         busy = self._settings.workers
         if not self._wait(lambda: int((self.cluster.ledger.board[:, CLOCK] > 2).sum()) >= busy, _START_S, "no start"):
             return
-        self._say("under way")
+        self._report("under way")
         if not self._torment():
             return
-        self._say("the faults are over")
-        self._faults.end_some(all_of_them=True)
+        self._report("the faults are over")
+        self._faults.end_due(end_all=True)
         if self.cluster.network is not None:
             self.cluster.network.heal()
         if not self._wait(self._is_healed, _HEAL_S, "not every bucket had its replicas again"):
             return
-        self._say("every bucket has its replicas")
+        self._report("every bucket has its replicas")
         self.cluster.ledger.stop[0] = 1
         if self._wait(lambda: not self.cluster.of_role("worker"), _HANG_S + 60.0, "a worker did not end"):
-            self._say("the workers have ended")
+            self._report("the workers have ended")
             self._check_tables()
 
     def _torment(self) -> bool:
@@ -93,14 +93,14 @@ class Run:
         deadline = time.monotonic() + self._settings.duration_s + (30.0 if storm else 0.0)
         next_fault = time.monotonic() + self._chance.uniform(0.0, 1.0)
         while time.monotonic() < deadline and (not storm or len(self._faults.made) < storm):
-            self._look()
+            self._watch()
             if self._violations:
                 return False
             if time.monotonic() >= next_fault:
                 fault = self._faults.make()
                 if fault is None:
                     continue
-                self._say(f"{fault.kind}: {', '.join(fault.victims)}" + _for_s(fault))
+                self._report(f"{fault.kind}: {', '.join(fault.victims)}" + _for_s(fault))
                 next_fault = time.monotonic() + (self._chance.uniform(0.0, 0.3) if storm else self._pause_s())
         return True
 
@@ -109,13 +109,13 @@ class Run:
             return self._chance.uniform(0.0, 2 * self._settings.pause_s)
         return self._chance.choice([self._chance.uniform(0.0, 0.5), self._chance.uniform(0.5, 3.0)])
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         """End the processes, and check that none ended before, none hangs and no row is lost."""
-        self._faults.end_some()
+        self._faults.end_due()
         found = self.cluster.map()
         if (found.term, found.version) != self._seen:
             self._seen = found.term, found.version
-            self._say(f"  map {found.term}.{found.version}: {self._chains()}")
+            self._report(f"  map {found.term}.{found.version}: {self._chains()}")
             if found.num_lost:
                 self._violate(f"{found.num_lost} buckets are lost")
         for node in self.cluster.nodes:
@@ -142,10 +142,10 @@ class Run:
         elif "Traceback" in node.log.read_text(errors="replace"):
             self._violate(f"{node.name} has failed within: {node.tail()}")
         elif node.role == "server" and not node.doomed:
-            self._say(f"{node.name} has ended: {node.tail()}")
+            self._report(f"{node.name} has ended: {node.tail()}")
             self.cluster.start_server(joins=True)
         elif status == FAILED:
-            self._say(f"{node.name}: {node.tail()}")
+            self._report(f"{node.name}: {node.tail()}")
 
     def _is_healed(self) -> bool:
         servers = [node for node in self.cluster.of_role("server") if not node.doomed]
@@ -158,7 +158,7 @@ class Run:
         start = deadline = time.monotonic()
         view = None
         while not condition():
-            self._look()
+            self._watch()
             if self._violations:
                 return False
             if view != self._seen:
@@ -181,8 +181,8 @@ class Run:
             having[len(group.members)] += size
             num_filling += size if group.filling is not None else 0
         servers = ", ".join(f"{number}" for number in sorted(node.number for node in self.cluster.members().values()))
-        told = ", ".join(f"{number} on {servers}" for servers, number in sorted(having.items()))
-        return f"buckets {told}; {num_filling} on their way; servers {servers}"
+        description = ", ".join(f"{number} on {servers}" for servers, number in sorted(having.items()))
+        return f"buckets {description}; {num_filling} on their way; servers {servers}"
 
     # When the faults are over.
 
@@ -195,7 +195,7 @@ class Run:
                 self._violate(wrong)
         if self._violations or not self._settings.replicas:
             return
-        self._say("every value is right")
+        self._report("every value is right")
         before = read_all(client)
         for victims in self._rounds():
             names = ", ".join(victim.name for victim in victims)
@@ -208,7 +208,7 @@ class Run:
                 return
             for wrong in differences(before, read_all(client), self.cluster.ledger):
                 self._violate(f"after {names} was killed, when all was quiet: {wrong}")
-            self._say(f"the replicas of {names} are the same")
+            self._report(f"the replicas of {names} are the same")
 
     def _rounds(self) -> Iterator[list[Node]]:
         """Yield the servers, as many at a time as may die."""
@@ -229,7 +229,7 @@ class Run:
 
     def _violate(self, text: str) -> None:
         self._violations.append(text)
-        self._say(f"VIOLATION: {text}")
+        self._report(f"VIOLATION: {text}")
 
     def _pauses(self) -> list[float]:
         """Return, for each fault, how long the longest operation took from then on that began before the next one."""

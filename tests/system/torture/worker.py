@@ -1,7 +1,7 @@
-"""A worker process: it pushes and reads until it is told to stop, and compares every value with what may be right.
+"""A worker process: it pushes and reads until a stop signal, and checks every value.
 
-Its first argument is its :class:`Part`, as JSON. It ends with WRONG and one line when it has read what cannot be, with
-FAILED when an operation failed.
+Its first argument is its :class:`Part`, as JSON. It ends with WRONG and one line after an impossible value, and with
+FAILED after a failed operation.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .ledger import (
     BUSY_SINCE,
     CLOCK,
     GOING,
-    GONE,
     GROWN,
     GROWN_ACKNOWLEDGED,
     GROWN_SENT,
     JOINED,
+    LEFT,
     LIVE,
     LOADS,
     MOST_WORKERS,
@@ -50,7 +50,7 @@ OPERATION = struct.Struct("<dd")
 _MOST_PENDING = 6
 _PAUSE_S = 0.005  # between iterations, so that processes have room to answer on a small machine
 _STEPS = 7.0
-"""Lockstep: what a rank adds to a key in an iteration is at most so many times its rank plus one."""
+"""Under `sequential` an iteration of a rank adds at most this number times the rank plus one to a key."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class Worker:
 
     def __init__(self, part: Part, client: paceline.Client, ledger: Ledger, operations: Any) -> None:
         self._part, self._client, self._ledger, self._operations = part, client, ledger, operations
-        self._mine = ledger.board[part.number]
+        self._board_row = ledger.board[part.number]
         self._chance = np.random.default_rng(part.seed)
         self._tau = client.consistency.tau
         self._is_sequential = isinstance(client.consistency, Sequential)
@@ -106,7 +106,7 @@ class Worker:
                 self._read_all()
                 break
         with self._operation():
-            self._settle()
+            self._resolve()
         self._read_all()
 
     def _read_all(self) -> None:
@@ -128,7 +128,7 @@ class Worker:
             case 2:
                 self._push(load, chosen)
                 with self._operation():
-                    self._settle()
+                    self._resolve()
             case _:
                 self._push(load, chosen)
                 self._read(load, chosen)
@@ -138,23 +138,23 @@ class Worker:
         self._ledger.sent[load.name][number, chosen] += 1
         with self._operation():
             if len(self._pending) >= _MOST_PENDING:
-                self._settle()
+                self._resolve()
             ticket = load.push(table, load.keys(number)[chosen])
             self._pending.append((ticket, load, chosen))
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         """Wait until all that was pushed is acknowledged."""
         for ticket, load, chosen in self._pending:
             ticket.wait()
             if load is None:
-                self._mine[GROWN_ACKNOWLEDGED] += not self._is_sequential
+                self._board_row[GROWN_ACKNOWLEDGED] += not self._is_sequential
             elif not self._is_sequential:
                 self._ledger.acknowledged[load.name][self._part.number, chosen] += 1
         self._pending.clear()
 
     def _grow(self) -> None:
-        push = int(self._mine[GROWN_SENT])
-        self._mine[GROWN_SENT] = push + 1
+        push = int(self._board_row[GROWN_SENT])
+        self._board_row[GROWN_SENT] = push + 1
         keys = grown_keys(self._part.number, push)
         with self._operation():
             ticket = self._tables["grown"].push(keys, GROWN.grads(len(keys)))
@@ -163,7 +163,7 @@ class Worker:
     def _tick(self) -> None:
         number = self._part.number
         self._ledger.sent["ticks"][number, 0] += 1
-        self._mine[CLOCK] = self._client.clock + 1
+        self._board_row[CLOCK] = self._client.clock + 1
         table, keys = self._tables["ticks"], TICKS.keys(number)
         with self._operation():
             if self._chance.random() < 0.5:
@@ -172,7 +172,7 @@ class Worker:
                 self._pending.append((table.push(keys, TICKS.grads(1)), TICKS, np.zeros(1, np.int64)))
                 self._client.tick()
             if len(self._pending) >= _MOST_PENDING:
-                self._settle()
+                self._resolve()
         for load in (*LOADS, TICKS):
             self._note_visible(load)
         if self._chance.random() < 0.3:
@@ -201,12 +201,12 @@ class Worker:
                 f"{self._client.clock}: key {int(chosen[at])} was pushed to {int(found[at])} times (-1: no such "
                 f"value), right is {int(low[chosen[at]])} to {int(high[chosen[at]])}"
             )
-        if self._is_sequential:  # what has been read is safe
-            mine = ledger.acknowledged[load.name][number]
-            mine[chosen] = np.maximum(mine[chosen], visible[chosen])
+        if self._is_sequential:  # the read values are safe
+            board_row = ledger.acknowledged[load.name][number]
+            board_row[chosen] = np.maximum(board_row[chosen], visible[chosen])
 
     def _read_ticks(self) -> None:
-        """Check that no worker is further behind than the consistency allows, by its clock and its pushes."""
+        """Check by clocks and pushes that no worker is slower than the consistency permits."""
         board = self._ledger.board
         live = (board[:, STATE] == LIVE).copy()
         iteration = self._client.clock
@@ -216,21 +216,21 @@ class Worker:
         live &= board[:, STATE] == LIVE
         if self._tau is None:
             return
-        for what, clocks in (("has ended", board[:, CLOCK].copy()), ("shows", board[:, JOINED] + found)):
+        for label, clocks in (("has ended", board[:, CLOCK].copy()), ("shows", board[:, JOINED] + found)):
             late = np.flatnonzero(live & (clocks < iteration - self._tau))
             if len(late):
                 raise WrongError(
-                    f"iteration {iteration} has begun here, and worker {late[0]} {what} only {clocks[late[0]]} "
+                    f"iteration {iteration} has begun here, and worker {late[0]} {label} only {clocks[late[0]]} "
                     f"iterations: {self._client.consistency} allows {iteration - self._tau}"
                 )
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
         began = time.monotonic()
-        self._mine[BUSY_SINCE] = int(began * 1000)
+        self._board_row[BUSY_SINCE] = int(began * 1000)
         yield
-        self._mine[BUSY_SINCE] = 0
-        self._mine[OPERATIONS] += 1
+        self._board_row[BUSY_SINCE] = 0
+        self._board_row[OPERATIONS] += 1
         self._operations.write(OPERATION.pack(began, time.monotonic() - began))
 
 
@@ -239,20 +239,20 @@ def lockstep(part: Part, client: paceline.Client, ledger: Ledger) -> None:
     table = client.sparse_table("lockstep", dim=2, update=paceline.SGD(lr=1.0))
     keys = LOADS[0].keys(MOST_WORKERS)
     right = 0.0
-    mine = ledger.board[part.number]
+    board_row = ledger.board[part.number]
     with open(Path(part.folder) / f"operations-{part.number}", "ab", buffering=0) as operations:
         for iteration in range(part.iterations):
             began = time.monotonic()
-            mine[BUSY_SINCE] = int(began * 1000)
+            board_row[BUSY_SINCE] = int(began * 1000)
             found = table.pull(keys)
             if not (found == np.float32(right)).all():
                 raise WrongError(f"iteration {iteration}: {np.unique(found).tolist()} was read, right is {right:g}")
             step = float(part.rank or 0) + 1.0 + iteration % _STEPS
             table.push(keys, np.full((len(keys), 2), -step, np.float32), tick=True)
             right += lockstep_sum(iteration, part.ranks)
-            mine[BUSY_SINCE] = 0
-            mine[OPERATIONS] += 1
-            mine[CLOCK] = iteration + 1
+            board_row[BUSY_SINCE] = 0
+            board_row[OPERATIONS] += 1
+            board_row[CLOCK] = iteration + 1
             operations.write(OPERATION.pack(began, time.monotonic() - began))
             time.sleep(_PAUSE_S)
 
@@ -279,35 +279,35 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1)
     part = msgspec.json.decode(sys.argv[1], type=Part)
     ledger = Ledger(Path(part.folder) / "ledger")
-    mine = ledger.board[part.number]
+    board_row = ledger.board[part.number]
     began = time.monotonic()
-    mine[BUSY_SINCE] = int(began * 1000)
+    board_row[BUSY_SINCE] = int(began * 1000)
     try:
         with (
             connect(part) as client,
             open(Path(part.folder) / f"operations-{part.number}", "ab", buffering=0) as operations,
         ):
             operations.write(OPERATION.pack(began, time.monotonic() - began))
-            mine[[JOINED, CLOCK]] = client.clock
-            if mine[STATE] < LIVE:
-                mine[STATE] = LIVE
+            board_row[[JOINED, CLOCK]] = client.clock
+            if board_row[STATE] < LIVE:
+                board_row[STATE] = LIVE
             if part.rank is not None:
                 lockstep(part, client, ledger)
             else:
                 Worker(part, client, ledger, operations).work()
-            mine[BUSY_SINCE] = int(time.monotonic() * 1000)
-            mine[STATE] = max(mine[STATE], GOING)
-        mine[STATE] = GONE
+            board_row[BUSY_SINCE] = int(time.monotonic() * 1000)
+            board_row[STATE] = max(board_row[STATE], GOING)
+        board_row[STATE] = LEFT
         for load in (*LOADS, TICKS):  # it has waited until all is safe
             ledger.acknowledged[load.name][part.number] = ledger.sent[load.name][part.number]
-        mine[GROWN_ACKNOWLEDGED] = mine[GROWN_SENT]
-        mine[BUSY_SINCE] = 0
+        board_row[GROWN_ACKNOWLEDGED] = board_row[GROWN_SENT]
+        board_row[BUSY_SINCE] = 0
     except WrongError as error:
         print(f"WRONG: {error}", flush=True)
         return WRONG
     except PacelineError as error:
         print(
-            f"FAILED after {time.monotonic() - mine[BUSY_SINCE] / 1000:.1f} s: {type(error).__name__}: {error}",
+            f"FAILED after {time.monotonic() - board_row[BUSY_SINCE] / 1000:.1f} s: {type(error).__name__}: {error}",
             flush=True,
         )
         return FAILED

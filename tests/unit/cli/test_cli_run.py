@@ -41,7 +41,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("missing.py", "no script missing.py"),
         ("package", "is a folder without a __main__.py"),
@@ -83,12 +83,12 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     ],
 )
 def test_wrong_usage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    told = refused(folder, monkeypatch, capsys, arguments)
-    assert said in told
-    assert told.startswith("paceline: ")
-    assert told.count("\n") == 1
+    error = refused(folder, monkeypatch, capsys, arguments)
+    assert message in error
+    assert error.startswith("paceline: ")
+    assert error.count("\n") == 1
 
 
 def test_ports_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,8 +97,8 @@ def test_ports_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        told = refused(folder, monkeypatch, capsys, f"--master-port {port} s.py")
-        assert f"--master-port: cannot listen on 127.0.0.1:{port}: the port is in use" in told
+        error = refused(folder, monkeypatch, capsys, f"--master-port {port} s.py")
+        assert f"--master-port: cannot listen on 127.0.0.1:{port}: the port is in use" in error
         (folder / "c.json").write_text(json.dumps({"server": [f"127.0.0.1:{port}"], "worker": ["127.0.0.1:7002"]}))
-        told = refused(folder, monkeypatch, capsys, "--cluster c.json --job server --index 0")
-        assert f"server 0 of c.json: cannot listen on 127.0.0.1:{port}: the port is in use" in told
+        error = refused(folder, monkeypatch, capsys, "--cluster c.json --job server --index 0")
+        assert f"server 0 of c.json: cannot listen on 127.0.0.1:{port}: the port is in use" in error

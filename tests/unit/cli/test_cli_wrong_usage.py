@@ -45,7 +45,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
         ("train cut.tsv.gz", 1, "cut.tsv.gz is truncated"),
         ("train garbage", 1, "looks like none of criteo, libsvm, libffm, jsonl, vw, csv, parquet"),
@@ -194,7 +194,7 @@ def test_one_sentence(
     capsys: pytest.CaptureFixture[str],
     arguments: str,
     status: int,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     before = sorted(folder.rglob("*"))
@@ -202,31 +202,29 @@ def test_one_sentence(
     assert code == status
     assert text.startswith("paceline: ")
     assert text.count("\n") == 1
-    assert said in text
+    assert message in text
     assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("predict", "Usage: paceline predict"),
     ],
 )
 def test_wrong_usage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["paceline", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     captured = capsys.readouterr()
     assert ended.value.code == 2
-    assert said in captured.out + captured.err
+    assert message in captured.out + captured.err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_place_that_may_not_be_written_to(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_read_only_place(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "locked").mkdir(mode=0o500)
     for place in ("locked", "locked/model"):
         code, text = run(monkeypatch, capsys, "train", "good.tsv", "--save", place)
@@ -241,7 +239,7 @@ def test_ctrl_c_while_modules_are_imported(monkeypatch: pytest.MonkeyPatch, caps
     assert run(monkeypatch, capsys, "doctor") == (130, "paceline: interrupted\n")
 
 
-def test_signals_have_their_own_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_signals_have_separate_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.launch import doctor
 
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)

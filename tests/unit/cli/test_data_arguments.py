@@ -17,7 +17,7 @@ from paceline.cli.data_arguments import expand_pattern
 TEXT = b"".join(b"%d %d:1 7:2\n" % (i % 2, i) for i in range(200))
 
 
-def test_patterns_stand_for_the_files_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_stand_for_the_matching_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("b.svm", "a.svm", "[x].svm", "a.tsv"):
         Path(name).touch()
@@ -28,7 +28,7 @@ def test_patterns_stand_for_the_files_that_fit(tmp_path: Path, monkeypatch: pyte
     assert expand_pattern("missing.svm") == ["missing.svm"]
 
 
-def test_a_pattern_of_arrays_is_not_for_their_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_of_arrays_does_not_match_label_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.npy", "a.y.npy", "b.npz", "b.y.npy", "c.y.npy"):
         Path(name).touch()
@@ -40,7 +40,7 @@ def test_a_pattern_of_arrays_is_not_for_their_labels(tmp_path: Path, monkeypatch
 def test_standard_input_is_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_packed: bool
 ) -> None:
-    """Packed or not; it is told, and the file goes with the command."""
+    """Compressed or not. The command prints a message, and the file is removed with the command."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     data = gzip.compress(TEXT) if is_packed else TEXT
@@ -48,16 +48,16 @@ def test_standard_input_is_a_file(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
         cli.main()
-        said = capsys.readouterr()
-        assert f"paceline: standard input, {len(data):,} bytes, is stored in {tmp_path}" in said.err
-        found = json.loads(said.out)
+        captured = capsys.readouterr()
+        assert f"paceline: standard input, {len(data):,} bytes, is stored in {tmp_path}" in captured.err
+        found = json.loads(captured.out)
         assert found.get("format", "libsvm") == "libsvm"
         assert found.get("examples", 200) == 200
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text", "status", "said"),
+    ("arguments", "text", "status", "message"),
     [
         (["-"], b"", 1, "standard input is empty"),
         (["-", "-"], TEXT, 2, "'-' is given twice"),
@@ -65,14 +65,14 @@ def test_standard_input_is_a_file(
         (["-", "--format", "none"], TEXT, 2, "none"),
     ],
 )
-def test_standard_input_that_cannot_be_read(
+def test_unreadable_standard_input(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     text: bytes,
     status: int,
-    said: str,
+    message: str,
 ) -> None:
     """The error is one sentence and no file remains, even if the command does not start."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -81,5 +81,5 @@ def test_standard_input_that_cannot_be_read(
     monkeypatch.setattr(sys, "argv", ["paceline", "describe", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert (ended.value.code, said in capsys.readouterr().err) == (status, True)
+    assert (ended.value.code, message in capsys.readouterr().err) == (status, True)
     assert list(tmp_path.iterdir()) == []

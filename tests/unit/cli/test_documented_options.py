@@ -15,12 +15,12 @@ from paceline.cli.app import app
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 SCRIPT = re.compile(r"\S+\.py\b|\s-- ")
-"""What follows a script, or stands behind `--`, is not the command's."""
+"""The arguments after a script, or after `--`, do not belong to the command."""
 
 
 def options(command: Any) -> set[str]:
     """Return the long options of a command."""
-    return {"--help", *(name for each in command.params for name in each.opts if name.startswith("--"))}
+    return {"--help", *(name for param in command.params for name in param.opts if name.startswith("--"))}
 
 
 find_commands = runpy.run_path(str(ROOT / "docs/command_line.py"))["find_commands"]
@@ -35,10 +35,10 @@ def test_options_are_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_documented_commands_have_these_options(page: Path) -> None:
+def test_documented_commands_have_the_options(page: Path) -> None:
     names = "|".join(sorted(COMMANDS, key=len, reverse=True))
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in re.finditer(rf"paceline ({names})\b([^`\n#|;]*)", text):
-        mine = SCRIPT.split(line[2])[0]
-        unknown = set(OPTION.findall(mine)) - options(COMMANDS[line[1]])
+        own_text = SCRIPT.split(line[2])[0]
+        unknown = set(OPTION.findall(own_text)) - options(COMMANDS[line[1]])
         assert not unknown, f"{line[0]}: paceline {line[1]} has no {', '.join(sorted(unknown))}"

@@ -68,4 +68,4 @@ def test_it_is_closed_after_wrong_usage(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert (ended.value.code, "unknown option" in capsys.readouterr().err) == (2, True)
-    assert [each.num_closed for each in started] == [1]
+    assert [process.num_closed for process in started] == [1]

@@ -45,13 +45,13 @@ def run(*words: str) -> tuple[int, DemoFlags]:
     return received[0]
 
 
-def test_each_field_is_a_parameter() -> None:
+def test_every_field_is_a_parameter() -> None:
     flags = DemoFlags(name="a", place=PlaceFlags(host="h", tcp_port=7), names=["x", "y"], loud=True)
     words = "--count 2 a --host h -p 7 --names x --names y --loud"
     assert run(*words.split()) == (2, flags)
 
 
-def test_defaults_are_those_of_the_dataclasses() -> None:
+def test_defaults_equal_the_dataclass_defaults() -> None:
     assert run() == (3, DemoFlags(place=PlaceFlags()))
 
 
@@ -74,7 +74,7 @@ def test_the_command_line_imports_little() -> None:
 
 
 @pytest.mark.parametrize(("name", "common"), [("train", ["--eval", "--model", "--save"]), ("run", ["--strategy"])])
-def test_help_lists_common_options_first_and_each_option_in_one_panel(
+def test_help_lists_common_options_first_and_every_option_in_one_panel(
     name: str, common: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

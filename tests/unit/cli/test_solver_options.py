@@ -21,8 +21,8 @@ classes context memory_limit spill_dir text ignore header max_malformed
 """
 
 
-def test_each_option_is_thought_of() -> None:
-    """A new option that minibatches alone know is to be named among those that proximal blocks refuse."""
+def test_every_option_belongs_to_a_solver() -> None:
+    """A new option of minibatches must be in the list of options that proximal blocks refuse."""
     options = set(inspect.signature(train).parameters)
     assert options == set(_OF_BOTH.split()) | set(OF_BLOCKS) | set(OF_MINIBATCHES)
     assert not set(OF_BLOCKS) & set(OF_MINIBATCHES)
@@ -36,7 +36,7 @@ _VALUES = {
     "validation": ["rows.svm"],
     "stale": ["drop:2"],
 }
-"""What is given, of options that take no number."""
+"""Values of options that are no numbers."""
 
 
 @pytest.mark.parametrize("name", [*OF_MINIBATCHES, *OF_BLOCKS])
@@ -53,9 +53,9 @@ def test_options_of_the_other_solver_are_rejected(
     monkeypatch.setattr(sys, "argv", ["paceline", "train", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    said = capsys.readouterr().err
-    assert (ended.value.code, said.count("\n")) == (2, 1), said
+    output = capsys.readouterr().err
+    assert (ended.value.code, output.count("\n")) == (2, 1), output
     if name in OF_BLOCKS:
-        assert f"{option}: only for --solver proximal-blocks" in said
+        assert f"{option}: only for --solver proximal-blocks" in output
     else:
-        assert said == f"paceline: {option} does not apply to --solver proximal-blocks: {OF_MINIBATCHES[name]}\n"
+        assert output == f"paceline: {option} does not apply to --solver proximal-blocks: {OF_MINIBATCHES[name]}\n"

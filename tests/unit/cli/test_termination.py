@@ -42,16 +42,16 @@ def _in_callback(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("lose", [_in_callback, _Freed])
 def test_a_signal_with_an_ignored_exception_is_raised_again(lose: Callable[[int], object], number: int) -> None:
-    def lose_and_wait() -> None:
+    def signal_and_wait() -> None:
         lose(number)
         time.sleep(30.0)
 
     with pytest.raises(KeyboardInterrupt) as raised:
-        lose_and_wait()
+        signal_and_wait()
     assert isinstance(raised.value, Terminated) == (number == signal.SIGTERM)
 
 
-def test_other_exceptions_that_are_ignored_are_reported_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ignored_exceptions_are_reported_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", lambda ignored: seen.append(ignored.exc_value))
     raise_on_sigterm()

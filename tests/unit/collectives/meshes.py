@@ -78,14 +78,14 @@ class _Board:
         self._lazy = lazy
         self._changed = threading.Condition()
         self._ends: dict[tuple[int, int], socket.socket] = {}
-        self._asked: set[tuple[int, int]] = set()
+        self._requested: set[tuple[int, int]] = set()
 
     def end(self, rank: int, other: int, deadline: float) -> socket.socket:
         with self._changed:
-            self._asked.add((rank, other))
+            self._requested.add((rank, other))
             self._changed.notify_all()
             if self._lazy and not self._changed.wait_for(
-                lambda: (other, rank) in self._asked, deadline - time.monotonic()
+                lambda: (other, rank) in self._requested, deadline - time.monotonic()
             ):
                 raise RankLostError(f"rank {other} did not come", (other,))
             if (rank, other) not in self._ends:

@@ -11,7 +11,7 @@ from paceline.kernels.combine import DTYPES
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bfloat16"])
-def test_every_dtype_is_known_by_its_name(dtype: str) -> None:
+def test_every_dtype_has_a_name(dtype: str) -> None:
     memory = ArrayMemory(np.zeros((2, 3), dtype))
     assert (memory.dtype, memory.shape, memory.count) == (dtype, (2, 3), 6)
     assert memory.num_bytes == 6 * memory.item_bytes == 6 * np.dtype(dtype).itemsize
@@ -22,7 +22,7 @@ def test_every_spelling_of_a_dtype_is_known(character: str) -> None:
     assert ArrayMemory(np.zeros(2, character)).dtype == np.dtype(character).name
 
 
-def test_contiguous_arrays_are_taken_where_they_lie() -> None:
+def test_contiguous_arrays_are_not_copied() -> None:
     array = np.arange(6.0)
     memory = ArrayMemory(array, target=True)
     assert memory.address == array.ctypes.data
@@ -59,7 +59,7 @@ def test_files_in_memory_are_arrays_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "message"),
     [
         (np.zeros(2, complex), "pairs of floats"),
         (np.zeros(2, ">f4"), "expected one of"),
@@ -71,8 +71,8 @@ def test_files_in_memory_are_arrays_too(tmp_path: Path) -> None:
         (None, "got NoneType"),
     ],
 )
-def test_non_numeric_arrays_are_rejected(array: object, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_non_numeric_arrays_are_rejected(array: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         ArrayMemory(array)
 
 
@@ -91,7 +91,7 @@ def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> object:
 @pytest.mark.parametrize(
     ("shape", "strides"), [((2, 3), (0, 4)), ((3, 2), (4, 4)), ((4,), (2,)), ((3, 3), (16, 8)), ((2, 1, 5), (12, 0, 4))]
 )
-def test_a_target_whose_items_share_memory_is_refused(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def test_a_target_with_shared_memory_is_refused(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     ArrayMemory(_strided(shape, strides))
     with pytest.raises(UsageError, match="share memory"):
         ArrayMemory(_strided(shape, strides), target=True)

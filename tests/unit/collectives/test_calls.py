@@ -5,10 +5,10 @@ from paceline.collectives.network.frames import Heads
 from paceline.errors import name_ranks
 
 
-def test_equal_calls_have_equal_signatures_and_others_differ() -> None:
+def test_equal_calls_have_equal_signatures_and_different_calls_differ() -> None:
     call = CollectiveCall("all_reduce", "float32", (3, 4), "sum")
     assert call.signature == CollectiveCall("all_reduce", "float32", (3, 4), "sum").signature
-    others = [
+    variants = [
         CollectiveCall("all_reduce", "float32", (4, 3), "sum"),
         CollectiveCall("all_reduce", "float64", (3, 4), "sum"),
         CollectiveCall("all_reduce", "float32", (3, 4), "max"),
@@ -16,7 +16,7 @@ def test_equal_calls_have_equal_signatures_and_others_differ() -> None:
         CollectiveCall("reduce", "float32", (3, 4), "sum", 1),
         CollectiveCall("barrier"),
     ]
-    assert len({call.signature, *(other.signature for other in others)}) == 7
+    assert len({call.signature, *(other.signature for other in variants)}) == 7
 
 
 def test_a_mismatch_names_ranks_and_both_calls() -> None:
@@ -40,9 +40,9 @@ def test_the_sizes_of_thousands_of_ranks_fit_into_a_message() -> None:
     )
     last = CollectiveCall("all_gather (uneven)", "float32", (3, *sizes[:-1], 0))
     assert shorten(call) == shorten(CollectiveCall("all_gather (uneven)", "float32", (3, *sizes)))
-    assert len({shorten(each).signature for each in (call, other, last)}) == 3
-    for each in (call, other, last):
-        assert Heads(shorten(each), 1).head_bytes < 1000
+    assert len({shorten(variant).signature for variant in (call, other, last)}) == 3
+    for variant in (call, other, last):
+        assert Heads(shorten(variant), 1).head_bytes < 1000
     assert "all_gather (uneven) of 5001 sizes with hash " in str(shorten(call))
     few = CollectiveCall("all_gather (uneven)", "float32", (1 << 40,) * 128)
     assert shorten(few) is few

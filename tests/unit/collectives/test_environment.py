@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 
 
 def test_torchruns_variables() -> None:
-    told = environment(
+    detected = environment(
         {
             "RANK": "3",
             "WORLD_SIZE": "4",
@@ -24,13 +24,13 @@ def test_torchruns_variables() -> None:
             "SLURM_PROCID": "9",
         }
     )
-    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (3, 4, 1, 2)
-    assert (told.master_addr, told.master_port, told.has_agent_store) == ("node7", 29500, True)
-    assert (told.run_id, told.algorithm) == ("run/2", "ring")
+    assert (detected.rank, detected.world_size, detected.local_rank, detected.local_world_size) == (3, 4, 1, 2)
+    assert (detected.master_addr, detected.master_port, detected.has_agent_store) == ("node7", 29500, True)
+    assert (detected.run_id, detected.algorithm) == ("run/2", "ring")
 
 
 def test_mpirun_comes_before_slurm() -> None:
-    told = environment(
+    detected = environment(
         {
             "OMPI_COMM_WORLD_RANK": "1",
             "OMPI_COMM_WORLD_SIZE": "2",
@@ -40,10 +40,10 @@ def test_mpirun_comes_before_slurm() -> None:
             "SLURM_NTASKS": "1",
         }
     )
-    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (1, 2, 1, 2)
+    assert (detected.rank, detected.world_size, detected.local_rank, detected.local_world_size) == (1, 2, 1, 2)
 
 
-def test_mpich_is_recognized_by_its_local_rank() -> None:
+def test_mpich_is_recognized_by_the_local_rank() -> None:
     variables = {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     found = environment({**variables, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (1, 4, 1, 2)
@@ -54,13 +54,19 @@ def test_mpich_is_recognized_by_its_local_rank() -> None:
 
 
 def test_slurm() -> None:
-    told = environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"})
-    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (5, 8, 1, None)
+    detected = environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"})
+    assert (detected.rank, detected.world_size, detected.local_rank, detected.local_world_size) == (5, 8, 1, None)
 
 
 def test_alone() -> None:
-    told = environment({"RANK": "", "WORLD_SIZE": "2"})
-    assert (told.rank, told.world_size, told.master_port, told.run_id, told.has_agent_store) == (None, 2, None, None, 0)
+    detected = environment({"RANK": "", "WORLD_SIZE": "2"})
+    assert (detected.rank, detected.world_size, detected.master_port, detected.run_id, detected.has_agent_store) == (
+        None,
+        2,
+        None,
+        None,
+        0,
+    )
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "1.5", "٣"])

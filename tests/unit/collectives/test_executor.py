@@ -50,11 +50,11 @@ def run_ranks(
         item_bytes = np.dtype(dtype).itemsize
 
         def run(rank: int) -> None:
-            mine = blocks(rank)
+            own_blocks = blocks(rank)
             for sequence in range(1, num_calls + 1):
                 executors[rank].run(
                     schedules[rank],
-                    mine,
+                    own_blocks,
                     call=CollectiveCall("all_reduce", str(np.dtype(dtype)), (7,), "sum"),
                     sequence=sequence,
                     combine=adding(dtype),
@@ -66,7 +66,7 @@ def run_ranks(
     return executors
 
 
-def whole_numbers(size: int, num_items: int, dtype: Any) -> list[Array]:
+def integer_arrays(size: int, num_items: int, dtype: Any) -> list[Array]:
     rng = np.random.default_rng(size * num_items + 1)
     return [rng.integers(-1000, 1000, num_items).astype(dtype) for _ in range(size)]
 
@@ -81,7 +81,7 @@ ALL_REDUCES = ["ring", "recursive-doubling", "halving-doubling", "binomial-tree"
 def test_all_reduce_is_exact_at_every_size(name: str, size: int, num_items: int, dtype: Any) -> None:
     algorithm = ALGORITHMS["all_reduce"][name]
     schedules = [algorithm.schedule(rank, size, pieces=3) for rank in range(size)]
-    arrays = whole_numbers(size, num_items, dtype)
+    arrays = integer_arrays(size, num_items, dtype)
     expected = np.sum(arrays, axis=0)
     run_ranks(
         schedules,
@@ -96,7 +96,7 @@ def test_all_reduce_is_exact_at_every_size(name: str, size: int, num_items: int,
 def test_large_vectors_go_through_tiny_buffers(name: str) -> None:
     size, num_items = 3, 1 << 21
     schedules = [ALGORITHMS["all_reduce"][name].schedule(rank, size, pieces=4) for rank in range(size)]
-    arrays = whole_numbers(size, num_items, np.float32)
+    arrays = integer_arrays(size, num_items, np.float32)
     expected = np.sum(arrays, axis=0)
     run_ranks(
         schedules, lambda rank: Blocks.even(bytes_of(arrays[rank]), schedules[rank].num_blocks, 4), buffer_bytes=4096
@@ -109,7 +109,7 @@ def test_large_vectors_go_through_tiny_buffers(name: str) -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("scale", [0, 1, 5000])
 def test_all_to_all_with_uneven_and_empty_blocks(size: int, scale: int, lazy: bool) -> None:
-    # Rank s sends (s + 2d) % 4 * scale items to rank d: some of them none.
+    # Rank s sends (s + 2d) % 4 * scale items to rank d, which may be no items.
     counts = [[(source + 2 * target) % 4 * scale for target in range(size)] for source in range(size)]
     inputs = [
         np.concatenate([np.full(count, 100 * source + target, np.float32) for target, count in enumerate(row)])
@@ -133,8 +133,9 @@ def test_all_to_all_with_uneven_and_empty_blocks(size: int, scale: int, lazy: bo
         np.testing.assert_array_equal(output, np.concatenate(expected))
 
 
-def test_a_round_sends_the_values_from_its_beginning() -> None:
-    # What comes is added where what goes lies, in another order; and block 2, which goes too, is written by a copy.
+def test_a_round_sends_the_values_from_before_the_round() -> None:
+    # Received values are added to the block that is sent, in another order, and a copy writes block 2, which is sent
+    # too.
     num_items = 300_000
     arrays = [np.repeat([1.0 + rank, 10.0 + rank, 100.0 + rank], num_items) for rank in (0, 1)]
     actions = [
@@ -183,7 +184,7 @@ def test_sums_into_one_place_are_made_in_the_order_of_the_actions(num_items: int
     np.testing.assert_array_equal(arrays[0], expected)
 
 
-def test_several_messages_to_one_peer_come_in_their_order() -> None:
+def test_several_messages_to_one_peer_arrive_in_order() -> None:
     arrays = [np.arange(6, dtype=np.float32) + 10 * rank for rank in (0, 1)]
     spans = [((3, 6),), ((1, 2), (0, 1)), ((2, 3),)]
     schedules = [

@@ -90,7 +90,7 @@ def test_a_mismatch_raises_on_every_rank_with_both_sides(name: str, odd: int, nb
 
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
-def test_ranks_in_different_calls_are_named_with_their_numbers(odd: int) -> None:
+def test_ranks_in_different_calls_are_named_with_numbers(odd: int) -> None:
     size = 4
     schedules = all_reduces("ring", size)
     with open_meshes(size) as meshes:
@@ -145,7 +145,7 @@ class Fuse:
 @pytest.mark.parametrize("dead", [0, 2, 4])
 @pytest.mark.parametrize("after_bytes", [10, 50, 1_000_000])
 @pytest.mark.parametrize("name", ["ring", "recursive-doubling"])
-def test_a_rank_that_dies_within_a_message_is_named_by_all(name: str, after_bytes: int, dead: int) -> None:
+def test_all_ranks_name_a_rank_dead_within_a_message(name: str, after_bytes: int, dead: int) -> None:
     size = 5
     schedules = all_reduces(name, size)
     with open_meshes(size) as meshes:
@@ -170,7 +170,7 @@ def asker(executors: list[ScheduleExecutor], answers: dict[int, Status | None]) 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("name", ["ring", "recursive-doubling", "double-binary-tree"])
 @pytest.mark.parametrize("silent", [False, True])
-def test_the_error_names_the_missing_rank_and_not_its_neighbour(name: str, lazy: bool, silent: bool) -> None:
+def test_the_error_names_the_missing_rank_and_not_the_neighbour(name: str, lazy: bool, silent: bool) -> None:
     size, absent, timeout_s = 5, 2, 0.6
     schedules = all_reduces(name, size)
     executors: list[ScheduleExecutor] = []
@@ -190,7 +190,7 @@ def test_the_error_names_the_missing_rank_and_not_its_neighbour(name: str, lazy:
         assert "all_reduce(float32[1000], sum), call 17 of group 'world' did not finish within 0.6 s" in str(error)
 
 
-def test_without_a_status_source_the_error_names_the_awaited_rank() -> None:
+def test_without_a_status_source_the_error_names_the_next_rank() -> None:
     schedules = all_reduces("ring", 2)
     with open_meshes(2) as meshes:
         executor = ScheduleExecutor(meshes[0], group="world")
@@ -199,12 +199,12 @@ def test_without_a_status_source_the_error_names_the_awaited_rank() -> None:
         assert caught.value.ranks == (1,)
 
 
-def test_a_rank_that_arrives_during_status_requests_is_not_lost() -> None:
+def test_a_rank_arriving_during_status_requests_is_not_lost() -> None:
     schedules = all_reduces("ring", 2)
-    asked = threading.Event()
+    requested = threading.Event()
 
     def request_status(_: int) -> Status:
-        asked.set()
+        requested.set()
         return Status(16, None, ())
 
     with open_meshes(2) as meshes:
@@ -212,14 +212,14 @@ def test_a_rank_that_arrives_during_status_requests_is_not_lost() -> None:
 
         def work(rank: int) -> None:
             if rank == 1:
-                assert asked.wait(30)
+                assert requested.wait(30)
             run(executors[rank], schedules[rank], 4000, timeout_s=3)
 
         assert in_ranks(work, range(2)) == {0: None, 1: None}
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
-def test_an_exception_is_raised_on_its_rank_and_reported_to_the_other_ranks(kind: type[BaseException]) -> None:
+def test_an_exception_is_raised_on_one_rank_and_reported_to_the_other_ranks(kind: type[BaseException]) -> None:
     size, failing = 4, 1
     schedules = all_reduces("ring", size)
 
@@ -252,7 +252,7 @@ def test_after_a_failure_every_call_raises_the_first_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["ring", "binomial-tree"])
-def test_a_rank_that_was_elsewhere_learns_of_the_failure_when_it_calls(name: str) -> None:
+def test_an_absent_rank_receives_the_failure_at_the_next_call(name: str) -> None:
     # Ranks 0 and 1 fail while rank 2 computes; their links are long closed when it comes.
     size = 3
     schedules = all_reduces(name, size)
@@ -287,7 +287,7 @@ def test_a_blocked_sender_is_notified_of_a_failure() -> None:
         assert "rank 1 failed" in str(results[rank])
 
 
-def test_bytes_that_are_no_message_are_reported_to_all() -> None:
+def test_invalid_bytes_are_reported_to_all() -> None:
     schedules = all_reduces("ring", 3)
     with open_meshes(3) as meshes:
         executors = executors_of(meshes)

@@ -25,7 +25,7 @@ CALL = CollectiveCall("barrier")
         ({1: Status(16, CALL, (2,)), 2: Status(15, None, ()), 3: Status(17, CALL, (1,))}, (2,)),
         ({1: Status(16, CALL, (2,)), 2: Status(16, CALL, ()), 3: Status(17, CALL, (1,))}, (2,)),
         ({1: Status(16, CALL, (2,)), 2: Status(16, CALL, (1,)), 3: Status(17, CALL, (1,))}, (1, 2)),
-        # Nobody is behind: then it is between us and those whom we wait for.
+        # No rank is late: the problem is between this rank and the awaited ranks.
         ({1: Status(17, CALL, (0,)), 2: Status(17, None, ()), 3: Status(18, CALL, (0,))}, (1,)),
         ({1: Status(17, CALL, (2,)), 2: Status(-1, None, ()), 3: Status(17, None, ())}, (2,)),
     ],
@@ -37,17 +37,19 @@ def test_the_culprit_is_found_by_where_the_ranks_are(
 
 
 def test_description_of_a_culprit() -> None:
-    def said(status: Status | None) -> str:
+    def text_of(status: Status | None) -> str:
         return find_culprits({1: status}, 17, (1,))[1]
 
-    assert said(Status(16, None, ())) == "has not called it (it finished call 16 and is not in a collective)"
-    assert said(Status(-1, None, ())) == "has not called it (it has made no call yet)"
-    assert said(Status(16, CALL, (3,))) == "has not called it (it is still in call 16, barrier() and waits for rank 3)"
-    assert "does not answer" in said(None)
+    assert text_of(Status(16, None, ())) == "has not called it (it finished call 16 and is not in a collective)"
+    assert text_of(Status(-1, None, ())) == "has not called it (it has made no call yet)"
+    assert (
+        text_of(Status(16, CALL, (3,))) == "has not called it (it is still in call 16, barrier() and waits for rank 3)"
+    )
+    assert "does not answer" in text_of(None)
 
 
 @given(st.lists(st.integers(0, 100), max_size=5), st.lists(st.integers(1, 200), min_size=1, max_size=20))
-def test_messages_are_found_however_they_are_cut(bodies: list[int], cuts: list[int]) -> None:
+def test_messages_are_found_in_any_division(bodies: list[int], cuts: list[int]) -> None:
     heads = Heads(CALL, 3)
     abort = Abort("lost", "text", (1, 2), {4: CALL}, 3)
     stream = b"".join(heads.head(nbytes) + b"x" * nbytes for nbytes in bodies) + pack_abort(abort)
@@ -76,7 +78,7 @@ ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), max_size=4).
 
 
 @given(ranges, ranges)
-def test_collisions_are_those_of_the_bytes(written: list[tuple[int, int]], read: list[tuple[int, int]]) -> None:
+def test_collisions_equal_shared_bytes(written: list[tuple[int, int]], read: list[tuple[int, int]]) -> None:
     bytes_written = [byte for span in written for byte in range(*span)]
     bytes_read = {byte for span in read for byte in range(*span)}
     expected = len(set(bytes_written)) < len(bytes_written) or bool(bytes_read & set(bytes_written))
@@ -84,7 +86,7 @@ def test_collisions_are_those_of_the_bytes(written: list[tuple[int, int]], read:
 
 
 @given(ranges, st.integers(0, 30), st.integers(0, 30), st.integers(1, 10))
-def test_the_rest_of_a_message_is_given_in_bytes(
+def test_the_remainder_of_a_message_is_given_in_bytes(
     spans: list[tuple[int, int]], done: int, low: int, nbytes: int
 ) -> None:
     left = [byte for span in spans for byte in range(*span)][done:]

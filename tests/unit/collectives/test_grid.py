@@ -87,7 +87,7 @@ def test_dims_create_takes_the_best_of_all(size: int, num_axes: int) -> None:
         (0, (0,), "got 0 ranks"),
     ],
 )
-def test_dims_that_do_not_fit(size: int, shape: tuple[int, ...], message: str) -> None:
+def test_invalid_dims(size: int, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         dims_create(size, shape)
 
@@ -107,8 +107,8 @@ def test_split_evenly() -> None:
 # who is where
 
 
-def test_a_grid_numbers_its_ranks_row_by_row() -> None:
-    def look(group: Group) -> tuple[Any, ...]:
+def test_a_grid_numbers_ranks_row_by_row() -> None:
+    def inspect_grid(group: Group) -> tuple[Any, ...]:
         grid = Grid(group, (2, 0), periodic=(False, True))
         assert grid.shape == (2, 3)
         assert grid.periodic == (False, True)
@@ -118,7 +118,7 @@ def test_a_grid_numbers_its_ranks_row_by_row() -> None:
             grid.rank_of((2, 0))
         return grid.coordinates, grid.shift(0), grid.shift(1), grid.neighbour(1, 2)
 
-    assert run_ranks(6, look) == [
+    assert run_ranks(6, inspect_grid) == [
         ((0, 0), (None, 3), (2, 1), 2),
         ((0, 1), (None, 4), (0, 2), 0),
         ((0, 2), (None, 5), (1, 0), 1),
@@ -129,14 +129,14 @@ def test_a_grid_numbers_its_ranks_row_by_row() -> None:
 
 
 def test_local_slices_cover_the_global_array() -> None:
-    def look(group: Group) -> tuple[slice, ...]:
+    def inspect_grid(group: Group) -> tuple[slice, ...]:
         grid = Grid(group)
         assert grid.shape == (2, 2)
         assert grid.local_slice((5, 7, 3), rank=3) == (slice(3, 5), slice(4, 7), slice(0, 3))
         return grid.local_slice((5, 7, 3))
 
     owned = np.zeros((5, 7, 3), int)
-    for part in run_ranks(4, look):
+    for part in run_ranks(4, inspect_grid):
         owned[part] += 1
     assert (owned == 1).all()
 
@@ -215,16 +215,16 @@ CASES = [
 @pytest.mark.parametrize("corners", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-{}-{}-{}".format(*case).replace(" ", ""))
 def test_every_ghost_cell(case: tuple[Any, ...], corners: bool) -> None:
-    shape, periodic, whole_shape, width = case
+    shape, periodic, full_shape, width = case
 
     def exchange(group: Group) -> None:
         grid = Grid(group, shape, periodic=periodic)
-        own = grid.local_slice(whole_shape)
+        own = grid.local_slice(full_shape)
         lengths = [part.stop - part.start for part in own]
         ghosted = [length + 2 * width if axis < len(shape) else length for axis, length in enumerate(lengths)]
         inner = tuple(slice(width, width + n) if axis < len(shape) else slice(None) for axis, n in enumerate(lengths))
         for repeat, order in enumerate("CFC"):  # the third in the first one's buffers
-            whole = np.arange(np.prod(whole_shape), dtype=np.float64).reshape(whole_shape) + 1000 * repeat
+            whole = np.arange(np.prod(full_shape), dtype=np.float64).reshape(full_shape) + 1000 * repeat
             block = np.full(ghosted, -7.0, order=order)  # type: ignore[call-overload]
             block[inner] = whole[own]
             expected = expected_block(grid, whole, width, corners, block)
@@ -262,7 +262,7 @@ def test_a_part_of_a_larger_array() -> None:
     run_ranks(2, exchange)
 
 
-def test_ranks_that_run_ahead_and_other_messages_in_between() -> None:
+def test_fast_ranks_and_other_messages_in_between() -> None:
     def exchange(group: Group) -> None:
         grid = Grid(group, periodic=True)
         block = np.zeros((3, 3))
@@ -273,15 +273,15 @@ def test_ranks_that_run_ahead_and_other_messages_in_between() -> None:
             grid.exchange_halos(block, corners=bool(number % 3))
             assert block[0, 1] == 10 * number + (lower or 0)
             assert block[2, 1] == 10 * number + (higher or 0)
-            told = np.zeros(1)
-            group.recv(told, lower)
+            received = np.zeros(1)
+            group.recv(received, lower)
             ticket.wait()
-            assert told[0] == block[0, 1]
+            assert received[0] == block[0, 1]
 
     run_ranks(4, exchange)
 
 
-def test_blocks_that_do_not_fit_together() -> None:
+def test_inconsistent_blocks() -> None:
     def exchange(group: Group) -> None:
         grid = Grid(group, (2, 1))
         block = np.zeros((4, 5 + group.rank))
@@ -318,12 +318,12 @@ def test_neighbour_all_to_all() -> None:
         grid = Grid(group, (2, 3), periodic=(False, True))
         rows = np.array([[group.rank, 0], [group.rank, 1], [group.rank, 2], [group.rank, 3]])
         neighbours = [grid.neighbour(axis, step) for axis in (0, 1) for step in (-1, 1)]
-        expected = [[0, 0] if them is None else [them, row ^ 1] for row, them in enumerate(neighbours)]
+        expected = [[0, 0] if next_row is None else [next_row, row ^ 1] for row, next_row in enumerate(neighbours)]
         assert grid.neighbour_all_to_all(rows).tolist() == expected
         out = np.full((4, 2), -1)
         assert grid.neighbour_all_to_all(rows, out=out) is out
         assert [row.tolist() for row in out] == [
-            [-1, -1] if them is None else row for row, them in zip(expected, neighbours, strict=True)
+            [-1, -1] if next_row is None else row for row, next_row in zip(expected, neighbours, strict=True)
         ]
 
     run_ranks(6, exchange)

@@ -25,7 +25,7 @@ def _wait_for_all(tickets: list[CollectiveTicket]) -> None:
 
 
 @engines
-def test_an_abort_ends_everything_and_names_its_rank(options: dict[str, Any]) -> None:
+def test_an_abort_ends_everything_and_names_the_rank(options: dict[str, Any]) -> None:
     is_over = threading.Event()
 
     def call(group: Group) -> None:
@@ -89,7 +89,7 @@ def test_a_callback_does_not_wait_for_later_calls() -> None:
     run_ranks(2, call, within=timedelta(seconds=15))
 
 
-def test_the_group_of_all_takes_its_parts_along() -> None:
+def test_the_group_of_all_closes_the_parts() -> None:
     def call(group: Group) -> Group:
         part = group.subgroup(range(group.size))
         assert part is not None
@@ -106,7 +106,7 @@ def test_the_group_of_all_takes_its_parts_along() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="there is no fork here")
-def test_a_forked_child_leaves_the_group_to_its_parent() -> None:
+def test_a_forked_child_leaves_the_group_to_the_parent() -> None:
     with join(MemoryStore(), 0, 1, token="a token for tests") as group:
         unix = group._world.node.info.endpoint.unix
         child = os.fork()
@@ -125,7 +125,7 @@ def test_a_forked_child_leaves_the_group_to_its_parent() -> None:
         group.barrier()
 
 
-def test_ranks_that_demand_different_algorithms_are_named_everywhere() -> None:
+def test_every_rank_names_different_requested_algorithms() -> None:
     store = MemoryStore()
     errors: list[PacelineError] = []
 
@@ -134,7 +134,7 @@ def test_ranks_that_demand_different_algorithms_are_named_everywhere() -> None:
             join(store, rank, 3, token="a token for tests", algorithm=algorithm, timeout=_WAIT)
         errors.append(caught.value)
 
-    threads = [threading.Thread(target=meet, args=each) for each in enumerate(("ring", None, "ring"))]
+    threads = [threading.Thread(target=meet, args=arguments) for arguments in enumerate(("ring", None, "ring"))]
     with nothing_left():
         for thread in threads:
             thread.start()
@@ -154,7 +154,7 @@ def test_sizes_are_not_taken_for_data(options: dict[str, Any]) -> None:
     run_ranks(2, call, **options)
 
 
-def test_a_color_that_does_not_fit_is_refused() -> None:
+def test_an_invalid_color_is_refused() -> None:
     with join(MemoryStore(), 0, 1, token="a token for tests") as group:
         for color, key in ((1 << 70, 0), (0, -(1 << 70)), ("red", 0)):
             with pytest.raises(UsageError, match="expected integers of 64 bits"):
@@ -163,8 +163,8 @@ def test_a_color_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1, 0)], ids=["one host", "two"])
-def test_a_part_that_could_not_be_made_can_be_tried_again(hosts: tuple[int, ...] | None) -> None:
-    """The ranks that tried in vain have counted on, the one that did not come has not."""
+def test_a_failed_part_can_be_created_again(hosts: tuple[int, ...] | None) -> None:
+    """The ranks that called it have a higher number than the rank that did not call it."""
     have_failed, has_failed = threading.Barrier(3, timeout=20), threading.Barrier(3, timeout=20)
 
     def call(group: Group) -> None:

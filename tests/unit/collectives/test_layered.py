@@ -30,5 +30,5 @@ def test_half_precision_is_the_same_on_all_ranks() -> None:
         given = np.random.default_rng(group.rank).random(30_001).astype(np.float16)
         return bytes(group.all_reduce(given, "mean").tobytes())
 
-    told = run_ranks(4, call, hosts=[0, 0, 1, 1], algorithm="hierarchical")
-    assert len(set(told)) == 1
+    explanations = run_ranks(4, call, hosts=[0, 0, 1, 1], algorithm="hierarchical")
+    assert len(set(explanations)) == 1

@@ -33,7 +33,7 @@ def test_every_schedule_reduces_and_scales(algorithm: str, size: int) -> None:
         executor = ScheduleExecutor(meshes[rank], group="g")
         network = NetworkEngine(meshes[rank], executor, [0] * size, lambda collective, num_bytes: "ring")
         reduction = Reduction(combine.combiner("float16"), combine.SUM, 1.0 / size, 2)
-        given, taken = (Area(each[rank].ctypes.data, each[rank].nbytes) for each in (sources, targets))
+        given, taken = (Area(arrays[rank].ctypes.data, arrays[rank].nbytes) for arrays in (sources, targets))
         network.all_reduce(order(algorithm), given, taken, reduction)
 
     with open_meshes(size) as meshes:

@@ -58,7 +58,7 @@ def test_it_is_as_looking_through_two_lists(events: list[tuple[bool, int | None,
         assert len(matching.posted()) == len(receives)
 
 
-def test_room_is_counted_for_each_rank() -> None:
+def test_room_is_counted_for_every_rank() -> None:
     matching = Matching(max_buffered_bytes=100)
     first = message(1, size=60)
     assert matching.has_room(first)
@@ -69,7 +69,7 @@ def test_room_is_counted_for_each_rank() -> None:
     assert matching.has_room(message(1, size=60))
 
 
-def test_there_is_room_while_a_receive_waits_for_another_message_of_the_rank() -> None:
+def test_a_waiting_receive_of_another_message_leaves_room() -> None:
     matching = Matching(max_buffered_bytes=10)
     other = posted(1, tag=7)
     matching.post(other)

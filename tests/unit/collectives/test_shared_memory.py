@@ -22,8 +22,8 @@ from paceline.kernels import combine, steps
 _SUM = Reduction(combine.combiner("float32"), combine.SUM, 1.0, 4)
 
 
-def order(sequence: int, what: str = "all_reduce", algorithm: str = "", timeout_s: float = 10.0) -> Order:
-    call = CollectiveCall(what, "float32", (sequence,))
+def order(sequence: int, operation: str = "all_reduce", algorithm: str = "", timeout_s: float = 10.0) -> Order:
+    call = CollectiveCall(operation, "float32", (sequence,))
     return Order(call, call.signature, sequence, timeout_s, algorithm)
 
 
@@ -85,7 +85,7 @@ def test_sums_at_every_edge(engines: list[SharedMemory], count: int, algorithm: 
     assert both(engines, reduce) == [None, None]
 
 
-def test_ranks_are_called_as_their_group_calls_them(engines: list[SharedMemory]) -> None:
+def test_ranks_have_the_numbers_of_the_group(engines: list[SharedMemory]) -> None:
     with pytest.raises(RankLostError, match="rank 7") as lost:
         engines[0].barrier(order(1, timeout_s=0.05))
     assert lost.value.ranks == (7,)
@@ -105,7 +105,7 @@ def test_a_mismatch_names_both_calls(engines: list[SharedMemory]) -> None:
 
 def test_an_error_of_one_rank_reaches_the_other(engines: list[SharedMemory]) -> None:
     engines[0].abort(ZeroDivisionError("a bug"))
-    engines[0].abort(ValueError("the second is not heard"))
+    engines[0].abort(ValueError("the second abort is ignored"))
     with pytest.raises(CollectiveError, match=r"rank 4 of group 'pair' failed: ZeroDivisionError a bug"):
         engines[1].barrier(order(1))
 
@@ -117,7 +117,7 @@ def test_a_long_story_is_cut(engines: list[SharedMemory]) -> None:
     assert lost.value.ranks[:3] == (0, 1, 2)
 
 
-def test_a_mismatch_of_many_sizes_reports_their_number(engines: list[SharedMemory]) -> None:
+def test_a_mismatch_of_many_sizes_reports_the_number(engines: list[SharedMemory]) -> None:
     def gather(engine: SharedMemory) -> None:
         call = shorten(CollectiveCall("all_gather (uneven)", "float32", (1 << 20,) * (1000 + engine.rank)))
         engine.barrier(Order(call, call.signature, 1, 10.0))
@@ -144,7 +144,7 @@ def test_a_rank_with_unreadable_memory_is_named(engines: list[SharedMemory], mon
         assert "cannot read the memory of rank 7" in str(error)
 
 
-def test_one_that_has_left_is_named(engines: list[SharedMemory]) -> None:
+def test_a_departed_rank_is_named(engines: list[SharedMemory]) -> None:
     engines[1].close()
     with pytest.raises(RankLostError, match="rank 7 left the group"):
         engines[0].barrier(order(1))
@@ -160,7 +160,7 @@ def test_one_that_has_left_is_named(engines: list[SharedMemory]) -> None:
     ],
 )
 def test_stories_keep_kind_text_and_ranks(error: BaseException, kind: type[CollectiveError]) -> None:
-    told = Abort.of(error).error("g")
-    assert type(told) is kind
-    assert str(told) == str(error)
-    assert getattr(told, "ranks", ()) == getattr(error, "ranks", ())
+    raised = Abort.of(error).error("g")
+    assert type(raised) is kind
+    assert str(raised) == str(error)
+    assert getattr(raised, "ranks", ()) == getattr(error, "ranks", ())

@@ -31,8 +31,8 @@ def test_small_calls_on_one_host_are_never_measured() -> None:
         group.all_reduce(np.ones(1000))
         return [chosen(group, num_bytes, operation) for num_bytes in (0, 1000) for operation in ALGORITHMS]
 
-    for told in run_ranks(2, call):
-        assert set(told) == {"shared"}
+    for explanation in run_ranks(2, call):
+        assert set(explanation) == {"shared"}
 
 
 @pytest.mark.parametrize("options", [{"size": 3}, {"size": 3, "hosts": [0, 1, 2]}, {"size": 4, "hosts": [0, 0, 1, 1]}])
@@ -43,8 +43,8 @@ def test_all_ranks_choose_the_same_algorithm(options: dict[str, object]) -> None
             group.all_gather(np.ones(size, np.int8))
         return [chosen(group, 1 << power, name) for power in range(4, 25) for name in ("all_reduce", "all_gather")]
 
-    told = run_ranks(function=call, **options)  # type: ignore[arg-type]
-    assert all(each == told[0] for each in told)
+    explanations = run_ranks(function=call, **options)  # type: ignore[arg-type]
+    assert all(choice == explanations[0] for choice in explanations)
 
 
 def test_an_algorithm_is_taken_where_it_can_be() -> None:

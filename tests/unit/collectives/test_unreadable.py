@@ -26,12 +26,12 @@ from paceline.errors import ProtocolError
 from paceline.meeting.network_store import decode_request
 from paceline.meeting.node import NodeInfo
 
-NO_TEXT = b"\x91\xa1\xff"  # a list of a text that is no UTF-8
+NO_TEXT = b"\x91\xa1\xff"  # a list with one text that is not UTF-8
 DEEP = b"\x91" * 100_000
 
 
 @pytest.mark.parametrize("data", [NO_TEXT, DEEP, b"\xdd\xff\xff\xff\xff"], ids=["no text", "deep", "huge count"])
-def test_text_that_is_none(data: bytes) -> None:
+def test_invalid_text(data: bytes) -> None:
     header = unpack_header(HEADER.pack(MAGIC, WIRE_VERSION, MessageKind.ABORT, len(data), 3, 0, 0))
     with pytest.raises(ProtocolError, match="cannot be read"):
         unpack_abort(Head(header, data))
@@ -53,11 +53,11 @@ def test_last_words_without_end_are_not_gathered() -> None:
             lost.append(str(error))
 
     lost: list[str] = []
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
+    own_end, peer_end = socket.socketpair()
+    with own_end, peer_end:
+        own_end.setblocking(False)
         outgoing = Outgoing(1, NoProgress(), Ends())  # type: ignore[arg-type]
-        outgoing.attach(ours)
-        theirs.send(pack(ABORT, 0, 1 << 40, ""))
+        outgoing.attach(own_end)
+        peer_end.send(pack(ABORT, 0, 1 << 40, ""))
         outgoing.ready(READ)
     assert re.search("1099511627776 bytes.* 1048576", "; ".join(lost))

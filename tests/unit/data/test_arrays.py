@@ -75,7 +75,7 @@ def test_labels_may_be_missing_for_predictions(tmp_path: Path) -> None:
     assert np.isnan(read(tmp_path / "x.npy", needs_labels=False).labels).all()
 
 
-def test_rows_that_are_not_finite_are_malformed(tmp_path: Path) -> None:
+def test_non_finite_rows_are_malformed(tmp_path: Path) -> None:
     bad = X.copy()
     bad[5, 2], bad[7, 3] = np.nan, np.inf
     np.savez(tmp_path / "x.npz", X=bad, y=Y)
@@ -85,7 +85,7 @@ def test_rows_that_are_not_finite_are_malformed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "told"),
+    ("arrays", "message"),
     [
         ({"Z": X}, "has Z: expected X, or a csr matrix"),
         ({"X": X, "y": Y[:5]}, r"y has shape \(5,\)"),
@@ -100,13 +100,13 @@ def test_rows_that_are_not_finite_are_malformed(tmp_path: Path) -> None:
         ({"indptr": ["0", "2"], "indices": [1, 2], "data": [1.0, 2.0]}, "no valid csr matrix"),
     ],
 )
-def test_mismatches_are_rejected(tmp_path: Path, arrays: dict[str, Any], told: str) -> None:
+def test_mismatches_are_rejected(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "x.npz", **arrays)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         read(tmp_path / "x.npz")
 
 
-def test_numbers_that_float32_does_not_hold_are_malformed_without_a_warning(tmp_path: Path) -> None:
+def test_numbers_beyond_float32_are_malformed_without_a_warning(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", X=np.array([[1e300], [1], [1], [2]]), y=[0, 1e300, 1, 0])
     with open_dataset(tmp_path / "x.npz", labels="numbers") as dataset:
         assert [batch.labels.tolist() for batch in dataset.batches(9)] == [[1, 0]]
@@ -142,7 +142,7 @@ def header(text: str) -> bytes:
     return b"\x93NUMPY\x01\0" + len(text).to_bytes(2, "little") + text.encode() + bytes(64)
 
 
-def test_files_that_only_look_like_arrays_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_files_similar_to_arrays_are_refused_in_a_sentence(tmp_path: Path) -> None:
     large = "{'descr': '<f8', 'fortran_order': False, 'shape': (%d, 4)}\n"
     y = npy(Y)
     for number, data in enumerate(

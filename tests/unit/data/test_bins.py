@@ -39,7 +39,7 @@ def test_quantiles() -> None:
     assert quantile_edges(np.array([5.0]), 4) == quantile_edges(np.empty(0), 4) == ()
 
 
-def test_bins_of_logarithms_are_those_of_criteo() -> None:
+def test_bins_of_logarithms_equal_the_criteo_bins() -> None:
     whole = np.arange(0, 3000, dtype=np.float64)
     found = bins_of(whole, log_edges(whole, 1.0))
     expected = np.array([integer_category(int(x)) for x in whole])
@@ -51,12 +51,12 @@ def test_bins_of_logarithms_are_those_of_criteo() -> None:
 @pytest.mark.parametrize(
     "effect", [lambda x: 3 * np.abs(x) - 2, lambda x: 2 * np.cos(3 * x), lambda x: np.sign(x**2 - 1)]
 )
-def test_bent_effects_get_bins_and_straight_ones_none(effect) -> None:  # type: ignore[no-untyped-def]
+def test_nonlinear_effects_get_bins_and_linear_effects_none(effect) -> None:  # type: ignore[no-untyped-def]
     cells = list(map(repr, NUMBERS.tolist()))
     assert len(fit_scale(cells, "auto", labels_of(effect(NUMBERS))).edges) in (7, 15, 31)
     for straight in (NUMBERS, 0 * NUMBERS, -2 * NUMBERS):
         assert fit_scale(cells, "auto", labels_of(straight)).edges == ()
-    few = slice(60)  # of which the rates in bins say nothing
+    few = slice(60)  # too few rows for the rates in bins
     assert fit_scale(cells[few], "auto", labels_of(effect(NUMBERS))[few]).edges == ()
     assert fit_scale(cells, "auto").edges == ()
     quantity = effect(NUMBERS) + np.random.default_rng(1).normal(size=len(NUMBERS))
@@ -79,7 +79,7 @@ def test_names_of_scales() -> None:
 
 
 def test_the_kernel_and_a_loop() -> None:
-    """Rows of two categories and three numeric columns, one of which has no bins; some numbers are missing."""
+    """Rows of two categories and three numeric columns, one without bins; some numbers are missing."""
     numeric, edges = ("x", "y", "z"), ((0.0, 1.0), (), (-1.0,))
     keys, values, indptr, expected = [], [], [0], []
     for _ in range(60):
@@ -155,5 +155,5 @@ def test_readers_and_frames_make_the_same_bins(tmp_path: Path) -> None:
         assert fitted is not None
         assert fitted.scales[0].edges == pytest.approx(columns.scales[0].edges)
     described = describe_data([str(tmp_path / "x.csv")], columns=named)
-    assert "bins" in next(each["scale"] for each in described["columns"] if each["name"] == "size")
-    assert any((each["column"] or "").startswith("time") for each in described["first_row"]["features"])
+    assert "bins" in next(column["scale"] for column in described["columns"] if column["name"] == "size")
+    assert any((feature["column"] or "").startswith("time") for feature in described["first_row"]["features"])

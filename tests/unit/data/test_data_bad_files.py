@@ -72,7 +72,7 @@ def test_a_file_with_a_header_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x", "x.gz"])
 def test_rows_longer_than_the_first_sample(tmp_path: Path, name: str) -> None:
-    """A megabyte each; their labels are those of whole rows."""
+    """Rows of a megabyte. The labels in the sample are those of complete rows."""
     pairs = b" ".join(b"%d:1" % i for i in range(120_000))
     path = write(tmp_path / name, b"".join(b"%d %s\n" % (i % 2, pairs) for i in range(7)))
     assert detect_format(path) == "libsvm"
@@ -114,7 +114,7 @@ def test_strict_names_file_line_text_and_reason(tmp_path: Path) -> None:
     assert read_all(path) == 2002
 
 
-def test_another_format_than_said(tmp_path: Path) -> None:
+def test_another_format_than_declared(tmp_path: Path) -> None:
     for count in (1, 20):
         text = failure(write(tmp_path / "x", CRITEO * count), "libsvm")
         assert text.startswith("X does not look like libsvm: its first line is '1\\t5\\t5")
@@ -150,44 +150,44 @@ def test_zstd_files(tmp_path: Path) -> None:
         assert [key for batch in dataset.batches(1000) for key in batch.keys.tolist()] == list(range(100_000))
         assert dataset.ended(0) == -(-len(text) // 100_000)
         assert next(iter(dataset.read(0, 3, 10))).num_examples == 10  # an earlier shard: from the beginning again
-    for content, told in (
+    for content, message in (
         (whole[: len(whole) // 3], "is truncated: its zstd stream ends after"),
         (whole[:50] + b"\xff" * 40_000 + whole[40_050:], "is damaged: decompression fails after"),
         (pack(text) + b"more", "other bytes follow its zstd stream"),
     ):
         path.write_bytes(content)
-        with open_dataset(path, "libsvm") as dataset, pytest.raises(DataError, match=told):
+        with open_dataset(path, "libsvm") as dataset, pytest.raises(DataError, match=message):
             list(dataset.batches(1000))
     path.write_bytes(text)
     assert failure(path).endswith("ends in .zst but is not a zstd file. Rename it")
 
 
-def test_zstd_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "x.zst").write_bytes(b"...")
     with pytest.raises(UsageError, match=r"needs zstandard, which is not installed: pip install 'paceline\[zstd\]'"):
         open_dataset(tmp_path / "x.zst")
 
 
-def test_gzip_files_that_are_damaged(tmp_path: Path) -> None:
+def test_damaged_gzip_files(tmp_path: Path) -> None:
     text = os.urandom(100_000).hex().encode()
     whole = gzip.compress(b"1 1:1 #" + text + b"\n" + LIBSVM)
     path = tmp_path / "x.gz"
 
-    def say(content: bytes) -> str:
+    def message_of(content: bytes) -> str:
         path.write_bytes(content)
         return failure(path, "libsvm")
 
     cut = zlib.decompressobj(wbits=31)
     num_bytes = len(cut.decompress(whole[:60_000]))
     expected = f"X is truncated: its gzip stream ends after {num_bytes:,} bytes of text"
-    assert say(whole[:60_000]) == expected
-    assert say(whole[:-3]).startswith("X is truncated")
-    assert say(whole[:1]).startswith("X is truncated")
-    assert say(LIBSVM) == "X ends in .gz but is not a gzip file. Rename it"
-    assert say(whole[:50_000] + b"\xff" * 99 + whole[50_099:]).startswith("X is damaged: decompression fails")
-    assert say(whole[:-8] + b"\0" * 4 + whole[-4:]).startswith("X is damaged: decompression fails")
-    assert say(whole + b"more") == "X is damaged: other bytes follow its gzip stream"
+    assert message_of(whole[:60_000]) == expected
+    assert message_of(whole[:-3]).startswith("X is truncated")
+    assert message_of(whole[:1]).startswith("X is truncated")
+    assert message_of(LIBSVM) == "X ends in .gz but is not a gzip file. Rename it"
+    assert message_of(whole[:50_000] + b"\xff" * 99 + whole[50_099:]).startswith("X is damaged: decompression fails")
+    assert message_of(whole[:-8] + b"\0" * 4 + whole[-4:]).startswith("X is damaged: decompression fails")
+    assert message_of(whole + b"more") == "X is damaged: other bytes follow its gzip stream"
 
 
 def test_a_line_without_end(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_line_without_end(tmp_path: Path) -> None:
     assert text.startswith("X has a line of more than 16 MiB, from byte 21 on")
 
 
-def test_a_file_that_vanishes(tmp_path: Path) -> None:
+def test_a_vanishing_file(tmp_path: Path) -> None:
     path = write(tmp_path / "x", LIBSVM)
     dataset = open_dataset(path)
     path.unlink()

@@ -28,7 +28,7 @@ def rows(batches: list[Batch]) -> list[tuple[float, list[int], list[float]]]:
     return result
 
 
-def test_a_slice_is_a_view_with_its_own_indptr() -> None:
+def test_a_slice_is_a_view_with_a_separate_indptr() -> None:
     batch = make([2, 0, 3, 1])
     part = batch.slice(1, 3)
     assert part.indptr.tolist() == [0, 0, 3]
@@ -51,7 +51,7 @@ def test_rows_are_taken_in_any_order() -> None:
     assert (nothing.num_examples, nothing.indptr.tolist(), nothing.values) == (0, [0], None)
 
 
-def test_concatenate_fills_in_ones_where_only_some_have_values() -> None:
+def test_concatenate_fills_in_ones_for_batches_without_values() -> None:
     whole = Batch.concatenate([make([1, 2]), make([2], 10, ones=True), make([])])
     assert whole.values is not None
     assert whole.values.tolist() == [0, 1, 2, 1, 1]
@@ -77,8 +77,8 @@ def test_batches_have_slots() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), st.integers(1, 600))
-def test_batches_are_cut_by_their_size(widths: list[list[int]], num_bytes: int) -> None:
-    batches = [make(each, 100 * number, ones=number % 2 == 0) for number, each in enumerate(widths)]
+def test_batches_are_cut_by_size(widths: list[list[int]], num_bytes: int) -> None:
+    batches = [make(width, 100 * number, ones=number % 2 == 0) for number, width in enumerate(widths)]
     cut = list(cut_by_bytes(iter(batches), num_bytes))
     assert rows(cut) == rows(batches)
     sizes = [16 * batch.num_examples + 12 * len(batch.keys) for batch in cut]
@@ -90,7 +90,7 @@ def test_batches_are_cut_by_their_size(widths: list[list[int]], num_bytes: int) 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), st.integers(1, 600), st.integers(1, 5))
 def test_batches_are_cut_at_multiples(widths: list[list[int]], num_bytes: int, multiple: int) -> None:
-    batches = [make(each, 100 * number, ones=number % 2 == 0) for number, each in enumerate(widths)]
+    batches = [make(width, 100 * number, ones=number % 2 == 0) for number, width in enumerate(widths)]
     cut = list(cut_by_bytes(iter(batches), num_bytes, multiple))
     assert rows(cut) == rows(batches)
     for batch in cut[:-1]:

@@ -166,7 +166,7 @@ def test_a_broken_cache_is_ignored_and_written_again(
     assert dataset.cache_error is None
 
 
-def test_a_source_that_changed_is_parsed_again(source: Path, folder: Path, parsed: list[int]) -> None:
+def test_a_changed_source_is_parsed_again(source: Path, folder: Path, parsed: list[int]) -> None:
     read(open_dataset(source, cache_dir=folder))
     status = source.stat()
     source.write_bytes(TEXT.replace(b"2999:", b"7777:") + BAD)
@@ -177,7 +177,7 @@ def test_a_source_that_changed_is_parsed_again(source: Path, folder: Path, parse
     assert len(parsed) > count
 
 
-def test_labels_that_changed_next_to_arrays_are_read_again(tmp_path: Path, folder: Path) -> None:
+def test_changed_labels_next_to_arrays_are_read_again(tmp_path: Path, folder: Path) -> None:
     np.save(tmp_path / "x.npy", np.ones((4, 2)))
     for labels in ([0, 1, 0, 1], [1, 0, 1, 0]):
         np.save(tmp_path / "x.y.npy", labels)
@@ -189,10 +189,10 @@ def test_labels_that_changed_next_to_arrays_are_read_again(tmp_path: Path, folde
 
 
 @pytest.mark.parametrize("after", [TEXT.replace(b"2999:", b"7777:"), TEXT[:40_000], TEXT + TEXT])
-def test_a_source_that_changes_while_it_is_read_is_reported_and_leaves_nothing_to_later_runs(
+def test_a_source_changed_during_the_reading_is_reported_and_not_cached(
     source: Path, folder: Path, after: bytes
 ) -> None:
-    """The open file is still the former one, and the name is that of the new one."""
+    """The open file is the former file, and the name belongs to the new one."""
     dataset = open_dataset(source, shard_bytes=10_000, cache_dir=folder)
     spec = json.loads(json.dumps(dataset.spec()))
     list(dataset.read(0, 0, 100))
@@ -215,7 +215,7 @@ def test_strict_does_not_trust_a_cache_with_bad_lines(source: Path, folder: Path
         read(open_dataset(source, cache_dir=folder, strict=True))
 
 
-def test_a_shard_that_was_not_read_to_its_end_leaves_nothing(source: Path, folder: Path) -> None:
+def test_a_partly_read_shard_is_not_cached(source: Path, folder: Path) -> None:
     dataset = open_dataset(source, cache_dir=folder)
     batches = dataset.read(0, 0, 10)
     next(batches)
@@ -239,13 +239,13 @@ def test_a_full_disk_ends_caching_not_reading(source: Path, folder: Path) -> Non
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_ends_caching(source: Path) -> None:
+def test_an_impossible_folder_ends_caching(source: Path) -> None:
     dataset = open_dataset(source, cache_dir=source / "cache")
     assert read(dataset).num_examples == 4500
     assert dataset.cache_error is not None
 
 
-def test_gzip_shards_are_cached_with_their_number(tmp_path: Path, folder: Path) -> None:
+def test_gzip_shards_are_cached_with_the_shard_number(tmp_path: Path, folder: Path) -> None:
     import gzip
 
     path = tmp_path / "x.svm.gz"
@@ -276,7 +276,7 @@ def test_a_spec_opens_the_same_dataset(source: Path, folder: Path) -> None:
         open_spec(spec)
 
 
-def test_the_cache_is_for_its_user_only(source: Path, folder: Path) -> None:
+def test_the_cache_is_readable_by_the_user_only(source: Path, folder: Path) -> None:
     read(open_dataset(source, cache_dir=folder))
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
@@ -304,7 +304,7 @@ def test_the_cache_is_for_its_user_only(source: Path, folder: Path) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_cache_that_was_made_up(tmp_path: Path, folder: Path, change: dict[str, Any], ragged: bool) -> None:
+def test_a_forged_cache(tmp_path: Path, folder: Path, change: dict[str, Any], ragged: bool) -> None:
     """Its numbers lead no kernel beyond the arrays: the source is parsed again."""
     source = tmp_path / "x.svm"
     source.write_bytes(b"".join(b"1 %d:1 2:1%s\n" % (i + 3, b" 9999:1" * (ragged and i % 2)) for i in range(100)))
@@ -323,10 +323,10 @@ def test_a_cache_that_was_made_up(tmp_path: Path, folder: Path, change: dict[str
     footer = json.dumps(content).encode()
     path.write_bytes(data[:start] + footer + trailer.pack(len(footer), zlib.crc32(footer), version, magic))
     assert_same(read(open_dataset(source, cache_dir=folder)), plain)
-    assert path.read_bytes() == data  # written anew
+    assert path.read_bytes() == data  # written again
 
 
-def test_a_cache_that_is_a_pipe(source: Path, folder: Path) -> None:
+def test_a_cache_file_replaced_by_a_pipe(source: Path, folder: Path) -> None:
     plain = read(open_dataset(source, cache_dir=folder))
     [path] = folder.iterdir()
     path.unlink()
@@ -338,7 +338,7 @@ def test_a_cache_that_is_a_pipe(source: Path, folder: Path) -> None:
     ("part", "value"),
     [("blocks", [[1 << 63, 2, 4, 2, 1, 0, 0]]), ("blocks", [[64, 1 << 62, 4, 2, 1, 0, 0]]), ("bad", [[1, 2, 3, 4, 5]])],
 )
-def test_numbers_that_no_file_has(tmp_path: Path, part: str, value: Any) -> None:
+def test_invalid_shard_numbers(tmp_path: Path, part: str, value: Any) -> None:
     source = tmp_path / "data"
     source.write_text("x")
     cache = ShardCache(tmp_path / "cache", {})

@@ -106,7 +106,7 @@ def test_csv_with_other_separators_and_without_a_header(tmp_path: Path, separato
 
 
 def test_the_sample_is_spread_over_the_files(tmp_path: Path) -> None:
-    """Sorted by label, by file: all labels are seen, and what is looked at is bounded."""
+    """The files are sorted by label. The sample contains all labels, and its size is bounded."""
     paths = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
     for path, labels in zip(paths, ((0, 1), (2, 7)), strict=True):
         text = "".join(f"{labels[i > 200_000]},site{i}\n" for i in range(400_000))
@@ -145,7 +145,7 @@ def test_csv_categories_alone_have_no_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shard_bytes", [7, 100, 5000, 70_000, 10**6])
 @pytest.mark.parametrize("how", ["plain", "quoted", "carriage returns", "no last newline", "gz"])
-def test_csv_shards_have_each_row_once(tmp_path: Path, shard_bytes: int, how: str) -> None:
+def test_csv_shards_have_every_row_once(tmp_path: Path, shard_bytes: int, how: str) -> None:
     """Whatever stands in quotes, wherever shards begin, in whatever order they are read."""
     count = 40 if shard_bytes < 1000 else 9000
     ads = [f'a{i}\n0,"b",{i}' if how == "quoted" and i % 5 == 0 else f"a{i}" for i in range(count)]
@@ -279,8 +279,8 @@ def test_parquet_columns_are_guessed(tmp_path: Path) -> None:
         assert len(rows(dataset)) == 5
 
 
-def test_integers_are_one_category_however_they_are_typed(tmp_path: Path) -> None:
-    """pandas makes floats of integers beside missing ones; Arrow writes large floats with an exponent."""
+def test_integers_are_one_category_in_any_notation(tmp_path: Path) -> None:
+    """pandas turns integers into floats if values are missing. Arrow writes large floats with an exponent."""
     values = [3, 99_999_999_999, 2**40, 2**53, -7]
     expected = [key("id", str(value)) for value in values]
     for type in (pa.int64(), pa.float64(), pa.list_(pa.float64())):
@@ -295,7 +295,7 @@ def test_integers_are_one_category_however_they_are_typed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("type", [pa.list_(pa.string()), pa.large_list(pa.large_string())])
 def test_parquet_lists(tmp_path: Path, type: Any) -> None:
-    """Lists are several categories of one column; what is missing, in them or as a whole, is no feature."""
+    """A list is several categories of one column. Missing lists and missing elements are no features."""
     tags = pa.array([["x", "y"], [], None, ["x", None], ["z"]], type)
     codes = pa.array([[1], [2, 3], None, [], [4]], pa.list_(pa.int32()))
     content = pa.table({"click": [1, 0, 1, None, 0], "tags": tags, "codes": codes, "price": [1.0, 2.0, None, 4.0, 5.0]})
@@ -324,7 +324,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
         open_dataset(path)
 
 
-def test_columns_that_do_not_fit(tmp_path: Path) -> None:
+def test_invalid_columns(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no feature"):
         Columns("click")
     with pytest.raises(UsageError, match="'a' is named twice"):

@@ -110,30 +110,30 @@ def test_nothing_to_learn_from(tmp_path: Path) -> None:
         open_dataset(path)
 
 
-def test_columns_that_were_named_are_described_too() -> None:
+def test_named_columns_are_described_too() -> None:
     sample = TextTable(("y", "a", "b"), ("", "", ""), [["1", "x", "2"], ["0", "", "3"]])
     found = describe_named(sample, Columns("y", numeric=("b",)))
-    assert [(each.name, each.kind, each.num_distinct) for each in found.guesses] == [
+    assert [(guess.name, guess.kind, guess.num_distinct) for guess in found.guesses] == [
         ("y", "label", 2),
         ("a", "left out", 1),
         ("b", "numeric", 2),
     ]
 
 
-def test_a_number_as_the_label_is_a_place_and_tells_no_header(tmp_path: Path) -> None:
+def test_a_number_as_the_label_is_a_position_and_implies_no_header(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("0.25,0,1\n" + "".join(f"{i / 7},{i % 2},{i % 3}\n" for i in range(200)))
-    look = sample_data([tmp_path / "x.csv"], reading=ReadOptions(label="1"))
-    assert look.columns is not None
-    assert look.columns.label == "c2"
-    assert sum(look.labels.values()) == 201
+    found_sample = sample_data([tmp_path / "x.csv"], reading=ReadOptions(label="1"))
+    assert found_sample.columns is not None
+    assert found_sample.columns.label == "c2"
+    assert sum(found_sample.labels.values()) == 201
 
 
 def test_copied_rows_do_not_hide_identifiers(tmp_path: Path) -> None:
     rows = [f"{i % 2},{10**9 + 7919 * i},{'ab'[i % 3 == 0]},{i % 37}\n" for i in range(500)]
     (tmp_path / "x.csv").write_text("bought,user_id,site,age\n" + "".join(rows + rows[:100]))
-    look = sample_data([tmp_path / "x.csv"], reading=ReadOptions(label="bought"))
-    assert look.columns is not None
-    assert "user_id" not in look.columns.names
+    found_sample = sample_data([tmp_path / "x.csv"], reading=ReadOptions(label="bought"))
+    assert found_sample.columns is not None
+    assert "user_id" not in found_sample.columns.names
     (tmp_path / "few.csv").write_text("y,c,d\n" + "".join(f"{i % 2},{i % 5},{i % 3}\n" for i in range(300)))
     few = sample_data([tmp_path / "few.csv"], reading=ReadOptions(label="y"))
     assert few.columns is not None
@@ -147,7 +147,7 @@ def write_column(path: Path, cells: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("missing", ["?", ".", "N/A"])
-def test_numbers_with_a_mark_where_they_are_missing_are_numbers(tmp_path: Path, missing: str) -> None:
+def test_numbers_with_a_mark_for_missing_values_are_numbers(tmp_path: Path, missing: str) -> None:
     """As in the files of UCI and of SAS: looked at, and read."""
     path = write_column(tmp_path / "x.csv", [missing if row % 5 == 0 else f"{row / 8}" for row in range(100)])
     columns = sample_data([path], reading=ReadOptions(label="y")).columns

@@ -52,8 +52,8 @@ def test_the_scale_of_a_sample() -> None:
 
 
 @pytest.mark.parametrize("how", ["auto", "log"])
-def test_the_unit_of_logarithms_follows_that_of_the_column(how: str) -> None:
-    """A column in thousandths says what it says in whole units, labels known or not."""
+def test_the_unit_of_logarithms_follows_the_unit_of_the_column(how: str) -> None:
+    """A column in thousandths has the same scale as in whole units, with and without labels."""
     sizes = np.exp(np.random.default_rng(1).normal(0, 2.5, 4000))
     labels = (np.random.default_rng(2).random(4000) < 1 / (1 + np.exp(-np.log(sizes)))).astype(float)
     for known in (labels, None):
@@ -117,8 +117,8 @@ def test_readers_scale_and_specs_cache_and_models_carry_it(tmp_path: Path) -> No
             np.testing.assert_allclose(batch.values, [2, 0, 6, 10])
 
 
-def test_numeric_columns_of_rows_are_scaled_where_they_stand() -> None:
-    """Rows whose numbers come last, of which some are missing."""
+def test_numeric_columns_of_rows_are_scaled_in_place() -> None:
+    """Rows whose numbers come last; some numbers are missing."""
     seeds = np.array([7, 5, 9], np.uint64)
     scales = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 2.0], [2.0, 1.0, 4.0], [0.0, 0.0, 0.0]])
     rows = [[(100, 1.0), (7, 3.0), (5, -3.0), (9, 10.0)], [(5, 0.0)], [], [(7, 1.0), (9, 1e30)], [(100, 1.0)]]
@@ -130,7 +130,7 @@ def test_numeric_columns_of_rows_are_scaled_where_they_stand() -> None:
     np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
-def test_numbers_that_lie_close_together_and_far_from_0(tmp_path: Path) -> None:
+def test_close_numbers_far_from_0(tmp_path: Path) -> None:
     """Times in milliseconds within 100 s, which are one number, or two, as float32: of text, Parquet, converted."""
     rng = np.random.default_rng(1)
     times = 1_764_000_000_000 + rng.integers(0, 100_000, 2000)
@@ -147,8 +147,8 @@ def test_numbers_that_lie_close_together_and_far_from_0(tmp_path: Path) -> None:
             path = tmp_path / name
             if how == "standard" and name.endswith("paceline"):
                 source = [str(tmp_path / ("x.csv" if name[0] == "a" else "x.parquet"))]
-                look = sample_sources(source, path, format=None, columns=named)
-                convert_data(source, path, look)
+                sample = sample_sources(source, path, format=None, columns=named)
+                convert_data(source, path, sample)
             columns = sample_data(
                 [path], columns=None if name.endswith("paceline") else named, numeric_scale=how
             ).columns

@@ -68,8 +68,8 @@ def test_every_line_is_in_one_shard(
     for shard in shards:
         start, stop = shard * shard_bytes, (shard + 1) * shard_bytes
         blocks = [bytes(b.buffer[b.start : b.stop]) for b in reader.blocks(start, stop)]
-        mine = [at for at in starts if start <= at < stop]
-        whole = b"".join(text[at:].partition(b"\n")[0] + b"\n" for at in mine)
+        line_starts = [at for at in starts if start <= at < stop]
+        whole = b"".join(text[at:].partition(b"\n")[0] + b"\n" for at in line_starts)
         assert b"".join(blocks) == whole
     reader.close()
 
@@ -212,7 +212,7 @@ def test_line_number(tmp_path: Path) -> None:
         assert [line_number(path, at) for at in (0, 3, 4, 8, 9, 10, 13, 99)] == [1, 1, 2, 2, 3, 4, 4, 4]
 
 
-def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
+def test_invalid_arguments(tmp_path: Path) -> None:
     path = write(tmp_path / "a.svm", numbered(3))
     with pytest.raises(UsageError, match=r"'tsv' is unknown. Choose one of criteo, libsvm"):
         open_dataset(path, "tsv")

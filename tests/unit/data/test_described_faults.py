@@ -37,7 +37,7 @@ ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
         (b'{"click": "won", "a": 1}\n' * 3, "labels, column 'click', are text, 'won': expected numbers"),
     ],
 )
-def test_files_that_are_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+def test_refused_files(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     with pytest.raises(PacelineError, match=expected):
@@ -97,13 +97,13 @@ def test_cells_between_bars(tmp_path: Path) -> None:
         assert dataset.columns.names == ["click", "site", "price"]
 
 
-def test_quotes_that_are_none(tmp_path: Path) -> None:
+def test_stray_quotes(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("site,price,click\na,1,0\n'b,c',2,1\nd,e,2,1\n" + "a,1,0\n" * 5)
     with open_dataset(path) as dataset:
         assert sum(batch.num_examples for batch in dataset.batches(10)) == 6
-        told = [line.reason for line in dataset.bad_lines.first]
-    assert told == [
+        reasons = [line.reason for line in dataset.bad_lines.first]
+    assert reasons == [
         "it has 4 cells where the first row has 3. The quote of csv is \", not '",
         "it has 4 cells where the first row has 3",
     ]
@@ -134,15 +134,15 @@ def test_description_of_json_lines(tmp_path: Path) -> None:
         '{"click": 0, "site": "", "price": 0.30000000000000004}\n{"click": 1, "site": "a", "price": 2}\n{\n'
     )
     found = describe_data([str(path)])
-    assert [each["column"] for each in found["first_row"]["features"]] == ["site=", "price"]
+    assert [feature["column"] for feature in found["first_row"]["features"]] == ["site=", "price"]
     console = Console(width=120, file=io.StringIO())
     show_description(console, found)
     assert isinstance(console.file, io.StringIO)
-    told = console.file.getvalue()
-    assert "bad rows 1 of the 3 rows read (33%) are malformed" in told
-    assert "''" in told
-    assert "0.3, 2" in told
-    assert "unscaled values" in told
+    output = console.file.getvalue()
+    assert "bad rows 1 of the 3 rows read (33%) are malformed" in output
+    assert "''" in output
+    assert "0.3, 2" in output
+    assert "unscaled values" in output
 
 
 def test_standard_input_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_thinning_keeps_positives_and_stays_unbiased(rate: float) -> None:
     assert thin(sample, n) == (sample.batch, n)
 
 
-def test_thinning_of_labels_that_are_not_of_two_classes_keeps_runs() -> None:
+def test_thinning_of_labels_of_other_than_two_classes_keeps_runs() -> None:
     labels = np.arange(10_000, dtype=np.float32)
     part, num_represented = thin(sample_batch(Batch(labels, np.arange(10_001), labels.astype(np.uint64))), 2_000)
     assert part.weights is None

@@ -1,4 +1,4 @@
-"""Every feature that a reader finds has a name, found from the same file; names are kept as they are."""
+"""Every feature of a reader has a name, found from the same file; names are unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_columns(tmp_path: Path, format: str) -> None:
     keys = keys_of(path, format, COLUMNS)
     names = FORMATS[format].find_names([str(path)], COLUMNS, keys)
     assert sorted(names) == keys.tolist()
-    expected = {f"site={each}" for each in ROWS["site"]} | {f"text={each}" for each in ROWS["text"]} | {"age"}
+    expected = {f"site={number}" for number in ROWS["site"]} | {f"text={number}" for number in ROWS["text"]} | {"age"}
     assert set(names.values()) == expected
     assert FORMATS[format].find_names([str(path)], COLUMNS, keys[:2]) == {key: names[key] for key in keys[:2].tolist()}
 
@@ -83,7 +83,7 @@ def test_criteo(tmp_path: Path) -> None:
     assert any(low <= 12345678 <= high for low, high in spans)
 
 
-def test_names_that_are_kept(tmp_path: Path) -> None:
+def test_stored_names(tmp_path: Path) -> None:
     assert read_feature_names(tmp_path) == {}
     names = {2**64 - 1: 'a\tb\n"c"', 0: "ünï\udc80"}
     write_feature_names(tmp_path, names)

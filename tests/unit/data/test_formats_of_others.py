@@ -31,7 +31,7 @@ def read(path: Path, columns: Columns | None = None, *, needs_labels: bool = Tru
         return Batch.concatenate(list(dataset.batches(1000)))
 
 
-def look_at_text(path: Path, content: str, **options: object) -> Sample:
+def sample_of_text(path: Path, content: str, **options: object) -> Sample:
     path.write_text(content)
     return sample_data([path], reading=ReadOptions(**options))  # type: ignore[arg-type]
 
@@ -130,21 +130,21 @@ _CLOTHES = [
 
 
 @pytest.mark.parametrize("first", range(0, 12, 5))
-def test_a_first_row_whose_values_occur_again_is_data(tmp_path: Path, first: int) -> None:
+def test_a_first_row_with_repeated_values_is_data(tmp_path: Path, first: int) -> None:
     rows = [_CLOTHES[first], *_CLOTHES * 5]
-    look = look_at_text(tmp_path / "x.csv", "".join(",".join(row) + "\n" for row in rows), label="-1")
-    assert look.columns is not None
-    assert look.columns.names[0] == "c4"
-    assert look.header_note is not None
-    assert "has no header: its columns are c1 to c4" in look.header_note
-    assert read(tmp_path / "x.csv", look.columns).num_examples == len(rows)
+    sample = sample_of_text(tmp_path / "x.csv", "".join(",".join(row) + "\n" for row in rows), label="-1")
+    assert sample.columns is not None
+    assert sample.columns.names[0] == "c4"
+    assert sample.header_note is not None
+    assert "has no header: its columns are c1 to c4" in sample.header_note
+    assert read(tmp_path / "x.csv", sample.columns).num_examples == len(rows)
 
 
 @pytest.mark.parametrize(
     ("text", "has_header"),
     [
         ("x,y\n" + "x1,0\nx2,1\n" * 9, True),
-        ("0.5,y\n" + "0.25,n\n0.5,y\n" * 9, False),  # a label that is y is no name
+        ("0.5,y\n" + "0.25,n\n0.5,y\n" * 9, False),  # the label y is no name
         ("y,n,y\n" + "n,n,y\ny,y,n\n" * 9, False),
         ("y,age\n" + "y,20\nn,30\n" * 9, True),  # a word above numbers
         ("city,colour\nParis,red\nRome,blue\n", True),
@@ -158,16 +158,16 @@ def test_a_header_is_found_by_the_rows_below(text: str, has_header: bool) -> Non
 
 def test_a_given_header_counts_and_is_remembered(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    named = look_at_text(path, "red,7,1\n" + "blue,8,0\nred,9,1\n" * 30, label="-1", header="yes")
+    named = sample_of_text(path, "red,7,1\n" + "blue,8,0\nred,9,1\n" * 30, label="-1", header="yes")
     assert named.columns is not None
     assert (named.columns.names, named.header_note) == (["1", "red", "7"], None)
     text = "city,age,click\n" + "blue,8,0\nred,9,1\n" * 30
-    plain_rows = look_at_text(path, text, label="-1", header="no").columns
+    plain_rows = sample_of_text(path, text, label="-1", header="no").columns
     assert plain_rows is not None
     assert plain_rows.header == "no"
     assert Columns.from_fields(plain_rows.to_fields()) == plain_rows
     assert read_dialect(str(path), plain_rows.names, "no").has_header is False
-    headed = look_at_text(path, text.partition("\n")[2], label="-1").columns
+    headed = sample_of_text(path, text.partition("\n")[2], label="-1").columns
     assert headed is not None
     path.write_text(text)  # the names of a headerless file are places, with which a header is passed over
     dialect = read_dialect(str(path), headed.names, "yes")
@@ -176,13 +176,13 @@ def test_a_given_header_counts_and_is_remembered(tmp_path: Path) -> None:
         ReadOptions(header="maybe")
 
 
-def test_values_that_look_like_places_are_no_header(tmp_path: Path) -> None:
-    look = look_at_text(tmp_path / "x.csv", "c1,5,0\n" + "c2,6,1\nc1,7,0\n" * 30, label="-1")
-    assert look.columns is not None
-    assert read(tmp_path / "x.csv", look.columns).num_examples == 61
+def test_values_in_the_form_of_positions_are_no_header(tmp_path: Path) -> None:
+    sample = sample_of_text(tmp_path / "x.csv", "c1,5,0\n" + "c2,6,1\nc1,7,0\n" * 30, label="-1")
+    assert sample.columns is not None
+    assert read(tmp_path / "x.csv", sample.columns).num_examples == 61
 
 
-def test_models_of_names_with_blanks_read_them_as_before(tmp_path: Path) -> None:
+def test_models_of_names_with_blanks_read_the_names_as_before(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("click, city\n" + "1, a\n0, b\n" * 3)
     before = Columns.from_fields({"label": "click", "categorical": [" city"], "numeric": []})
     assert not before.trims
@@ -197,11 +197,11 @@ def test_models_of_names_with_blanks_read_them_as_before(tmp_path: Path) -> None
 def test_rows_of_a_file_with_blanks_and_a_tab_between_cells(tmp_path: Path) -> None:
     path = tmp_path / "cars.data"
     rows = "".join(f"18.{i}   8   307.0      130.0\t\"chevrolet 'malibu' {i % 3}\"  {i % 2}\n" for i in range(100))
-    look = look_at_text(path, rows, label="-1")
-    assert look.columns is not None
-    assert len(look.columns.names) == 6
-    assert look.columns.categorical == ("c5",)
-    names = FORMATS["csv"].find_names([str(path)], look.columns, read(path, look.columns).keys)
+    sample = sample_of_text(path, rows, label="-1")
+    assert sample.columns is not None
+    assert len(sample.columns.names) == 6
+    assert sample.columns.categorical == ("c5",)
+    names = FORMATS["csv"].find_names([str(path)], sample.columns, read(path, sample.columns).keys)
     assert {"c5=chevrolet 'malibu' 0", "c5=chevrolet 'malibu' 2"} <= {*names.values()}
 
 
@@ -237,25 +237,25 @@ def text_rows(count: int = 200) -> str:
 
 
 def test_a_column_of_messages_is_guessed_as_text(tmp_path: Path) -> None:
-    look = look_at_text(tmp_path / "x.csv", text_rows())
-    assert look.columns is not None
-    assert (look.columns.text, look.columns.categorical) == (("text",), ())
-    assert look.guesses is not None
-    assert [(each.kind, each.reason) for each in look.guesses.guesses][1] == ("text", "each word is a feature")
-    found = read(tmp_path / "x.csv", look.columns)
+    sample = sample_of_text(tmp_path / "x.csv", text_rows())
+    assert sample.columns is not None
+    assert (sample.columns.text, sample.columns.categorical) == (("text",), ())
+    assert sample.guesses is not None
+    assert [(guess.kind, guess.reason) for guess in sample.guesses.guesses][1] == ("text", "each word is a feature")
+    found = read(tmp_path / "x.csv", sample.columns)
     expected = [hash_bytes(word.encode(), name_seed("text")) for word in WORDS[0][:2]]
     assert found.keys[: found.indptr[1]].tolist() == expected
-    names = FORMATS["csv"].find_names([str(tmp_path / "x.csv")], look.columns, found.keys)
+    names = FORMATS["csv"].find_names([str(tmp_path / "x.csv")], sample.columns, found.keys)
     assert {*names.values()} == {f"text={word}" for words in WORDS for word in words}
 
 
 @pytest.mark.parametrize("cell", ["ord-{0:x}", "user{0}@example.com", "2024-01-01 10:00:{0}", "https://e.org/a/{0}"])
-def test_texts_that_identify_rows_are_left_out(tmp_path: Path, cell: str) -> None:
-    look = look_at_text(
+def test_unique_texts_are_left_out(tmp_path: Path, cell: str) -> None:
+    sample = sample_of_text(
         tmp_path / "x.csv", "label,a,b\n" + "".join(f"{i % 2},{cell.format(i)},{i / 8}\n" for i in range(99))
     )
-    assert look.columns is not None
-    assert look.columns.names == ["label", "b"]
+    assert sample.columns is not None
+    assert sample.columns.names == ["label", "b"]
 
 
 def test_text_next_to_other_columns_and_in_quotes(tmp_path: Path) -> None:
@@ -306,36 +306,36 @@ def test_texts_of_one_letter_in_parquet(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=30), st.text(max_size=30).map(str.encode)), max_size=8))
-def test_the_kernel_of_words_is_its_twin(texts: list[bytes]) -> None:
+def test_the_kernel_of_words_equals_the_reference(texts: list[bytes]) -> None:
     offsets = np.cumsum([0, *map(len, texts)]).astype(np.int64)
     data = np.frombuffer(b"".join(texts), np.uint8)
     words, lengths = np.empty(len(data) + 1, np.uint64), np.empty(len(texts), np.int64)
     count = kernels.split_strings(kernels.read_only(data), kernels.read_only(offsets), np.uint64(5), words, lengths)
     expected = [split_words(text) for text in texts]
     assert lengths.tolist() == list(map(len, expected))
-    assert words[:count].tolist() == [hash_bytes(word, 5) for each in expected for word in each]
+    assert words[:count].tolist() == [hash_bytes(word, 5) for row in expected for word in row]
 
 
 def test_words_are_runs_of_letters() -> None:
     assert split_words("It's 2 Naïve—cafés, “Ünd” x2y".encode()) == [
-        each.encode() for each in ("it", "s", "naïve", "cafés", "Ünd", "x", "y")
+        word.encode() for word in ("it", "s", "naïve", "cafés", "Ünd", "x", "y")
     ]
 
 
 # Given columns.
 
 
-def test_given_columns_are_taken_and_the_others_are_guessed(tmp_path: Path) -> None:
+def test_given_columns_are_used_and_the_other_columns_are_guessed(tmp_path: Path) -> None:
     text = "site,age,zip,note,click\n" + "".join(f"s{i % 4},{i % 50},{i % 7},a b {i},{i % 2}\n" for i in range(200))
-    look = look_at_text(tmp_path / "x.csv", text, categorical=("age",), ignore=("note",))
-    assert look.columns is not None
-    assert look.columns.categorical == ("site", "age", "zip")
-    assert look.guesses is not None
-    assert {each.name: each.reason for each in look.guesses.guesses if each.reason in ("named", "ignored")} == {
+    sample = sample_of_text(tmp_path / "x.csv", text, categorical=("age",), ignore=("note",))
+    assert sample.columns is not None
+    assert sample.columns.categorical == ("site", "age", "zip")
+    assert sample.guesses is not None
+    assert {guess.name: guess.reason for guess in sample.guesses.guesses if guess.reason in ("named", "ignored")} == {
         "age": "named",
         "note": "ignored",
     }
-    only = look_at_text(tmp_path / "x.csv", text, numeric=("age",), text=("note",), ignore=("*",)).columns
+    only = sample_of_text(tmp_path / "x.csv", text, numeric=("age",), text=("note",), ignore=("*",)).columns
     assert only is not None
     assert only.names == ["click", "age", "note"]
     for options, expected in (
@@ -344,12 +344,12 @@ def test_given_columns_are_taken_and_the_others_are_guessed(tmp_path: Path) -> N
         ({"ignore": ("nobody",)}, "--ignore nobody: "),
     ):
         with pytest.raises(UsageError, match=expected):
-            look_at_text(tmp_path / "x.csv", text, **options)
+            sample_of_text(tmp_path / "x.csv", text, **options)
 
 
 def test_predict_passes_over_the_header_of_a_file_for_a_model_without_one(tmp_path: Path) -> None:
     rows = "red,1\nblue,0\n" * 30
-    columns = look_at_text(tmp_path / "x.csv", rows, label="-1").columns
+    columns = sample_of_text(tmp_path / "x.csv", rows, label="-1").columns
     assert columns is not None
     (tmp_path / "headed.csv").write_text("colour,click\n" + rows)
     found = read(tmp_path / "headed.csv", replace(columns, header="yes"))

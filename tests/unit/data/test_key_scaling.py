@@ -60,7 +60,7 @@ def test_values_of_one_are_left_alone() -> None:
 
 
 def test_rare_features_get_the_scale_of_rare_ones() -> None:
-    """One large numeric column beside a thousand rare flags: the flags keep their 1."""
+    """One large numeric column and a thousand rare flags: the flags keep the value 1."""
     n = 1000
     keys = np.stack([np.zeros(n, np.uint64), np.arange(1, n + 1, dtype=np.uint64)], axis=1).reshape(-1)
     values = np.stack([np.random.default_rng(0).normal(5e5, 1e5, n), np.ones(n)], axis=1).astype(np.float32).reshape(-1)
@@ -118,7 +118,7 @@ def test_wild_values_are_bounded_and_weights_go_back() -> None:
     assert shift.tolist() == [-20]
 
 
-def bent_scaling() -> KeyScaling:
+def nonlinear_scaling() -> KeyScaling:
     return KeyScaling(
         np.array([1, 2, 9], np.uint64),
         np.array([0.0, 1.0, 0.0]),
@@ -139,7 +139,7 @@ def test_logarithms_and_bins(data: st.DataObject) -> None:
     flat = [(key, data.draw(numbers)) for row in rows for key in row]
     keys, values = np.array([key for key, _ in flat], np.uint64), np.array([value for _, value in flat], np.float32)
     batch = Batch(np.zeros(n, np.float32), np.cumsum([0, *map(len, rows)]), keys, values)
-    scaling = bent_scaling()
+    scaling = nonlinear_scaling()
     again = KeyScaling.from_spec(json.loads(json.dumps(scaling.spec())))
     assert again.digest() == scaling.digest()
     found = again.apply(batch)
@@ -157,8 +157,8 @@ def test_logarithms_and_bins(data: st.DataObject) -> None:
         assert dict(zip(found.keys[at].tolist(), found.values[at].tolist(), strict=True)) == pytest.approx(expected)
 
 
-def test_bins_have_keys_of_their_own_and_no_scale() -> None:
-    scaling = bent_scaling()
+def test_bins_have_separate_keys_and_no_scale() -> None:
+    scaling = nonlinear_scaling()
     assert len(set(scaling.bin_keys.tolist())) == 6
     assert not scaling.is_linear
     assert KeyScaling(np.array([5], np.uint64), np.array([10.0]), np.array([2.0]), 4.0).is_linear

@@ -36,14 +36,14 @@ def write_rows(path: Path, format: str, rows: list[tuple[str, float]]) -> Path:
 @pytest.mark.parametrize("format", _FORMATS)
 def test_two_words_are_0_and_1(tmp_path: Path, format: str) -> None:
     path = write_rows(tmp_path / "x", format, _ROWS)
-    look = sample_data([path], reading=ReadOptions(label="class"))
-    assert look.columns is not None
-    assert look.columns.classes == ("benign", "malignant")
-    assert look.labels == {1.0: 100, 0.0: 100}
-    assert Columns.from_fields(json.loads(json.dumps(look.columns.to_fields()))) == look.columns
+    sample = sample_data([path], reading=ReadOptions(label="class"))
+    assert sample.columns is not None
+    assert sample.columns.classes == ("benign", "malignant")
+    assert sample.labels == {1.0: 100, 0.0: 100}
+    assert Columns.from_fields(json.loads(json.dumps(sample.columns.to_fields()))) == sample.columns
     for labels, expected in (("clicks", [1, 0, 0, 1]), ("clicks:0.0", [0, 1, 1, 0]), ("numbers", [1, 0, 0, 1])):
         with (
-            open_dataset(path, format, look.columns, labels=labels) as dataset,
+            open_dataset(path, format, sample.columns, labels=labels) as dataset,
             open_spec(dataset.spec()) as other,
         ):
             for opened in (dataset, other):
@@ -52,7 +52,7 @@ def test_two_words_are_0_and_1(tmp_path: Path, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", _FORMATS)
-def test_a_third_word_that_comes_later_is_malformed(tmp_path: Path, format: str) -> None:
+def test_a_late_third_word_is_malformed(tmp_path: Path, format: str) -> None:
     path = write_rows(tmp_path / "x", format, _ROWS)
     columns = sample_data([path], reading=ReadOptions(label="class")).columns
     write_rows(path, format, [*_ROWS, ("unknown", 1.0), ("benign", 1.0)])
@@ -69,11 +69,11 @@ def test_named_columns_and_converted_data_have_classes_too(tmp_path: Path) -> No
     assert named is not None
     assert named.classes == ("benign", "malignant")
     out = tmp_path / "x.paceline"
-    look = sample_sources([str(path)], out, format=None, reading=ReadOptions(label="class"))
-    convert_data([str(path)], out, look)
-    look = sample_data([out])
-    assert look.columns is not None
-    assert (look.columns.classes, look.labels) == (("benign", "malignant"), {0.0: 100, 1.0: 100})
+    sample = sample_sources([str(path)], out, format=None, reading=ReadOptions(label="class"))
+    convert_data([str(path)], out, sample)
+    sample = sample_data([out])
+    assert sample.columns is not None
+    assert (sample.columns.classes, sample.labels) == (("benign", "malignant"), {0.0: 100, 1.0: 100})
 
 
 def test_description_of_word_labels(tmp_path: Path) -> None:

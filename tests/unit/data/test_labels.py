@@ -44,14 +44,14 @@ def test_labels_of_clicks(positive: float | None, expected: list[int]) -> None:
     assert found.tolist() == expected
 
 
-def test_a_label_that_float32_has_not_is_found() -> None:
+def test_a_label_beyond_float32_is_found() -> None:
     found = np.array([0.1, 0.2], np.float32)
     read_as(clicks_where(0.1), found)
     assert found.tolist() == [1, 0]
     assert describe_not_binary({0.1: 5, 0.2: 5}, clicks_where(0.1)) is None
 
 
-def test_labels_that_are_not_known_stay_so() -> None:
+def test_unknown_labels_stay_unknown() -> None:
     found = np.array([2, np.nan, 1], np.float32)
     read_as("clicks:2.0", found, unknown=True)
     np.testing.assert_array_equal(found, [1, np.nan, 0])
@@ -115,7 +115,7 @@ def test_the_positive_label_of_words() -> None:
         ([f"name {at}" for at in range(MOST_CLASSES + 1)], ()),
     ],
 )
-def test_words_that_are_classes(cells: list[str], classes: tuple[str, ...]) -> None:
+def test_words_as_classes(cells: list[str], classes: tuple[str, ...]) -> None:
     assert find_classes(cells) == classes
     if classes:
         assert count_labels([*cells, "another"], classes) == count_labels(cells, classes)
@@ -128,7 +128,7 @@ def test_words_that_are_classes(cells: list[str], classes: tuple[str, ...]) -> N
 )
 @num_examples(40)
 def test_no_word_is_lost_or_merged(words: list[str], form: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Every row is read, and different words stay apart unless all of them are words for 0 and 1."""
+    """Every row is read. Different words stay separate unless all of them mean 0 or 1."""
     path = tmp_path_factory.mktemp("words") / f"x.{form}"
     cells = words * 30
     row = "{},{}\n" if form == "csv" else '{{"city": "{}", "label": "{}"}}\n'
@@ -153,36 +153,36 @@ def test_a_label_is_found_in_capitals(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.csv"
     path.write_text(f"city,{name}\n" + "".join(f"c{at % 3},{at % 2}\n" for at in range(60)))
     assert find_label("x", ["age", name]) == name
-    look = sample_data([path])
-    assert look.columns is not None
-    assert look.columns.label.strip() == name.strip()
+    sample = sample_data([path])
+    assert sample.columns is not None
+    assert sample.columns.label.strip() == name.strip()
     assert usual_label(["Y", "label", "y"]) == "label"
     assert usual_label(["Y", "y"]) == "y"
 
 
 def test_classes_are_reported() -> None:
     two, three = ("ham", "spam"), ("a", "b", "c")
-    said = "labels are words: ham is 0, and spam is 1, the positive label (--positive 'ham' swaps them)"
-    assert describe_classes(two, "clicks") == said
+    message = "labels are words: ham is 0, and spam is 1, the positive label (--positive 'ham' swaps them)"
+    assert describe_classes(two, "clicks") == message
     assert describe_classes(two, "clicks:0.0") == "labels are words: spam is 0, and ham is 1, the positive label"
-    said = "labels are words: b is 1, the positive label, and the other 2 are 0"
-    assert describe_classes(three, "clicks:1.0") == said
+    message = "labels are words: b is 1, the positive label, and the other 2 are 0"
+    assert describe_classes(three, "clicks:1.0") == message
     assert describe_classes(three) == "labels are words, which are read as numbers: a as 0, b as 1, c as 2"
     assert describe_not_binary({0.0: 1, 1.0: 2, 2.0: 3}, "clicks", three) == "labels are a, b and c, expected two"
 
 
-def test_a_positive_label_that_is_not_there() -> None:
+def test_a_missing_positive_label() -> None:
     assert describe_not_binary({1.0: 3, 2.0: 4}, "clicks:2.0") is None
     assert describe_not_binary({5.0: 3, 1.0: 3, 2.0: 4}, "clicks:5.0") is None
     assert describe_not_binary({}, "clicks:2.0") is None
-    said = "labels are 1 and 2, without 3, the positive label"
-    assert describe_not_binary({1.0: 3, 2.0: 4}, "clicks:3.0") == said
+    message = "labels are 1 and 2, without 3, the positive label"
+    assert describe_not_binary({1.0: 3, 2.0: 4}, "clicks:3.0") == message
     assert describe_not_binary({1.0: 3, 2.0: 4, 3.0: 1}, "numbers") is None
 
 
-def test_label_words_are_described_with_their_numbers() -> None:
-    said = "labels are words, which are read as numbers: no as 0, yes as 1"
-    assert describe_label_words(["no", "yes"]) == said
+def test_label_words_are_described_with_counts() -> None:
+    message = "labels are words, which are read as numbers: no as 0, yes as 1"
+    assert describe_label_words(["no", "yes"]) == message
     assert describe_label_words(["no", "yes"], clicks_where(0.0)).endswith("no as 1, yes as 0")
 
 
@@ -199,7 +199,7 @@ def test_other_processes_read_the_same_labels(tmp_path: Path) -> None:
         assert [batch.labels.tolist() for batch in other.batches(8)] == [[0, 1, 0]]
 
 
-def test_a_model_keeps_its_positive_label() -> None:
+def test_a_model_keeps_the_positive_label() -> None:
     model = make_model("lr", positive=2.0)
     assert model.read_labels_as == "clicks:2.0"
     assert read_model_settings(model.describe()) == model
@@ -212,7 +212,7 @@ def test_labels_beyond_float32_are_not_counted(cell: str) -> None:
     assert count_labels(["1", cell, "0", "0"]) == {1.0: 1, 0.0: 2}
 
 
-def test_labels_of_arrays_that_readers_skip_are_not_counted(tmp_path: Path) -> None:
+def test_labels_of_skipped_arrays_are_not_counted(tmp_path: Path) -> None:
     labels = np.array([0, 1, np.nan, 1e39, np.inf] * 20)
     np.savez(tmp_path / "data.npz", X=np.ones((100, 2)), y=labels)
     assert describe_data([str(tmp_path / "data.npz")])["labels"] == {"0": 20, "1": 20}

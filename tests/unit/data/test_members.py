@@ -67,19 +67,19 @@ def test_a_text_is_entered_anywhere(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 5])
-def test_a_file_that_is_cut_between_members_is_reported_to_be(tmp_path: Path, num_members: int) -> None:
+def test_a_file_cut_between_members_is_reported(tmp_path: Path, num_members: int) -> None:
     path, end = tmp_path / "x.svm.gz", 0
     whole = bgzf(TEXT)
     for _ in range(num_members):
         end += struct.unpack_from("<H", whole, end + 16)[0] + 1
     path.write_bytes(whole[:end])
-    said = f"is truncated after {10_000 * num_members:,} bytes of text"
-    with open_dataset(path) as dataset, pytest.raises(DataError, match=said):
+    message = f"is truncated after {10_000 * num_members:,} bytes of text"
+    with open_dataset(path) as dataset, pytest.raises(DataError, match=message):
         dataset.num_shards(0)
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_shards_are_those_of_the_text_in_any_order(tmp_path: Path, name: str) -> None:
+def test_shards_equal_the_shards_of_the_text_in_any_order(tmp_path: Path, name: str) -> None:
     """Several workers can share one file, because each decompresses only its own shards."""
     path = tmp_path / name
     path.write_bytes(PACKED[name](TEXT))
@@ -93,7 +93,7 @@ def test_shards_are_those_of_the_text_in_any_order(tmp_path: Path, name: str) ->
         shards = list(range(plain.num_shards(0) or 0))
         random.Random(2).shuffle(shards)
         for shard in shards:
-            a, b = (Batch.concatenate(list(each.read(0, shard, 100))) for each in (packed, plain))
+            a, b = (Batch.concatenate(list(source.read(0, shard, 100))) for source in (packed, plain))
             np.testing.assert_array_equal(a.keys, b.keys)
             np.testing.assert_array_equal(a.indptr, b.indptr)
     assert [piece[1:] for piece in text_pieces([str(path)])] == [

@@ -1,4 +1,4 @@
-"""Data without labels, as it is predicted."""
+"""Data without labels, for predictions."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def test_parquet_without_the_label(tmp_path: Path) -> None:
     ("cells", "classes"),
     [([1.0, None, 0.0], ()), (["1", "NA", "0"], ()), (["1", "", "0"], ()), (["spam", None, "egg"], ("egg", "spam"))],
 )
-def test_parquet_with_labels_missing_in_some_rows(
-    tmp_path: Path, cells: list[float | str | None], classes: tuple[str, ...]
-) -> None:
+def test_parquet_with_missing_labels(tmp_path: Path, cells: list[float | str | None], classes: tuple[str, ...]) -> None:
     path = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(pa.table({"y": cells, "site": ["a", "b", "c"]}), path)
     columns = Columns("y", ("site",), (), classes=classes)
@@ -75,7 +73,7 @@ def test_parquet_with_labels_missing_in_some_rows(
         assert dataset.bad_lines.count == 1
 
 
-def test_csv_with_labels_missing_in_some_rows(tmp_path: Path) -> None:
+def test_csv_with_missing_labels(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("y,site\n1,a\nNA,b\n,c\n0,d\n")
     columns = Columns("y", ("site",), ())
@@ -93,7 +91,7 @@ def test_decimal_commas_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "said"),
+    ("cell", "message"),
     [
         ("{i},234", "commas between thousands, such as '0,234' in column 'price'. Write them without"),
         ("1,{i:03},234", "commas between thousands, such as '1,000,234'"),
@@ -101,14 +99,14 @@ def test_decimal_commas_are_refused(tmp_path: Path) -> None:
         ("{i},234.50", "commas between thousands, such as '0,234.50'"),
     ],
 )
-def test_thousands_are_not_decimal(tmp_path: Path, cell: str, said: str) -> None:
+def test_thousands_are_not_decimal(tmp_path: Path, cell: str, message: str) -> None:
     path = tmp_path / "x.csv"
     path.write_text("y;price\n" + "".join(f"{i % 2};{cell.format(i=i)}\n" for i in range(60)))
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         open_dataset(path)
 
 
-def test_labels_that_are_words(tmp_path: Path) -> None:
+def test_word_labels(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     for one, zero in (("yes", "no"), ("Y", "n"), ("T", "F"), ("True", "false")):
         path.write_text("y,a\n" + "".join(f"{one if i % 2 else zero},{i}.5\n" for i in range(10)))

@@ -21,7 +21,7 @@ def entropy(labels: np.ndarray) -> float:
     return float(-rate * np.log(rate) - (1 - rate) * np.log(1 - rate))
 
 
-def test_the_loss_of_a_line_is_the_least_there_is() -> None:
+def test_the_loss_of_a_line_is_minimal() -> None:
     x = RNG.normal(5, 3, 2000)
     labels = clicks(0.7 * (x - 5) - 1)
     cost = 1 / 2000
@@ -44,7 +44,7 @@ def test_labels_of_one_kind_and_separated_ones(labels: np.ndarray) -> None:
     assert np.isfinite(line_loss(x**200, labels))
 
 
-def test_a_table_of_noise_costs_its_parameters() -> None:
+def test_noise_does_not_lower_the_loss_of_a_table() -> None:
     codes, labels = RNG.integers(0, 50, 5000), clicks(np.full(5000, -1.0))
     assert table_loss(codes, labels) > entropy(labels)
     rates = RNG.normal(0, 2, 50)
@@ -57,17 +57,17 @@ def test_quantities_are_explained_too() -> None:
     assert line_loss(np.log1p(x), y) < line_loss(x, y) - 0.3
 
 
-def test_auto_takes_the_scale_that_explains_the_label() -> None:
+def test_auto_chooses_the_scale_by_the_label() -> None:
     amounts = RNG.lognormal(0, 1.5, 4000)
     cells = [f"{amount:.6g}" for amount in amounts]
     assert not fit_scale(cells, "auto", clicks(amounts - 2)).unit
     assert fit_scale(cells, "auto", clicks(2 * np.log(amounts))).unit
-    assert fit_scale(cells, "auto", clicks(np.zeros(4000))).unit == fit_scale(cells).unit  # which says nothing
+    assert fit_scale(cells, "auto", clicks(np.zeros(4000))).unit == fit_scale(cells).unit  # labels without information
     assert fit_scale(cells, "auto", np.full(4000, np.nan)).unit == fit_scale(cells).unit
     assert not fit_scale(cells, "standard", clicks(2 * np.log(amounts))).unit
 
 
-def test_counts_that_the_label_follows_evenly_are_numbers() -> None:
+def test_counts_with_a_linear_effect_are_numbers() -> None:
     counts, odd = RNG.poisson(4, 5000), RNG.normal(0, 1.5, 40)
     for labels, kind in ((clicks(counts - 4.0), "numeric"), (clicks(odd[counts]), "categorical")):
         rows = [[f"{label:g}", str(count)] for label, count in zip(labels, counts, strict=True)]

@@ -53,7 +53,7 @@ def true_probabilities(model: synthetic.ClickModel, path: Path) -> Array:
     return result
 
 
-def test_truth_is_that_of_a_logistic_model_over_the_keys_that_the_reader_makes(
+def test_the_truth_is_a_logistic_model_over_the_keys_of_the_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = [shape._replace(vocabulary=min(shape.vocabulary, 500)) for shape in synthetic.CATEGORIES]

@@ -40,7 +40,7 @@ def store(url: str, data: bytes) -> str:
 @pytest.mark.parametrize(
     ("name", "data"), [("x.svm", LINES), ("x.svm.gz", gzip.compress(LINES)), ("x.csv", ROWS), ("x.parquet", b"")]
 )
-def test_data_is_that_of_a_file(bucket: str, tmp_path: Path, name: str, data: bytes, is_copied: bool) -> None:
+def test_data_equals_the_data_of_a_file(bucket: str, tmp_path: Path, name: str, data: bytes, is_copied: bool) -> None:
     path = tmp_path / name
     if name.endswith("parquet"):
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -51,10 +51,10 @@ def test_data_is_that_of_a_file(bucket: str, tmp_path: Path, name: str, data: by
     url = store(f"{bucket}/{name}", data)
     if is_copied:
         url = f"simplecache::{url}"
-    with open_dataset(path, shard_bytes=2000) as here, open_dataset(url, shard_bytes=2000) as there:
-        assert (here.format, here.columns, *there.files) == (there.format, there.columns, url)
-        assert here.num_shards(0) == there.num_shards(0)
-        for a, b in zip(here.batches(100), there.batches(100), strict=True):
+    with open_dataset(path, shard_bytes=2000) as local, open_dataset(url, shard_bytes=2000) as remote:
+        assert (local.format, local.columns, *remote.files) == (remote.format, remote.columns, url)
+        assert local.num_shards(0) == remote.num_shards(0)
+        for a, b in zip(local.batches(100), remote.batches(100), strict=True):
             np.testing.assert_array_equal(a.labels, b.labels)
             np.testing.assert_array_equal(a.keys, b.keys)
 
@@ -68,7 +68,7 @@ def test_the_cached_copy_matches_the_current_file(bucket: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("after", [LINES[: len(LINES) // 3], LINES.replace(b"0.5", b"0.7")])
-def test_a_file_that_changes_while_it_is_read_is_reported(bucket: str, after: bytes) -> None:
+def test_a_file_changed_during_the_reading_is_reported(bucket: str, after: bytes) -> None:
     url = store(f"{bucket}/x.svm", LINES)
     with open_dataset(url, shard_bytes=5000) as dataset:
         shards = iter(range(dataset.num_shards(0) or 0))
@@ -103,6 +103,6 @@ def test_errors_are_reported(bucket: str) -> None:
 
 
 def test_urls_are_recognized() -> None:
-    assert all(is_url(each) for each in ("s3://a/b", "simplecache::s3://a/b", "https://a/b?c"))
-    assert not any(is_url(each) for each in ("a", "/a://b", "C:/a", "a:b", Path("s3://a")))
+    assert all(is_url(path) for path in ("s3://a/b", "simplecache::s3://a/b", "https://a/b?c"))
+    assert not any(is_url(path) for path in ("a", "/a://b", "C:/a", "a:b", Path("s3://a")))
     assert full_path("x").startswith("/")

@@ -123,12 +123,12 @@ _vw_words = st.sampled_from(
 
 @num_examples(200)
 @given(st.lists(st.lists(_vw_words, max_size=12), min_size=1, max_size=6))
-def test_the_vw_kernel_is_its_twin(words: list[list[bytes]]) -> None:
+def test_the_vw_kernel_equals_the_reference(words: list[list[bytes]]) -> None:
     lines = [b"".join(line) for line in words]
     expected = [vw_line(line) for line in lines]
     rows, bad = parse(vw_parser(needs_label=False), b"\n".join(lines) + b"\n")
-    assert rows == [each for each in expected if isinstance(each, tuple)]
-    assert bad == [each for each in expected if isinstance(each, int)][:5]
+    assert rows == [entry for entry in expected if isinstance(entry, tuple)]
+    assert bad == [entry for entry in expected if isinstance(entry, int)][:5]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ NUMBERS = r"-?(0|[1-9][0-9]{0,12})(\.[0-9]{1,9})?([eE][+-]?[0-9]{1,2})?"
     ("label", "expected"),
     [('"benign"', 0), ('" malignant\\n"', 1), ('"m\\u0061lignant"', 1), ('"Benign"', None), ('""', None), ("1", None)],
 )
-def test_labels_of_json_that_are_words(label: str, expected: int | None) -> None:
+def test_word_labels_of_json(label: str, expected: int | None) -> None:
     columns, line = (
         dataclasses.replace(COLUMNS.unweighted, classes=("benign", "malignant")),
         f'{{"y": {label}, "a": 2}}',
@@ -211,7 +211,7 @@ def test_labels_of_json_that_are_words(label: str, expected: int | None) -> None
 
 
 def text_of_numbers(numbers: list[str]) -> list[str]:
-    """What numbers of a list are hashed as, by the kernel, which has to find the keys of these texts."""
+    """Return the texts of a list's numbers from the kernel, which must find the keys of these texts."""
     rows, bad = parse(json_parser(COLUMNS.unweighted, needs_label=False), f'{{"a": [{", ".join(numbers)}]}}\n'.encode())
     assert not bad
     expected = list(map(number_text, numbers))
@@ -225,7 +225,7 @@ def test_a_number_is_one_category_however_it_is_written() -> None:
     assert text_of_numbers(["1e-6", "1e-7", "12.5e-9", "1e18", "1.5e20"]) == [
         *("0.000001", "1e-7", "1.25e-8", "1e+18", "1.5e+20")
     ]
-    assert text_of_numbers(["12345678901234567890", "-7"]) == ["12345678901234567890", "-7"]  # as they are written
+    assert text_of_numbers(["12345678901234567890", "-7"]) == ["12345678901234567890", "-7"]  # the original texts
 
 
 @num_examples(100)
@@ -239,7 +239,7 @@ def test_numbers_in_lists(numbers: list[str]) -> None:
         assert text == number_text(text)
 
 
-def test_categories_are_those_of_parquet(tmp_path: Path) -> None:
+def test_categories_equal_the_parquet_categories(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     numbers = [1000.0, 0.5, 1.25e-8, 1e17, -7.0, 0.000001, 1e22]
     parquet.write_table(arrow.table({"y": [0, 1], "a": [numbers, []]}), tmp_path / "x.parquet")
@@ -256,19 +256,19 @@ def test_categories_are_those_of_parquet(tmp_path: Path) -> None:
     st.booleans(),
     st.booleans(),
 )
-def test_the_json_kernel_is_its_twin(objects: list[dict[str, Any]], ascii: bool, is_weighted: bool) -> None:
-    lines = [json.dumps(each, ensure_ascii=ascii) for each in objects]
+def test_the_json_kernel_equals_the_reference(objects: list[dict[str, Any]], ascii: bool, is_weighted: bool) -> None:
+    lines = [json.dumps(row, ensure_ascii=ascii) for row in objects]
     columns = COLUMNS if is_weighted else COLUMNS.unweighted
     expected = [json_line(line, "y", columns.weight, ("id",)) for line in lines]
     text = "".join(line + "\n" for line in lines).encode("utf-8", "surrogatepass")
     rows, bad = parse(json_parser(columns, needs_label=False), text)
-    assert rows == [each for each in expected if isinstance(each, tuple)]
-    assert bad == [each for each in expected if isinstance(each, int)][:5]
+    assert rows == [entry for entry in expected if isinstance(entry, tuple)]
+    assert bad == [entry for entry in expected if isinstance(entry, int)][:5]
 
 
 @pytest.mark.parametrize("format", ["vw", "jsonl"])
 def test_hostile_bytes_lead_nowhere(format: str) -> None:
-    """Whatever a line is made of, it is a row, malformed or blank, as it is for the twin."""
+    """Every line is a row, malformed or blank, in the kernel as in the reference."""
     parser = vw_parser(needs_label=False) if format == "vw" else json_parser(COLUMNS, needs_label=False)
     seed = (
         b"1 0.5 'tag|ns:2 a:1 b |c d" if format == "vw" else
@@ -359,7 +359,9 @@ def test_fields_of_json_are_described(tmp_path: Path) -> None:
     columns = open_dataset(path).columns
     assert columns == Columns("label", is_open=True)
     guesses = describe_json(objects, columns)
-    assert [(each.name, each.kind, each.reason, each.num_distinct, each.examples) for each in guesses.guesses] == [
+    assert [
+        (guess.name, guess.kind, guess.reason, guess.num_distinct, guess.examples) for guess in guesses.guesses
+    ] == [
         ("label", "label", "", 1, ("1",)),
         ("a.b", "numeric", "", 1, ("2.5",)),
         ("c", "categorical", "in lists", 2, ("x", "y")),
@@ -389,7 +391,7 @@ def test_mismatches_are_rejected(tmp_path: Path) -> None:
         open_dataset(path)
 
 
-def test_missing_label_is_a_reason_of_its_own() -> None:
+def test_a_missing_label_is_a_separate_reason() -> None:
     rows, bad = parse(vw_parser(needs_label=True), b"| a\n1 | a\n")
     assert rows == [(1.0, 1.0, [hash_bytes(b"a", hash_bytes(b"", 0))], [1.0], [0])]
     assert bad == [MISSING_LABEL]

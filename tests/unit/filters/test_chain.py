@@ -73,25 +73,25 @@ def read_of(chain: FilterChain, values: np.ndarray[Any, Any], seed: int) -> np.n
 def test_messages_come_back(chain: FilterChain, numbers: list[int], dim: int, seed: int) -> None:
     keys = keys_of(numbers, rising=chain.sorts)
     values = np.random.default_rng(seed).standard_normal(dim * len(keys)).astype(np.float32)
-    ours, theirs = chain.memory(sends=True), chain.memory(sends=False)
+    sender, receiver = chain.memory(sends=True), chain.memory(sends=False)
     sizes = []
     for _ in range(2):
-        body = chain.encode(keys, values, seed, ours)
+        body = chain.encode(keys, values, seed, sender)
         sizes.append(len(body))
-        found = chain.decode(body, theirs, MOST)
+        found = chain.decode(body, receiver, MOST)
         assert not found.is_range
         np.testing.assert_array_equal(found.keys, keys)
         np.testing.assert_array_equal(found.values, read_of(chain, values, seed))
         if all(chosen.preserves == "exact" for chosen in chain.filters):
             np.testing.assert_array_equal(found.values, values)
         assert found.body.tobytes() == found.keys.tobytes() + found.values.tobytes()
-    assert ours is None or len(keys) <= 40 or sizes[1] < sizes[0]
+    assert sender is None or len(keys) <= 40 or sizes[1] < sizes[0]
     answer, out = chain.encode_values(values, seed), np.empty_like(values)
     chain.decode_values(answer, out)
     np.testing.assert_array_equal(out, read_of(chain, values, seed))
 
 
-def test_ranges_keep_their_bounds() -> None:
+def test_ranges_keep_the_bounds() -> None:
     chain = FilterChain([DeltaKeys(), Quantize(8), Compress()])
     body = chain.encode(np.array([5, 2], np.uint64), np.ones(7, np.float32), 0, None, is_range=True)
     found = chain.decode(body, None, MOST)
@@ -100,18 +100,18 @@ def test_ranges_keep_their_bounds() -> None:
     np.testing.assert_allclose(found.values, 1, rtol=1e-6)
 
 
-def test_a_list_that_was_forgotten_is_requested() -> None:
+def test_a_dropped_list_is_requested() -> None:
     chain = FilterChain([KeyCaching()])
-    ours, theirs = chain.memory(sends=True), chain.memory(sends=False)
-    assert theirs is not None
+    sender, receiver = chain.memory(sends=True), chain.memory(sends=False)
+    assert receiver is not None
     keys, nothing = np.arange(10, dtype=np.uint64), np.empty(0, np.float32)
-    chain.decode(chain.encode(keys, nothing, 0, ours), theirs, MOST)
-    known = chain.encode(keys, nothing, 0, ours)
+    chain.decode(chain.encode(keys, nothing, 0, sender), receiver, MOST)
+    known = chain.encode(keys, nothing, 0, sender)
     assert len(known) == HEAD_BYTES + 16
-    assert chain.decode(known, theirs, MOST).keys.tolist() == keys.tolist()
-    theirs.clear()
+    assert chain.decode(known, receiver, MOST).keys.tolist() == keys.tolist()
+    receiver.clear()
     with pytest.raises(UnknownKeysError):
-        chain.decode(known, theirs, MOST)
+        chain.decode(known, receiver, MOST)
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
@@ -131,25 +131,25 @@ def test_whatever_a_peer_sends_is_refused_or_read(chain: FilterChain, data: st.D
             pass
 
 
-def test_numbers_are_those_of_both_ends() -> None:
+def test_numbers_are_equal_at_both_ends() -> None:
     chain = FilterChain([KeyNumbers(1)])
-    ours, theirs = chain.memory(sends=True), chain.memory(sends=False)
-    assert theirs is not None
+    sender, receiver = chain.memory(sends=True), chain.memory(sends=False)
+    assert receiver is not None
     nothing = np.empty(0, np.float32)
     random = np.random.default_rng(1)
     for size in (200_000, 3000, 3000, 10):
         keys = random.integers(0, 300_000, size, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        body = chain.encode(keys, nothing, 0, ours)
-        np.testing.assert_array_equal(chain.decode(body, theirs, 1 << 24).keys, keys)
-    assert theirs.num_bytes == 1 << 20
-    lost = chain.encode(keys, nothing, 0, ours)
-    theirs.clear()
+        body = chain.encode(keys, nothing, 0, sender)
+        np.testing.assert_array_equal(chain.decode(body, receiver, 1 << 24).keys, keys)
+    assert receiver.num_bytes == 1 << 20
+    lost = chain.encode(keys, nothing, 0, sender)
+    receiver.clear()
     with pytest.raises(UnknownKeysError):
-        chain.decode(lost, theirs, MOST)
+        chain.decode(lost, receiver, MOST)
     new = chain.encode(keys + np.uint64(1), nothing, 0, chain.memory(sends=True))
-    chain.decode(new, theirs, MOST)
+    chain.decode(new, receiver, MOST)
     with pytest.raises(UnknownKeysError):
-        chain.decode(new, theirs, MOST)
+        chain.decode(new, receiver, MOST)
 
 
 def test_no_more_memory_is_taken_than_allowed() -> None:
@@ -221,9 +221,9 @@ def own(kind: Any, **members: Any) -> Any:
         ByteFilter: {"pack": lambda self, data: data[:1], "unpack": lambda self, data, num_bytes: data},
         RowFilter: {"keeps_residual": False, "choose": lambda self, keys, rows, clock, seed: np.ones(len(keys), bool)},
     }
-    said = {"name": "own", "preserves": "nothing", "__annotations__": {}}
+    namespace = {"name": "own", "preserves": "nothing", "__annotations__": {}}
     made: Any = types.new_class(
-        "Own", (kind,), {"is_abstract": True}, lambda space: space.update(said | defaults[kind] | members)
+        "Own", (kind,), {"is_abstract": True}, lambda space: space.update(namespace | defaults[kind] | members)
     )
     return dataclasses.dataclass(frozen=True)(made)()
 

@@ -79,12 +79,14 @@ def test_values_come_back_within_the_bound(chosen: ValueFilter, values: list[flo
         assert (found[given_values == 0] == 0).all()
 
 
-@pytest.mark.parametrize("chosen", [each for each in VALUE_FILTERS if each.preserves == "unbiased"], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [value_filter for value_filter in VALUE_FILTERS if value_filter.preserves == "unbiased"], ids=str
+)
 def test_random_rounding_is_right_on_average(chosen: ValueFilter) -> None:
     random = np.random.default_rng(7)
     values, count = random.standard_normal(300).astype(np.float32), 2000
     found = np.array([through(chosen, values, seed_of(7, seed)) for seed in range(count)], np.float64)
-    deviation = bound(chosen, values) / 2 / np.sqrt(count)  # of a mean; that of one is at most half a step
+    deviation = bound(chosen, values) / 2 / np.sqrt(count)  # of a mean; a single deviation is at most half a step
     assert (np.abs(found.mean(axis=0) - values) < 5 * deviation).all()
     assert (through(chosen, values, 1) == through(chosen, values, 1)).all()
 
@@ -92,7 +94,7 @@ def test_random_rounding_is_right_on_average(chosen: ValueFilter) -> None:
 @pytest.mark.parametrize(
     ("chosen", "bits"), [(Float16(), 16), (BFloat16(), 16), *((Quantize(bits), bits) for bits in (8, 4, 2, 1))], ids=str
 )
-def test_values_take_as_many_bytes_as_they_say(chosen: ValueFilter, bits: int) -> None:
+def test_values_take_the_declared_number_of_bytes(chosen: ValueFilter, bits: int) -> None:
     assert chosen.num_bytes(1024) <= 1024 * bits // 8 + 16
     assert chosen.num_bytes(0) == 0
 
@@ -101,7 +103,7 @@ def test_values_take_as_many_bytes_as_they_say(chosen: ValueFilter, bits: int) -
 @pytest.mark.parametrize("chosen", VALUE_FILTERS, ids=str)
 def test_non_finite_values_stay_non_finite(chosen: ValueFilter, seed: int | None) -> None:
     values = np.array([1.0, np.nan, -np.inf, np.inf, 3.4e38, 0, 0], np.float32)
-    values.view(np.uint32)[5:] = 0x7F800001, 0xFF80FFFF  # NaN, told from infinities by their lower half alone
+    values.view(np.uint32)[5:] = 0x7F800001, 0xFF80FFFF  # NaNs that differ from infinities in the lower half only
     data, found = np.empty(chosen.num_bytes(len(values)), np.uint8), np.empty_like(values)
     chosen.encode(values, seed, data)
     chosen.decode(data, found)
@@ -113,7 +115,7 @@ def test_non_finite_values_stay_non_finite(chosen: ValueFilter, seed: int | None
     assert np.isfinite(found[[0, 4]]).all()
 
 
-@pytest.mark.parametrize("chosen", [each for each in ROW_FILTERS if each.keeps_residual], ids=str)
+@pytest.mark.parametrize("chosen", [row_filter for row_filter in ROW_FILTERS if row_filter.keeps_residual], ids=str)
 @pytest.mark.parametrize("dim", [1, 3])
 def test_held_back_rows_are_sent_later(chosen: RowFilter, dim: int) -> None:
     random = np.random.default_rng(3)
@@ -137,7 +139,7 @@ def test_held_back_rows_are_sent_later(chosen: RowFilter, dim: int) -> None:
 
 @pytest.mark.parametrize("chosen", ROW_FILTERS, ids=str)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_rows_that_are_not_finite_go_out_at_once_and_are_not_kept(chosen: RowFilter, value: float) -> None:
+def test_non_finite_rows_are_sent_immediately_and_not_stored(chosen: RowFilter, value: float) -> None:
     selection = RowSelection(chosen, 2)
     for clock in range(20):  # chance takes a quarter of the rows
         values = np.full((8, 2), 0.5, np.float32)
@@ -158,7 +160,7 @@ def test_rows_that_are_not_finite_go_out_at_once_and_are_not_kept(chosen: RowFil
     assert len(keys) == 1
 
 
-def test_rows_that_overflow_with_their_residual_are_sent() -> None:
+def test_rows_overflowing_with_the_residual_are_sent() -> None:
     selection, huge = RowSelection(RandomK(1e-9), 1), np.full(1, 3e38, np.float32)
     assert len(selection.choose(KEYS[:1], huge, 0, seed_of(0))[0]) == 0
     assert selection.choose(KEYS[:1], huge, 1, seed_of(1))[1].tolist() == [np.inf]
@@ -182,7 +184,7 @@ def test_random_skipping_is_right_on_average() -> None:
     assert np.abs(sums / 400 - 1).max() < 5 * np.sqrt(3 / 400)
 
 
-def test_rows_that_are_0_go_out_when_they_can_leave_it() -> None:
+def test_rows_at_0_are_sent_when_a_change_is_possible() -> None:
     selection = RowSelection(KKT(margin=0.25), 2)
     rows = np.array([[0.5, 0.1], [0.1, -0.8], [0.1, 0.1]], np.float32)
 
@@ -193,7 +195,7 @@ def test_rows_that_are_0_go_out_when_they_can_leave_it() -> None:
     assert len(sent(rows)) == 3  # nothing is known of their weights
     selection.note_pulled(np.arange(3, dtype=np.uint64), np.array([0, 0, 0, 0, 0, 0.5], np.float32))
     assert sorted(sent(rows)) == [1, 2]
-    assert sorted(sent(rows)) == [0, 1, 2]  # the first with what was held back; the second was sent since it was pulled
+    assert sorted(sent(rows)) == [0, 1, 2]  # the first row with its residual; the second row was sent after the pull
     assert (selection.held_back(np.arange(3, dtype=np.uint64)) == 0).all()
     selection.note_pulled(np.arange(2, dtype=np.uint64), np.zeros(4, np.float32))
     assert sorted(sent(rows / 10)) == [2]
@@ -237,7 +239,7 @@ def test_long_messages_are_packed_and_come_back(chosen: ByteFilter) -> None:
 
 
 @pytest.mark.parametrize("chosen", BYTE_FILTERS, ids=str)
-def test_data_that_unpacks_to_too_much_takes_no_memory(chosen: ByteFilter) -> None:
+def test_oversized_packed_data_takes_no_memory(chosen: ByteFilter) -> None:
     bomb = chosen.pack(np.zeros(1 << 26, np.uint8))
     tracemalloc.start()
     try:
@@ -260,16 +262,16 @@ def test_zstd_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_both_ends_forget_the_same_lists() -> None:
-    ours, theirs = KeyLists(80), KeyLists(80)
+    sender, receiver = KeyLists(80), KeyLists(80)
     for number, size in enumerate((4, 4, 1, 5)):
-        for lists in (ours, theirs):
+        for lists in (sender, receiver):
             if number == 2:
                 lists.use(b"0")
             lists.add(str(number).encode(), size)
-    assert [str(number).encode() in ours for number in range(4)] == [True, False, True, True]
-    assert ours.num_bytes == theirs.num_bytes == 80
-    ours.clear()
-    assert b"0" not in ours
+    assert [str(number).encode() in sender for number in range(4)] == [True, False, True, True]
+    assert sender.num_bytes == receiver.num_bytes == 80
+    sender.clear()
+    assert b"0" not in sender
 
 
 @pytest.mark.parametrize(

@@ -21,22 +21,22 @@ def drive(averagings: Sequence[Averaging]) -> tuple[list[np.ndarray[Any, Any]], 
     num_bytes = 0
     while True:
         exchanges, ended = [], []
-        for each, came in zip(averagings, received, strict=True):
+        for averaging, came in zip(averagings, received, strict=True):
             try:
-                exchanges.append(each.send(came))
+                exchanges.append(averaging.send(came))
             except StopIteration as stop:
                 ended.append(stop.value)
         if ended:
             assert not exchanges
             return ended, num_bytes
-        data = [each.data for each in exchanges]
-        assert len({(each.is_for_all, each.data.shape) for each in exchanges}) == 1
+        data = [exchange.data for exchange in exchanges]
+        assert len({(exchange.is_for_all, exchange.data.shape) for exchange in exchanges}) == 1
         size = len(data)
         if exchanges[0].is_for_all:
             received = [np.stack(data) for _ in data]
             num_bytes += data[0].nbytes * (size - 1)
         else:
-            received = [np.stack([each[rank] for each in data]) for rank in range(size)]
+            received = [np.stack([array[rank] for array in data]) for rank in range(size)]
             num_bytes += data[0].nbytes * (size - 1) // size
 
 
@@ -54,20 +54,20 @@ def means_of(text: str, size: int, count: int) -> list[GradientMean]:
         *("random-k:0.3,float16", "random-k:0.3,quantize:4", "random-k:0.01,quantize:1"),
     ],
 )
-def test_all_ranks_find_the_same_and_lose_nothing(text: str, count: int, size: int) -> None:
+def test_all_ranks_compute_equal_complete_sums(text: str, count: int, size: int) -> None:
     random = np.random.default_rng(3)
     means = means_of(text, size, count)
     total, sent = np.zeros(count), np.zeros(count)
     for _ in range(6):
         grads = random.standard_normal((size, count)).astype(np.float32)
-        found, _ = drive([mean.average(each) for mean, each in zip(means, grads, strict=True)])
+        found, _ = drive([mean.average(grad) for mean, grad in zip(means, grads, strict=True)])
         for other in found[1:]:
             np.testing.assert_array_equal(found[0], other)
         if text in RATES:
             assert np.abs(found[0] - grads.mean(axis=0)).max() < 4 * RATES[text] * np.abs(grads).max()
         total += grads.astype(np.float64).mean(axis=0)
         sent += found[0]
-    # What is missing is kept: by each rank of its own gradients, and by one of the mean.
+    # The removed part is stored: each rank stores the part of its own gradients, and one rank the part of the mean.
     held = np.mean([mean.residual for mean in means], axis=0)
     if not text.startswith("top-k"):
         held += np.concatenate([mean.mean_residual for mean in means])
@@ -93,7 +93,7 @@ def test_fewer_bytes_go_out() -> None:
     ["float16", "quantize:8", "quantize:2", "quantize:1", "top-k:0.05", "random-k:0.2", "random-k:0.2,quantize:2"],
 )
 def test_descent_reaches_the_unfiltered_optimum(text: str) -> None:
-    """Least squares on three ranks: what is taken of a gradient comes later."""
+    """Least squares on three ranks: the part of a gradient that a filter removes is sent later."""
     random, size, dim = np.random.default_rng(7), 3, 400
     inputs = random.standard_normal((size, 600, dim)).astype(np.float32) / np.float32(np.sqrt(dim))
     targets = inputs @ random.standard_normal(dim).astype(np.float32)
@@ -105,7 +105,7 @@ def test_descent_reaches_the_unfiltered_optimum(text: str) -> None:
             grads = [inputs[rank].T @ errors[rank] / np.float32(600) for rank in range(size)]
             mean = np.mean(grads, axis=0)
             if means is not None:
-                mean = drive([each.average(grad) for each, grad in zip(means, grads, strict=True)])[0][0]
+                mean = drive([averaging.average(grad) for averaging, grad in zip(means, grads, strict=True)])[0][0]
             weights -= np.float32(60.0) * mean
         return float(np.square(inputs @ weights - targets).mean())
 
@@ -122,8 +122,8 @@ def test_descent_reaches_the_unfiltered_optimum(text: str) -> None:
         *("random-k:0.1", "random-k:0.1,float16", "random-k:0.001,bfloat16"),
     ],
 )
-def test_all_ranks_see_non_finite_values_and_none_stores_them(text: str, value: float) -> None:
-    """By that a loss that was scaled too far is told; whatever chance chooses."""
+def test_all_ranks_see_non_finite_values_and_no_rank_stores_the_values(text: str, value: float) -> None:
+    """A non-finite value shows that the loss was scaled too far, whichever values the filter chooses."""
     means = means_of(text, 2, 600)
     grads = np.ones(600, np.float32)
     broken = grads.copy()
@@ -139,7 +139,7 @@ def test_all_ranks_see_non_finite_values_and_none_stores_them(text: str, value: 
     assert np.isfinite(found[0]).all()
 
 
-def test_one_rank_keeps_its_values() -> None:
+def test_one_rank_keeps_the_values() -> None:
     grads = np.random.default_rng(1).standard_normal(100).astype(np.float32)
     found, num_bytes = drive([means_of("quantize:1", 1, 100)[0].average(grads)])
     assert num_bytes == 0

@@ -119,7 +119,7 @@ def test_invalid_modules_are_rejected() -> None:
         parse_filters("zip:1")
 
 
-def test_user_filters_cannot_write_to_their_arguments() -> None:
+def test_user_filters_cannot_write_to_the_arguments() -> None:
     @dataclasses.dataclass(frozen=True)
     class Halves(RowFilter):
         name, preserves, keeps_residual = "halves", "nothing", False

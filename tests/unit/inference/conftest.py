@@ -30,7 +30,7 @@ def criteo_lines() -> str:
 
 
 def write_model(directory: Path, data: Path, format: str, columns: Columns | None = None) -> Path:
-    """Save a logistic regression that knows every key of the data, with made-up weights."""
+    """Save a logistic regression with a weight for every key of the data."""
     with open_dataset(data, format, columns) as dataset:
         columns = dataset.columns
         keys = np.unique(np.concatenate([batch.keys for batch in dataset.batches(1000)])).tolist()
@@ -46,7 +46,7 @@ def save_weights(
     columns: Columns | None = None,
     described: dict[str, Any] | None = None,
 ) -> Path:
-    """Save a logistic regression; `described` is what else its manifest says."""
+    """Save a logistic regression; `described` has further fields of its manifest."""
     store = SparseStore(dim=1, rule=SGD(lr=1.0))
     keys = np.array([*weights, BIAS_KEY], np.uint64)
     store.write_records(keys, np.array([*weights.values(), bias], np.float32).reshape(-1, 1))

@@ -48,10 +48,10 @@ def test_a_network_as_onnx(name: str, tmp_path: Path) -> None:
     model = make_model(name, dim=2, hidden=(4, 3), offset=-1.5, layout=RowLayout(categorical=("a", "b", "c")))
     assert isinstance(model, DeepModel)
     layers, file = save_network(tmp_path / "model", model), tmp_path / "network.onnx"
-    assert export_model(tmp_path / "model", file) == sum(each.size for each in layers)
+    assert export_model(tmp_path / "model", file) == sum(layer.size for layer in layers)
     read = onnx.load(file)
-    assert [each.name for each in (*read.graph.input, *read.graph.output)] == ["factors", "margins"]
-    metadata = {each.key: each.value for each in read.metadata_props}
+    assert [value.name for value in (*read.graph.input, *read.graph.output)] == ["factors", "margins"]
+    metadata = {entry.key: entry.value for entry in read.metadata_props}
     assert metadata.pop("paceline.prediction").startswith("P(click) = 1 / (1 + exp(-margin)); margin = ")
     assert metadata == {
         "paceline.model": name,
@@ -77,7 +77,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_there_is_no_network(tmp_path: Path) -> None:
+def test_a_model_without_a_network(tmp_path: Path) -> None:
     save_model(tmp_path / "lr", [], {"kind": "lr", "finished": True, "format": "csv", "columns": None})
     with pytest.raises(UsageError, match="of kind 'lr', which has no network"):
         export_model(tmp_path / "lr", tmp_path / "x.onnx")

@@ -51,7 +51,7 @@ def test_figures_of_a_model(tmp_path: Path) -> None:
     assert (table.features, table.nonzero, table.bias) == (4, 3, 0.25)
     assert (table.l1_norm, table.largest) == (4.0, 2.0)
     assert table.l2_norm == pytest.approx(np.sqrt(0.25 + 4 + 2.25))
-    assert [(each.key, each.weight) for each in table.largest_weights] == [(2**64 - 1, -2.0), (9, 1.5)]
+    assert [(weight.key, weight.weight) for weight in table.largest_weights] == [(2**64 - 1, -2.0), (9, 1.5)]
     assert sum(table.histogram.counts) == 3
     assert (table.histogram.edges[0], table.histogram.edges[-1]) == (-2.0, 1.5)
 
@@ -112,7 +112,7 @@ def test_inspect_command(
 def test_plots(
     libsvm_model: Path, libsvm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of weights, and one of calibration beside it if there is data."""
+    """A plot of weights, and a calibration plot if data is given."""
     image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed: pip install 'paceline[plots]'")
     sizes, file = [], libsvm_model.with_name("model.png")
     for data in ([], ["--data", str(libsvm)]):
@@ -157,11 +157,11 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         export_model(model, tmp_path / "nowhere" / "w.npz")
 
 
-def test_features_that_occur_in_the_data_are_named(
+def test_features_of_the_data_are_named(
     csv_model: Path, csv: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = json.loads(run(capsys, monkeypatch, "inspect", str(csv_model), "--data", str(csv), "--json"))
-    names = {each["name"] for each in found["tables"][0]["largest_weights"]}
+    names = {entry["name"] for entry in found["tables"][0]["largest_weights"]}
     assert names == {"age", "site=news", "site=shop", "site=42", "device=phone", "device=tablet", "device="}
 
 
@@ -191,7 +191,7 @@ def test_a_model_of_several_classes(
         export_model(tmp_path / "classes", tmp_path / "w.txt")
 
 
-def test_weights_are_of_values_as_they_stand_in_the_data(tmp_path: Path) -> None:
+def test_weights_apply_to_unscaled_values(tmp_path: Path) -> None:
     model = SparseLogisticRegression(offset=-1.5)
     scaling = {"keys": [3, 9], "means": [0.25, 0.0], "scales": [2.0, 4.0], "other_scale": 0.5}
     directory = save_weights(tmp_path / "m", WEIGHTS, bias=0.25, described={**model.describe(), "scaling": scaling})
@@ -207,7 +207,7 @@ def test_weights_are_of_values_as_they_stand_in_the_data(tmp_path: Path) -> None
     assert (tmp_path / "w.txt").read_text().startswith(f"Constant:{bias[0]:.9g}\n3:0.25\n9:0.375\n")
 
 
-def test_names_of_features_stay_in_their_lines() -> None:
+def test_feature_names_stay_on_one_line() -> None:
     largest = [LargeWeight(7, "site=line\nbreak", 0.5)]
     table = TableSummary(
         name="weights",
@@ -222,7 +222,7 @@ def test_names_of_features_stay_in_their_lines() -> None:
         largest_weights=largest,
     )
     summary = ModelSummary("m", "logistic", True, "0.1.0", {"columns": {"site\x1b": ["a\tb"]}}, [table])
-    for told in (describe_model(summary), make_page(summary, None)):
-        assert "site=line\\nbreak" in told
-        assert "a\\tb" in told
-        assert "\x1b" not in told
+    for shown_text in (describe_model(summary), make_page(summary, None)):
+        assert "site=line\\nbreak" in shown_text
+        assert "a\\tb" in shown_text
+        assert "\x1b" not in shown_text

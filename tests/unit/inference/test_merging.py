@@ -43,7 +43,7 @@ def trained(folder: Path, seed: int, described: dict[str, Any], rule: UpdateRule
 def test_margins_are_the_mean_of_margins(tmp_path: Path) -> None:
     models = [trained(tmp_path / str(at), at, SparseLogisticRegression(offset=at / 2).describe()) for at in range(3)]
     rows = np.random.default_rng(9).integers(0, 3, (50, 40)).astype(np.float32)
-    margins = np.array([np.log(p / (1 - p)) for p in (load(each).predict(rows) for each in models)])
+    margins = np.array([np.log(p / (1 - p)) for p in (load(model).predict(rows) for model in models)])
     for shares, expected in ((None, margins.mean(0)), ((3, 1, 0.5), np.average(margins, axis=0, weights=(3, 1, 0.5)))):
         assert merge_models(models, tmp_path / "all", shares) == load(tmp_path / "all").num_features
         found = load(tmp_path / "all").predict(rows)
@@ -56,12 +56,12 @@ def test_quantities_are_the_mean_of_quantities(tmp_path: Path) -> None:
     ]
     rows = np.eye(40, dtype=np.float32)
     merge_models(models, tmp_path / "all")
-    expected = np.mean([load(each).predict(rows) for each in models], axis=0)
+    expected = np.mean([load(model).predict(rows) for model in models], axis=0)
     np.testing.assert_allclose(load(tmp_path / "all").predict(rows), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_training_goes_on_from_the_mean(tmp_path: Path) -> None:
-    """A push of no gradient leaves the weights as they are: z and n fit them; squares are those of all data."""
+    """A push without a gradient leaves the weights unchanged: z and n match them. Squares are those of all data."""
     models = [trained(tmp_path / str(at), at, SparseLogisticRegression().describe()) for at in range(2)]
     merge_models(models, tmp_path / "all")
     stored = read_stored_model(tmp_path / "all")
@@ -70,8 +70,8 @@ def test_training_goes_on_from_the_mean(tmp_path: Path) -> None:
     store.push(keys, np.zeros(len(keys), np.float32))
     after, _ = store.read_records(keys)
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
-    of_each = [read_stored_model(each) for each in models]
-    squares = sum(records[:, 2].sum() for each in of_each for _, records in each.records(each.tables[0]))
+    stored_models = [read_stored_model(model) for model in models]
+    squares = sum(records[:, 2].sum() for model in stored_models for _, records in model.records(model.tables[0]))
     assert before[:, 2].sum() == pytest.approx(squares, rel=1e-5)
 
 

@@ -43,7 +43,9 @@ def rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class TestColumns:
-    def test_frames_dicts_and_rows_are_predicted_as_their_file(self, csv_model: Path, csv: Path) -> None:
+    def test_predictions_of_frames_dicts_and_rows_equal_the_predictions_of_the_file(
+        self, csv_model: Path, csv: Path
+    ) -> None:
         model = paceline.load(csv_model)
         expected = model.predict(csv)
         assert expected.dtype == np.float32
@@ -132,7 +134,7 @@ class TestColumns:
         padded = {" site": sites, "age ": COLUMNS["age"], "device": COLUMNS["device"]}
         np.testing.assert_array_equal(paceline.load(csv_model).predict(padded), paceline.load(csv_model).predict(csv))
 
-    def test_text_is_predicted_as_in_its_file(self, tmp_path: Path) -> None:
+    def test_predictions_of_text_equal_the_predictions_of_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "x.csv").write_text("label,note,n\n1,Cheap pills!,1\n0,,2\n1,the agenda: pills,\n")
         columns = paceline.data.Columns("label", (), ("n",), text=("note",))
         model = paceline.load(write_model(tmp_path / "model", tmp_path / "x.csv", "csv", columns))
@@ -150,7 +152,9 @@ class TestColumns:
 
 
 class TestNumberedFeatures:
-    def test_arrays_and_rows_are_predicted_as_their_file(self, libsvm_model: Path, libsvm: Path) -> None:
+    def test_predictions_of_arrays_and_rows_equal_the_predictions_of_the_file(
+        self, libsvm_model: Path, libsvm: Path
+    ) -> None:
         model = paceline.load(str(libsvm_model))
         expected = model.predict(str(libsvm))
         rows = [{"1": 0.5, "3": 1}, {2: 1.25, 3: -1}, {"5": 1.0}]
@@ -212,7 +216,9 @@ class TestNumberedFeatures:
 
 
 class TestCriteo:
-    def test_frames_and_rows_are_predicted_as_their_file(self, criteo_model: Path, criteo: Path) -> None:
+    def test_predictions_of_frames_and_rows_equal_the_predictions_of_the_file(
+        self, criteo_model: Path, criteo: Path
+    ) -> None:
         model = paceline.load(criteo_model)
         columns: dict[str, Any] = {
             name: [value or None] * 12 for name, value in zip(CRITEO_NAMES, CRITEO_FIELDS, strict=True)
@@ -243,7 +249,7 @@ def test_description_of_a_model(csv_model: Path, tmp_path: Path) -> None:
         paceline.load(tmp_path)
 
 
-def test_malformed_lines_are_an_error_unless_they_may_be_skipped(libsvm_model: Path, tmp_path: Path) -> None:
+def test_malformed_lines_are_an_error_by_default(libsvm_model: Path, tmp_path: Path) -> None:
     model = paceline.load(libsvm_model)
     file = tmp_path / "bad.svm"
     file.write_text("1 1:0.5\n1 x:1\n1 3:1\n")

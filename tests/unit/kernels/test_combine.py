@@ -200,7 +200,7 @@ def test_halves_are_as_in_torch(dtype: str) -> None:
     assert_same(dtype, reference(dtype, SUM, sources, 0.25), expected)
 
 
-def test_each_dtype_has_one_function_for_all_threads() -> None:
+def test_every_dtype_has_one_function_for_all_threads() -> None:
     found: list[list[int]] = []
     threads = [threading.Thread(target=lambda: found.append([combiner(dtype) for dtype in DTYPES])) for _ in range(3)]
     for thread in threads:

@@ -61,7 +61,7 @@ def parse(
     slots: list[int] = SLOTS,
     trims: bool = False,
 ) -> tuple[Rows, list[int], int]:
-    """Rows, what ails the bad ones, the position; `text` as the kernel takes it."""
+    """Return the rows, the errors of malformed rows, and the position; `text` is the input of the kernel."""
     array = padded(text)
     labels, weights = np.empty(capacity, np.float32), np.empty(capacity, np.float32)
     indptr = np.empty(capacity + 1, np.int64)
@@ -148,7 +148,7 @@ def test_rows_are_parsed_as_by_pythons_csv(text: str) -> None:
 
 @num_examples(200)
 @given(rows=ROWS, cut=st.integers(0, 400), capacity=st.integers(1, 3))
-def test_an_unfinished_row_waits_for_its_rest(rows: list[list[str]], cut: int, capacity: int) -> None:
+def test_an_unfinished_row_waits_for_more_text(rows: list[list[str]], cut: int, capacity: int) -> None:
     out = io.StringIO(newline="")
     csv.writer(out, lineterminator="\n").writerows(rows)
     text = out.getvalue().encode() + b"\n"
@@ -156,8 +156,8 @@ def test_an_unfinished_row_waits_for_its_rest(rows: list[list[str]], cut: int, c
     whole, bad, _ = parse(text, ",")
     first, first_bad, position = parse(text[:cut], ",", last=False)
     assert position <= cut
-    rest, rest_bad, end = parse(text, ",", start=position)
-    assert (first + rest, first_bad + rest_bad, end) == (whole, bad, len(text))
+    tail, tail_bad, end = parse(text, ",", start=position)
+    assert (first + tail, first_bad + tail_bad, end) == (whole, bad, len(text))
     at, pieces = 0, []
     while at < len(text):
         piece, _, at = parse(text, ",", start=at, capacity=capacity)
@@ -177,15 +177,15 @@ def test_rows_before_and_after_a_limit(rows: list[list[str]], limit: int) -> Non
     reached = kernels.skip_rows(array, 0, len(text), limit, 44, np.empty(len(array), np.uint8))
     assert reached >= limit
     before, bad_before, _ = parse(text, ",", limit=limit)
-    behind, bad_behind, _ = parse(text, ",", start=reached)
-    assert (before + behind, bad_before + bad_behind) == (whole, bad)
+    second, second_bad, _ = parse(text, ",", start=reached)
+    assert (before + second, bad_before + second_bad) == (whole, bad)
 
 
 def test_faults_have_names_and_places() -> None:
     bad = [b"a,1,2,,b,c,1", b"a,,2,,b,3,1", b"a,x,2,,b,3,1", b"a,1,2,,b,3,", b"a,1,2,,b,3,-1"]
     bad += [b"a,1", b"a,1,2,,b,3,4,5", b'"a,1,2,,b,3']
     _, why, _ = parse(b"\n".join(bad) + b"\n", ",")
-    assert [divmod(each, DETAIL) for each in why] == [
+    assert [divmod(code, DETAIL) for code in why] == [
         (5, NO_NUMBER),
         (1, NO_LABEL),
         (1, NO_LABEL_NUMBER),
@@ -205,7 +205,7 @@ def test_faults_have_names_and_places() -> None:
         max_size=20,
     )
 )
-def test_numbers_are_as_python_reads_them(cells: list[str]) -> None:
+def test_numbers_equal_the_numbers_of_python(cells: list[str]) -> None:
     """To the last bit of a float32, whether a cell fits a word or not."""
     text = "".join(f"x,1,{cell},,y,7,1\n" for cell in cells).encode()
     rows, bad, _ = parse(text, ",")
@@ -216,7 +216,7 @@ def test_numbers_are_as_python_reads_them(cells: list[str]) -> None:
 
 @num_examples(100)
 @given(rows=st.lists(st.tuples(st.sampled_from(["ham", " spam\t", "egg", "", "Ham", "1", "a long word; two"]), CELLS)))
-def test_labels_that_are_words(rows: list[tuple[str, str]]) -> None:
+def test_word_labels(rows: list[tuple[str, str]]) -> None:
     out = io.StringIO(newline="")
     csv.writer(out).writerows(["0", label, "1", cell, "a", "2", "1"] for label, cell in rows)
     text, classes = out.getvalue().encode(), ("egg", "ham", "spam", "a long word; two")
@@ -227,7 +227,7 @@ def test_labels_that_are_words(rows: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("classes", [(), ("egg", "na")])
-def test_labels_that_may_be_missing(classes: tuple[str, ...]) -> None:
+def test_labels_may_be_missing(classes: tuple[str, ...]) -> None:
     num_missing = 9 if classes else 10  # "na" may be a class
     labels = ["", "1", " NA ", "na", "N/A", "nan", "null", "None", "?", ".", "yes", "x", "egg", '"NA"', "0"]
     text = "".join(f"a,{label},2,,b,3,1\n" for label in labels).encode()

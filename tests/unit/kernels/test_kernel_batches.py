@@ -33,7 +33,7 @@ def test_dedup_of_any_keys(keys: list[int]) -> None:
     np.testing.assert_array_equal(unique[inverse], array)
 
 
-def test_dedup_of_keys_that_collide() -> None:
+def test_dedup_of_colliding_keys() -> None:
     keys = reference.unmix(np.arange(1000, dtype=np.uint64) << np.uint64(32))  # all at home in one place
     scratch = np.empty(dedup.scratch_size(1000), np.int32)
     unique, inverse = np.empty(1000, np.uint64), np.empty(1000, np.int32)
@@ -65,9 +65,9 @@ def test_dedup_is_much_faster_than_sorting() -> None:
     scratch = np.empty(dedup.scratch_size(len(keys)), np.int32)
     unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
     dedup.dedup(keys, scratch, unique, inverse)
-    ours = best_time_s(lambda: dedup.dedup(keys, scratch, unique, inverse))
-    theirs = best_time_s(lambda: np.unique(keys, return_inverse=True))
-    assert theirs / ours > 3, (ours, theirs)  # about 10 in benchmarks/kernels.py
+    paceline_s = best_time_s(lambda: dedup.dedup(keys, scratch, unique, inverse))
+    numpy_s = best_time_s(lambda: np.unique(keys, return_inverse=True))
+    assert numpy_s / paceline_s > 3, (paceline_s, numpy_s)  # about 10 in benchmarks/kernels.py
 
 
 @pytest.mark.parametrize("at", [0, 1, 500, 1022])

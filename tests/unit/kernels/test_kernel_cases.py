@@ -26,19 +26,23 @@ def _large_is_thorough(case: ArrayCase) -> Any:
 
 @pytest.mark.parametrize("case", [_large_is_thorough(case) for case in ARRAY_CASES if case.num_items <= 1_000_000])
 def test_kernel_and_twin_agree(case: ArrayCase) -> None:
-    ours, theirs = case.arguments(), case.arguments()
-    result, expected = case.kernel(*ours), case.twin(*theirs)
+    kernel_arguments, reference_arguments = case.arguments(), case.arguments()
+    result, expected = case.kernel(*kernel_arguments), case.twin(*reference_arguments)
     if isinstance(expected, float):
         assert result == pytest.approx(expected, rel=case.tolerance, abs=case.tolerance)
     else:
         assert result == expected
     for position in case.outputs:
         np.testing.assert_allclose(
-            ours[position], theirs[position], rtol=case.tolerance, atol=case.tolerance, strict=True
+            kernel_arguments[position],
+            reference_arguments[position],
+            rtol=case.tolerance,
+            atol=case.tolerance,
+            strict=True,
         )
-    for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+    for position, (kernel_argument, other) in enumerate(zip(kernel_arguments, reference_arguments, strict=True)):
         if position not in case.outputs and not (case.kernel.__name__ == "dedup" and position == 1):
-            np.testing.assert_array_equal(mine, other)  # an argument that is no output is left alone
+            np.testing.assert_array_equal(kernel_argument, other)  # an argument that is no output is unchanged
 
 
 @pytest.mark.parametrize(
@@ -56,9 +60,9 @@ def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
     store, twin = case.store(), case.twin()
     keys, batch, grads = case.batches()
     start = np.resize(grads, len(keys) * case.dim)
-    for some, some_grads in ((keys, start), (batch, grads), (batch, grads)):
-        store.push(some, some_grads)
-        twin.push(some, some_grads)
+    for pushed_keys, pushed_grads in ((keys, start), (batch, grads), (batch, grads)):
+        store.push(pushed_keys, pushed_grads)
+        twin.push(pushed_keys, pushed_grads)
     erased = batch[::3].copy()
     assert store.erase(erased) == twin.erase(erased.tolist())
     assert len(store) == len(twin.rows)
@@ -70,8 +74,8 @@ def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
     assert exists.tolist() == [key in twin.rows for key in batch.tolist()]
     for key, record in zip(batch[exists].tolist(), whole[exists], strict=True):
         np.testing.assert_allclose(record, twin.rows[key], rtol=1e-6, atol=1e-6)
-    for some_keys, records in store.items():
-        for key, record in zip(some_keys.tolist(), records, strict=True):
+    for bucket_keys, records in store.items():
+        for key, record in zip(bucket_keys.tolist(), records, strict=True):
             np.testing.assert_allclose(record, twin.rows.pop(key), rtol=1e-6, atol=1e-6)
     assert not twin.rows
 

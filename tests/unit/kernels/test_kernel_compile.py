@@ -50,8 +50,8 @@ def test_real_use_adds_no_signatures() -> None:
         store.push(keys, buffer.reshape(-1, dim))
         store.pull(keys, buffer)
         store.erase(keys[10:20])
-        for some_keys, records in store.items():
-            store.write_records(some_keys, records)
+        for bucket_keys, records in store.items():
+            store.write_records(bucket_keys, records)
 
     update, start = to_fields(Adam(lr=0.1)), to_fields(Normal())
     for spec in (
@@ -81,33 +81,33 @@ def test_real_use_adds_no_signatures() -> None:
 
 
 def test_both_halves_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what could not be compiled beside is compiled here."""
+    """The kernels that another process could not compile are compiled here."""
     done: list[str] = []
     for name in ("compile_values", "compile_remaining", "compile_kernels"):
         monkeypatch.setattr(compile, name, partial(done.append, name))
     monkeypatch.setattr(compile, "is_compiled", lambda: False)
-    said: list[str] = []
+    printed: list[str] = []
     before = psutil.Process().children()  # of the tests before
     for program in (sys.executable, "/no/such/program", None):
         monkeypatch.setattr(sys, "executable", program)
-        prepare_kernels(said.append)
+        prepare_kernels(printed.append)
     assert done == ["compile_remaining", "compile_kernels", "compile_kernels", "compile_kernels"]
-    assert len(said) == 3
+    assert len(printed) == 3
     assert psutil.Process().children() == before
 
 
-def test_a_compiling_process_ends_with_its_parent() -> None:
+def test_a_compiling_process_ends_with_the_parent() -> None:
     code = "import subprocess, sys\nfrom paceline.launch import kernels\n"
     code += "command = [sys.executable, '-c', kernels._COMPILE_VALUES + 'import time; time.sleep(600)']\n"
     code += "print(subprocess.Popen(command, stdin=subprocess.PIPE).pid, flush=True)\nsys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        beside = psutil.Process(int(parent.stdout.readline()))
+        child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    beside.wait(60)
+    child.wait(60)
 
 
-def test_one_signature_each_and_a_cache_for_the_next_process() -> None:
+def test_one_signature_per_kernel_and_a_cache_for_the_next_process() -> None:
     compile_kernels()
     code = "from paceline.tables.compile import *; print(is_compiled()); compile_kernels()\n"
     code += "print({len(k.signatures) for k in KERNELS}, sum(len(k.stats.cache_misses) for k in KERNELS))"
@@ -139,10 +139,10 @@ def run_with_cache(cache_dir: Path, before: str = "") -> list[str]:
     return result.stdout.split()
 
 
-def test_the_cache_reports_its_contents(tmp_path: Path) -> None:
+def test_the_cache_reports_the_contents(tmp_path: Path) -> None:
     assert run_with_cache(tmp_path) == ["False", "True", "0"]
     assert run_with_cache(tmp_path) == ["True", "True", "1"]
-    # Another file of the package has changed: what was inlined from it is stale.
+    # Another file of the package has changed, so the code inlined from it is stale.
     changed = "from paceline.kernels import jit\njit._package_stamp = lambda: 'another'\n"
     assert run_with_cache(tmp_path, changed) == ["False", "True", "0"]
     for index in tmp_path.rglob("*take_keys*.nbi"):

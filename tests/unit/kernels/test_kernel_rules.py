@@ -104,13 +104,16 @@ def gradients(size: int, seed: int = 0) -> Floats:
 
 
 def torch_result(optimizer: str, settings: dict[str, Any], start: Floats, grads: Floats, parts: bool = False) -> Floats:
-    """What torch.optim makes of `start`; with `parts`, each element is one parameter, skipped where NaN."""
+    """Return the parameters of torch.optim from `start`.
+
+    With `parts`, each element is one parameter, skipped where NaN.
+    """
     torch = pytest.importorskip("torch")
     if parts:
         columns = []
         for j in range(len(start)):
-            mine = grads[:, j : j + 1]
-            columns.append(torch_result(optimizer, settings, start[j : j + 1], mine[~np.isnan(mine[:, 0])]))
+            own_grads = grads[:, j : j + 1]
+            columns.append(torch_result(optimizer, settings, start[j : j + 1], own_grads[~np.isnan(own_grads[:, 0])]))
         return np.concatenate(columns)
     weight = torch.nn.Parameter(torch.tensor(start))
     stepper = getattr(torch.optim, optimizer)([weight], **settings, foreach=False)
@@ -158,7 +161,7 @@ def test_sparse_rows_are_as_torch(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_sparse_rows_count_their_own_steps(name: str) -> None:
+def test_sparse_rows_count_steps_separately(name: str) -> None:
     rule, optimizer, settings = RULES[name]
     keys, grads = np.arange(4, dtype=np.uint64), gradients(4)
     absent = np.random.default_rng(1).random(grads.shape) < 0.5
@@ -207,7 +210,7 @@ def push_by_position(rule: UpdateRule, record: Floats, array: Any, chosen: Any, 
 
 @pytest.mark.parametrize("push", [push_by_range, push_by_position])
 @pytest.mark.parametrize("name", RULES)
-def test_dense_elements_count_their_own_steps(name: str, push: Callable[..., None]) -> None:
+def test_dense_elements_count_steps_separately(name: str, push: Callable[..., None]) -> None:
     rule, optimizer, settings = RULES[name]
     size = 11
     start, grads = np.linspace(-1, 1, size, dtype=np.float32), gradients(size)
@@ -217,8 +220,8 @@ def test_dense_elements_count_their_own_steps(name: str, push: Callable[..., Non
     for row in chosen:  # a range with uneven ends, and an element apart
         low, high = np.sort(generator.integers(0, size + 1, 2))
         row[low:high] = row[generator.integers(0, size)] = True
-    for grad, mine in zip(grads, chosen, strict=True):
-        push(rule, record, array, mine, grad)
+    for grad, own_grads in zip(grads, chosen, strict=True):
+        push(rule, record, array, own_grads, grad)
     grads[~chosen] = np.nan
     check(record[:size], torch_result(optimizer, settings, start, grads, parts=True))
 
@@ -267,7 +270,7 @@ def test_ftrl_does_not_move_on_a_zero_gradient(start: float) -> None:
         store.pull(key, found)
         assert found[0] == pytest.approx(start, rel=1e-6)
     if start == 0:
-        assert found[0] == 0  # exactly, so that a model of it can be stored sparse
+        assert found[0] == 0  # exactly 0, so that the model can be stored sparsely
 
 
 def test_initial_state_of_a_row() -> None:

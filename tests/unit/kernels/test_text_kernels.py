@@ -77,12 +77,12 @@ def check_libsvm(text: bytes) -> None:
         at += len(line) + 1
     assert bad == faults
     assert (labels, keys) == ([row[0] for row in rows], [row[1] for row in rows])
-    for ours, theirs in zip(values, rows, strict=True):
-        assert_within_an_ulp(ours, theirs[2])
+    for values_found, python_values in zip(values, rows, strict=True):
+        assert_within_an_ulp(values_found, python_values[2])
 
 
-def assert_within_an_ulp(ours: list[float], theirs: list[float]) -> None:
-    a, b = np.array(ours, np.float32), np.array(theirs, np.float32)
+def assert_within_an_ulp(values_found: list[float], python_values: list[float]) -> None:
+    a, b = np.array(values_found, np.float32), np.array(python_values, np.float32)
     assert np.isfinite(a).all()
     assert (np.abs(a.astype(float) - b.astype(float)) <= np.spacing(np.abs(b)).astype(float)).all(), (a, b)
 
@@ -127,7 +127,7 @@ def test_log_thresholds_are_where_the_squared_logarithm_passes_an_integer() -> N
         context.prec = 40
         thresholds = log_thresholds()
         exact = [Decimal(k).sqrt().exp() for k in range(1, len(thresholds) + 2)]
-        assert thresholds == tuple(math.ceil(each) for each in exact[:-1])
+        assert thresholds == tuple(math.ceil(threshold) for threshold in exact[:-1])
         assert exact[-1] > 10**18
         for k, threshold in enumerate(thresholds[::37]):
             square = k * 37 + 1
@@ -185,14 +185,14 @@ def test_criteo_on_random_lines(lines: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
-def test_the_criteo_parser_continues_at_its_position(capacity: int) -> None:
+def test_the_criteo_parser_continues_at_the_position(capacity: int) -> None:
     text = b"".join(row(b"01"[i % 2 : i % 2 + 1], str(i).encode()) + b"\n" for i in range(7))
     labels, keys, at = [], [], 0
     while at < len(text):
-        (some_labels, some_keys, _), counts = run_criteo(text, capacity, at)
-        assert len(some_labels) <= capacity
-        labels += some_labels
-        keys += some_keys
+        (parsed_labels, parsed_keys, _), counts = run_criteo(text, capacity, at)
+        assert len(parsed_labels) <= capacity
+        labels += parsed_labels
+        keys += parsed_keys
         at = counts[kernels.POSITION]
     assert (labels, keys, []) == expect_criteo(text)
 
@@ -241,7 +241,7 @@ def test_libsvm_on_random_text(text: str) -> None:
     check_libsvm(text.encode() + b"\n")
 
 
-def test_libsvm_stops_before_a_row_that_does_not_fit() -> None:
+def test_libsvm_stops_before_an_unfitting_row() -> None:
     text = b"1 1:1 2:2\n0 3:3 4:4\n"
     found, counts = run_libsvm(text, pairs_room=3)
     assert (found[1], counts[kernels.POSITION]) == ([[1, 2]], 10)
@@ -294,7 +294,9 @@ def test_parse_floats(texts: list[str]) -> None:
     ),
     st.integers(-7, 12),
 )
-def test_numbers_of_up_to_15_digits_are_as_python_reads_them(parts: list[tuple[str, str, int]], exponent: int) -> None:
+def test_numbers_of_up_to_15_digits_equal_the_numbers_of_python(
+    parts: list[tuple[str, str, int]], exponent: int
+) -> None:
     """To the last bit, wherever the point is: both digits and power of ten are exact (Clinger 1990)."""
     texts = []
     for sign, digits, point in parts:
@@ -308,7 +310,7 @@ def test_numbers_of_up_to_15_digits_are_as_python_reads_them(parts: list[tuple[s
         assert number.hex() == float(text).hex(), text
 
 
-def test_compiling_gives_each_kernel_its_one_signature() -> None:
+def test_compiling_gives_every_kernel_one_signature() -> None:
     kernels.compile_kernels()
     for kernel in kernels.KERNELS:
         assert len(getattr(kernel, "signatures", [0])) == 1, kernel

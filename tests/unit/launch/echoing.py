@@ -12,7 +12,7 @@ import threading
 
 
 def prepare() -> None:
-    """Load what children need; a thread where the tests want one."""
+    """Load modules for the children, and start a thread if the test needs one."""
     if os.environ.get("ECHOING_THREAD"):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 

@@ -52,7 +52,7 @@ def test_invalid_sizes_are_rejected(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_sizes_are_written_as_they_are_read() -> None:
+def test_sizes_are_written_as_read() -> None:
     for text in ("4", "1K", "1000", "16K", "1M", "100M", "1025", "3G"):
         assert format_size(parse_sizes(text)[0]) == text
     assert format_size(0) == "0"
@@ -84,14 +84,14 @@ def test_wrong_plans_are_refused() -> None:
         next(bench_collectives(BenchPlan(ranks=1_000_000, sizes=(4,), peers=("paceline",))))
 
 
-def test_ours_is_always_among_the_peers() -> None:
+def test_paceline_is_always_among_the_peers() -> None:
     assert choose_peers(["paceline"]) == (("paceline",), {})
     chosen, absent = choose_peers(None)
     assert chosen[0] == "paceline"
     assert sorted([*chosen[1:], *absent]) == ["gloo", "mpi"]
 
 
-def test_a_row_has_every_figure_under_its_name() -> None:
+def test_a_row_has_every_figure_under_the_column_name() -> None:
     measured = [measurement("paceline", 100.0, algorithm="direct"), measurement("gloo", 1234.5)]
     header, row = format_header(["gloo", "mpi"]), format_row(measured, ["gloo", "mpi"])
     assert row.split() == ["1M", "100.0", "15%", "10.49", "direct", "1,234.5", "15%", "12.3", "-", "-", "-"]
@@ -104,7 +104,7 @@ def test_a_barrier_has_no_bandwidth() -> None:
     assert format_row([measurement("paceline", 2.5, num_bytes=0)], []).split() == ["0", "2.50", "15%", "-", "-"]
 
 
-def test_json_has_these_keys() -> None:
+def test_json_has_the_documented_keys() -> None:
     found = measurement("gloo", 5.0).as_json()
     assert found == {
         "op": "all_reduce", "bytes": 1 << 20, "ranks": 2, "peer": "gloo", "algorithm": "", "median_us": 5.0,
@@ -131,7 +131,7 @@ def test_own_work_is_not_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("op", OPS[:-1])
-def test_the_check_sees_a_result_that_is_not_there(op: str) -> None:
+def test_the_check_finds_a_missing_result(op: str) -> None:
     for rank in range(3):
         buffers = Buffers(op, 1200, "float32", rank, 3)
         buffers.fill()

@@ -6,12 +6,12 @@ from paceline.protocol.membership import Member, ProcessIdentity, Role
 from paceline.training.options import BETWEEN_MACHINES, TrafficFilters
 from paceline.transport import Address, Endpoint
 
-HERE = Endpoint(tcp=Address.parse("127.0.0.1:7"))
+LOCAL_ENDPOINT = Endpoint(tcp=Address.parse("127.0.0.1:7"))
 
 
 def member(role: str, machine: str | None, rank: int = 0) -> Member:
     process = None if machine is None else ProcessIdentity(machine, 7, 1)
-    endpoint = HERE if role == "server" else None
+    endpoint = LOCAL_ENDPOINT if role == "server" else None
     return Member(node=f"{role}{rank}", role=Role(role), rank=rank, incarnation=1, address=endpoint, process=process)
 
 
@@ -20,8 +20,8 @@ def test_keys_are_filtered_between_machines() -> None:
     assert TrafficFilters().suited_to(apart).of("train") == (BETWEEN_MACHINES, None)
     assert TrafficFilters().suited_to(apart).of("evaluate") == ("key-caching:64", None)
     assert TrafficFilters(pulled="quantize:8").suited_to(apart).of("train") == (BETWEEN_MACHINES, "quantize:8")
-    for said in ("none", "", "quantize:8"):
-        assert TrafficFilters(pushed=said).suited_to(apart).of("train") == (said, None)
+    for text in ("none", "", "quantize:8"):
+        assert TrafficFilters(pushed=text).suited_to(apart).of("train") == (text, None)
 
 
 def test_nothing_is_filtered_on_one_machine() -> None:

@@ -18,10 +18,10 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def column(found: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(each for each in found["columns"] if each["name"] == name)
+    return next(column for column in found["columns"] if column["name"] == name)
 
 
-def test_lists_are_counted_by_their_elements(tmp_path: Path) -> None:
+def test_lists_are_counted_by_elements(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = {
         "click": [i % 2 for i in range(90)],
@@ -33,10 +33,10 @@ def test_lists_are_counted_by_their_elements(tmp_path: Path) -> None:
     found = describe(tmp_path / "x.parquet")
     assert (column(found, "tags")["distinct"], column(found, "tags")["examples"]) == (3, ["t0", "t1", "t2"])
     assert (column(found, "sizes")["distinct"], column(found, "sizes")["examples"]) == (4, ["0", "2.5", "1"])
-    assert [each["column"] for each in found["first_row"]["features"]] == ["sizes", "sizes", "x"]
+    assert [feature["column"] for feature in found["first_row"]["features"]] == ["sizes", "sizes", "x"]
 
 
-def test_parquet_that_is_not_whole(tmp_path: Path) -> None:
+def test_incomplete_parquet(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "x.parquet"
     parquet.write_table(arrow.table({"click": [0, 1] * 50, "site": ["a", "b"] * 50}), path)
@@ -50,7 +50,7 @@ def test_parquet_that_is_not_whole(tmp_path: Path) -> None:
         describe(path)
 
 
-def test_a_field_of_json_that_is_a_number_here_and_a_list_there(tmp_path: Path) -> None:
+def test_a_json_field_with_numbers_and_lists(tmp_path: Path) -> None:
     rows = [{"click": i % 2, "x": i % 7 if i % 3 else [i % 5, 9]} for i in range(300)]
     (tmp_path / "x.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = column(describe(tmp_path / "x.json"), "x")
@@ -60,8 +60,8 @@ def test_a_field_of_json_that_is_a_number_here_and_a_list_there(tmp_path: Path) 
     )
 
 
-def test_a_quote_that_is_never_closed(tmp_path: Path) -> None:
-    """All that is behind it would be one cell: that is no malformed row, but the loss of the rest."""
+def test_an_unclosed_quote(tmp_path: Path) -> None:
+    """All later text would be one cell. This is no malformed row, because all later rows would be lost."""
     path = tmp_path / "x.csv"
     rows = [f"{i % 2},s{i % 5},{i * 1.5}" for i in range(900)]
 
@@ -70,10 +70,10 @@ def test_a_quote_that_is_never_closed(tmp_path: Path) -> None:
         path.write_text("click,site,price\n" + "\n".join(lines) + "\n")
 
     write(300)
-    said = "the row at line 302 opens a quote that is never closed, so it would include 599 more lines"
-    with pytest.raises(DataError, match=said):
+    message = "the row at line 302 opens a quote that is never closed, so it would include 599 more lines"
+    with pytest.raises(DataError, match=message):
         describe(path)
-    with open_dataset(path, shard_bytes=2000) as dataset, pytest.raises(DataError, match=said):
+    with open_dataset(path, shard_bytes=2000) as dataset, pytest.raises(DataError, match=message):
         list(dataset.batches(100))
     write(0)
     with pytest.raises(DataError, match="Line 2 opens a quote and does not close it"):

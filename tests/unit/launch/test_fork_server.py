@@ -45,8 +45,8 @@ def fork(server: ForkServer) -> Iterator[Callable[[str], Forked]]:
     """Fork a process that executes its argument; it ends with the test."""
     forked = []
 
-    def fork(what: str, **environment: str) -> Forked:
-        process = server.fork([what], environment={**os.environ, **environment}, captured=True)
+    def fork(mode: str, **environment: str) -> Forked:
+        process = server.fork([mode], environment={**os.environ, **environment}, captured=True)
         forked.append(process)
         return process
 
@@ -69,19 +69,19 @@ def test_a_fork_begins_as_a_new_interpreter_would(
     fork: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    others = [fork("wait"), fork("wait")]
+    other_forks = [fork("wait"), fork("wait")]
     found = [fork("describe", GIVEN=given, TMPDIR=str(tmp_path)) for given in ("one", "two")]
     first, second = (json.loads(line(process)) for process in found)
     assert [process.wait(20.0) for process in found] == [7, 7]
-    for process, told in zip(found, (first, second), strict=True):
-        assert process.pid == told["pid"] == told["group"] == told["session"]
+    for process, expected in zip(found, (first, second), strict=True):
+        assert process.pid == expected["pid"] == expected["group"] == expected["session"]
     assert (first["given"], second["given"]) == ("one", "two")
     assert first["folder"] == first["temporary"] == str(tmp_path)
     assert first["random"] != second["random"]
     assert first["child handler"]
     assert first["descriptors"] in ([0, 1, 2], [])  # and no pipe of others, which would not end then
     assert capfd.readouterr().err == "to standard error\n" * 2
-    assert [other.poll() for other in others] == [None, None]
+    assert [other.poll() for other in other_forks] == [None, None]
 
 
 def test_how_forks_end_is_reported(fork: Callable[..., Forked], capfd: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_how_forks_end_is_reported(fork: Callable[..., Forked], capfd: pytest.Ca
         killed.wait(0.05)
     killed.send_signal(signal.SIGTERM)
     assert killed.wait(20.0) == -signal.SIGTERM
-    killed.send_signal(signal.SIGTERM)  # nobody is there to get it
+    killed.send_signal(signal.SIGTERM)  # no process receives it
     assert waiting.stdin is not None
     waiting.stdin.close()  # as when this process is killed
     assert waiting.wait(20.0) == 7
@@ -101,14 +101,14 @@ def test_how_forks_end_is_reported(fork: Callable[..., Forked], capfd: pytest.Ca
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems show a process as it was started")
-def test_forks_show_their_commands(fork: Callable[..., Forked]) -> None:
+def test_forks_show_the_commands(fork: Callable[..., Forked]) -> None:
     process = fork("sleep")
     assert line(process) == b"sleeps\n"
     words = [word.strip() for word in psutil.Process(process.pid).cmdline()]
     assert words == [sys.executable, "-m", MODULE, "sleep"]
 
 
-def test_forks_outlive_their_fork_server(server: ForkServer, fork: Callable[..., Forked]) -> None:
+def test_forks_outlive_the_fork_server(server: ForkServer, fork: Callable[..., Forked]) -> None:
     process = fork("sleep")
     assert line(process) == b"sleeps\n"
     psutil.Process(process.pid).parent().kill()
@@ -118,7 +118,7 @@ def test_forks_outlive_their_fork_server(server: ForkServer, fork: Callable[...,
     with pytest.raises(ForkError):
         server.fork(["sleep"], environment=os.environ, captured=False)
     process.send_signal(signal.SIGKILL)
-    assert process.wait(20.0) == 255  # nobody knows
+    assert process.wait(20.0) == 255  # the exit status is unknown
 
 
 def test_no_call_waits_for_a_stopped_fork_server(server: ForkServer, fork: Callable[..., Forked]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import paceline.launch
 
 
-def test_public_names_are_sorted_and_there() -> None:
+def test_public_names_are_sorted_and_defined() -> None:
     assert sorted(paceline.launch.__all__, key=lambda name: (name[0].islower(), name)) == paceline.launch.__all__
     for name in paceline.launch.__all__:
         assert getattr(paceline.launch, name).__name__ == name

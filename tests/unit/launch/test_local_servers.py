@@ -41,7 +41,7 @@ def servers() -> RunServers:
     )
 
 
-def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
+def test_a_failing_server_is_started_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 30.0)
@@ -52,7 +52,7 @@ def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
     with LocalCluster.start(
         messages.ClusterSettings(num_servers=2, replicas=1),
         share=share,
-        on_replaced=lambda name, each: statuses.append(each),
+        on_replaced=lambda name, status: statuses.append(status),
     ) as local:
         os.kill(local.pids("server")[1], signal.SIGTERM)
         with socket.socket() as taken:
@@ -70,9 +70,9 @@ def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
             since = time.monotonic()
             local.close()
             assert time.monotonic() - since < 8.0  # whatever the pause
-    said = capfd.readouterr().err
-    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in said
-    assert said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in output
+    assert output.count("\n") == 1
 
 
 def test_a_death_is_reported_to_every_caller(servers: RunServers, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,11 +80,11 @@ def test_a_death_is_reported_to_every_caller(servers: RunServers, capsys: pytest
     with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, observer=True) as client:
         cluster = client.link.view
         assert cluster is not None
-        before = {each.incarnation for each in cluster.of_role(Role.SERVER)}
+        before = {server.incarnation for server in cluster.of_role(Role.SERVER)}
         os.kill(servers.cluster.pids("server")[0], signal.SIGTERM)
 
         def is_replaced() -> bool:
-            now = {each.incarnation for each in client.link.get_view().of_role(Role.SERVER)}
+            now = {server.incarnation for server in client.link.get_view().of_role(Role.SERVER)}
             return len(now) == 2 and bool(now - before)
 
         wait_until(is_replaced)
@@ -97,7 +97,7 @@ def test_a_death_is_reported_to_every_caller(servers: RunServers, capsys: pytest
         )
 
 
-def test_the_end_of_the_cluster_is_not_blamed_on_nodes_that_are_not_there(servers: RunServers) -> None:
+def test_the_end_of_the_cluster_is_not_blamed_on_absent_nodes(servers: RunServers) -> None:
     with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, rank=0) as client:
         wait_until(lambda: bool(servers.connected))
         client.link.call(messages.EndCluster())

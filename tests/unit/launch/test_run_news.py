@@ -23,7 +23,7 @@ def test_a_death_is_printed_after_another_server_has_joined() -> None:
     assert news.take_lines() == []
 
 
-def test_replacements_that_die_before_they_join_are_not_reported() -> None:
+def test_replacements_dead_before_joining_are_not_reported() -> None:
     news = make_news(1, 2)
     news.add_when_replaced("server 1", "the first")
     news.add_when_replaced("server 1", "the second")
@@ -32,7 +32,7 @@ def test_replacements_that_die_before_they_join_are_not_reported() -> None:
     assert news.take_lines() == ["the first"]
 
 
-def test_of_two_deaths_at_once_each_waits_for_a_server() -> None:
+def test_two_simultaneous_deaths_wait_for_two_servers() -> None:
     news = make_news(1, 2, 3)
     news.add_when_replaced("server 0", "0 died")
     news.add_when_replaced("server 1", "1 died")
@@ -55,7 +55,7 @@ def test_the_first_view_reports_no_joins() -> None:
     assert news.take_lines() == ["died"]
 
 
-def test_a_loss_is_all_there_is_to_say() -> None:
+def test_a_loss_is_the_only_report() -> None:
     news = make_news(1, 2)
     news.add_when_replaced("server 1", "died")
     news.take_servers([3], is_lost=True)

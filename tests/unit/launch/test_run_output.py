@@ -41,7 +41,7 @@ LOST_TO_1 = lost_to(1)
 
 
 def feed(shown: Tracebacks, rank: int, lines: list[bytes], now: float) -> list[bytes]:
-    return [line for each in lines for line in shown.feed(rank, each, now)]
+    return [line for chunk in lines for line in shown.feed(rank, chunk, now)]
 
 
 class TestLines:
@@ -83,7 +83,7 @@ class TestLines:
 
 
 class TestBlame:
-    def test_the_first_that_failed_by_itself(self) -> None:
+    def test_the_first_independent_failure(self) -> None:
         lost, own = RankFailure(0, 1, tuple(LOST)), RankFailure(1, 1, tuple(OWN))
         assert choose_culprit([lost, own]) is own
         assert choose_culprit([lost]) is None
@@ -102,7 +102,7 @@ class TestBlame:
             assert not is_consequence(RankFailure(0, 1, tuple(traceback(text)))), text
 
     @pytest.mark.parametrize(
-        ("status", "said", "expected"),
+        ("status", "output", "expected"),
         [
             (1, traceback(b"ValueError: bad"), False),
             (1, [], False),
@@ -125,8 +125,8 @@ class TestBlame:
             (1, [b"Exception in thread Thread-1:", *LOST_TO_1], True),
         ],
     )
-    def test_the_cause_of_a_failure_of_rank_0(self, status: int, said: list[bytes], expected: bool) -> None:
-        assert is_consequence(RankFailure(0, status, tuple(said))) is expected
+    def test_the_cause_of_a_failure_of_rank_0(self, status: int, output: list[bytes], expected: bool) -> None:
+        assert is_consequence(RankFailure(0, status, tuple(output))) is expected
 
     @pytest.mark.parametrize(
         ("failures", "living", "expected"),
@@ -144,10 +144,10 @@ class TestBlame:
             ([(0, LOST_TO_1), (1, lost_to(0))], [2], (0, 1.0)),
         ],
     )
-    def test_names_lead_from_consequences_to_their_cause(
+    def test_names_lead_from_consequences_to_the_cause(
         self, failures: list[tuple[int, list[bytes]]], living: list[int], expected: tuple[int, float]
     ) -> None:
-        found = [RankFailure(rank, 1, tuple(said)) for rank, said in failures]
+        found = [RankFailure(rank, 1, tuple(output)) for rank, output in failures]
         assert choose_culprit(found) is None
         assert (follow_names(found)[0].rank, waiting_time(found, living)) == expected
 
@@ -160,13 +160,15 @@ class TestBlame:
         assert last_words([*LOST, b"went on", *OWN]) == OWN
 
     def test_the_final_message(self) -> None:
-        told = describe_failure(RankFailure(1, 1, tuple(OWN)), world_size=4, seconds=12.3, num_held=7, log_dir=None)
-        assert told.startswith(
+        description = describe_failure(
+            RankFailure(1, 1, tuple(OWN)), world_size=4, seconds=12.3, num_held=7, log_dir=None
+        )
+        assert description.startswith(
             b"paceline run: rank 1 of 4 failed with exit status 1 after 12 s; the other ranks were ended; 7"
         )
-        assert told.endswith(b"Its last output:\n" + b"\n".join(OWN) + b"\n")
-        told = describe_failure(RankFailure(1, -11, ()), world_size=2, seconds=1.0, num_held=0, log_dir=None)
-        assert b"was killed by SIGSEGV after 1.0 s" in told
+        assert description.endswith(b"Its last output:\n" + b"\n".join(OWN) + b"\n")
+        description = describe_failure(RankFailure(1, -11, ()), world_size=2, seconds=1.0, num_held=0, log_dir=None)
+        assert b"was killed by SIGSEGV after 1.0 s" in description
         assert (exit_status(-9), exit_status(3)) == (137, 3)
 
     def test_long_last_words_are_shortened(self) -> None:
@@ -176,7 +178,7 @@ class TestBlame:
 
 
 class TestTracebacks:
-    def test_the_first_is_shown_whole_and_others_are_held(self) -> None:
+    def test_the_first_failure_is_printed_completely_and_later_failures_are_held(self) -> None:
         shown = Tracebacks()
         assert feed(shown, 0, OWN[:-1], 0.0) == []
         assert feed(shown, 1, [b"a warning"], 0.0) == [b"a warning"]
@@ -187,7 +189,7 @@ class TestTracebacks:
         assert shown.finish() == []
         assert shown.num_dropped == len(OWN) + 1
 
-    def test_a_consequence_waits_for_its_cause(self) -> None:
+    def test_a_consequence_waits_for_the_cause(self) -> None:
         shown = Tracebacks()
         assert feed(shown, 0, LOST, 0.0) == []
         assert feed(shown, 1, OWN, 0.5) == OWN
@@ -215,7 +217,7 @@ class TestTracebacks:
         assert shown.overdue(due) == [(1, [*OWN, b"next"])]
         assert feed(shown, 1, [b"later"], due) == [b"later"]
 
-    def test_one_that_never_ends_is_shown(self) -> None:
+    def test_a_traceback_without_an_end_is_printed(self) -> None:
         shown = Tracebacks()
         feed(shown, 0, [_START, b"  only this"], 0.0)
         assert shown.overdue(10.0) == [(0, [_START, b"  only this"])]

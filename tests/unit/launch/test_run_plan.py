@@ -37,14 +37,14 @@ def test_a_node_of_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "own", "threads", "told"),
+    ("nproc", "own", "threads", "expected"),
     [(2, None, None, "4"), (16, None, None, "1"), (2, "3", None, "3"), (2, "3", 5, "5"), (1, None, None, None)],
 )
-def test_threads(nproc: int, own: str | None, threads: int | None, told: str | None) -> None:
+def test_threads(nproc: int, own: str | None, threads: int | None, expected: str | None) -> None:
     layout = lay_out_node(nproc_per_node=nproc, nnodes=1, node_rank=0, master_addr=None, master_port=None)
     inherited = {} if own is None else {"OMP_NUM_THREADS": own}
     plans = plan_ranks(layout, _ALL_REDUCE, inherited, token="t", scheduler=None, threads=threads, cores=8)
-    assert {plan.environment.get("OMP_NUM_THREADS") for plan in plans} == {told}
+    assert {plan.environment.get("OMP_NUM_THREADS") for plan in plans} == {expected}
 
 
 def test_servers_and_replicas_are_reported() -> None:
@@ -66,8 +66,8 @@ def test_filters_are_reported() -> None:
             layout, _ALL_REDUCE, outer, token="t", scheduler=None, threads=None, cores=8,
             filters=filters, pull_filters=pulled,
         )  # fmt: skip
-        told = environment(plan.environment)
-        assert (told.filters, told.pull_filters) == (filters, pulled)
+        variables = environment(plan.environment)
+        assert (variables.filters, variables.pull_filters) == (filters, pulled)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_filters_are_reported() -> None:
         ("all-reduce", "no_such_module:Signs", "module 'no_such_module' does not exist"),
     ],
 )
-def test_filters_that_cannot_be_are_refused(strategy: str, filters: str, message: str) -> None:
+def test_impossible_filters_are_refused(strategy: str, filters: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run_script(RunOptions(script=__file__, strategy=strategy, filters=filters))
     if strategy == "all-reduce":
@@ -102,7 +102,7 @@ class Signs(ValueFilter):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "given", "told"),
+    ("strategy", "given", "expected"),
     [
         ("all-reduce", "none", None),
         ("one-device", "none", None),
@@ -110,8 +110,8 @@ class Signs(ValueFilter):
         ("all-reduce", "top-k:0.125, signs:0.25", "top-k:0.125,told_signs:Signs:0.25"),
     ],
 )
-def test_filters_are_passed_so_that_ranks_can_import_them(
-    strategy: str, given: str, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_filters_are_passed_in_an_importable_form(
+    strategy: str, given: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "told_signs.py").write_text(_SIGNS)
     script = tmp_path / "script.py"
@@ -125,7 +125,7 @@ def test_filters_are_passed_so_that_ranks_can_import_them(
     finally:
         FILTERS.pop("signs", None)
         sys.modules.pop("told_signs", None)
-    assert (tmp_path / "told").read_text() == str(told)
+    assert (tmp_path / "told").read_text() == str(expected)
 
 
 def test_servers_are_dealt_round_robin() -> None:
@@ -143,7 +143,7 @@ def test_a_described_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "problem"),
     [
         ([], "holds list"),
         ({}, "has no worker"),
@@ -161,10 +161,10 @@ def test_a_described_cluster() -> None:
         ({"server": ["a:1"], "worker": ["b:1", "a:1"]}, "has the address a:1 twice, for server 0 and worker 1"),
     ],
 )
-def test_errors_of_a_cluster_description_are_reported(found: Any, said: str) -> None:
+def test_errors_of_a_cluster_description_are_reported(found: Any, problem: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_cluster(json.dumps(found), "c.json")
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
     assert str(caught.value).startswith("c.json ")
 
 

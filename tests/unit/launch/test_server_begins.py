@@ -30,7 +30,7 @@ class Link:
         raise ConnectionLostError("closed")
 
 
-def ask(call: Any, *, stops: bool) -> Any:
+def begin(call: Any, *, stops: bool) -> Any:
     async def run() -> Any:
         stop = asyncio.Event()
         if stops:
@@ -43,17 +43,17 @@ def ask(call: Any, *, stops: bool) -> Any:
     return found
 
 
-def test_a_server_that_is_to_stop_waits_for_no_answer() -> None:
-    assert ask(None, stops=True) is None
+def test_a_stopping_server_waits_for_no_reply() -> None:
+    assert begin(None, stops=True) is None
 
 
 def test_an_answer_is_an_answer() -> None:
-    assert ask(lambda: 5, stops=False) == 5
+    assert begin(lambda: 5, stops=False) == 5
     with pytest.raises(PeerError, match="no"):
-        ask(lambda: (_ for _ in ()).throw(PeerError("no")), stops=False)
+        begin(lambda: (_ for _ in ()).throw(PeerError("no")), stops=False)
 
 
-def test_a_server_joins_the_cluster_that_it_was_made_for() -> None:
+def test_a_server_joins_the_intended_cluster() -> None:
     check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, cluster="a", num_servers=2), "there:1")
     with pytest.raises(PeerError, match="there:1 was restarted with other settings"):
         check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, replicas=1), "there:1")

@@ -33,7 +33,7 @@ print(json.dumps([[name in sys.modules for name in both], len([m for m in sys.mo
 
 @pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to load")  # type: ignore[attr-defined]
 def test_kernels_are_loaded_without_the_compiler() -> None:
-    """And but those that almost all processes call: each is 5 ms."""
+    """Kernels that few processes call are left out: each takes 5 ms."""
     prepare_kernels()
     program = """
 import json, sys
@@ -51,7 +51,7 @@ print(json.dumps([loaded, heavy]))
 
 
 @pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to load")  # type: ignore[attr-defined]
-def test_loaded_kernels_run_and_others_are_compiled_next_to_them() -> None:
+def test_loaded_kernels_run_and_other_kernels_are_compiled() -> None:
     prepare_kernels()
     program = """
 import json

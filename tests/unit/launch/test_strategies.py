@@ -20,7 +20,7 @@ def test_defaults(processes: int, servers: int | None, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_by_its_name(name: str) -> None:
+def test_every_strategy_by_name(name: str) -> None:
     choice = choose_strategy(name, processes=1)
     assert choice.name == name
     assert (choice.servers, choice.consistency is not None) == ((1, True) if needs_servers(name) else (0, False))
@@ -43,7 +43,7 @@ def test_consistency() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"name": "nothing"}, "strategy='nothing': expected one of one-device, mirrored"),
         ({"name": "all-reduce", "servers": 1}, "has no servers, got 1"),
@@ -57,14 +57,14 @@ def test_consistency() -> None:
         ({"name": "parameter-server", "consistency": "soon"}, "'soon'"),
     ],
 )
-def test_impossible_options_are_rejected(options: dict[str, Any], said: str) -> None:
+def test_impossible_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         choose_strategy(processes=1, **options)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_replicas() -> None:
-    """Of the model in one process, or of what servers hold; never both."""
+    """Replicas of the model in one process, or of the servers' rows; never both."""
 
     def chosen(name: str, replicas: int | None) -> tuple[int | None, int]:
         choice = choose_strategy(name, processes=1, replicas=replicas)

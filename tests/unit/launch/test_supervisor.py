@@ -27,7 +27,7 @@ OBEDIENT = "import sys; print(1, flush=True); sys.stdin.read()"
 
 @pytest.fixture
 def supervisor() -> Iterator[Supervisor]:
-    """One that is closed after the test."""
+    """A supervisor that is closed after the test."""
     supervisor = Supervisor()
     yield supervisor
     supervisor.close(0.1)
@@ -37,22 +37,22 @@ def python(text: str) -> ChildProcess:
     return spawn([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def hear(process: ChildProcess) -> bytes:
+def first_line(process: ChildProcess) -> bytes:
     assert process.stdout is not None
     return process.stdout.readline()
 
 
-def test_processes_that_end_with_their_input_are_not_killed(supervisor: Supervisor) -> None:
+def test_processes_ending_with_the_input_are_not_killed(supervisor: Supervisor) -> None:
     child = supervisor.start("obedient", lambda: python(OBEDIENT))
-    hear(child.process)
+    first_line(child.process)
     supervisor.close(PATIENCE_S)
     assert child.status() == 0
     assert supervisor.living() == []
 
 
-def test_processes_that_do_not_end_are_killed(supervisor: Supervisor) -> None:
+def test_unending_processes_are_killed(supervisor: Supervisor) -> None:
     child = supervisor.start("stubborn", lambda: python(STUBBORN), is_foreign=True)
-    hear(child.process)
+    first_line(child.process)
     supervisor.close(0.1, signal.SIGTERM)
     assert child.status() == -signal.SIGKILL
 
@@ -60,7 +60,7 @@ def test_processes_that_do_not_end_are_killed(supervisor: Supervisor) -> None:
 def test_children_of_a_foreign_program_end_with_it(supervisor: Supervisor) -> None:
     """Even in a session of its own, where no signal to the program's group comes."""
     child = supervisor.start("foreign", lambda: python(PARENT), is_foreign=True)
-    started = psutil.Process(int(hear(child.process)))
+    started = psutil.Process(int(first_line(child.process)))
     supervisor.close(PATIENCE_S, signal.SIGTERM)
     psutil.wait_procs([started], timeout=PATIENCE_S)
     assert not started.is_running()

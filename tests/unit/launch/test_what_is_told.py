@@ -14,7 +14,7 @@ from paceline.training.driver import RunningLoss
 from paceline.training.results import TrainResult, mean_loss, summarize_staleness
 
 
-def test_a_shard_that_two_workers_read_counts_once(tmp_path: Path) -> None:
+def test_a_shard_read_by_two_workers_counts_once(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"good\nbad\ngood\nworse\n")
     bad = [str(file), 5, None, "bad", "no label"]
@@ -47,10 +47,10 @@ def test_no_nan_in_json() -> None:
         lost_workers=0,
         bytes=0,
     )
-    told = json.loads(json.dumps(result.as_json(), allow_nan=False))
-    assert told["auc"] is None
-    assert told["train_log_loss"] is None
-    assert told["staleness"] == {"mean": 0.4, "max": 2, "histogram": [4, 0, 1], "dropped": 7}
+    report = json.loads(json.dumps(result.as_json(), allow_nan=False))
+    assert report["auc"] is None
+    assert report["train_log_loss"] is None
+    assert report["staleness"] == {"mean": 0.4, "max": 2, "histogram": [4, 0, 1], "dropped": 7}
 
 
 def test_no_staleness_at_all() -> None:
@@ -63,7 +63,7 @@ def test_the_running_loss_forgets_the_beginning() -> None:
     assert running.add(10_000, 14_000.0, 20_000.0) == 0.7  # each counts twice
     assert running.add(60_000, 54_000.0, 120_000.0) == 0.4  # of the last 50,000
     assert running.add(120_000, 90_000.0, 240_000.0) == 0.3
-    assert running.add(119_000, 89_400.0, 238_000.0) is None  # a worker died: the sums begin anew
+    assert running.add(119_000, 89_400.0, 238_000.0) is None  # a worker died: the sums begin again
     assert running.add(129_000, 95_400.0, 258_000.0) == 0.3
 
 

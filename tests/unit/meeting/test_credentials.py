@@ -22,7 +22,7 @@ def nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
 
 
-def test_the_first_makes_a_key_and_all_others_find_it(tmp_path: Path) -> None:
+def test_the_first_process_makes_a_key_and_all_other_processes_find_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         keys = list(pool.map(lambda _: user_key(tmp_path), range(32)))
     assert len(set(keys)) == 1
@@ -32,7 +32,7 @@ def test_the_first_makes_a_key_and_all_others_find_it(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_others_can_enter_is_passed_over(tmp_path: Path) -> None:
+def test_a_folder_open_to_other_users_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "last").mkdir()
     (tmp_path / "paceline").mkdir(mode=0o755)
     user_key(tmp_path)
@@ -57,21 +57,21 @@ def test_a_folder_of_another_user_is_passed_over(tmp_path: Path) -> None:
         user_key(tmp_path)
 
 
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_key_readable_by_other_users_is_refused(tmp_path: Path) -> None:
     user_key(tmp_path)
     (tmp_path / "paceline" / "key").chmod(0o644)
     with pytest.raises(UsageError, match="readable by other users"):
         user_key(tmp_path)
 
 
-def test_a_key_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_key_is_refused(tmp_path: Path) -> None:
     user_key(tmp_path)
     (tmp_path / "paceline" / "key").write_bytes(b"")
     with pytest.raises(UsageError, match="has 0 bytes, expected 32; remove it"):
         user_key(tmp_path)
 
 
-def test_nothing_that_another_user_knows_makes_the_secret(tmp_path: Path) -> None:
+def test_the_secret_does_not_follow_from_public_values(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     chosen = choose_secret(None, is_local=True, where="127.0.0.1:1", runtime_dir=tmp_path)
     assert chosen == choose_secret(None, is_local=True, where="127.0.0.1:2", runtime_dir=tmp_path)

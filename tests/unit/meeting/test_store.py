@@ -64,16 +64,16 @@ def test_a_key_is_written_once(store: Store) -> None:
     assert store.get("key", soon()) == b"other"
 
 
-def test_a_get_waits_for_its_key_and_delays_no_other_call(store: Store) -> None:
+def test_a_get_waits_for_the_key_and_delays_no_other_call(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(store.get, f"key {number // 2}", soon()) for number in range(8)]
         for number in range(4):
             store.set(f"key {number}", b"%d" % number)
-        assert [each.result(PATIENCE_S) for each in waiting] == [b"%d" % (number // 2) for number in range(8)]
+        assert [future.result(PATIENCE_S) for future in waiting] == [b"%d" % (number // 2) for number in range(8)]
 
 
 @pytest.mark.parametrize("wait_s", [0.05, -1.0])
-def test_a_key_that_is_never_set_is_named(store: Store, wait_s: float) -> None:
+def test_a_missing_key_is_named(store: Store, wait_s: float) -> None:
     with pytest.raises(DeadlineError, match=r"'.*address of rank 3'.* not set"):
         store.get("address of rank 3", soon(wait_s))
     store.set("address of rank 3", b"here")
@@ -109,7 +109,7 @@ def test_exchange_gives_everybody_all_values(store: Store) -> None:
         values = [
             pool.submit(exchange, store, rank, 4, b"%d" % rank, soon(), description="group 'all'") for rank in range(4)
         ]
-        assert [each.result() for each in values] == [[b"0", b"1", b"2", b"3"]] * 4
+        assert [value.result() for value in values] == [[b"0", b"1", b"2", b"3"]] * 4
 
 
 def test_exchange_names_missing_ranks(store: Store) -> None:
@@ -127,32 +127,32 @@ def test_collect_waits_for_all_and_reports_which_are_missing(store: Store) -> No
         waiting = [pool.submit(store.collect, ["a", "b", "c"], soon()) for _ in range(3)]
         store.set("b", b"")
         store.set("c", b"3")
-        assert [each.result(PATIENCE_S) for each in waiting] == [[b"1", b"", b"3"]] * 3
+        assert [future.result(PATIENCE_S) for future in waiting] == [[b"1", b"", b"3"]] * 3
     assert store.collect([], 0.0) == []
 
 
-def test_an_exchange_looks_from_time_to_time_whether_the_missing_live(
+def test_an_exchange_checks_periodically_whether_the_missing_ranks_live(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.meeting.store._FIRST_CHECK_S", 0.05)
     monkeypatch.setattr("paceline.meeting.store._CHECK_INTERVAL_S", 0.05)
-    looks: list[Sequence[int]] = []
+    checks: list[Sequence[int]] = []
 
     def check(missing: Sequence[int]) -> None:
-        looks.append(missing)
-        if len(looks) == 3:
+        checks.append(missing)
+        if len(checks) == 3:
             raise ZeroDivisionError
 
     store.set("here/rank 2", b"2")
     with pytest.raises(ZeroDivisionError):
         exchange(store, 0, 3, b"0", soon(), description="here", check=check)
-    assert looks == [(1,)] * 3
+    assert checks == [(1,)] * 3
 
 
-def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_over_the_network_costs_every_rank_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 16
     owner = served()
-    others = [
+    joiners = [
         NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=rank), timeout_s=PATIENCE_S)
         for rank in range(1, size)
     ]
@@ -166,13 +166,13 @@ def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: 
     monkeypatch.setattr(NetworkStore, "call", count)
     with ThreadPoolExecutor(size) as pool:
         values = [
-            pool.submit(exchange, each, rank, size, b"%d" % rank, soon(), description="it")
-            for rank, each in enumerate([owner, *others])
+            pool.submit(exchange, store, rank, size, b"%d" % rank, soon(), description="it")
+            for rank, store in enumerate([owner, *joiners])
         ]
-        assert all(each.result(PATIENCE_S) == [b"%d" % rank for rank in range(size)] for each in values)
+        assert all(value.result(PATIENCE_S) == [b"%d" % rank for rank in range(size)] for value in values)
     assert len(requests) == 2 * size
-    for each in [*others, owner]:
-        each.close()
+    for store in [*joiners, owner]:
+        store.close()
 
 
 def test_the_network_store_wants_the_token() -> None:
@@ -196,7 +196,7 @@ def test_closing_wakes_waiting_threads() -> None:
     owner.close()
 
 
-def test_the_owner_lets_others_finish() -> None:
+def test_the_owner_lets_other_ranks_finish() -> None:
     owner = served()
     other = NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
     owner.set("key", b"value")
@@ -208,7 +208,7 @@ def test_the_owner_lets_others_finish() -> None:
     assert not closing.is_alive()
 
 
-def test_a_rank_that_is_late_to_look_finds_the_numbers_of_its_own_groups() -> None:
+def test_a_late_rank_finds_the_numbers_of_the_right_groups() -> None:
     """The other one has made its second group, of the same ranks, before this one has looked for the first."""
     store = MemoryStore()
     is_made = threading.Event()
@@ -228,5 +228,5 @@ def test_a_rank_that_is_late_to_look_finds_the_numbers_of_its_own_groups() -> No
         return made
 
     with ThreadPoolExecutor(2) as pool:
-        made = [each.result(2 * PATIENCE_S) for each in [pool.submit(make, rank) for rank in range(2)]]
+        made = [future.result(2 * PATIENCE_S) for future in [pool.submit(make, rank) for rank in range(2)]]
     assert made == [["all/0,1#1", "all/0,1#2", "all/0,1#3"]] * 2

@@ -41,7 +41,7 @@ def test_a_dead_process_is_known_before_it_is_reaped(other: subprocess.Popen[byt
 
 
 @pytest.mark.usefixtures("_pidfd")
-def test_one_that_was_dead_from_the_first_is_known(other: subprocess.Popen[bytes]) -> None:
+def test_a_rank_dead_from_the_start_is_reported(other: subprocess.Popen[bytes]) -> None:
     other.kill()
     other.wait()
     watch = Watch({1: other.pid})

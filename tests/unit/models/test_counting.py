@@ -51,8 +51,8 @@ def test_counts_are_never_too_small_and_seldom_too_large() -> None:
     found = estimates(sketch, features, num_cells)
     assert (found >= times).all()
     # Of blocks with as many others as there are on average, n: all three cells are others' too.
-    others = len(features) * BLOCK / num_cells
-    assert np.mean(found > times) < 1.5 * (1 - (1 - DEPTH / BLOCK) ** others) ** DEPTH
+    collisions = len(features) * BLOCK / num_cells
+    assert np.mean(found > times) < 1.5 * (1 - (1 - DEPTH / BLOCK) ** collisions) ** DEPTH
     assert max(sketch) < num_cells // BLOCK
     assert len(FeatureCounts(features[:0], num_cells, FrequentFeatures()).blocks) == 0
     assert len({*MASKS.tolist()}) == len(MASKS) == comb(BLOCK, DEPTH)
@@ -60,7 +60,7 @@ def test_counts_are_never_too_small_and_seldom_too_large() -> None:
 
 
 def test_counts_stop_at_the_limit() -> None:
-    """A cell that has come so far counts no more, and a block none of whose cells is below is not pushed."""
+    """A cell at the limit counts no further. A block without cells below the limit is not pushed."""
     sketch, feature = Sketch(), np.array([7], np.uint64)
     for _ in range(5):
         push(sketch, feature, 1 << 16, np.array([2]), enough=5)
@@ -71,7 +71,7 @@ def test_counts_stop_at_the_limit() -> None:
 
 
 def test_two_features_of_one_block() -> None:
-    """Of one cell that counts for both, what both have; each block stands once."""
+    """A shared cell counts the features of both, and each block occurs once."""
     features = np.arange(50, dtype=np.uint64)
     counted = FeatureCounts(features, 16, FrequentFeatures())
     assert sorted(counted.blocks.tolist()) == [0, 1]
@@ -114,7 +114,7 @@ def test_only_frequent_features_are_learned() -> None:
         counts = rows_of(sketch, minibatch.keys[1])
         gradients, _ = minibatch.gradients([np.zeros((len(minibatch.keys[0]), 1), np.float32), counts])
         assert set(minibatch.gradient_keys[0].tolist()) == learned | {int(BIAS_KEY)}
-        assert [len(each) for each in gradients] == [len(each) for each in minibatch.gradient_keys]
+        assert [len(gradient) for gradient in gradients] == [len(keys) for keys in minibatch.gradient_keys]
         # The rule of that table, SGD, takes gradients off.
         assert -float(gradients[1].sum()) == (DEPTH * len(keys) if is_first_pass else 0)
     assert len(model.prepare(batch, KeyScratch()).keys) == 1  # predictions need no counts
@@ -129,7 +129,7 @@ def test_a_factorization_machine_is_counted_too() -> None:
         for keys, table in zip(minibatch.keys[:-1], model.tables, strict=False)
     ]
     gradients, _ = minibatch.gradients([*weights, np.zeros((len(minibatch.keys[-1]), BLOCK), np.float32)])
-    assert [each.tolist() for each in minibatch.gradient_keys[:2]] == [[5, int(BIAS_KEY)], [5]]
+    assert [keys.tolist() for keys in minibatch.gradient_keys[:2]] == [[5, int(BIAS_KEY)], [5]]
     assert gradients[1].shape == (1, 8)
 
 

@@ -45,7 +45,7 @@ def perceptron(x: Array, layers: list[Array]) -> Array:
 
 
 def margin(model: DeepModel, vectors: Array, layers: list[Array]) -> float:
-    """Return what factors of columns (float64 [columns, dim]) add to a margin."""
+    """Return the part of a margin from the factors of columns (float64 [columns, dim])."""
     x = vectors.reshape(-1)
     if model.name == "deepfm":
         pairs = sum(vectors[a] @ vectors[b] for a in range(len(vectors)) for b in range(a))
@@ -73,7 +73,7 @@ def test_outputs_of_deep_models(name: str) -> None:
     features = minibatch.keys[0][:-1].tolist()
     weights[2][:] = 5
     weights[2][features.index(9)] = 4
-    first, factors, _, *layers = (each.astype(np.float64) for each in weights)
+    first, factors, _, *layers = (weight.astype(np.float64) for weight in weights)
     found = []
     for row, pairs in enumerate((range(5), range(5, 8))):
         vectors, total = np.zeros((5, 2)), 0.25 + first[-1, 0]
@@ -107,13 +107,13 @@ def test_layers_are_learned_where_features_are_counted(name: str) -> None:
     rows = zip(minibatch.keys, model.tables, strict=True)
     minibatch.gradients([np.ones((len(keys), table.dim), np.float32) for keys, table in rows])
     assert [len(keys) for keys in minibatch.gradient_keys[:2]] == [1, 0]  # the bias alone: all have occurred once
-    assert [keys.tolist() for keys in minibatch.gradient_keys[3:-1]] == [each.tolist() for each in model.layer_keys]
+    assert [keys.tolist() for keys in minibatch.gradient_keys[3:-1]] == [keys.tolist() for keys in model.layer_keys]
 
 
 def test_layers() -> None:
     model = make_deep("dcn", dim=2, hidden=(5, 4), cross_layers=1).of_columns("criteo", None)
     assert isinstance(model, DeepModel)
-    assert [each[2:] for each in model.layers] == [(78, 78), (78, 5), (5, 4), (82, 1)]
+    assert [layer[2:] for layer in model.layers] == [(78, 78), (78, 5), (5, 4), (82, 1)]
     keys = np.concatenate(model.layer_keys)
     assert len(np.unique(keys)) == len(keys) == 78 + 5 + 4 + 1
     table = Layer("one", 3, 16, 2).table(Adam(lr=0.5))
@@ -126,7 +126,7 @@ def test_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         ("deepfm", {"hidden": (0,)}, "--hidden 0: expected 1 to 16 numbers of units"),
         ("deepfm", {"hidden": ()}, "expected 1 to 16 numbers of units"),
@@ -141,8 +141,8 @@ def test_layers() -> None:
         ("fm", {"hidden": (3,)}, "--hidden is not an option of --model fm"),
     ],
 )
-def test_settings(name: str, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_settings(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make_model(name, **settings)
 
 
@@ -161,16 +161,16 @@ def test_data_without_columns(format: str) -> None:
 
 
 def test_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said before a training starts, and where a saved model is to predict."""
-    said = r"--model dcn needs PyTorch, which is not installed: pip install 'paceline\[torch\]'"
+    """The error appears before a training starts, and before a saved model predicts."""
+    message = r"--model dcn needs PyTorch, which is not installed: pip install 'paceline\[torch\]'"
     layout = RowLayout(categorical=("a", "b"))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "paceline.models.deep.networks", None)
         patch.delattr(deep, "networks", raising=False)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             make_deep("dcn", layout=layout).import_libraries()
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             make_deep("dcn", layout=layout).prepare(make_pairs(0), KeyScratch())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         make_model("dcn").of_columns("criteo", None)

@@ -42,7 +42,7 @@ def test_rows_of_lists_are_refused(lengths: tuple[int, int]) -> None:
             layout.fields_of(batch)
 
 
-def test_rows_with_a_field_for_each_feature() -> None:
+def test_rows_with_a_field_for_every_feature() -> None:
     batch = Batch(np.zeros(2, np.float32), np.array([0, 4, 5]), np.arange(5, dtype=np.uint64))
     batch.fields = np.array([field_of(name) for name in ("b", "a", "b", "new", "a")], np.uint32)
     for layout in (RowLayout(categorical=("a", "b"), is_open=True), RowLayout(categorical=("a",), numeric=("b",))):
@@ -56,7 +56,7 @@ def test_rows_with_a_field_for_each_feature() -> None:
 
 @pytest.mark.parametrize("kind", ["ffm", "deepfm"])
 def test_a_field_with_several_features(kind: str) -> None:
-    """All pairs of features for ffm, also those of one field; sums over a field for networks."""
+    """ffm uses all pairs of features, also within a field; networks use sums over a field."""
     layout = RowLayout(categorical=("a", "b"), is_open=True)
     batch = Batch(np.zeros(1, np.float32), np.array([0, 3]), np.array([5, 6, 7], np.uint64), np.array([1, 2, 3], "f4"))
     batch.fields = np.array([field_of(name) for name in "baa"], np.uint32)
@@ -83,7 +83,7 @@ def test_a_field_with_several_features(kind: str) -> None:
 
 
 def make_pairs(seed: int, n: int = 8000, num_values: int = 6) -> Batch:
-    """Examples of two categories, of which only the pair tells."""
+    """Return examples of two categories whose label depends on the pair only."""
     rng = np.random.default_rng(seed)
     categories = rng.integers(0, num_values, (n, 2))
     labels = rng.random(n) < np.where(categories.sum(axis=1) % 2 == 0, 0.8, 0.2)
@@ -110,7 +110,7 @@ def test_settings() -> None:
         FieldAwareMachine().of_columns("libsvm", None)
     layout = FieldAwareMachine().of_columns("vw", None, ("a", "b")).layout
     assert layout is not None
-    assert len(layout) == 3  # one for fields that nobody has seen
+    assert len(layout) == 3  # one for unknown fields
     for fields in (("a", "b"), ()):
         with pytest.raises(UsageError, match=r"jsonl has none.*--model fm"):
             FieldAwareMachine().of_columns("jsonl", Columns("y", fields, is_open=True))

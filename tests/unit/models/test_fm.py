@@ -20,7 +20,7 @@ N, NUM_VALUES = 8000, 6
 
 
 def make_pairs(seed: int) -> Batch:
-    """Examples of two categories, each as often with a click as without; only the pair tells."""
+    """Return examples of two categories, each as often with a click as without. The label depends on the pair only."""
     rng = np.random.default_rng(seed)
     categories = rng.integers(0, NUM_VALUES, (N, 2))
     is_likely = (categories[:, 0] + categories[:, 1]) % 2 == 0
@@ -30,7 +30,7 @@ def make_pairs(seed: int) -> Batch:
     return Batch(labels.astype(np.float32), indptr, categories.reshape(-1).astype(np.uint64))
 
 
-def test_interactions_that_no_linear_model_learns() -> None:
+def test_nonlinear_interactions() -> None:
     batch, labels = make_pairs(0), make_pairs(1).labels
     rule = FTRL(alpha=0.1, l1=0.0)
     linear, _ = train(SparseLogisticRegression(), batch, rule, epochs=6, unseen=make_pairs(1))
@@ -54,7 +54,7 @@ def test_features_without_a_weight_have_no_factors() -> None:
     rng = np.random.default_rng(0)
     weights, factors = (rng.normal(size=(len(minibatch.keys[0]), 1)), rng.normal(size=(len(minibatch.keys[1]), 4)))
     weights[:3] = 0
-    wide = [each.astype(np.float32) for each in (weights, factors, np.ones((len(factors), 1)))]
+    wide = [array.astype(np.float32) for array in (weights, factors, np.ones((len(factors), 1)))]
     predicted = minibatch.predict(wide).copy()
     gradients, _ = minibatch.gradients(wide)
     assert set(minibatch.gradient_keys[1]) == set(minibatch.keys[1][3:])
@@ -63,8 +63,8 @@ def test_features_without_a_weight_have_no_factors() -> None:
     assert np.array_equal(minibatch.predict(wide), predicted)
 
 
-def test_features_have_factors_from_their_nth_occurrence() -> None:
-    """They are counted as far as that."""
+def test_features_have_factors_from_the_nth_occurrence() -> None:
+    """Features are counted up to this number."""
     batch = make_pairs(0).slice(0, 640)
     model = SparseFactorizationMachine(dim=4, factor_min_count=80)
     keys, counts = np.unique(batch.keys, return_counts=True)

@@ -41,7 +41,7 @@ def test_which_columns(text: str, crosses: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a", "expected two or three columns"),
         ("a:b:c:x", "'a:b:c:x' is invalid"),
@@ -51,8 +51,8 @@ def test_which_columns(text: str, crosses: list[str]) -> None:
         ("*:d", "unknown column 'd'"),
     ],
 )
-def test_no_crosses(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said.replace("*", r"\*")):
+def test_no_crosses(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("*", r"\*")):
         crosses_of(text)
     with pytest.raises(UsageError, match="libsvm has no columns to cross"):
         Interactions(text="a:b").of_columns("libsvm", None)
@@ -93,14 +93,14 @@ def test_the_kernel_and_a_loop(has_values: bool) -> None:
         pairs = list(
             zip(batch.keys[own].tolist(), [1.0] * 5 if batch.values is None else batch.values[own], strict=False)
         )
-        there = dict(enumerate(pairs[:3])) | {numbers[key]: (key, value) for key, value in pairs[3:]}
+        known_pairs = dict(enumerate(pairs[:3])) | {numbers[key]: (key, value) for key, value in pairs[3:]}
         expected = list(pairs)
         for cross in interactions.crosses:
-            if all(column in there for column in cross):
-                key, value = there[cross[0]]
+            if all(column in known_pairs for column in cross):
+                key, value = known_pairs[cross[0]]
                 for column in cross[1:]:
-                    key = int(cross_keys(np.uint64(key), np.uint64(there[column][0])))
-                    value = np.float32(value) * np.float32(there[column][1])
+                    key = int(cross_keys(np.uint64(key), np.uint64(known_pairs[column][0])))
+                    value = np.float32(value) * np.float32(known_pairs[column][1])
                 expected.append((key, value))
         found = slice(*crossed.indptr[row : row + 2])
         assert crossed.keys[found].tolist() == [key for key, _ in expected]
@@ -140,7 +140,7 @@ def test_fields_with_several_features(has_values: bool) -> None:
     )
     random = np.random.default_rng(1)
     lengths = random.integers(0, 9, 40)
-    numbers = random.integers(0, 6, lengths.sum())  # 5: a field that nobody knew
+    numbers = random.integers(0, 6, lengths.sum())  # 5: an unknown field
     names = (*FIELDS, "other")
     keys = random.integers(1, 2**63, len(numbers)).astype(np.uint64)
     values = random.normal(size=len(keys)).astype(np.float32) if has_values else None
@@ -154,13 +154,13 @@ def test_fields_with_several_features(has_values: bool) -> None:
         expected = [(int(keys[i]), float((ones if values is None else values)[i])) for i in pairs]
         for cross in interactions.crosses:
             chosen = {
-                tuple(sorted(each, key=lambda i: (numbers[i], keys[i])))
-                for each in itertools.permutations(pairs, len(cross))
-                if tuple(sorted(numbers[list(each)])) == cross
+                tuple(sorted(permutation, key=lambda i: (numbers[i], keys[i])))
+                for permutation in itertools.permutations(pairs, len(cross))
+                if tuple(sorted(numbers[list(permutation)])) == cross
             }
-            for first, *rest in chosen:
+            for first, *remaining in chosen:
                 key, value = keys[first], (ones if values is None else values)[first]
-                for other in rest:
+                for other in remaining:
                     key = np.uint64(cross_keys(key, keys[other]))
                     value = value * (ones if values is None else values)[other]
                 expected.append((int(key), float(value)))
@@ -184,7 +184,7 @@ def test_the_order_of_columns_counts_in_a_key() -> None:
 
 
 @pytest.mark.parametrize("name", ["lr", "fm", "regression", "poisson"])
-def test_a_model_keeps_them(name: str) -> None:
+def test_a_model_stores_the_interactions(name: str) -> None:
     model = make_model(name, interactions=Interactions(text="a:x").of_columns("csv", COLUMNS))
     assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.with_defaults()
     batch = rows(has_values=True)

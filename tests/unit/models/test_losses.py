@@ -52,7 +52,7 @@ def test_regression_is_least_squares() -> None:
 
 
 def test_weights_are_repetitions() -> None:
-    """An example of weight 2 moves a model as far as two of it do."""
+    """An example of weight 2 changes a model as much as two equal examples."""
     examples = make_examples()[:64]
     labels = np.arange(64) % 3
     weights = (np.arange(64) % 4).astype(np.float32)
@@ -79,7 +79,7 @@ def test_poisson_finds_the_rates() -> None:
     assert np.abs(np.log(predicted / rates)).mean() < 0.03
     found = model.evaluate(batch.labels, predicted)
     assert found.calibration == pytest.approx(1, abs=0.02)
-    assert found.deviance == pytest.approx(1, abs=0.1)  # that of the truth is about 1
+    assert found.deviance == pytest.approx(1, abs=0.1)  # the true model has about 1
     assert 0.8 < found.d2 < 1
 
 
@@ -105,7 +105,7 @@ def gradients_of(model: SparseModel, labels: list[float]) -> Callable[[], object
     return lambda: minibatch.gradients([np.zeros((2, model.num_outputs), np.float32)])
 
 
-def test_labels_that_a_model_does_not_take() -> None:
+def test_invalid_labels_of_a_model() -> None:
     with pytest.raises(DataError, match=r"label -1: a Poisson regression"):
         gradients_of(PoissonRegression(), [2, -1])()
     with pytest.raises(DataError, match=r"label 5, .* classes are 0, 1, 2\..*--classes"):
@@ -128,7 +128,7 @@ def test_nothing_to_evaluate_or_to_learn_from() -> None:
     assert SoftmaxRegression(classes=(0, 1)).evaluate(nothing, np.empty((0, 2), np.float32)).examples == 0
 
 
-def test_classes_as_a_user_writes_them() -> None:
+def test_classes_in_the_notation_of_users() -> None:
     assert parse_classes("3") == (0, 1, 2)
     assert SoftmaxRegression(classes=parse_classes("5,-1,2")).classes == (-1, 2, 5)
     for text, message in {
@@ -164,7 +164,7 @@ def test_counts_of_zero_leave_finite_losses() -> None:
     assert deviance < 20
 
 
-def test_a_poisson_regression_that_has_diverged_is_not_corrected() -> None:
+def test_a_diverged_poisson_regression_is_not_corrected() -> None:
     model = PoissonRegression()
     labels, predictions = np.array([1.0, 2.0], np.float32), np.zeros(2, np.float32)
     assert model.calibrated(labels, predictions) is model

@@ -35,7 +35,7 @@ def brute_force_auc(labels: list[int], scores: list[float]) -> float:
     return float(right / (len(positive) * len(negative)))
 
 
-def some_predictions(n: int, dtype: type = np.float64) -> tuple[Array, Array]:
+def random_predictions(n: int, dtype: type = np.float64) -> tuple[Array, Array]:
     random = np.random.default_rng(1)
     labels = (random.random(n) < 0.25).astype(np.float32)
     scores = np.round(0.2 + 0.1 * labels + 0.5 * random.random(n), 3)  # with ties
@@ -51,14 +51,14 @@ def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[int, float]]) -> N
         assert auc(np.array(labels, np.float32), given_scores) == pytest.approx(expected, abs=0, nan_ok=True)
 
 
-def test_auc_does_not_round_scores_that_float32_cannot_tell_apart() -> None:
+def test_auc_does_not_round_close_scores() -> None:
     scores = np.array([0.5, np.nextafter(0.5, 1)])
     assert auc([0, 1], scores) == 1.0
     assert auc([1, 0], scores) == 0.0
     assert auc([0, 1], scores.astype(np.float32)) == 0.5
 
 
-def test_auc_leaves_its_arguments_alone() -> None:
+def test_auc_does_not_change_the_arguments() -> None:
     labels, scores = np.array([1, 0, 1]), np.array([0.9, 0.4, 0.1])
     auc(labels, scores)
     assert labels.tolist() == [1, 0, 1]
@@ -68,7 +68,7 @@ def test_auc_leaves_its_arguments_alone() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_agrees_with_scikit_learn(dtype: type) -> None:
     metrics = pytest.importorskip("sklearn.metrics")
-    labels, probabilities = some_predictions(200_000, dtype)
+    labels, probabilities = random_predictions(200_000, dtype)
     result = evaluate(labels, probabilities)
     assert result.auc == pytest.approx(metrics.roc_auc_score(labels, probabilities), rel=1e-12)
     double = probabilities.astype(np.float64)
@@ -79,19 +79,19 @@ def test_agrees_with_scikit_learn(dtype: type) -> None:
 
 
 def test_evaluate_has_the_single_metrics() -> None:
-    labels, p = some_predictions(100)
+    labels, p = random_predictions(100)
     found = evaluate(labels, p)
     assert (found.auc, found.log_loss) == (auc(labels, p), log_loss(labels, p))
     assert set(found.as_json()) == {"auc", "log_loss", "calibration", "accuracy"}
     assert (found.examples, found.positives) == (100, int(labels.sum()))
 
 
-def test_metrics_that_labels_do_not_have_are_reported_in_words() -> None:
+def test_metrics_undefined_for_the_labels_are_reported_in_words() -> None:
     assert (
         evaluate([0, 0], [0.5, 0.5]).sentence() == "no AUC (all labels are negative), log loss 0.6931, accuracy 0.0000"
     )
-    told = "no AUC (all labels are positive), log loss 0.6931, calibration 0.500, accuracy 1.0000"
-    assert evaluate([1, 1], [0.5, 0.5]).sentence() == told
+    text = "no AUC (all labels are positive), log loss 0.6931, calibration 0.500, accuracy 1.0000"
+    assert evaluate([1, 1], [0.5, 0.5]).sentence() == text
     assert evaluate([1, 0], [0.5, 0.25]).sentence().startswith("AUC 1.0000, log loss ")
 
 

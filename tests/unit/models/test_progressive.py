@@ -33,32 +33,32 @@ def test_losses_at_doubling_rows() -> None:
     for loss in (0.7, 0.5, 0.4, 0.4, 0.2):
         worker.add(64, loss * 64, ExampleSums(64.0, 16.0, 32.0, 128))
     found = progressive_losses(worker.counters)
-    assert [each.examples for each in found] == [64, 128, 256, 320]
-    assert [each.loss for each in found] == pytest.approx([0.7, 0.6, 0.5, 0.44])
-    assert [each.loss_since_last for each in found] == pytest.approx([0.7, 0.5, 0.4, 0.2])
-    assert {(each.label, each.prediction, each.features) for each in found} == {(0.25, 0.5, 2.0)}
+    assert [report.examples for report in found] == [64, 128, 256, 320]
+    assert [report.loss for report in found] == pytest.approx([0.7, 0.6, 0.5, 0.44])
+    assert [report.loss_since_last for report in found] == pytest.approx([0.7, 0.5, 0.4, 0.2])
+    assert {(report.label, report.prediction, report.features) for report in found} == {(0.25, 0.5, 2.0)}
     assert len(found[0].line()) == len(HEADING)
 
 
-def test_examples_count_as_often_as_they_weigh() -> None:
+def test_examples_count_by_weight() -> None:
     worker = FirstPass()
     for loss, weight in ((0.8, 1.0), (0.2, 3.0)):
         worker.add(64, loss * 64 * weight, ExampleSums(64.0 * weight, 16.0 * weight, None, 128))
     found = progressive_losses(worker.counters)
-    assert [each.loss for each in found] == pytest.approx([0.8, 0.35])
-    assert [each.loss_since_last for each in found] == pytest.approx([0.8, 0.2])
+    assert [report.loss for report in found] == pytest.approx([0.8, 0.35])
+    assert [report.loss_since_last for report in found] == pytest.approx([0.8, 0.2])
 
 
 def test_all_workers_together() -> None:
     """One worker saw fewer rows: its last ones count where they were seen."""
     found = progressive_losses(summed(a_pass(8, 0.6), a_pass(3, 0.3)))
-    assert [each.examples for each in found] == [128, 128 + 32 + 64, 256 + 96]
+    assert [report.examples for report in found] == [128, 128 + 32 + 64, 256 + 96]
     assert found[-1].loss == pytest.approx((0.6 * 256 + 0.3 * 96) / 352)
 
 
 def test_unsettled_losses_are_not_reported() -> None:
     quick, slow = a_pass(9, 0.6), a_pass(3, 0.3)
-    assert [each.examples for each in progressive_losses(summed(quick, slow), 2)] == [128]
+    assert [loss.examples for loss in progressive_losses(summed(quick, slow), 2)] == [128]
     assert progressive_losses(summed(quick), 2) == []
     assert progressive_losses({"examples": 5.0}, 1) == progressive_losses({}) == []
 
@@ -78,7 +78,7 @@ def test_sums_below_zero_and_no_predictions() -> None:
 
 @pytest.mark.parametrize("name", ["lr", "fm", "regression", "poisson", "softmax"])
 def test_sums_of_a_minibatch(name: str) -> None:
-    """Those of the predictions that the losses are of, each as often as its example counts."""
+    """The sums of the predictions of the losses' examples, weighted as the examples are."""
     labels, weights = np.array([1.0, 0.0, 1.0], np.float32), np.array([1.0, 2.0, 0.5], np.float32)
     keys = np.array([5, 6, 5, 7], np.uint64)
     batch = Batch(labels, np.array([0, 2, 3, 4]), keys, None, weights)

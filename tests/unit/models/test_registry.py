@@ -1,4 +1,4 @@
-"""Every model by its name: its settings travel, and its gradients are those of its loss."""
+"""Every model by name: its settings can be sent, and its gradients are those of its loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_batch(num_examples: int = 7, num_keys: int = 12, num_columns: int = 0) 
 
 
 def columns_of(model: SparseModel) -> int:
-    """Return how many columns the model knows the data to have; 0 if it does not care."""
+    """Return the number of columns that the model assumes; 0 if it makes no assumption."""
     return len(getattr(model, "layout", None) or ())
 
 
@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "softmax": {"classes": (0, 1, 4)},
 }
 LOSS_BY_GRADIENT = {"regression": 2.0, "poisson": 2.0}
-"""What is told as their loss is so many times what they minimize."""
+"""The reported loss divided by the minimized loss."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,7 +62,7 @@ def test_settings_travel(name: str) -> None:
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_loss(name: str, is_weighted: bool) -> None:
+def test_gradients_equal_the_gradients_of_the_loss(name: str, is_weighted: bool) -> None:
     model, scratch, rng = make_model(name, **SETTINGS.get(name, {})), KeyScratch(), np.random.default_rng(2)
     batch = make_batch(num_columns=columns_of(model))
     if is_weighted:
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_the_loss(name: str, is_weighted: bool) -> None:
         for at in np.ndindex(rows.shape):
             losses = []
             for sign in (1, -1):
-                moved = [each.copy() for each in weights]
+                moved = [weight.copy() for weight in weights]
                 moved[number][at] += sign * step
                 losses.append(minibatch.gradients(moved)[1])
             found[at] = (losses[0] - losses[1]) / (2 * step * LOSS_BY_GRADIENT.get(name, 1.0))
@@ -106,7 +106,7 @@ def test_every_key_once_and_empty_batches(name: str) -> None:
         ]
         gradients, loss = minibatch.gradients(weights)
         sizes = [len(keys) * table.dim for keys, table in zip(minibatch.gradient_keys, model.tables, strict=True)]
-        assert [np.size(each) for each in gradients] == sizes
+        assert [np.size(gradient) for gradient in gradients] == sizes
         assert np.isfinite(loss)
         predictions = minibatch.predict(weights)
         assert predictions.shape == (

@@ -33,7 +33,7 @@ def test_rates_have_three_digits(per_s: float, text: str) -> None:
     assert format_rate(per_s) == text
 
 
-def test_a_rate_can_name_its_unit() -> None:
+def test_a_rate_can_name_the_unit() -> None:
     assert format_rate(1200, " examples") == "1.20k examples/s"
 
 

@@ -115,7 +115,7 @@ def test_output_to_a_file_stays_out_of_the_terminal(
     assert "a result" not in file.getvalue()
 
 
-def test_elsewhere_a_plain_line_comes_now_and_then() -> None:
+def test_without_a_terminal_a_plain_line_is_printed_periodically() -> None:
     console, file = console_for(False, width=40)
     clock = Clock()
     with TrainingProgress(console, clock=clock, plain_every=timedelta(seconds=5)) as progress:

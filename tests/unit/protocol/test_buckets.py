@@ -23,7 +23,7 @@ def test_a_mask_is_the_set(one: set[int], other: set[int]) -> None:
     assert buckets.from_bytes(buckets.to_bytes(mask)) == mask
 
 
-def test_all_of_them() -> None:
+def test_all_buckets() -> None:
     assert list(buckets_in(ALL)) == list(range(NUM_BUCKETS))
     assert buckets.to_bytes(ALL) == b"\xff" * 64
     assert list(buckets_in(0)) == []

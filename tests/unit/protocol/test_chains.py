@@ -76,7 +76,7 @@ def test_the_start_follows_placement() -> None:
     assert planner.version == 1
 
 
-def test_before_the_start_there_is_nothing_to_change() -> None:
+def test_before_the_start_nothing_changes() -> None:
     planner = Planner()
     assert planner.version == 0
     assert planner.chains == ()
@@ -88,7 +88,7 @@ def test_before_the_start_there_is_nothing_to_change() -> None:
     assert not is_stable(planner)
 
 
-def test_a_start_that_cannot_be() -> None:
+def test_an_impossible_start() -> None:
     planner = Planner()
     with pytest.raises(UsageError, match="No servers"):
         planner.start({})
@@ -111,7 +111,7 @@ def test_a_newcomer_is_filled_and_then_takes_over() -> None:
     half = moving & 0b1111
     fill(planner, servers, 102, half)
     assert {planner.chains[bucket] for bucket in buckets_in(half)} == {Chain((102,))}
-    version = planner.version  # said twice
+    version = planner.version  # reported twice
     fill(planner, servers, 102, half)
     assert planner.version == version
     fill(planner, servers, 102, moving)
@@ -119,7 +119,7 @@ def test_a_newcomer_is_filled_and_then_takes_over() -> None:
     assert is_stable(planner)
 
 
-def test_a_join_fills_its_share_only() -> None:
+def test_a_join_fills_only_one_share() -> None:
     planner, servers = started(2, NUM_BUCKETS)
     planner.servers_changed({**servers, 102: 2})
     assert fill_all(planner, servers) <= 1.2 * NUM_BUCKETS / 3
@@ -142,23 +142,23 @@ def test_the_next_in_the_chain_is_primary_at_once_when_a_server_dies() -> None:
 
 def test_a_bucket_without_a_member_is_lost_for_good() -> None:
     planner, servers = started(2)
-    mine = held(planner, 101)
+    own_buckets = held(planner, 101)
     planner.servers_changed({100: 0})
-    assert lost_buckets(planner.groups) == mine
+    assert lost_buckets(planner.groups) == own_buckets
     assert planner.version == 2
-    assert lost_buckets(planner.groups) == mine
-    assert {planner.chains[bucket] for bucket in buckets_in(mine)} == {Chain(())}
+    assert lost_buckets(planner.groups) == own_buckets
+    assert {planner.chains[bucket] for bucket in buckets_in(own_buckets)} == {Chain(())}
     assert is_stable(planner)
     version = planner.version  # reported once; lost buckets cannot be filled
     planner.servers_changed(servers)
     assert planner.version == version
     assert held(planner, 101) == 0
     version = planner.version
-    fill(planner, servers, 101, mine)
+    fill(planner, servers, 101, own_buckets)
     assert planner.version == version
 
 
-def test_a_filling_server_leaves_with_the_last_member_or_at_its_death() -> None:
+def test_a_filling_server_leaves_with_the_last_member_or_at_death() -> None:
     planner, servers = started(1)
     planner.servers_changed({**servers, 101: 1})
     moving = held(planner, 101)
@@ -198,9 +198,9 @@ def test_a_fill_stops_when_it_is_not_wanted() -> None:
 
 def test_a_leaving_server_stays_until_it_is_replaced() -> None:
     planner, servers = started(3, replicas=1)
-    mine = held(planner, 100)
+    own_buckets = held(planner, 100)
     planner.servers_changed(servers, leaving=[100])
-    assert held(planner, 100) == mine
+    assert held(planner, 100) == own_buckets
     fill_all(planner, servers, [100])
     assert held(planner, 100) == 0
     del servers[100]
@@ -237,7 +237,7 @@ def test_a_restarted_server_with_the_same_rank_is_empty() -> None:
     assert planner.chains == placed({100: 0, 102: 1}, 8, 1)
 
 
-def test_a_silent_server_leaves_the_chains_that_have_another_member() -> None:
+def test_a_silent_server_leaves_the_chains_with_another_member() -> None:
     planner, servers = started(3, replicas=1)
     before = planner.chains
     planner.servers_changed(servers, silent=[100])
@@ -251,13 +251,13 @@ def test_a_silent_server_leaves_the_chains_that_have_another_member() -> None:
 
 def test_a_silent_server_stays_in_chains_of_silent_servers() -> None:
     planner, servers = started(3, 32)
-    mine = planner.member_of(100)
-    assert mine
+    own_buckets = planner.member_of(100)
+    assert own_buckets
     planner.servers_changed(servers, silent=[100])
     assert planner.version == 2
-    assert planner.member_of(100) == mine
+    assert planner.member_of(100) == own_buckets
     assert lost_buckets(planner.groups) == 0
-    for bucket in buckets_in(mine):  # who is to have it next waits for it
+    for bucket in buckets_in(own_buckets):  # who is to have it next waits for it
         assert planner.chains[bucket].members == (100,)
         assert planner.chains[bucket].filling in (101, 102)
     planner.servers_changed(servers)  # it comes back
@@ -304,7 +304,7 @@ def test_a_silent_server_is_not_filled() -> None:
     assert planner.chains == placed(servers, 8, 0)
 
 
-def test_a_server_that_was_silent_is_filled_again_where_it_was_left_out() -> None:
+def test_a_formerly_silent_server_is_filled_again() -> None:
     planner, servers = started(2, replicas=1)
     before = planner.chains
     planner.servers_changed(servers, silent=[101])
@@ -331,7 +331,7 @@ def test_restoring_chains_undoes_plans_but_not_the_version() -> None:
     planner.validate()
 
 
-def test_members_are_those_that_have_a_bucket() -> None:
+def test_members_have_a_bucket() -> None:
     planner, servers = started(1)
     assert planner.member_of(100) == 0xFF
     planner.servers_changed({**servers, 101: 1})
@@ -369,7 +369,7 @@ def test_groups_are_the_chains(chains: list[Chain]) -> None:
 
 
 @pytest.mark.parametrize("masks", [(0b11, 0b10), (0b1, 0b100)])
-def test_groups_that_are_no_map(masks: tuple[int, int]) -> None:
+def test_invalid_maps(masks: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="each bucket from 0 on in one group"):
         chains_of([chain_group((1,), None, mask) for mask in masks])
 
@@ -435,7 +435,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.change()
 
     @rule(data=st.data())
-    def fall_silent_or_be_heard(self, data: st.DataObject) -> None:
+    def change_silence(self, data: st.DataObject) -> None:
         if self.servers:
             self.silent ^= {data.draw(st.sampled_from(sorted(self.servers)))}
             self.change()
@@ -444,9 +444,9 @@ class PlannerMachine(RuleBasedStateMachine):
     def plan_and_take_it_back(self, data: st.DataObject) -> None:
         """Undo a plan, except its version."""
         before, groups = self.planner.chains, self.planner.groups
-        some = st.sets(st.sampled_from([*self.servers, 0]))
-        living = {server: self.servers[server] for server in data.draw(some) if server}
-        self.planner.servers_changed(living, data.draw(some), data.draw(some))
+        subset = st.sets(st.sampled_from([*self.servers, 0]))
+        living = {server: self.servers[server] for server in data.draw(subset) if server}
+        self.planner.servers_changed(living, data.draw(subset), data.draw(subset))
         self.planner.restore(groups)
         self.planner.servers_changed(self.servers, self.leaving, self.silent)
         assert self.planner.chains == before
@@ -481,7 +481,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         for _ in range(50):
             groups = self.planner.groups
-            fills = [each for each in groups if each.filling is not None and not self.is_waiting(each.members)]
+            fills = [group for group in groups if group.filling is not None and not self.is_waiting(group.members)]
             if not fills:
                 break
             assert fills[0].filling is not None

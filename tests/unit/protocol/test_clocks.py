@@ -58,7 +58,7 @@ def test_no_worker_advances_before_the_expected_workers_join() -> None:
     assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Unblock("a")]
 
 
-def test_before_that_bounded_delay_allows_its_first_iterations() -> None:
+def test_bounded_delay_allows_the_first_iterations_immediately() -> None:
     gate = Gate(BoundedDelay(tau=2), 2)
     feed(gate, Join(0), Tick(0, 1), Tick(0, 2), Tick(0, 3))
     assert gate.is_open(2)
@@ -78,13 +78,13 @@ def test_a_leaving_worker_stops_counting_immediately() -> None:
     assert feed(gate, Depart(2)) == [Complete(0, (0, 1)), Unblock("a")]
 
 
-def test_a_complete_iteration_lists_dead_workers_that_ticked_it() -> None:
+def test_a_complete_iteration_lists_dead_workers_with_a_tick() -> None:
     gate = gate_of(Sequential(), 3)
     feed(gate, Tick(0, 1), Depart(0), Depart(1))
     assert feed(gate, Tick(2, 1)) == [Complete(0, (0, 2))]
 
 
-def test_the_last_iteration_completes_when_the_others_have_no_work() -> None:
+def test_the_last_iteration_completes_when_the_other_workers_have_no_work() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Tick(0, 1), Finish(0))
     assert feed(gate, Finish(1)) == [Complete(0, (0,))]
@@ -116,7 +116,7 @@ def test_finish_and_resume() -> None:
     assert feed(gate, Tick(1, 3)) == [Complete(2, (0, 1))]
 
 
-def test_resume_keeps_a_higher_clock_of_its_own() -> None:
+def test_resume_keeps_a_higher_clock() -> None:
     gate = gate_of(BoundedDelay(tau=9), 2)
     feed(gate, Tick(1, 5), Finish(1))
     assert feed(gate, Resume(1)) == [Joined(1, 5)]
@@ -143,13 +143,13 @@ def test_a_late_tick_of_a_finished_worker_adds_nothing_to_a_closed_iteration() -
     assert feed(gate, Depart(0)) == []
 
 
-def test_with_all_finished_a_late_tick_still_completes_its_iteration() -> None:
+def test_with_all_finished_a_late_tick_still_completes_the_iteration() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Finish(0), Finish(1))
     assert feed(gate, Tick(0, 1)) == [Complete(0, (0,))]
 
 
-def test_a_server_that_starts_in_mid_run() -> None:
+def test_a_server_starting_in_mid_run() -> None:
     gate = Gate(Sequential(), 1, first_clock=40)
     assert feed(gate, Join(0)) == [Joined(0, 40)]
     assert feed(gate, Tick(0, 41)) == [Complete(40, (0,))]

@@ -39,14 +39,14 @@ POLICIES: list[tuple[StalePolicy, str]] = [
 
 
 @pytest.mark.parametrize(("value", "text", "tau"), SPELLINGS)
-def test_consistency_is_its_text(value: Consistency, text: str, tau: int | None) -> None:
+def test_consistency_equals_the_text(value: Consistency, text: str, tau: int | None) -> None:
     assert str(value) == text
     assert parse_consistency(text) == value
     assert value.tau == tau
 
 
 @pytest.mark.parametrize(("value", "text"), POLICIES)
-def test_policy_is_its_text(value: StalePolicy, text: str) -> None:
+def test_policy_equals_the_text(value: StalePolicy, text: str) -> None:
     assert str(value) == text
     assert parse_stale_policy(text) == value
 

@@ -39,7 +39,7 @@ def test_single_buckets_count_for_themselves() -> None:
     delivery.validate()
 
 
-def test_a_bucket_that_is_ahead_stays_ahead() -> None:
+def test_a_bucket_ahead_stays_ahead() -> None:
     delivery = Delivery(0b111)
     delivery.admit(1, 5, 0b001)
     assert delivery.admit(1, 4) == 0b110
@@ -57,7 +57,7 @@ def test_missing_records_nothing() -> None:
     assert last_push(delivery, 1, 1) is None
 
 
-def test_the_filter_moves_with_its_buckets() -> None:
+def test_the_filter_moves_with_the_buckets() -> None:
     source, target = Delivery(0b011), Delivery(0b100)
     source.admit(1, 5)
     target.admit(1, 3)
@@ -79,7 +79,7 @@ def test_an_export_has_only_the_requested_buckets() -> None:
     assert delivery.export(0) == ()
 
 
-def test_a_new_bucket_has_seen_nothing_whatever_its_server_has() -> None:
+def test_a_new_bucket_has_an_empty_filter() -> None:
     delivery = Delivery(0b1)
     delivery.admit(1, 5)
     delivery.adopt(0b10, ())
@@ -89,7 +89,7 @@ def test_a_new_bucket_has_seen_nothing_whatever_its_server_has() -> None:
     assert delivery.admit(1, 5) == 0
 
 
-def test_a_bucket_that_is_not_here_is_refused_whole() -> None:
+def test_an_absent_bucket_is_refused_completely() -> None:
     delivery = Delivery(0b1)
     with pytest.raises(StaleEpochError, match="names bucket 3"):
         delivery.admit(1, 0, 0b1001)
@@ -107,7 +107,7 @@ def test_a_server_without_buckets_admits_nothing() -> None:
     assert delivery.admit(1, 1) == 0b1
 
 
-def test_moves_that_cannot_be() -> None:
+def test_impossible_moves() -> None:
     delivery = Delivery(0b1)
     delivery.admit(1, 5)
     with pytest.raises(UsageError, match="bucket 0"):
@@ -161,27 +161,27 @@ class DeliveryMachine(RuleBasedStateMachine):
     )
     def push(self, incarnation: int, sequence: int, buckets: int, everything: bool, place: int) -> None:
         server = self.servers[place]
-        here = server.buckets if everything else buckets & server.buckets
-        new = {b for b in buckets_in(here) if self.lasts.get((incarnation, b), -1) < sequence}
-        assert server.missing(incarnation, sequence, here) == bucket_set(new)
-        assert server.admit(incarnation, sequence, None if everything else here) == bucket_set(new)
+        present = server.buckets if everything else buckets & server.buckets
+        new = {b for b in buckets_in(present) if self.lasts.get((incarnation, b), -1) < sequence}
+        assert server.missing(incarnation, sequence, present) == bucket_set(new)
+        assert server.admit(incarnation, sequence, None if everything else present) == bucket_set(new)
         self.lasts |= {(incarnation, b): sequence for b in new}
 
     @rule(buckets=masks, source=st.integers(0, 1), in_halves=st.booleans())
     def move(self, buckets: int, source: int, in_halves: bool) -> None:
-        giver, taker = self.servers[source], self.servers[1 - source]
+        giver, receiver = self.servers[source], self.servers[1 - source]
         buckets &= giver.buckets
         state = giver.export(buckets)
         if in_halves:
-            taker.adopt(buckets & 0b101, state)
+            receiver.adopt(buckets & 0b101, state)
             buckets_left = buckets & ~0b101
         else:
             buckets_left = buckets
-        taker.adopt(buckets_left, reversed(state))
+        receiver.adopt(buckets_left, reversed(state))
         giver.release(buckets)
 
     @invariant()
-    def knows_the_last_of_each_bucket(self) -> None:
+    def check_last_of_every_bucket(self) -> None:
         seen: dict[tuple[int, int], int] = {}
         for server in self.servers:
             server.validate()

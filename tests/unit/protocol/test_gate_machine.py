@@ -113,7 +113,7 @@ class GateMachine(RuleBasedStateMachine):
         assert self.apply(Tick(worker, clock)) == []
 
     @rule(worker=workers, ahead=st.integers(0, 5))
-    def ask(self, worker: int, ahead: int) -> None:
+    def send_request(self, worker: int, ahead: int) -> None:
         clock = self.clocks.get(worker, 0) + ahead
         self.held[self.next_ticket] = worker, clock
         self.next_ticket += 1

@@ -36,17 +36,17 @@ def admit(iterations: Iterations, worker: int, sequence: int, iteration: int, bu
 
 def push_sums(replication: Replication, iterations: Iterations, sums: list[Sum]) -> None:
     """Push sums like a runtime."""
-    for each in sums:
-        for instruction in replication.push(each, AGGREGATE, each.iteration + 1, each.buckets):
+    for total in sums:
+        for instruction in replication.push(total, AGGREGATE, total.iteration + 1, total.buckets):
             if isinstance(instruction, Acknowledge):
-                iterations.acknowledged(each.iteration)
+                iterations.acknowledged(total.iteration)
 
 
 def change(replication: Replication, version: int, *groups: ChainGroup) -> None:
     replication.handle(Change(version, groups))
 
 
-def test_an_iteration_is_one_sum_that_is_read_when_the_chain_has_it() -> None:
+def test_an_iteration_is_one_sum_and_is_read_when_the_chain_has_it() -> None:
     replication, iterations = server(A, B)
     assert iterations.may_read(0)
     assert admit(iterations, 1, 0, 0, ALL) == ALL
@@ -64,7 +64,7 @@ def test_an_iteration_is_one_sum_that_is_read_when_the_chain_has_it() -> None:
     assert admit(iterations, 1, 0, 0, ALL) == 0  # it is in the sum
 
 
-def test_a_worker_that_left_counts_where_it_ticked() -> None:
+def test_a_departed_worker_counts_until_the_last_tick() -> None:
     replication, iterations = server()
     admit(iterations, 1, 0, 0, ALL)
     admit(iterations, 2, 0, 0, ALL)
@@ -107,7 +107,7 @@ def test_a_takeover_does_not_wait_for_departed_or_synced_workers() -> None:
     assert iterations.may_read(0)
 
 
-def test_a_resent_push_counts_without_a_tick_at_this_gate() -> None:
+def test_a_resent_push_counts_without_a_tick_at_the_gate() -> None:
     # Found by the simulation: a new server's gate begins where the others stand, and so does not know who has ticked
     # the incomplete iterations; the workers' pushes for them were dropped.
     replication, iterations = server(C, A, first_clock=5)
@@ -151,8 +151,8 @@ def test_an_inherited_sum_is_waited_for() -> None:
 
 
 def test_a_rejoining_worker_starts_after_the_complete_iterations_of_all_buckets() -> None:
-    # Found by the simulation: a worker had finished at the former primary, which went on without it; it came again at
-    # this one, whose gate had not heard of the others' ticks, and what it pushed was dropped.
+    # Found by the simulation: a worker had finished at the former primary, which continued without it. It joined again
+    # at this primary, which had not received the ticks of the other workers, and its push was dropped.
     replication, iterations = server(C, A)
     replication.handle(Forwarded("sum", C, AGGREGATE, 4, 1, 0b01))
     assert iterations.first_clock == 0  # another one leads
@@ -160,7 +160,7 @@ def test_a_rejoining_worker_starts_after_the_complete_iterations_of_all_buckets(
     assert iterations.first_clock == 4
 
 
-def filled_behind(*workers: int) -> tuple[Replication, Iterations]:
+def filled_chain(*workers: int) -> tuple[Replication, Iterations]:
     """Return a server with a push of worker 1 in iteration 0, whose first successor B is being filled."""
     replication, iterations = server()
     assert not iterations.may_report(ALL)  # no fill to report
@@ -170,8 +170,8 @@ def filled_behind(*workers: int) -> tuple[Replication, Iterations]:
     return replication, iterations
 
 
-def test_a_fill_is_reported_when_workers_retain_their_pushes() -> None:
-    replication, iterations = filled_behind(1, 2)
+def test_a_fill_is_reported_when_workers_retain_pushes() -> None:
+    replication, iterations = filled_chain(1, 2)
     iterations.synced(1, 2)
     iterations.synced(2, 1)  # by an older map, by which it does not keep
     push_sums(replication, iterations, iterations.complete(0, (1,)))
@@ -189,8 +189,8 @@ def test_a_fill_is_reported_when_workers_retain_their_pushes() -> None:
     assert iterations.may_report(0b01)
 
 
-def test_a_fill_is_reported_when_the_filled_one_has_the_last_sum_that_is_not_kept() -> None:
-    replication, iterations = filled_behind(1)
+def test_a_fill_is_reported_when_the_new_replica_has_the_last_unstored_sum() -> None:
+    replication, iterations = filled_chain(1)
     replication.handle(LinkUp(B))
     replication.next_fill(B)
     sums = iterations.complete(0, (1,))
@@ -202,14 +202,14 @@ def test_a_fill_is_reported_when_the_filled_one_has_the_last_sum_that_is_not_kep
     assert iterations.may_report(ALL)
 
 
-def test_a_fill_is_reported_though_some_leave_or_finish() -> None:
-    _, iterations = filled_behind(1, 2)
+def test_a_fill_is_reported_although_workers_leave_or_finish() -> None:
+    _, iterations = filled_chain(1, 2)
     iterations.synced(1, 2)
     assert not iterations.may_report(ALL)
     iterations.forget(1, 0)  # it has not ticked: its pushes never count
     iterations.left(2)
     assert iterations.may_report(ALL)
-    _, iterations = filled_behind(1, 2)
+    _, iterations = filled_chain(1, 2)
     iterations.synced(1, 2)
     iterations.synced(2, 2)
     assert not iterations.may_report(ALL)
@@ -217,9 +217,9 @@ def test_a_fill_is_reported_though_some_leave_or_finish() -> None:
     assert iterations.may_report(ALL)
 
 
-def test_a_fill_is_reported_after_an_awaited_worker_leaves() -> None:
+def test_a_fill_is_reported_after_an_expected_worker_leaves() -> None:
     # Found by a reviewer: the drain or join hung until one worker completed an iteration alone.
-    replication, iterations = filled_behind(1, 2)
+    replication, iterations = filled_chain(1, 2)
     admit(iterations, 2, 0, 0, 0b01)
     admit(iterations, 2, 1, 1, ALL)
     iterations.synced(1, 2)
@@ -232,7 +232,7 @@ def test_a_fill_is_reported_after_an_awaited_worker_leaves() -> None:
 
 
 def test_a_fill_waits_for_ticked_pushes_of_a_departed_worker() -> None:
-    replication, iterations = filled_behind(1, 2)
+    replication, iterations = filled_chain(1, 2)
     admit(iterations, 2, 0, 0, ALL)
     for worker, clock in ((1, 1), (2, 0)):
         iterations.synced(worker, 2)
@@ -245,7 +245,7 @@ def test_a_fill_waits_for_ticked_pushes_of_a_departed_worker() -> None:
 
 
 def test_ticked_pushes_of_a_departed_worker_reach_the_chain_before_a_fill_report() -> None:
-    replication, iterations = filled_behind(2)
+    replication, iterations = filled_chain(2)
     iterations.forget(1, 1)
     iterations.left(1)
     iterations.synced(2, 2)
@@ -255,7 +255,7 @@ def test_ticked_pushes_of_a_departed_worker_reach_the_chain_before_a_fill_report
 
 
 def test_workers_confirm_retention_again_after_a_view_without_successor_or_a_missed_view() -> None:
-    replication, iterations = filled_behind()
+    replication, iterations = filled_chain()
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     assert iterations.may_report(ALL)
     change(replication, 4, chain_group((A,), B, ALL))
@@ -276,7 +276,7 @@ def test_a_fill_of_another_primarys_buckets_is_reported_immediately() -> None:
     assert iterations.may_report(ALL)
 
 
-def test_a_worker_that_retires_without_a_tick_is_not_in_the_sum() -> None:
+def test_a_worker_retired_without_a_tick_is_not_in_the_sum() -> None:
     _, iterations = server()
     for worker in (1, 2):
         admit(iterations, worker, 0, 0, ALL)
@@ -323,7 +323,7 @@ def test_iterations_of_a_short_chain_become_durable_when_it_is_long_enough() -> 
     assert iterations.may_read(2)
 
 
-def test_of_a_short_chain_that_is_gained_nothing_is_safe_yet() -> None:
+def test_nothing_of_a_new_short_chain_is_stable() -> None:
     """The primary before may have completed iterations that its workers still keep."""
     replication = Replication(A, min_replicas=1)
     iterations = Iterations(replication)
@@ -344,7 +344,7 @@ def test_of_a_short_chain_that_is_gained_nothing_is_safe_yet() -> None:
     assert iterations.may_read(1)
 
 
-def test_a_takeover_counts_only_resyncs_of_its_own_view() -> None:
+def test_a_takeover_counts_only_resyncs_of_the_current_view() -> None:
     takeover = Takeover()
     takeover.lead(5, 0b1, {7, 8})
     takeover.synced(7, 4, 5)  # sent before it had this view: its retained pushes went to another server

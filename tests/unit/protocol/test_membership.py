@@ -74,7 +74,7 @@ def test_a_repeated_registration_keeps_the_member_and_counts_as_a_heartbeat() ->
     assert overdue_at(membership, 18.1) == ["a"]
 
 
-def test_a_member_is_overdue_after_the_timeout_until_its_next_heartbeat() -> None:
+def test_a_member_is_overdue_after_the_timeout_until_the_next_heartbeat() -> None:
     membership = Membership(0, heartbeat_timeout_s=10.0)
     a = membership.register("a", Role.WORKER, 0.0)
     membership.register("b", Role.WORKER, 0.0)
@@ -88,11 +88,11 @@ def test_a_member_is_overdue_after_the_timeout_until_its_next_heartbeat() -> Non
     assert overdue_at(membership, 18.5) == ["a"]
 
 
-def test_a_doubted_member_is_overdue_until_its_next_heartbeat() -> None:
+def test_a_doubted_member_is_overdue_until_the_next_heartbeat() -> None:
     membership = Membership(0)
     a = membership.register("a", Role.WORKER, 0.0)
     membership.doubt(a.incarnation)
-    membership.doubt(7)  # nobody
+    membership.doubt(7)  # no member
     assert overdue_at(membership, 0.0) == ["a"]
     assert membership.record_heartbeat(a.incarnation, 0.0)
     assert overdue_at(membership, 0.0) == []
@@ -109,7 +109,7 @@ def test_the_dead_stay_dead() -> None:
     assert (again.rank, again.incarnation) == (0, 2)
 
 
-def test_rebuild_goes_on_with_those_that_live_and_reuses_nothing() -> None:
+def test_rebuild_continues_with_the_living_members_and_reuses_nothing() -> None:
     former = Membership(1)
     for node, role in (("s", Role.SERVER), ("a", Role.WORKER), ("b", Role.WORKER)):
         former.register(node, role, 0.0, address=node)
@@ -141,7 +141,7 @@ def test_the_later_of_two_claims_to_a_place_wins(claims: list[tuple[str, int, in
     assert membership.last_incarnation == 4  # also above the next incarnation
 
 
-def test_a_member_in_no_view_is_readmitted_unless_its_place_is_taken() -> None:
+def test_a_member_in_no_view_is_readmitted_unless_the_rank_is_occupied() -> None:
     membership = Membership.rebuild([], 100, expected_servers=0, time_s=0.0, heartbeat_timeout_s=5.0)
     late = Member("a", Role.WORKER, 0, 7, "here")
     assert membership.readmit(late, 1.0) is late
@@ -177,8 +177,8 @@ class MembershipMachine(RuleBasedStateMachine):
         self.membership = Membership(2, TIMEOUT_S)
         self.now_s = 0.0
         self.members: dict[str, Member] = {}
-        self.heard_s: dict[str, float] = {}
-        self.gone: list[Member] = []
+        self.heartbeat_s: dict[str, float] = {}
+        self.removed: list[Member] = []
         self.last = 0
 
     def ranks(self, role: Role) -> set[int]:
@@ -197,32 +197,32 @@ class MembershipMachine(RuleBasedStateMachine):
             self.last += 1
             known = Member(node, role, rank, self.last, self.now_s)
         assert member == known
-        self.members[node], self.heard_s[node] = member, self.now_s
+        self.members[node], self.heartbeat_s[node] = member, self.now_s
 
     @rule(node=nodes, before_s=st.sampled_from([0.0, 3.0]))
-    def heard(self, node: str, before_s: float) -> None:
+    def receive_heartbeat(self, node: str, before_s: float) -> None:
         if node in self.members:
             assert self.membership.record_heartbeat(self.members[node].incarnation, self.now_s - before_s)
-            self.heard_s[node] = max(self.now_s - before_s, self.heard_s[node])
+            self.heartbeat_s[node] = max(self.now_s - before_s, self.heartbeat_s[node])
 
     @rule(node=nodes)
     def doubt(self, node: str) -> None:
         if node in self.members:
             self.membership.doubt(self.members[node].incarnation)
-            self.heard_s[node] = -math.inf
+            self.heartbeat_s[node] = -math.inf
 
     @rule(node=nodes)
     def remove(self, node: str) -> None:
         if node in self.members:
             member = self.members.pop(node)
-            del self.heard_s[node]
+            del self.heartbeat_s[node]
             assert self.membership.remove(member.incarnation) == member
-            self.gone.append(member)
+            self.removed.append(member)
 
     @rule(data=st.data(), how=st.sampled_from(["heard", "doubted", "removed"]))
     def the_dead_stay_dead(self, data: st.DataObject, how: str) -> None:
-        if self.gone:
-            incarnation = data.draw(st.sampled_from(self.gone)).incarnation
+        if self.removed:
+            incarnation = data.draw(st.sampled_from(self.removed)).incarnation
             if how == "heard":
                 assert not self.membership.record_heartbeat(incarnation, self.now_s)
             elif how == "doubted":
@@ -232,8 +232,8 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def readmit(self, data: st.DataObject) -> None:
-        if self.gone:
-            member = data.draw(st.sampled_from(self.gone))
+        if self.removed:
+            member = data.draw(st.sampled_from(self.removed))
             is_named = member.node in self.members
             ranks = self.ranks(member.role)
             readmitted = self.membership.readmit(member, self.now_s)
@@ -243,24 +243,24 @@ class MembershipMachine(RuleBasedStateMachine):
             assert readmitted is not None
             assert readmitted.rank == (member.rank if member.rank not in ranks else min(set(range(9)) - ranks))
             assert replace(readmitted, rank=member.rank) == member
-            self.members[member.node], self.heard_s[member.node] = readmitted, self.now_s
-            self.gone.remove(member)
+            self.members[member.node], self.heartbeat_s[member.node] = readmitted, self.now_s
+            self.removed.remove(member)
 
     @rule(by=st.integers(0, 5))
     def restart(self, by: int) -> None:
         """Another scheduler receives all members, and a former one."""
-        claims = [*self.members.values(), *self.gone[-1:]]
-        self.members, self.gone = {}, self.gone[:-1]
-        for member in sorted(claims, key=lambda each: -each.incarnation):
+        claims = [*self.members.values(), *self.removed[-1:]]
+        self.members, self.removed = {}, self.removed[:-1]
+        for member in sorted(claims, key=lambda claim: -claim.incarnation):
             if member.node in self.members or member.rank in self.ranks(member.role):
-                self.gone.append(member)
+                self.removed.append(member)
             else:
                 self.members[member.node] = member
         self.last += by
         self.membership = Membership.rebuild(
             claims, self.last + 1, expected_servers=2, time_s=self.now_s, heartbeat_timeout_s=TIMEOUT_S
         )
-        self.heard_s = dict.fromkeys(self.members, self.now_s)
+        self.heartbeat_s = dict.fromkeys(self.members, self.now_s)
 
     @rule(by_s=st.sampled_from([0.0, 1.0, 4.0, 11.0]))
     def time_goes_on(self, by_s: float) -> None:
@@ -272,11 +272,13 @@ class MembershipMachine(RuleBasedStateMachine):
         assert set(self.membership.members) == set(self.members.values())
         for role in Role:
             of_role = [member for member in self.members.values() if member.role is role]
-            assert list(self.membership.of(role)) == sorted(of_role, key=lambda each: each.rank)
+            assert list(self.membership.of(role)) == sorted(of_role, key=lambda listed: listed.rank)
         assert self.membership.ready == (len(self.membership.of(Role.SERVER)) >= 2)
         assert self.membership.last_incarnation == self.last
-        late = [self.members[node] for node, heard_s in self.heard_s.items() if heard_s < self.now_s - TIMEOUT_S]
-        assert list(self.membership.overdue(self.now_s)) == sorted(late, key=lambda each: each.incarnation)
+        late = [
+            self.members[node] for node, heartbeat_s in self.heartbeat_s.items() if heartbeat_s < self.now_s - TIMEOUT_S
+        ]
+        assert list(self.membership.overdue(self.now_s)) == sorted(late, key=lambda listed: listed.incarnation)
 
 
 TestMembershipMachine = MembershipMachine.TestCase

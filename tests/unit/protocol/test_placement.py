@@ -59,7 +59,7 @@ def test_a_join_moves_buckets_only_to_the_new_server(servers: list[int], newcome
 
 @fast
 @given(servers_of.filter(lambda servers: len(servers) > 1))
-def test_a_leave_moves_only_the_servers_buckets_to_their_first_replicas(servers: list[int]) -> None:
+def test_a_leave_moves_only_the_buckets_of_the_server_to_the_first_replicas(servers: list[int]) -> None:
     leaver = servers[0]
     before, after = place(128, servers, replicas=1), place(128, servers[1:], replicas=1)
     moves = moves_of(before, after)

@@ -37,6 +37,6 @@ def test_imports_are_pure() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                ours = name in ("paceline.errors", "paceline.on_demand")
-                ours = ours or name.split(".")[:2] == ["paceline", "protocol"]
-                assert ours or name.split(".")[0] in PURE, f"{path.name} imports {name}"
+                is_internal = name in ("paceline.errors", "paceline.on_demand")
+                is_internal = is_internal or name.split(".")[:2] == ["paceline", "protocol"]
+                assert is_internal or name.split(".")[0] in PURE, f"{path.name} imports {name}"

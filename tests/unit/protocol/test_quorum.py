@@ -62,7 +62,7 @@ def test_a_step_is_committed_if_all_survivors_are_prepared(
     assert started(coordinator.reported(report(2, 1, 4, prepared=is_prepared), 0.0)).step == step
 
 
-def test_the_step_of_a_member_that_left_is_committed(coordinator: Coordinator) -> None:
+def test_the_step_of_a_departed_member_is_committed(coordinator: Coordinator) -> None:
     coordinator.ended(1, is_failure=True)
     coordinator.left(LeaveNotice(0, 9))
     assert started(coordinator.reported(report(2, 1, 8, prepared=True), 0.0)) == StartQuorum(2, (2,), 9, 0, False)
@@ -166,7 +166,7 @@ def test_a_rank_accepts_larger_numbers_only() -> None:
         member.start(StartQuorum(4, (0, 1), 1, 0, False))
 
 
-def test_many_reconfigurations_leave_nothing_behind() -> None:
+def test_many_reconfigurations_leave_no_state() -> None:
     coordinator = Coordinator(range(3), min_ranks=1, max_ranks=3, report_timeout_s=10.0)
     for member in range(3):
         coordinator.joined(JoinRequest(member, 0))
@@ -332,7 +332,7 @@ class Elastic(RuleBasedStateMachine):
 
     @invariant()
     def no_survivor_misses_a_step(self) -> None:
-        """A living rank with the state is at most one step behind, and prepared if another rank has committed."""
+        """Check that a living rank is at most one step behind, and has prepared a step committed elsewhere."""
         if self.coordinator.has_failed:
             return
         members = [

@@ -53,7 +53,7 @@ def test_the_expelled_server(complaints: dict[int, tuple[int, ...]], goes: Unrea
     assert run(complaints, beats=5) is None  # not before its time
 
 
-def test_with_the_expelled_its_complaints_vanish_and_the_rest_is_looked_at_again() -> None:
+def test_complaints_of_expelled_members_vanish_and_the_remaining_ones_are_checked_again() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(6):
         for server, peers in ((1, ()), (2, (1, 3, 5)), (3, ()), (4, (5,)), (5, (2,))):
@@ -150,7 +150,7 @@ def test_a_silent_server_does_not_count_as_a_copy() -> None:
     assert rule.decide((1, 2, 3), groups, 11.0) == Unreachable(2, (1,))
 
 
-def test_two_that_fall_silent_together_are_both_the_last() -> None:
+def test_two_simultaneously_silent_members_are_both_the_last() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(6):
         for server in (1, 2):
@@ -170,9 +170,9 @@ def test_patience_is_positive() -> None:
     st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=2, unique=True), max_size=4),
 )
 def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]) -> None:
-    """One after the other goes until no two are at odds, or neither of two may go; no bucket is lost by it.
+    """Members are expelled one by one until no two of them are in conflict, or neither of the two may be expelled.
 
-    Of those that may go it is one that has most against it.
+    No bucket is lost. Among the candidates, the member with the most complaints is expelled.
     """
     rule, living = Reachability(PATIENCE_S), set(range(1, 7))
     for beat in range(6):
@@ -207,7 +207,7 @@ def test_a_message_ends_the_report_before_the_next_poll() -> None:
     assert silence.unreachable == (4,)
 
 
-def test_silence_is_counted_in_looks() -> None:
+def test_silence_is_counted_in_checks() -> None:
     silence = Silence(3)
     assert [silence.poll((7,)) for _ in range(5)] == [(), (), (), (7,), (7,)]  # the first look only begins
     silence.received(7)
@@ -220,11 +220,11 @@ def test_silence_is_counted_in_looks() -> None:
 
 @given(st.lists(st.sampled_from(["look", "heard"]), max_size=40))
 def test_a_server_is_silent_without_messages_between_polls(events: list[str]) -> None:
-    silence, run_of_looks = Silence(), 0
+    silence, num_silent_checks = Silence(), 0
     for event in events:
         if event == "heard":
             silence.received(1)
-            run_of_looks = 0
+            num_silent_checks = 0
         else:
-            run_of_looks += 1
-            assert (silence.poll((1,)) == (1,)) == (run_of_looks > 5)
+            num_silent_checks += 1
+            assert (silence.poll((1,)) == (1,)) == (num_silent_checks > 5)

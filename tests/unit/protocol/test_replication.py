@@ -48,10 +48,10 @@ def server(me: int, *groups: tuple[tuple[int, ...], int | None, int], version: i
 
 
 def only(kind: type, instructions: list[Instruction]) -> list[Instruction]:
-    return [each for each in instructions if isinstance(each, kind)]
+    return [instruction for instruction in instructions if isinstance(instruction, kind)]
 
 
-def test_the_first_map_makes_members_of_servers_that_have_nothing() -> None:
+def test_the_first_map_makes_members_of_empty_servers() -> None:
     replication = Replication(A)
     instructions = handle(replication, change(1, ((A, B), None, 0b01), ((B, A), None, 0b10), ((B,), None, 0b100)))
     assert instructions == [Hold(0b11), Links(frozenset({B})), Lead(0b01, 0b01, frozenset({B}))]
@@ -87,7 +87,7 @@ def test_a_repeated_push_is_applied_once_and_acknowledged_by_the_chain() -> None
     assert handle(first, Pushed("third", 9, 0, 0b1)) == [Forward("third", B, 3, 0b1)]
 
 
-def test_a_push_repeated_after_a_view_change_replaces_its_pending_part() -> None:
+def test_a_push_repeated_after_a_view_change_replaces_the_pending_part() -> None:
     # Found by the simulation: with every view a server had one more copy of each push, and forwarded all copies.
     first = server(A, ((A, B), None, 0b11))
     handle(first, Pushed("push", 9, 0, 0b11))
@@ -132,7 +132,7 @@ def test_a_dead_successor_is_not_waited_for() -> None:
     assert instructions == [Links(frozenset()), Acknowledge("push"), Lead(0b1, 0)]
 
 
-def test_a_former_primary_refuses_pushes_but_forwards_them() -> None:
+def test_a_former_primary_refuses_pushes_but_forwards_pending_ones() -> None:
     first = server(A, ((A, B), None, 0b11))
     handle(first, Pushed("one", 9, 0, 0b11))
     handle(first, Pushed("two", 9, 1, 0b10))
@@ -175,7 +175,7 @@ def test_lead_is_sent_after_the_forwarded_pushes() -> None:
     # Found by thought: a sum that is pushed at the Lead would overtake the sum before it.
     first = server(A, ((A, B), None, 0b1))
     handle(first, Pushed("sum", AGGREGATE, 1, 0b1))
-    kinds = [type(each) for each in handle(first, change(2, ((A, B), None, 0b1)))]
+    kinds = [type(action) for action in handle(first, change(2, ((A, B), None, 0b1)))]
     assert kinds.index(Forward) < kinds.index(Lead)
 
 
@@ -209,7 +209,7 @@ def test_an_overtaken_server_hands_up_pending_pushes_then_sends_ready() -> None:
     assert handle(new, Acknowledged(A, 1)) == [Acknowledge("up")]
 
 
-def test_a_handed_up_push_is_not_acknowledged_to_its_client() -> None:
+def test_a_handed_up_push_is_not_acknowledged_to_the_client() -> None:
     # Found by the simulation: a map was missed, so the replica handed up one bucket of a push that its primary had
     # pending too; the primary then took the answer for the other bucket as that for the whole push.
     first = server(A, ((A, B, C), None, 0b01), ((A, C), None, 0b10))
@@ -221,7 +221,7 @@ def test_a_handed_up_push_is_not_acknowledged_to_its_client() -> None:
     assert handle(first, Acknowledged(B, 5)) == [Acknowledge("up")]
 
 
-def test_pushes_are_handed_up_until_they_are_acknowledged() -> None:
+def test_pushes_are_handed_up_until_acknowledged() -> None:
     first = server(A, ((A, B, C), None, 0b1))
     handle(first, Pushed("push", 9, 0, 0b1))
     assert only(Forward, handle(first, change(2, ((B, A), None, 0b1)))) == [Forward("push", B, 2, 0b1)]
@@ -236,8 +236,9 @@ def test_pushes_are_handed_up_until_they_are_acknowledged() -> None:
 
 
 def test_handed_up_pushes_are_forwarded_only_by_the_primary() -> None:
-    # Found by the simulation: the way to the primary was cut, so the server behind had a sum that the primary lacked,
-    # and did not know that: with the server between dead, the primary would have summed the iteration anew.
+    # Found by the simulation: the connection to the primary was cut, so the last server had a sum that the primary
+    # lacked, without a record of this. After the death of the server between them, the primary would have summed the
+    # iteration again.
     first, tail = server(A, ((A, B), None, 0b1)), server(B, ((A, B), None, 0b1))
     handle(first, LinkUp(B))
     handle(first, Pushed("sum", AGGREGATE, 1, 0b1))
@@ -254,8 +255,8 @@ def test_handed_up_pushes_are_forwarded_only_by_the_primary() -> None:
 
 
 def test_pushes_are_handed_up_completely() -> None:
-    # Found by the simulation: what another server ahead sent again was not handed up any more; of what came later some
-    # was, and so got to the primary before the rest.
+    # Found by the simulation: pushes that an earlier server sent again were not handed up, but some later pushes were,
+    # and so reached the primary first.
     tail = server(C, ((A, C), None, 0b1))
     for sequence in (0, 1):
         handle(tail, Forwarded(sequence, A, 9, sequence, 1, 0b1))
@@ -266,19 +267,19 @@ def test_pushes_are_handed_up_completely() -> None:
     assert len(only(Forward, handle(middle, change(2, ((C, A, B), None, 0b1))))) == 2
     assert handle(middle, Forwarded("again", A, 9, 0, 2, 0b1)) == [Acknowledge("again")]
     again = handle(middle, change(3, ((C, A, B), None, 0b1)))
-    assert [each.token for each in again if isinstance(each, Forward)] == [0, 1]
+    assert [action.token for action in again if isinstance(action, Forward)] == [0, 1]
 
 
 @pytest.mark.parametrize(("version", "targets"), [(2, [C]), (3, [A])])
-def test_after_a_missed_map_all_that_is_pending_is_handed_up(version: int, targets: list[int]) -> None:
+def test_after_a_missed_map_all_pending_pushes_are_handed_up(version: int, targets: list[int]) -> None:
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
-    # By the map that was missed A may have lost the bucket, and been filled with it anew.
+    # With the missed map, A may have lost the bucket, and may have been filled with it again.
     again = handle(middle, change(version, ((A, B, C), None, 0b1)))
-    assert [each.target for each in again if isinstance(each, Forward)] == targets
+    assert [action.target for action in again if isinstance(action, Forward)] == targets
 
 
-def test_with_every_map_each_push_is_left_once() -> None:
+def test_every_map_leaves_every_push_once() -> None:
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
     for version in range(2, 5):
@@ -288,7 +289,7 @@ def test_with_every_map_each_push_is_left_once() -> None:
     assert middle.pushes.num_pending == 1
 
 
-def test_a_fill_has_no_pushes_that_the_primary_may_lack() -> None:
+def test_a_fill_has_no_pushes_possibly_missing_at_the_primary() -> None:
     # Found by the simulation: the newcomer leads next, and has it without knowing that others have not.
     tail = server(A, ((A, B), None, 0b11))
     handle(tail, Pushed("push", 9, 0, 0b01))
@@ -317,7 +318,7 @@ def test_a_server_is_filled_and_reported() -> None:
     number, bucket, state = first.next_fill(B) or (0, 0, ())
     assert (bucket, state) == (0, ((9, 0, 0b01),))
     assert handle(new, StateReceived("state", A, 1, bucket, state)) == [Load("state", 0)]
-    # What it has got it gets pushes of from then on, and they wait for it.
+    # From then on it receives the pushes of the buckets that it has, and they wait for it.
     assert handle(first, Pushed("push", 9, 1, 0b11)) == [Forward("push", B, 2, 0b01), Apply("push", 0b11)]
     assert handle(new, Forwarded("copy", A, 9, 1, 1, 0b01)) == [Acknowledge("copy"), Apply("copy", 0b01)]
     assert handle(new, Forwarded("too much", A, 9, 2, 1, 0b11)) == [Forget("too much")]
@@ -329,7 +330,7 @@ def test_a_server_is_filled_and_reported() -> None:
     assert handle(first, Confirmed(B, last[0])) == []
 
 
-def test_a_bucket_is_sent_with_its_duplicate_filter() -> None:
+def test_a_bucket_is_sent_with_the_duplicate_filter() -> None:
     first, new = server(A, ((A,), B, 0b11)), server(B, ((A,), B, 0b11))
     for sequence in (0, 2):
         handle(first, Pushed(sequence, 9, sequence, 0b11))
@@ -388,7 +389,7 @@ def test_a_fill_continues_after_a_lost_connection_and_after_a_view_change() -> N
     assert again[1] == cut[1]
     instructions = handle(first, change(2, ((A,), B, 0b011), ((A, C), None, 0b100)))
     assert only(Filled, instructions) == []
-    # Found by the simulation: the word came for a server that is filled with nothing any more.
+    # Found by the simulation: a report came for a server that was no longer being filled.
     assert handle(first, Confirmed(B, again[0])) == []
     left = first.next_fill(B)
     assert left is not None
@@ -396,7 +397,7 @@ def test_a_fill_continues_after_a_lost_connection_and_after_a_view_change() -> N
     instructions = handle(first, change(3, ((A,), B, 0b001), ((A, C), None, 0b110)))
     assert only(Filled, instructions) == [
         Filled(3, B, to_bytes(0b001))
-    ]  # what is filled is said again with every version
+    ]  # filled buckets are reported again with every version
     assert handle(first, change(4, ((A,), None, 0b111))) == [Links(frozenset()), Lead(0b111, 0)]
     assert first.filling == frozenset()
     assert handle(first, Confirmed(B, left[0])) == []
@@ -411,7 +412,7 @@ def test_a_fill_restarts_after_a_missed_view() -> None:
     assert first.next_fill(B) is not None
 
 
-def test_a_server_that_left_a_chain_drops_the_bucket() -> None:
+def test_a_server_drops_the_bucket_after_leaving_a_chain() -> None:
     last = server(B, ((A, B), None, 0b11))
     assert Drop(0b10) in handle(last, change(2, ((A, B), None, 0b01), ((A,), B, 0b10)))
     assert last.held == 0b01
@@ -419,8 +420,8 @@ def test_a_server_that_left_a_chain_drops_the_bucket() -> None:
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_waiting_for_a_repetition_is_not_waiting_for_other_buckets(merged: bool) -> None:
-    # Found by the simulation: servers that let a repetition wait for all that was under way of the push before came to
-    # wait for one another in a circle.
+    # Found by the simulation: servers made a repeated push wait for the earlier copies of the push, and so waited for
+    # one another in a circle.
     middle = server(B, ((A, B, C), None, 0b11))
     handle(middle, Forwarded("old", A, 9, 0, 1, 0b11))
     handle(middle, change(2, ((A, B, C), None, 0b01), ((B, C), None, 0b10)))
@@ -442,13 +443,13 @@ def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("whole")]
     handle(first, Pushed("both", 9, 2, 0b11))
     assert handle(first, Acknowledged(B, 2)) == [Withhold("both")]
-    # What was pushed before is in the bucket that C is filled with: once C is a member, C has it.
+    # C is filled with a bucket that contains the earlier pushes: as a member, C has them.
     instructions = handle(first, change(2, ((A, B), None, 0b01), ((A, C), None, 0b10)))
     assert only(Acknowledge, instructions) == [Acknowledge("short"), Acknowledge("both")]
     assert first.place.short == 0
 
 
-def test_a_dying_replica_leaves_a_push_without_an_answer_until_there_is_another() -> None:
+def test_a_dying_replica_delays_the_reply_to_a_push_until_a_new_replica() -> None:
     first = Replication(A, min_replicas=1)
     handle(first, change(1, ((A, B), None, 0b1)))
     handle(first, Pushed("push", 9, 0, 0b1))

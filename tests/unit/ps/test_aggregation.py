@@ -58,10 +58,10 @@ def test_how_large_a_sum_can_be_is_known() -> None:
     buffer = IterationBuffer(mean=True)
     for worker, table, top in ((11, 1, 3.0), (11, 1, 4.0), (12, 1, 5.0), (12, 2, 6.0), (13, 2, 7.0)):
         buffer.add(0, worker, 0, table, buffer.copy(keys(1), floats(top)), top)
-    assert buffer.complete(0, (11, 12)).tops == {1: 12.0, 2: 6.0}  # those that did not tick do not count
+    assert buffer.complete(0, (11, 12)).tops == {1: 12.0, 2: 6.0}  # workers without a tick do not count
 
 
-def test_only_workers_that_ticked_count_also_in_the_mean() -> None:
+def test_only_workers_with_a_tick_count_in_the_mean() -> None:
     buffer = IterationBuffer(mean=True)
     buffer.add(0, 11, 0, 1, buffer.copy(keys(1), floats(1)), 1.0)
     buffer.add(0, 12, 1, 1, buffer.copy(keys(1), floats(2)), 1.0)
@@ -80,7 +80,7 @@ def test_a_departed_workers_unfinished_pushes_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-def test_of_buckets_that_are_others_now_nothing_is_kept(kind: str) -> None:
+def test_sums_of_moved_buckets_are_dropped(kind: str) -> None:
     part = part_of(kind, size=512 if kind == "dense" else 0)
     buckets = part.buckets_of(keys(1))
     buffer = IterationBuffer(mean=False)
@@ -111,8 +111,8 @@ def test_equal_keys_become_one_gradient(factor: float) -> None:
     part = part_of("sparse", dim=2, update=Adagrad(lr=1.0, initial_accumulator=0.0))
     plain = part_of("sparse", dim=2)
     pushes = [(keys(1, 5), floats(1, 1, 2, 2)), (keys(5), floats(2, 2)), (keys(9, 1), floats(1, 1, 3, 3))]
-    for each in (part, plain):
-        apply_sum(each, pushes, factor)
+    for store in (part, plain):
+        apply_sum(store, pushes, factor)
     assert read(part, keys(1, 5, 9, 3)) == pytest.approx([-1, -1, -1, -1, -1, -1, 0, 0])  # one step each
     assert read(plain, keys(1, 5, 9)) == [-4 * factor, -4 * factor, -4 * factor, -4 * factor, -factor, -factor]
 
@@ -157,7 +157,7 @@ def test_ranges_of_several_workers_are_summed_in_rank_order(rule: UpdateRule, ow
     for bounds in ((0, 70_001), (70_001, size)):
         selection = Selection(None, *bounds)
         grads = generator.standard_normal((3, part.num_values(selection)), np.float32)
-        pushes.append([(selection, each) for each in grads])
+        pushes.append([(selection, grad) for grad in grads])
         total.append((selection, (grads[0] + grads[1] + grads[2]) * np.float32(1 / 3)))
     apply_sum(part, [push[worker] for worker in range(3) for push in reversed(pushes)], 1 / 3)
     for selection, gradient in total:
@@ -165,7 +165,7 @@ def test_ranges_of_several_workers_are_summed_in_rank_order(rule: UpdateRule, ow
     assert read(part, Selection(None, 0, size)) == read(expected, Selection(None, 0, size))
 
 
-def test_ranges_that_overlap_are_summed_by_element() -> None:
+def test_overlapping_ranges_are_summed_by_element() -> None:
     part = part_of("dense", size=6)
     apply_sum(part, [(Selection(None, 0, 4), floats(1, 1, 1, 1)), (Selection(None, 2, 6), floats(2, 2, 2, 2))], 1.0)
     assert read(part, Selection(None, 0, 6)) == [-1, -1, -3, -3, -2, -2]

@@ -29,6 +29,6 @@ def test_words_and_flags_are_the_set(buckets: Buckets) -> None:
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 1000), count=st.integers(0, 1000))
-def test_buckets_of_keys_are_those_of_their_hashes(seed: int, count: int) -> None:
+def test_buckets_of_keys_follow_from_the_hashes(seed: int, count: int) -> None:
     keys = random_keys(np.random.default_rng(seed), count)
     assert buckets_of_keys(keys) == bucket_set(np.unique(reference.bucket_of(keys)))

@@ -34,7 +34,7 @@ EVERY_RULE = [
     for rule in RULES.values()
     if rule.row_dim is None
 ]
-SOME_BUCKETS = st.sets(st.sampled_from(FEW)).map(bucket_set)
+BUCKET_SETS = st.sets(st.sampled_from(FEW)).map(bucket_set)
 
 
 def part_of(
@@ -75,8 +75,8 @@ ACTIONS = ("hold", "drop", "push", "load", "load some", "primary")
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 @num_examples(150)
 @given(
-    first=SOME_BUCKETS,
-    steps=st.lists(st.tuples(st.sampled_from(ACTIONS), SOME_BUCKETS, st.integers(1, 9)), max_size=12),
+    first=BUCKET_SETS,
+    steps=st.lists(st.tuples(st.sampled_from(ACTIONS), BUCKET_SETS, st.integers(1, 9)), max_size=12),
 )
 def test_any_history_of_buckets(kind: str, first: Buckets, steps: list[tuple[str, Buckets, int]]) -> None:
     part, held, primary = part_of(kind, first), first, first
@@ -143,8 +143,11 @@ def test_any_history_of_buckets(kind: str, first: Buckets, steps: list[tuple[str
 @pytest.mark.parametrize(("kind", "dim"), [("dense", 1), ("sparse", 1), ("sparse", 3)])
 @num_examples(10)
 @given(bucket=st.sampled_from(FEW[:7]), seed=st.integers(0, 99))
-def test_a_bucket_that_was_read_is_a_copy(kind: str, dim: int, rule: UpdateRule, bucket: int, seed: int) -> None:
-    """It waits in the queue of a connection, while pushes go on: with a view the other server would have them twice."""
+def test_a_read_bucket_is_a_copy(kind: str, dim: int, rule: UpdateRule, bucket: int, seed: int) -> None:
+    """The copy waits in the queue of a connection while pushes continue.
+
+    A view would contain these pushes, and the other server would apply them twice.
+    """
     part, keys = part_of(kind, ALL, dim=dim, rule=rule), keys_of_bucket(kind, bucket)
     chance = np.random.default_rng(seed)
 
@@ -177,10 +180,10 @@ def test_records_of_another_bucket_are_refused(kind: str) -> None:
         np.testing.assert_array_equal(array, now)
 
 
-def test_a_dense_part_takes_memory_for_its_buckets_only() -> None:
+def test_a_dense_part_takes_memory_for_owned_buckets_only() -> None:
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()
-    read(part_of("dense", ALL), Selection(np.zeros(1, np.uint64)))  # compiles what follows uses
+    read(part_of("dense", ALL), Selection(np.zeros(1, np.uint64)))  # compiles the kernels of the calls below
     size = 512 << 14  # 64 KiB in a bucket and plane, 32 MiB in a plane
     part = part_of("dense", 0, size=size)
     before = process.memory_info().rss
@@ -210,7 +213,7 @@ def test_keys_are_restricted_in_order(seed: int, count: int, dim: int, chosen: B
 
 
 @settings(deadline=None)
-@given(keys=st.lists(st.integers(0, SIZE - 1), max_size=200), chosen=st.integers(0, ALL) | SOME_BUCKETS)
+@given(keys=st.lists(st.integers(0, SIZE - 1), max_size=200), chosen=st.integers(0, ALL) | BUCKET_SETS)
 def test_keys_of_a_dense_table_are_restricted_in_order(keys: list[int], chosen: Buckets) -> None:
     array = np.array(keys, np.uint64)
     check_restricted_keys(part_of("dense", ALL), array, array.astype(np.int64) // 3, chosen)
@@ -220,22 +223,22 @@ def check_restricted_keys(part: TablePart, keys: Keys, buckets: npt.NDArray[np.i
     grads = np.arange(len(keys) * part.dim, dtype=np.float32)
     selection = Selection(keys)
     assert part.buckets_of(selection) == bucket_set(buckets)
-    some, rows = part.restrict(selection, grads, chosen)
-    there = np.array([chosen >> int(bucket) & 1 for bucket in buckets], bool)
-    assert some.keys is not None
-    np.testing.assert_array_equal(some.keys, keys[there])
-    np.testing.assert_array_equal(rows, grads.reshape(-1, part.dim)[there].reshape(-1))
-    assert (some is selection and rows is grads) == bool(there.all())
+    restricted, rows = part.restrict(selection, grads, chosen)
+    is_chosen = np.array([chosen >> int(bucket) & 1 for bucket in buckets], bool)
+    assert restricted.keys is not None
+    np.testing.assert_array_equal(restricted.keys, keys[is_chosen])
+    np.testing.assert_array_equal(rows, grads.reshape(-1, part.dim)[is_chosen].reshape(-1))
+    assert (restricted is selection and rows is grads) == bool(is_chosen.all())
 
 
 @settings(deadline=None)
 @given(
     bounds=st.lists(st.integers(0, SIZE), min_size=2, max_size=2),
-    held=st.integers(0, ALL) | SOME_BUCKETS,
+    held=st.integers(0, ALL) | BUCKET_SETS,
     own=st.integers(0, ALL),
-    chosen=st.lists(st.integers(0, ALL) | SOME_BUCKETS, min_size=1, max_size=3),
+    chosen=st.lists(st.integers(0, ALL) | BUCKET_SETS, min_size=1, max_size=3),
 )
-def test_ranges_are_restricted_to_their_elements(
+def test_ranges_are_restricted_to_the_elements(
     bounds: list[int], held: Buckets, own: Buckets, chosen: list[Buckets]
 ) -> None:
     part = part_of("dense", held)
@@ -245,21 +248,21 @@ def test_ranges_are_restricted_to_their_elements(
     grads = np.array([e for e in range(*sorted(bounds)) if held & own & 1 << e // 3], np.float32)
     assert part.num_values(selection) == len(grads)
     for buckets in chosen:
-        some, rows = part.restrict(selection, grads, buckets)
+        restricted, rows = part.restrict(selection, grads, buckets)
         expected = [int(e) for e in grads if buckets & 1 << int(e) // 3]
         assert rows.tolist() == expected
-        assert part.keys_of(some).tolist() == expected
-        assert part.buckets_of(some) == bucket_set(e // 3 for e in expected)
-        assert (some is selection and rows is grads) == (len(expected) == len(grads))
-        assert replica.num_values(some.copy()) == len(expected)  # whatever that server is primary of
-        selection, grads = some, rows  # a part of a part
+        assert part.keys_of(restricted).tolist() == expected
+        assert part.buckets_of(restricted) == bucket_set(e // 3 for e in expected)
+        assert (restricted is selection and rows is grads) == (len(expected) == len(grads))
+        assert replica.num_values(restricted.copy()) == len(expected)  # whatever that server is primary of
+        selection, grads = restricted, rows  # a part of a part
     replica.push(selection, grads)
     part.push(selection, grads)
     every = Selection(keys_in("dense", held))
     np.testing.assert_array_equal(read(part, every), read(replica, every))
 
 
-def test_a_range_keeps_its_first_count() -> None:
+def test_a_range_keeps_the_first_count() -> None:
     part = part_of("dense", 0b1111)
     part.set_primary(0b0101)
     counted, kept = Selection(None, 0, SIZE), Selection(None, 0, SIZE)

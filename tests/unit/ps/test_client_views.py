@@ -120,7 +120,7 @@ class FakeServer(Handler):
 
     def data(self, epoch: int) -> list[Seen]:
         """Return the frames of a view, without ticks."""
-        return [each for each in self.seen if each.epoch == epoch and each.kind != TICK]
+        return [message for message in self.seen if message.epoch == epoch and message.kind != TICK]
 
 
 class FakeLink:
@@ -137,7 +137,7 @@ class FakeLink:
 
 
 class World:
-    """Servers of incarnations 11, 12, …, rank 0, 1, …, of whom a client has a map."""
+    """Servers of incarnations 11, 12, …, rank 0, 1, …, and a client with a map of them."""
 
     def __init__(self, stack: ExitStack, leads: Mapping[int, int], filling: int | None = None, **settings: Any) -> None:
         self.stack = stack
@@ -196,8 +196,8 @@ class World:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as each:
-        yield each
+    with ExitStack() as stack:
+        yield stack
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -209,12 +209,12 @@ def until(condition: Callable[[], object]) -> None:
 
 def until_synced(server: FakeServer, version: int) -> None:
     """Wait for the resync after the resent requests."""
-    until(lambda: any(each.kind == SYNCED for each in server.data(version)))
+    until(lambda: any(message.kind == SYNCED for message in server.data(version)))
 
 
 def until_pulled(server: FakeServer, version: int) -> None:
-    """Wait until it was asked for values of both kinds of tables."""
-    until(lambda: sum(each.kind == PULL for each in server.data(version)) >= 2)
+    """Wait for requests for values of both kinds of tables."""
+    until(lambda: sum(message.kind == PULL for message in server.data(version)) >= 2)
 
 
 def in_thread(stack: ExitStack, function: Callable[[], Any]) -> threading.Thread:
@@ -240,24 +240,24 @@ def test_unanswered_requests_of_a_dead_server_go_to_the_next(stack: ExitStack) -
         server.dim = 2
     world.servers[12].is_silent = True
     pushed = table.push(KEYS, np.arange(128, dtype=np.float32).reshape(64, 2))
-    asked: list[bool] = []
-    waiting = in_thread(stack, lambda: asked.append(pushed.dropped))  # in a receive from the one that is to die
-    until(lambda: any(each.kind == PUSH for each in world.servers[12].seen))
+    queries: list[bool] = []
+    waiting = in_thread(stack, lambda: queries.append(pushed.dropped))  # in a receive from the server that will die
+    until(lambda: any(message.kind == PUSH for message in world.servers[12].seen))
     began = time.monotonic()
     world.publish(client, 2, {11: ALL})
     waiting.join(10)
-    assert asked == [False]
+    assert queries == [False]
     assert time.monotonic() - began < 5
     until_synced(world.servers[11], 2)
     again = world.servers[11].data(2)
-    assert [each.kind for each in again] == [PUSH, SYNCED]
+    assert [message.kind for message in again] == [PUSH, SYNCED]
     assert again[0].keys == keys_in(HIGH)
     assert client.servers.routes.server_ranks == (0,)
     assert set(client.servers.routes.owners.tolist()) == {0}
     assert len(client.servers.newest()) == 1
 
 
-def test_a_pull_is_split_again_and_its_values_are_joined(stack: ExitStack) -> None:
+def test_a_pull_is_split_again_and_the_values_are_joined(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -269,11 +269,11 @@ def test_a_pull_is_split_again_and_its_values_are_joined(stack: ExitStack) -> No
     sparse = table.push_pull_async(keys, keys.astype(np.float32), out, tick=True)
     ranged = dense.push_pull_async(np.arange(DENSE, dtype=np.float32)[7:990], start=7)
     by_key = dense.pull_async(keys=[5, 999, 500, 5])
-    mine = ALL // 3  # every other bucket
-    until(lambda: sum(each.kind != SYNCED for each in world.servers[12].seen) == 3)
+    own_buckets = ALL // 3  # every other bucket
+    until(lambda: sum(message.kind != SYNCED for message in world.servers[12].seen) == 3)
     for server in world.servers.values():
         server.change(2)
-    world.publish(client, 2, {11: LOW & mine, 12: HIGH & mine, 13: ALL & ~mine})
+    world.publish(client, 2, {11: LOW & own_buckets, 12: HIGH & own_buckets, 13: ALL & ~own_buckets})
     assert (sparse.result() == keys).all()
     assert (out == keys).all()
     assert (ranged.result() == np.arange(7, 990)).all()
@@ -283,11 +283,11 @@ def test_a_pull_is_split_again_and_its_values_are_joined(stack: ExitStack) -> No
     for server in world.servers.values():
         until_synced(server, 2)
         frames = server.data(2)
-        kinds = [each.kind for each in frames]
+        kinds = [frame.kind for frame in frames]
         assert kinds[-1] == SYNCED
         assert kinds.count(PUSH) == 2
-        assert not any(each.flags for each in frames[:-1])
-        push, ranged_push = (each for each in frames if each.kind == PUSH)
+        assert not any(frame.flags for frame in frames[:-1])
+        push, ranged_push = (frame for frame in frames if frame.kind == PUSH)
         assert kinds[:2] == [PUSH, PULL]
         assert (push.clock, frames[1].clock) == (0, 1)  # it ticked
         assert push.keys == push.grads
@@ -295,20 +295,20 @@ def test_a_pull_is_split_again_and_its_values_are_joined(stack: ExitStack) -> No
         assert all(server.leads >> key // width & 1 for key in ranged_push.keys)
         pushed.update(zip(ranged_push.keys, ranged_push.grads, strict=True))
         # One frame of a push for each server, or the second were a repetition.
-        assert len({(each.kind, each.sequence) for each in frames if each.kind == PUSH}) == 2
+        assert len({(frame.kind, frame.sequence) for frame in frames if frame.kind == PUSH}) == 2
     assert pushed == {key: float(key) for key in range(7, 990)}
     assert client.clock == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_values_find_their_rows_however_often_the_view_changes(stack: ExitStack, seed: int) -> None:
+def test_values_find_the_rows_after_any_number_of_view_changes(stack: ExitStack, seed: int) -> None:
     """Requests are cut into pieces, and those into pieces, in the order of other keys than the caller's."""
     random = np.random.default_rng(seed)
 
     def divided() -> dict[int, int]:
-        """Return servers with buckets, each bucket at a random one of them."""
+        """Return servers with buckets, each bucket on a random server."""
         owners = random.choice((11, 12, 13), 512)
-        return {each: bucket_set(np.flatnonzero(owners == each).tolist()) for each in (11, 12, 13)}
+        return {server: bucket_set(np.flatnonzero(owners == server).tolist()) for server in (11, 12, 13)}
 
     world = World(stack, divided())
     client = world.connect()
@@ -331,7 +331,7 @@ def test_values_find_their_rows_however_often_the_view_changes(stack: ExitStack,
 def test_a_waiting_client_resyncs_with_another_server_after_a_cut(
     stack: ExitStack,
 ) -> None:
-    """Found by the simulation: what it waits for may wait for a worker that waits for what the cut has lost."""
+    """Found by the simulation: its reply may depend on a worker that waits for the data lost in the cut."""
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -339,7 +339,7 @@ def test_a_waiting_client_resyncs_with_another_server_after_a_cut(
     until_synced(other, 1)
     busy.is_silent = True
     in_thread(stack, table.pull_async(keys_in(LOW)).wait)
-    until(lambda: any(each.kind == PULL for each in busy.data(1)))
+    until(lambda: any(message.kind == PULL for message in busy.data(1)))
     other.cut()
     until(client.servers.connections[1].channel.has_ended)
     for server in (busy, other):
@@ -358,7 +358,7 @@ def test_an_idle_client_resyncs(stack: ExitStack) -> None:
     for incarnation in (11, 12):
         server = world.servers[incarnation]
         until(lambda server=server: server.data(2))  # type: ignore[misc]
-        assert [each[:5] for each in server.data(2)] == [(SYNCED, 1, 2, 1, 3)]
+        assert [message[:5] for message in server.data(2)] == [(SYNCED, 1, 2, 1, 3)]
     client.retire()
     assert [type(call) for call in world.servers[12].calls] == [messages.Retire]
     world.publish(client, 3, {11: LOW, 13: HIGH})
@@ -367,14 +367,14 @@ def test_an_idle_client_resyncs(stack: ExitStack) -> None:
 
 
 def test_a_joining_worker_resyncs(stack: ExitStack) -> None:
-    """A server that takes note of it before it has the map would wait for it ever after."""
+    """A server that records it before it receives the map would wait for it forever."""
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     for incarnation in (11, 12):
         server = world.servers[incarnation]
         until(lambda server=server: len(server.data(1)) == 2)  # type: ignore[misc]
         # By its first view, and when it has joined.
-        assert [each[:5] for each in server.data(1)] == [(SYNCED, 0, 1, 0, 3), (SYNCED, 1, 1, 0, 3)]
+        assert [message[:5] for message in server.data(1)] == [(SYNCED, 0, 1, 0, 3), (SYNCED, 1, 1, 0, 3)]
     assert client.clock == 0
 
 
@@ -384,7 +384,7 @@ def kept_world(stack: ExitStack, **options: Any) -> tuple[World, Client]:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-def test_answered_pushes_are_kept_until_they_are_safe(stack: ExitStack, kind: str) -> None:
+def test_answered_pushes_are_retained_until_stable(stack: ExitStack, kind: str) -> None:
     world, client = kept_world(stack)
     sparse, dense = client.sparse_table("w", update=SGD(lr=1.0)), client.dense_table("d", size=DENSE, update=SGD(lr=1))
 
@@ -407,15 +407,15 @@ def test_answered_pushes_are_kept_until_they_are_safe(stack: ExitStack, kind: st
     if kind == "dense":
         high = sum(b - a for a, b in clip_runs(runs_in(DENSE, HIGH), 100, 164))
     if high:
-        assert [(each.clock, each.grads) for each in again] == [
+        assert [(message.clock, message.grads) for message in again] == [
             (number - 1, (float(number),) * high) for number in (2, 3, 4)
         ]
-        assert [each.sequence - again[0].sequence for each in again] == [0, 1, 2]
+        assert [message.sequence - again[0].sequence for message in again] == [0, 1, 2]
     # Resent pushes are retained too.
     client.flush()
     world.publish(client, 3, {13: ALL})
     until_synced(world.servers[13], 3)
-    sequences = [each.sequence for each in world.servers[13].data(3)[:-1]]
+    sequences = [message.sequence for message in world.servers[13].data(3)[:-1]]
     assert sequences == list(range(sequences[0], sequences[0] + 4))
     whole = world.servers[13].data(3)[2]
     assert len(set(whole.keys)) == 64
@@ -440,7 +440,7 @@ def test_resent_pushes_are_retained_unchanged(stack: ExitStack, is_answered: boo
     table.push(grads).wait()
     world.publish(client, 3, {13: ALL})
     until_synced(world.servers[13], 3)
-    assert [set(each.grads) for each in world.servers[13].data(3)[:-1]] == [{1.0}, {2.0}]
+    assert [set(message.grads) for message in world.servers[13].data(3)[:-1]] == [{1.0}, {2.0}]
 
 
 def test_retiring_waits_until_it_is_safe(stack: ExitStack) -> None:
@@ -456,7 +456,7 @@ def test_retiring_waits_until_it_is_safe(stack: ExitStack) -> None:
         assert (pull.kind, pull.clock, pull.keys) == (PULL, 1, ())  # a read of the next iteration
     assert not any(connection.session.retained for connection in client.servers.newest())
     table.push(KEYS, ones()).wait()
-    assert not any(connection.session.retained for connection in client.servers.newest())  # it is applied at once
+    assert not any(connection.session.retained for connection in client.servers.newest())  # it is applied immediately
 
 
 def test_lost_buckets(stack: ExitStack) -> None:
@@ -470,20 +470,20 @@ def test_lost_buckets(stack: ExitStack) -> None:
     world.publish(client, 2, {11: LOW})
     with pytest.raises(ConnectionLostError, match=message):
         ticket.wait()
-    there = np.array(keys_in(LOW), np.uint64)
-    gone = np.array(keys_in(HIGH), np.uint64)
+    low = np.array(keys_in(LOW), np.uint64)
+    high = np.array(keys_in(HIGH), np.uint64)
     requests: list[Callable[[], object]] = [
-        lambda: table.pull(gone), lambda: table.push(gone, ones(len(gone))), dense.pull, lambda: dense.pull(keys=[999]),
-        lambda: table.erase(gone), lambda: dense.push(ones(DENSE)),
+        lambda: table.pull(high), lambda: table.push(high, ones(len(high))), dense.pull, lambda: dense.pull(keys=[999]),
+        lambda: table.erase(high), lambda: dense.push(ones(DENSE)),
     ]  # fmt: skip
     for request in requests:
         with pytest.raises(ConnectionLostError, match=message):
             request()
-    assert (table.pull(there).reshape(-1) == there).all()
+    assert (table.pull(low).reshape(-1) == low).all()
     assert (dense.pull(start=10, stop=20) == np.arange(10, 20)).all()
     world.publish(client, 3, {13: 0})
     with pytest.raises(ConnectionLostError, match=r"^servers 0 and 1 died: 512 of 512 buckets"):
-        table.pull(there)
+        table.pull(low)
 
 
 def test_no_newer_map_comes(stack: ExitStack) -> None:
@@ -497,7 +497,7 @@ def test_no_newer_map_comes(stack: ExitStack) -> None:
     assert (table.pull(KEYS).reshape(-1) == KEYS).all()
 
 
-def test_a_new_server_that_cannot_be_reached_yet(stack: ExitStack) -> None:
+def test_an_unreachable_new_server(stack: ExitStack) -> None:
     world = World(stack, {11: ALL})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -522,7 +522,7 @@ def test_calls_go_to_all_servers_of_the_newest_map(stack: ExitStack) -> None:
     assert isinstance(world.servers[13].calls[-1], messages.CreateTable)
 
 
-def test_a_call_to_a_server_that_dies_during_the_call(stack: ExitStack) -> None:
+def test_a_call_to_a_server_dying_during_the_call(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     world.servers[12].is_mute = True
@@ -535,7 +535,7 @@ def test_a_call_to_a_server_that_dies_during_the_call(stack: ExitStack) -> None:
     assert isinstance(world.servers[13].calls[-1], messages.CreateTable)
 
 
-def test_a_push_lost_with_its_servers_raises_an_error(stack: ExitStack) -> None:
+def test_a_push_lost_with_the_servers_raises_an_error(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))

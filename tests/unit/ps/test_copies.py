@@ -7,7 +7,7 @@ import numpy as np
 from paceline.ps.client.exchange import Copies
 
 
-def test_copies_do_not_change_with_their_source() -> None:
+def test_copies_do_not_change_with_the_source() -> None:
     keys, grads = np.arange(5, dtype=np.uint64), np.arange(7, dtype=np.float32)
     (first, second), memory = Copies().copy([keys, grads])
     keys[:], grads[:] = 0, 0
@@ -19,7 +19,7 @@ def test_copies_do_not_change_with_their_source() -> None:
     assert len(memory) == 4096
 
 
-def test_memory_that_was_given_back_is_used_again_if_it_is_large_enough() -> None:
+def test_returned_memory_is_used_again_if_large_enough() -> None:
     copies = Copies()
     small, large = np.zeros(100, np.float32), np.zeros(100_000, np.float32)
     _, one = copies.copy([small])

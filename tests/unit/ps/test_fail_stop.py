@@ -74,7 +74,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("error", [UsageError("no"), MemoryError(), ZeroDivisionError()], ids=repr)
-def test_a_method_that_must_succeed_excuses_nothing(error: Exception) -> None:
+def test_a_fail_stop_method_reports_every_exception(error: Exception) -> None:
     machine = Machine()
     with pytest.raises(type(error)):
         machine.handle(error)

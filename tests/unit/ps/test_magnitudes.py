@@ -93,12 +93,12 @@ def assert_bounded(part: TablePart) -> None:
         assert found <= bound * (1 + 1e-6), (found_in(part), bounds_of(part))
 
 
-def test_there_is_a_setting_of_every_rule_with_bounds() -> None:
+def test_every_rule_with_bounds_has_a_setting() -> None:
     assert {type(rule) for rule in SETTINGS} == {kind for kind in RULES.values() if kind.has_bounds()}
 
 
 @pytest.mark.parametrize(("rule", "kind"), in_tables(SETTINGS), ids=str)
-def test_no_record_exceeds_its_bounds(rule: UpdateRule, kind: str) -> None:
+def test_no_record_exceeds_the_bounds(rule: UpdateRule, kind: str) -> None:
     random = np.random.default_rng(7)
     part = part_of(rule, kind, Normal(mean=0.5, std=0.1))
     for number in range(200):
@@ -149,13 +149,13 @@ def test_unseen_magnitudes_are_measured(rule: UpdateRule) -> None:
     ],
     ids=str,
 )
-def test_after_a_record_that_no_push_makes_every_push_is_tried(rule: UpdateRule, record: list[float]) -> None:
+def test_after_an_impossible_record_every_push_is_tried(rule: UpdateRule, record: list[float]) -> None:
     part = part_of(rule, "dense")
     part.write_records(np.array([5], np.uint64), np.array([record], np.float32))
     assert not part.magnitudes.take(1.0)
 
 
-def test_weights_that_other_hyperparameters_formed() -> None:
+def test_weights_of_other_hyperparameters() -> None:
     part = part_of(FTRL(alpha=0.001), "sparse", Constant(value=2.0))
     key = Selection(np.arange(5, dtype=np.uint64))
     for alpha in (1.0, 1e-3, 50.0, 1.0):
@@ -173,10 +173,10 @@ def test_pushes_of_other_rules_are_always_tried(rule: UpdateRule) -> None:
         part.measure_all()
 
 
-OTHERS = [case.rule for name, case in RULE_CASES.items() if name in RULES and not case.rule.has_bounds()]
+UNBOUNDED_RULES = [case.rule for name, case in RULE_CASES.items() if name in RULES and not case.rule.has_bounds()]
 
 
-@pytest.mark.parametrize(("rule", "kind"), in_tables([*SETTINGS, *OTHERS]), ids=str)
+@pytest.mark.parametrize(("rule", "kind"), in_tables([*SETTINGS, *UNBOUNDED_RULES]), ids=str)
 def test_a_trial_equals_the_push(rule: UpdateRule, kind: str) -> None:
     random = np.random.default_rng(3)
     part = part_of(rule, kind)
@@ -192,7 +192,7 @@ def test_a_trial_equals_the_push(rule: UpdateRule, kind: str) -> None:
         assert tried.keys() == set(part.keys_of(selection).tolist())
         before = rows_of(part)
         part.push(selection, grads)
-        there = rows_of(part)
-        assert any(before.get(key) is None or (before[key] != there[key]).any() for key in tried)
+        stored = rows_of(part)
+        assert any(before.get(key) is None or (before[key] != stored[key]).any() for key in tried)
         for key, record in tried.items():
-            assert record.tobytes() == there[key].tobytes()
+            assert record.tobytes() == stored[key].tobytes()

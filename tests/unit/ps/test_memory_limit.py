@@ -36,7 +36,7 @@ def mapped_files(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("dim", "rule"), [(1, FTRL(alpha=0.05, l1=0.1)), (16, Adagrad(lr=0.1))])
-def test_a_table_beyond_its_limit_is_the_same_to_the_bit(
+def test_a_table_beyond_the_limit_is_bit_identical(
     tmp_path: Path, dim: int, rule: UpdateRule, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path)))
@@ -57,10 +57,10 @@ def test_a_table_beyond_its_limit_is_the_same_to_the_bit(
     spilled.pull(keys, found)
     plain.pull(keys, expected)
     np.testing.assert_array_equal(found, expected)
-    for (some, records), (same, others) in zip(spilled.items(), plain.items(), strict=True):
-        order, other_order = np.argsort(some), np.argsort(same)  # buckets have grown at other times
-        np.testing.assert_array_equal(some[order], same[other_order])
-        np.testing.assert_array_equal(records[order], others[other_order])
+    for (bucket_keys, records), (same, plain_records) in zip(spilled.items(), plain.items(), strict=True):
+        order, other_order = np.argsort(bucket_keys), np.argsort(same)  # buckets have grown at other times
+        np.testing.assert_array_equal(bucket_keys[order], same[other_order])
+        np.testing.assert_array_equal(records[order], plain_records[other_order])
     assert spilled.erase(keys[:1000]) == 1000
     for bucket in range(8):
         spilled.drop_bucket(bucket)
@@ -74,8 +74,8 @@ def test_lookups_follow_the_prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store, keys = SparseStore(dim=1, memory=memory), keys_of(40_000, 0)
     store.push(keys, np.ones(len(keys), np.float32))
     read = []
-    monkeypatch.setattr(memory.read_ahead, "read", lambda directory, layout, some: read.append(len(some)))
-    thrice = np.concatenate([keys, keys, keys])  # more than the table has: room is made for those that are absent
+    monkeypatch.setattr(memory.read_ahead, "read", lambda directory, layout, bucket_keys: read.append(len(bucket_keys)))
+    thrice = np.concatenate([keys, keys, keys])  # more keys than the table has: room is reserved for the absent keys
     limits = store.directory[index.LIMIT : index.USED].copy()
     store.reserve(thrice)
     assert read == [len(thrice)]
@@ -94,9 +94,9 @@ def test_a_full_disk_refuses_a_push_and_changes_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "posix_fallocate", is_full)
     with pytest.raises(SpillError, match=rf"{tmp_path}: No space left on device"):
         store.reserve(keys)
-    for bucket, (some, records) in before.items():
+    for bucket, (bucket_keys, records) in before.items():
         found, same = store.bucket(bucket)
-        np.testing.assert_array_equal(np.sort(found), np.sort(some))
+        np.testing.assert_array_equal(np.sort(found), np.sort(bucket_keys))
         assert records.sum() == same.sum()
 
 
@@ -137,7 +137,7 @@ def test_a_folder_in_memory_is_reported(tmp_path: Path) -> None:
     assert limit.warning.startswith("/dev/shm is a tmpfs")
 
 
-def test_few_mappings_are_reported_at_the_start_and_when_they_are_used_up(
+def test_few_mappings_are_reported_at_the_start_and_when_exhausted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = MemoryLimit(num_bytes=1, spill_dir=str(tmp_path))

@@ -108,7 +108,7 @@ def test_pages_written_in_parts() -> None:
     assert lazy.array[length // 2 - 1] == 1.0
 
 
-def test_memory_that_no_machine_has_is_refused() -> None:
+def test_impossible_amounts_of_memory_are_refused() -> None:
     with pytest.raises(MemoryError):
         LazyFloats(1 << 50, used=1 << 50)
     with pytest.raises(MemoryError):

@@ -32,20 +32,20 @@ def unseen(part: SparsePart, num_passes: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("dim", "rule"), RULES)
-def test_rows_are_as_old_as_their_last_push(dim: int, rule: UpdateRule) -> None:
+def test_the_age_of_a_row_is_the_age_of_the_last_push(dim: int, rule: UpdateRule) -> None:
     random, last = np.random.default_rng(dim), {}
     part, plain = part_of(dim, rule), part_of(dim, rule)
     every = np.concatenate([[0], random.integers(0, 2**64, 20_000, np.uint64)]).astype(np.uint64)
-    for each in (part, plain):
-        push(each, every[:6000])
+    for store in (part, plain):
+        push(store, every[:6000])
     assert unseen(part, 1) == set()  # nothing is noted yet
     last.update(dict.fromkeys(every[:6000].tolist(), 3))
     for number in range(4, 12):
         part.begin_pass(number, 3)
         size = 2000 if number < 8 else 400
         keys = np.unique(random.choice(every if number > 5 else every[6000:], size))
-        for each in (part, plain):
-            push(each, keys)
+        for store in (part, plain):
+            push(store, keys)
         last.update(dict.fromkeys(keys.tolist(), number))
         if number % 3 == 0:
             erased = random.choice(np.array(list(last), np.uint64), 300, replace=False)
@@ -60,7 +60,7 @@ def test_rows_are_as_old_as_their_last_push(dim: int, rule: UpdateRule) -> None:
         np.testing.assert_array_equal(np.sort(keys), np.sort(same))
         np.testing.assert_array_equal(records[np.argsort(keys)], expected[np.argsort(same)])
     keys, records = plain.read_bucket(7)
-    part.load_bucket(7, keys, records)  # what another server sends counts as seen now
+    part.load_bucket(7, keys, records)  # rows from another server count as seen now
     assert len(part.unseen_keys(7, 1)) == 0
     assert unseen(part, MAX_PASSES) == set()
 
@@ -81,24 +81,24 @@ def test_rows_stay_where_memory_does_not_suffice_for_marks(monkeypatch: pytest.M
     before = [part.read_bucket(bucket) for bucket in range(512)]
     zeros, num_calls = RowMemory.zeros, iter(range(200))
 
-    def some_zeros(memory: RowMemory, num_bytes: int) -> RowBlock:
+    def first_zeros(memory: RowMemory, num_bytes: int) -> RowBlock:
         if next(num_calls, None) is None:
             raise MemoryError("full")
         return zeros(memory, num_bytes)
 
     with monkeypatch.context() as patched:
-        patched.setattr(RowMemory, "zeros", some_zeros)
+        patched.setattr(RowMemory, "zeros", first_zeros)
         with pytest.raises(MemoryError, match="full"):
             part.begin_pass(2, 1)
-    for bucket, (those, records) in enumerate(before):
-        np.testing.assert_array_equal(part.read_bucket(bucket)[0], those)
+    for bucket, (bucket_keys, records) in enumerate(before):
+        np.testing.assert_array_equal(part.read_bucket(bucket)[0], bucket_keys)
         np.testing.assert_array_equal(part.read_bucket(bucket)[1], records)
     part.begin_pass(2, 1)  # there is memory now
     push(part, keys[:5000])
     assert unseen(part, 1) == set(range(5000, 20_000))
 
 
-def test_the_last_passes_that_there_can_be_are_sent_exactly() -> None:
+def test_the_last_possible_passes_are_sent_exactly() -> None:
     part, other, keys = part_of(1, FTRL(alpha=0.05)), part_of(1, FTRL(alpha=0.05)), np.arange(60, dtype=np.uint64)
     for age in reversed(range(60)):
         part.begin_pass(MAX_PASS - age, 1)
@@ -121,16 +121,16 @@ def test_passes_go_with_the_rows_to_another_server_and_back_in_time(dim: int, ru
         seen = every[:: number + 1].copy()  # kernels are compiled for arrays without gaps
         push(part, seen)
         last.update(dict.fromkeys(seen.tolist(), number))
-    gone = every[5:9]
+    expired = every[5:9]
     for bucket in range(512):
         keys, records = part.read_bucket(bucket)
-        chosen = np.isin(gone, keys)
-        is_gone = np.isin(keys, gone)
-        part.erase(gone[chosen])  # after the moment that is read
+        chosen = np.isin(expired, keys)
+        is_expired = np.isin(keys, expired)
+        part.erase(expired[chosen])  # after the moment that is read
         other.load_with_passes(bucket, keys, part.with_passes(bucket, keys, records))
         np.testing.assert_array_equal(other.read_bucket(bucket)[1].shape, records.shape)
-        assert not is_gone.any() or set(keys[is_gone].tolist()) <= unseen(other, MAX_PASSES)
-    last.update(dict.fromkeys(gone.tolist(), 7 - MAX_PASSES))
+        assert not is_expired.any() or set(keys[is_expired].tolist()) <= unseen(other, MAX_PASSES)
+    last.update(dict.fromkeys(expired.tolist(), 7 - MAX_PASSES))
     for passes in (1, 2, 5):
         assert unseen(other, passes) == {key for key, seen in last.items() if 7 - seen >= passes}
     other.begin_pass(5, 4)
@@ -140,7 +140,7 @@ def test_passes_go_with_the_rows_to_another_server_and_back_in_time(dim: int, ru
     assert part_of(dim, rule).with_passes(3, every[:0], records) is records
 
 
-def test_filled_rows_keep_their_passes_in_any_order() -> None:
+def test_filled_rows_keep_passes_in_any_order() -> None:
     """A bucket is filled before its sender records passes, between the two starts, or after both."""
     keys = np.arange(64, dtype=np.uint64)
     for order in (("load", "begin"), ("begin", "load")):

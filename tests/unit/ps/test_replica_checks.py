@@ -50,7 +50,7 @@ def test_a_digest_depends_on_every_bit(rows: dict[int, tuple[int, int]], bit: in
 
 
 @given(pushes=PUSHES)
-def test_each_bucket_has_the_order_of_its_own_pushes(pushes: list[tuple[int, int, set[int]]]) -> None:
+def test_every_bucket_has_a_separate_order_of_pushes(pushes: list[tuple[int, int, set[int]]]) -> None:
     orders, alone = BucketOrders(), BucketOrders()
     for incarnation, sequence, buckets in pushes:
         orders.applied(incarnation, sequence, bucket_set(buckets))
@@ -74,9 +74,9 @@ def test_another_order_is_another_number() -> None:
 def test_a_bucket_is_compared_after_the_same_pushes() -> None:
     first, second = Replication(1), Replication(2)
     groups = (chain_group((1, 2), None, ALL),)
-    for each in (first, second):
-        each.handle(Change(1, groups))
-    assert first.checkable(2) == 0  # there is no connection to it
+    for table in (first, second):
+        table.handle(Change(1, groups))
+    assert first.checkable(2) == 0  # it has no connection
     first.handle(LinkUp(2))
     assert first.checkable(2) == ALL
     assert second.checkable(1) == 0
@@ -89,13 +89,13 @@ def test_a_bucket_is_compared_after_the_same_pushes() -> None:
     assert second.applied_to(5) == ((9, 4),)
 
 
-def test_a_server_that_hands_up_pushes_is_not_compared() -> None:
+def test_a_server_handing_up_pushes_is_not_compared() -> None:
     first, second = Replication(1), Replication(2)
-    for each in (first, second):
-        each.handle(Change(1, (chain_group((2, 1), None, ALL),)))
+    for table in (first, second):
+        table.handle(Change(1, (chain_group((2, 1), None, ALL),)))
     second.push("a", 9, 4, 1 << 5)
-    for each in (first, second):
-        each.handle(Change(2, (chain_group((1, 2), None, ALL),)))
+    for table in (first, second):
+        table.handle(Change(2, (chain_group((1, 2), None, ALL),)))
     assert not second.is_comparable(1, 2, 5)
     assert second.is_comparable(1, 2, 6)
 
@@ -103,14 +103,14 @@ def test_a_server_that_hands_up_pushes_is_not_compared() -> None:
 def test_a_server_being_filled_is_not_compared() -> None:
     first, second = Replication(1), Replication(2)
     first.handle(Change(1, (chain_group((1,), None, ALL),)))
-    for each in (first, second):
-        each.handle(Change(2, (chain_group((1,), 2, ALL),)))
+    for table in (first, second):
+        table.handle(Change(2, (chain_group((1,), 2, ALL),)))
     first.handle(LinkUp(2))
     assert first.checkable(2) == 0
     assert not second.is_comparable(1, 2, 5)
 
 
-def test_a_round_takes_a_minute_or_its_share_of_the_time() -> None:
+def test_a_round_takes_a_minute_or_a_share_of_the_time() -> None:
     core = ServerCore(Eventual())
     core.joined(1)
     core.handle(ViewChanged(1, 1, (chain_group((1, 2), None, ALL),), frozenset({1, 2}), frozenset(), 2))
@@ -119,6 +119,6 @@ def test_a_round_takes_a_minute_or_its_share_of_the_time() -> None:
     assert 0 < checks.pause_s(None) <= 10
     core.handle(LinkUp(2))
     found = [checks.next(core, [2]) for _ in range(512)]
-    assert {each and each[1] for each in found} == set(range(512))
+    assert {entry and entry[1] for entry in found} == set(range(512))
     assert 512 * checks.pause_s(0.0) < 60
     assert checks.pause_s(1.0) >= 25

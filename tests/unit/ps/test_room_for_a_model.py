@@ -18,7 +18,7 @@ _ROWS = 600_000
 
 
 @pytest.mark.parametrize("dim", [1, 8])
-def test_rows_fit_in_the_room_that_was_made_for_them(dim: int) -> None:
+def test_rows_fit_in_the_reserved_room(dim: int) -> None:
     store = SparseStore(dim=dim)
     store.make_room_evenly(_ROWS)
     keys = np.unique(np.random.default_rng(0).integers(0, 2**63, _ROWS, dtype=np.uint64))
@@ -33,7 +33,7 @@ def test_rows_fit_in_the_room_that_was_made_for_them(dim: int) -> None:
     np.testing.assert_array_equal(found, values)
 
 
-def test_a_bucket_that_gets_more_than_its_share_grows() -> None:
+def test_a_bucket_grows_beyond_the_reserved_share() -> None:
     store = SparseStore(dim=1)
     store.make_room_evenly(_ROWS)
     crowd = SparseStore(dim=1)
@@ -45,7 +45,7 @@ def test_a_bucket_that_gets_more_than_its_share_grows() -> None:
     assert store.read_records(crowded)[1].all()
 
 
-def test_a_model_loads_with_and_without_the_state_of_its_update_rule(tmp_path: Path) -> None:
+def test_a_model_loads_with_and_without_the_state_of_the_update_rule(tmp_path: Path) -> None:
     spec = TableSpec(name="lr", kind="sparse", update=to_fields(FTRL()), initializer=to_fields(Zeros()))
     random = np.random.default_rng(0)
     keys = random.permutation(np.arange(1, 3_000, dtype=np.uint64))

@@ -51,7 +51,7 @@ def test_every_kind_has_an_example(kinds: dict[str, type], examples: list[object
     assert set(kinds.values()) == {type(example) for example in examples}
 
 
-def test_every_rule_is_found_by_its_name_and_number() -> None:
+def test_every_rule_is_found_by_name_and_number() -> None:
     assert set(rules.__all__) == {*RULES, "RULES", "UpdateRule"}
     for name, rule in RULES.items():
         assert getattr(paceline, name) is getattr(paceline.ps, name) is rule
@@ -106,7 +106,7 @@ def test_two_rules_of_one_name_or_number_are_refused() -> None:
         (lambda: Normal(std=-1), r"Normal\(std=-1\): expected a number of 0 or more"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(make: Callable[[], Any], message: str) -> None:
+def test_invalid_settings_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
 
@@ -125,7 +125,7 @@ def test_settings_that_cannot_work_are_refused(make: Callable[[], Any], message:
         ({"kind": "SGD", "lr": -1}, "expected a number"),
     ],
 )
-def test_fields_that_name_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_unknown_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         from_fields(RULES, fields)
 

@@ -70,16 +70,16 @@ def test_a_moment_is_read_while_the_table_changes(kind: str, dim: int) -> None:
         if random.random() < 0.05 and kind == "sparse":
             part.erase(random.choice(keys, 50, replace=False))
         if random.random() < 0.05:
-            some = random.choice(keys, 10, replace=False)
-            part.write_records(some, random.random((10, part.part.record_words)).astype(np.float32))
+            subset = random.choice(keys, 10, replace=False)
+            part.write_records(subset, random.random((10, part.part.record_words)).astype(np.float32))
         if random.random() < 0.03:
-            gone = int(random.integers(0, 512))
-            rows = part.part.read_bucket(gone)
-            part.drop(1 << gone)
+            lost = int(random.integers(0, 512))
+            rows = part.part.read_bucket(lost)
+            part.drop(1 << lost)
             if random.random() < 0.5:
-                part.load_bucket(gone, *rows)
+                part.load_bucket(lost, *rows)
             else:
-                part.hold(1 << gone)
+                part.hold(1 << lost)
         for key, record in zip(*moment.read(int(bucket)), strict=True):
             found[int(key)] = record.tobytes()
     assert found == expected
@@ -107,4 +107,4 @@ def test_changed_buckets_are_recorded() -> None:
     assert not part.unchanged_since(("d", 2)) >> first & 1
     part.erase(keys)
     assert part.unchanged_since(("d", 1)) | part.unchanged_since(("d", 2)) == 0
-    assert part.num_rows == part.part.num_rows == 0  # what does not write is the part's own
+    assert part.num_rows == part.part.num_rows == 0  # functions that do not write belong to the part itself

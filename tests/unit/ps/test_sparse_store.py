@@ -31,7 +31,7 @@ compiled_only = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="too slow") 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 
-# Row words 1, 2, 3 inline (5, 4, 3 entries in a line), the others behind the index; Adam has a step count.
+# Rows of 1, 2 and 3 words lie in the index (5, 4, 3 entries in a line), and larger rows outside. Adam has a step count.
 LAYOUTS: list[tuple[int, UpdateRule]] = [
     (1, SGD(lr=1.0)),
     (1, Momentum(lr=1.0, momentum=0.0)),
@@ -58,7 +58,7 @@ def pull(store: SparseStore, keys: Keys) -> Floats:
 
 
 class Model:
-    """A store and a dictionary that live through the same; the value of a row is what was written last."""
+    """A store and a dictionary with the same operations. The value of a row is the last written value."""
 
     def __init__(self, dim: int, rule: UpdateRule) -> None:
         self.store = SparseStore(dim=dim, rule=rule, initializer=Constant(value=-1.0))
@@ -73,20 +73,20 @@ class Model:
         self.rows.update(zip(keys.tolist(), records, strict=True))
 
     def push(self, keys: Keys) -> None:
-        """Zeros make the rows that are absent; what they do to the others, the rules' tests say."""
+        """Push zeros, which create the absent rows; the tests of the rules check existing rows."""
         absent = np.array([key not in self.rows for key in keys.tolist()], bool)
         new = np.ascontiguousarray(keys[absent])
         self.store.push(new, np.zeros(len(new) * self.store.dim, np.float32))
         for bucket in np.unique(reference.bucket_of(new)).tolist():
-            some, records = self.store.bucket(bucket)
-            for key, record in zip(some.tolist(), records, strict=True):
+            bucket_keys, records = self.store.bucket(bucket)
+            for key, record in zip(bucket_keys.tolist(), records, strict=True):
                 if key not in self.rows:
                     assert (record[: self.store.dim] == -1).all()
                     self.rows[key] = record
 
     def erase(self, keys: Keys) -> None:
-        there = sum(self.rows.pop(key, None) is not None for key in keys.tolist())
-        assert self.store.erase(keys) == there
+        num_present = sum(self.rows.pop(key, None) is not None for key in keys.tolist())
+        assert self.store.erase(keys) == num_present
 
     def drop(self, keys: Keys) -> None:
         """Drop the bucket of the first key."""
@@ -96,7 +96,7 @@ class Model:
             assert self.store.counts[bucket] == 0
 
     def load(self, keys: Keys) -> None:
-        """Make those that share the first key's bucket all that it holds."""
+        """Replace the bucket of the first key by the keys of this bucket."""
         self.drop(keys)
         keys = keys[reference.bucket_of(keys) == reference.bucket_of(keys[:1])] if len(keys) else keys
         words = self.store.row_words
@@ -104,26 +104,26 @@ class Model:
         self.store.load_bucket(int(reference.bucket_of(keys)[0]) if len(keys) else 7, keys, records)
         self.rows.update(zip(keys.tolist(), records, strict=True))
 
-    def check(self, others: Keys) -> None:
+    def check(self, absent_keys: Keys) -> None:
         assert len(self.store) == len(self.rows)
         keys = np.array(list(self.rows), np.uint64)
         dim = self.store.dim
         if len(keys):
             expected = np.stack(list(self.rows.values()))
             np.testing.assert_array_equal(pull(self.store, keys), expected[:, :dim])
-        absent = others[[key not in self.rows for key in others.tolist()]]
+        absent = absent_keys[[key not in self.rows for key in absent_keys.tolist()]]
         assert (pull(self.store, absent) == -1).all()
         seen = 0
-        for some, records in self.store.items():
-            assert len(some)
-            assert len(np.unique(reference.bucket_of(some))) == 1
-            seen += len(some)
-            for key, record in zip(some.tolist(), records, strict=True):
+        for bucket_keys, records in self.store.items():
+            assert len(bucket_keys)
+            assert len(np.unique(reference.bucket_of(bucket_keys))) == 1
+            seen += len(bucket_keys)
+            for key, record in zip(bucket_keys.tolist(), records, strict=True):
                 np.testing.assert_array_equal(record, self.rows[key])
         assert seen == len(self.rows)
 
 
-def test_buckets_are_those_of_placement() -> None:
+def test_buckets_equal_the_buckets_of_placement() -> None:
     assert index.NUM_BUCKETS == NUM_BUCKETS
 
 
@@ -133,8 +133,8 @@ def test_unmix_is_the_inverse_of_mix() -> None:
     assert set(reference.bucket_of(crafted(77, 100, line=2**32 - 1)).tolist()) == {77}
 
 
-# Few distinct keys, many of them in the same line or the last one of a bucket, and the two ends of the range.
-SOME_KEYS = np.concatenate(
+# Few distinct keys, many of them in the same line or in the last line of a bucket, and both ends of the range.
+KEY_CHOICES = np.concatenate(
     [
         np.array([0, 1, MAX_KEY], np.uint64),
         crafted(0, 40),
@@ -144,8 +144,8 @@ SOME_KEYS = np.concatenate(
         random_keys(np.random.default_rng(1), 50),
     ]
 )
-KEY_SETS = st.lists(st.integers(0, len(SOME_KEYS) - 1), max_size=120).map(
-    lambda places: SOME_KEYS[np.array(places, np.int64)]
+KEY_SETS = st.lists(st.integers(0, len(KEY_CHOICES) - 1), max_size=120).map(
+    lambda places: KEY_CHOICES[np.array(places, np.int64)]
 )
 
 
@@ -156,7 +156,7 @@ def test_any_history(dim: int, rule: UpdateRule, steps: list[tuple[str, Keys]]) 
     model = Model(dim, rule)
     for step, keys in steps:
         getattr(model, step)(keys)
-    model.check(SOME_KEYS)
+    model.check(KEY_CHOICES)
 
 
 @compiled_only
@@ -190,7 +190,7 @@ def test_keys_crafted_to_share_a_line(dim: int, rule: UpdateRule, line: int) -> 
 
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-def test_a_full_tail_of_a_bucket_that_was_larger(dim: int, rule: UpdateRule) -> None:
+def test_a_full_tail_of_a_formerly_larger_bucket(dim: int, rule: UpdateRule) -> None:
     model = Model(dim, rule)
     many, few = crafted(9, 3000, line=2**20), crafted(9, 200, line=2**32 - 1)
     spread = reference.unmix(
@@ -205,9 +205,9 @@ def test_a_full_tail_of_a_bucket_that_was_larger(dim: int, rule: UpdateRule) -> 
 
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-def test_a_dropped_bucket_gives_its_memory_back(dim: int, rule: UpdateRule) -> None:
+def test_a_dropped_bucket_returns_the_memory(dim: int, rule: UpdateRule) -> None:
     store = SparseStore(dim=dim, rule=rule)
-    empty, keys = store.num_bytes, np.concatenate([crafted(3, 300, line=2**29), crafted(0, 300), SOME_KEYS[:3]])
+    empty, keys = store.num_bytes, np.concatenate([crafted(3, 300, line=2**29), crafted(0, 300), KEY_CHOICES[:3]])
     for _ in range(3):
         store.write_records(keys, np.ones(len(keys) * store.row_words, np.float32))
         full = store.num_bytes
@@ -223,16 +223,14 @@ def test_a_dropped_bucket_gives_its_memory_back(dim: int, rule: UpdateRule) -> N
 
 @compiled_only
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-def test_a_loaded_bucket_equals_the_bucket_that_was_read(
-    dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loaded_bucket_equals_the_read_bucket(dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch) -> None:
     store, copy = SparseStore(dim=dim, rule=rule), SparseStore(dim=dim, rule=rule)
     hashes = np.random.default_rng(8).integers(0, 1 << 55, 30_000, dtype=np.uint64) | np.uint64(5 << 55)
     keys = reference.unmix(hashes)
     store.push(keys, np.random.default_rng(9).standard_normal(len(keys) * dim).astype(np.float32))
     copy.push(
         keys[:10_000] ^ np.uint64(1), np.ones(10_000 * dim, np.float32)
-    )  # what it held before, here and elsewhere
+    )  # the former rows of this bucket and of other buckets
     elsewhere = int(len(copy) - copy.counts[5])
     rehashed = []
     rehash = index.rehash
@@ -243,7 +241,7 @@ def test_a_loaded_bucket_equals_the_bucket_that_was_read(
 
     monkeypatch.setattr(index, "rehash", count_and_rehash)
     copy.load_bucket(5, *store.bucket(5))
-    assert len(rehashed) == 1  # room for all of it is made at once
+    assert len(rehashed) == 1  # room for all keys is reserved in one step
     assert (len(store), len(copy)) == (len(keys), len(keys) + elsewhere)
     np.testing.assert_array_equal(pull(copy, keys), pull(store, keys))
     copy.push(keys, np.ones(len(keys) * dim, np.float32))
@@ -253,7 +251,7 @@ def test_a_loaded_bucket_equals_the_bucket_that_was_read(
     assert len(copy) == elsewhere
 
 
-def test_a_key_that_stands_twice_is_updated_twice() -> None:
+def test_a_repeated_key_is_updated_twice() -> None:
     for dim, rule in LAYOUTS[:1] + LAYOUTS[3:4] + [(16, SGD(lr=1.0))]:
         keys = np.repeat(np.array([0, MAX_KEY, 17, 0, 17], np.uint64), 200)
         store = SparseStore(dim=dim, rule=rule)
@@ -275,19 +273,19 @@ def test_batches_of_no_keys() -> None:
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
 def test_export_and_import(dim: int, rule: UpdateRule) -> None:
-    keys = np.unique(np.concatenate([SOME_KEYS, random_keys(np.random.default_rng(3), 2000)]))
+    keys = np.unique(np.concatenate([KEY_CHOICES, random_keys(np.random.default_rng(3), 2000)]))
     grads = np.random.default_rng(4).standard_normal((3, len(keys) * dim)).astype(np.float32)
     store, copy = SparseStore(dim=dim, rule=rule), SparseStore(dim=dim, rule=rule)
     store.push(keys, grads[0])
     store.push(keys, grads[1])
-    for some, records in store.items():
-        assert records.shape == (len(some), store.row_words)
-        copy.write_records(some, records)
+    for bucket_keys, records in store.items():
+        assert records.shape == (len(bucket_keys), store.row_words)
+        copy.write_records(bucket_keys, records)
     assert len(copy) == len(keys)
     for table in (store, copy):
         table.push(keys, grads[2])  # the state came along, or this would differ
     np.testing.assert_array_equal(pull(copy, keys), pull(store, keys))
-    whole = np.concatenate([some for some, _ in store.items()])
+    whole = np.concatenate([bucket_keys for bucket_keys, _ in store.items()])
     np.testing.assert_array_equal(np.sort(whole), keys)
 
 
@@ -358,7 +356,7 @@ def test_the_reserved_memory_suffices(
 
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-def test_rows_that_are_there_need_no_room(dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_rows_need_no_room(dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = random_keys(np.random.default_rng(8), 5000)
     store = SparseStore(dim=dim, rule=rule, memory=ScarceMemory())
     store.push(keys, np.ones(5000 * dim, np.float32))
@@ -371,27 +369,27 @@ def test_rows_that_are_there_need_no_room(dim: int, rule: UpdateRule, monkeypatc
     store.reserve(keys)
     monkeypatch.setattr(index, "rehash", fails)
     monkeypatch.setattr(sparse, "count_absent", fails)
-    store.reserve(keys)  # from now on it costs nothing
+    store.reserve(keys)  # from this point on it costs nothing
 
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
+def test_room_for_all_keys_takes_nothing_from_new_keys(
     dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is memory for the rows that are absent, but not for as many as are sent."""
     old, new = random_keys(np.random.default_rng(10), 20_000), random_keys(np.random.default_rng(11), 100)
     keys = np.concatenate([old[::2], new])
     store, other = (SparseStore(dim=dim, rule=rule, memory=ScarceMemory()) for _ in range(2))
-    for each in (store, other):
-        each.push(old, np.ones(len(old) * dim, np.float32))
+    for table in (store, other):
+        table.push(old, np.ones(len(old) * dim, np.float32))
     other.push(new, np.ones(len(new) * dim, np.float32))
     budget = sum(lines.num_bytes for lines in other.lines) + (1 << 14)
     allocate = store.memory.zeros
     allocated: list[weakref.ref[Any]] = []
 
-    def count_bytes() -> int:  # in a frame of its own: that of an error keeps what it refers to
-        every = [*store.lines, *(each() for each in allocated)]
-        return sum(memory.num_bytes for memory in {id(each): each for each in every if each is not None}.values())
+    def count_bytes() -> int:  # in a separate frame, because the frame of an error keeps its references
+        every = [*store.lines, *(reference() for reference in allocated)]
+        return sum(memory.num_bytes for memory in {id(block): block for block in every if block is not None}.values())
 
     def allocate_within_budget(num_bytes: int) -> Any:
         if count_bytes() + num_bytes > budget:
@@ -425,7 +423,7 @@ def test_arrays_of_the_wrong_size_are_refused() -> None:
 
 
 def crafted_keys(count: int, bucket: int = 5) -> Keys:
-    """Keys that the hash, which everybody can invert, puts into one line of one bucket."""
+    """Return keys that the hash, which is invertible, puts into one line of one bucket."""
     hashes = np.uint64((bucket << 55) | (12345 << 23)) + np.arange(count, dtype=np.uint64)
     return np.asarray(reference.unmix(hashes))
 
@@ -442,7 +440,7 @@ def test_nothing_is_counted_where_memory_is_never_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dim", [1, 2, 8])
 def test_crafted_keys_cost_no_more_than_random_keys(dim: int) -> None:
-    """Were they all in one line, a look-up would go through all of them: 40,000 keys took seconds."""
+    """With all keys in one line, a lookup would visit all of them: 40,000 keys took seconds."""
     keys = crafted_keys(20_000)
     store = SparseStore(dim=dim, rule=SGD(lr=1.0))
     store.push(keys, np.ones(dim * len(keys), np.float32))

@@ -61,7 +61,7 @@ def test_elements_of_another_server_are_refused() -> None:
             part.num_values(Selection(np.array([key, 0], np.uint64)))
 
 
-def test_records_travel_whole() -> None:
+def test_records_are_sent_completely() -> None:
     rule = Adam(lr=0.1)
     one, other = dense(1024, range(512), rule), dense(1024, range(0, 512, 2), rule)
     assert one.record_words == 4
@@ -71,9 +71,9 @@ def test_records_travel_whole() -> None:
     for part in (one, other):
         part.push(Selection(np.array([0, 5, 1020], np.uint64)), np.ones(3, np.float32))
     for bucket in range(0, 512, 2):
-        ours, theirs = one.read_bucket(bucket), other.read_bucket(bucket)
-        assert np.array_equal(ours[0], theirs[0])
-        assert np.array_equal(ours[1], theirs[1])
+        left, right = one.read_bucket(bucket), other.read_bucket(bucket)
+        assert np.array_equal(left[0], right[0])
+        assert np.array_equal(left[1], right[1])
     with pytest.raises(UsageError, match="bucket 3 of dense table 'd' is not on this server"):
         other.read_bucket(3)
 

@@ -21,7 +21,7 @@ from paceline.transport import Address, Endpoint
 seeds = st.integers(0, 2**32)
 
 
-def some_members(random: Random, *, first: int = 1) -> list[Member]:
+def random_members(random: Random, *, first: int = 1) -> list[Member]:
     members: list[Member] = []
     ranks = {role: random.sample(range(6), random.randrange(6)) for role in (Role.SERVER, Role.WORKER)}
     for role, taken in ranks.items():
@@ -33,25 +33,25 @@ def some_members(random: Random, *, first: int = 1) -> list[Member]:
     return members
 
 
-def some_groups(random: Random, servers: list[int]) -> tuple[ChainGroup, ...]:
+def random_groups(random: Random, servers: list[int]) -> tuple[ChainGroup, ...]:
     masks: dict[tuple[tuple[int, ...], int | None], int] = {}
     for bucket in range(NUM_BUCKETS):
         chain = tuple(random.sample(servers, min(len(servers), random.randrange(3))))
-        others = [each for each in servers if each not in chain]
-        filling = random.choice(others) if others and chain and random.random() < 0.3 else None
+        candidates = [server for server in servers if server not in chain]
+        filling = random.choice(candidates) if candidates and chain and random.random() < 0.3 else None
         masks[chain, filling] = masks.get((chain, filling), 0) | 1 << bucket
     return tuple(chain_group(members, filling, mask) for (members, filling), mask in masks.items())
 
 
-def some_view(random: Random, members: list[Member] | None = None) -> View:
-    members = some_members(random) if members is None else members
-    servers = [each.incarnation for each in members if each.role is Role.SERVER]
+def random_view(random: Random, members: list[Member] | None = None) -> View:
+    members = random_members(random) if members is None else members
+    servers = [member.incarnation for member in members if member.role is Role.SERVER]
     return View(
         term=random.randrange(1 << 20),
         epoch=random.randrange(1 << 20),
         version=random.randrange(1 << 20),
         members=tuple(members),
-        groups=some_groups(random, servers) if random.random() < 0.8 else (),
+        groups=random_groups(random, servers) if random.random() < 0.8 else (),
         last_incarnation=random.randrange(1 << 30),
         former_voters=tuple(random.sample(range(1, 30), random.randrange(4))),
     )
@@ -62,8 +62,8 @@ def received(view: View) -> View:
 
 
 @given(seed=seeds, is_partial=st.booleans())
-def test_a_view_travels_whole(seed: int, is_partial: bool) -> None:
-    view = some_view(Random(seed))
+def test_a_view_is_sent_completely(seed: int, is_partial: bool) -> None:
+    view = random_view(Random(seed))
     view = view.without_workers() if is_partial else view
     assert received(view) == view
 
@@ -71,23 +71,23 @@ def test_a_view_travels_whole(seed: int, is_partial: bool) -> None:
 @given(seed=seeds)
 def test_a_change_applied_to_the_view_before_is_the_view_after(seed: int) -> None:
     random = Random(seed)
-    base = some_view(random)
-    retained = [each for each in base.members if random.random() < 0.7]
-    after = some_view(random, [*retained, *some_members(random, first=100)])
+    base = random_view(random)
+    retained = [member for member in base.members if random.random() < 0.7]
+    after = random_view(random, [*retained, *random_members(random, first=100)])
     change = msgspec.msgpack.decode(messages.encode(ViewChange.between(base, after)), type=ViewChange[Endpoint])
     view = change.apply(received(base))
-    assert sorted(view.members, key=lambda each: each.incarnation) == sorted(
-        after.members, key=lambda each: each.incarnation
+    assert sorted(view.members, key=lambda listed: listed.incarnation) == sorted(
+        after.members, key=lambda listed: listed.incarnation
     )
     assert msgspec.structs.replace(view, members=()) == msgspec.structs.replace(after, members=())
-    assert {each.incarnation for each in change.joined} == {each.incarnation for each in after.members} - {
-        each.incarnation for each in retained
+    assert {member.incarnation for member in change.joined} == {member.incarnation for member in after.members} - {
+        member.incarnation for member in retained
     }
 
 
-def test_chains_that_stay_do_not_travel_again() -> None:
-    base = some_view(Random(1))
-    after = some_view(Random(2), list(base.members))
+def test_unchanged_chains_are_not_sent_again() -> None:
+    base = random_view(Random(1))
+    after = random_view(Random(2), list(base.members))
     same = View(base.term, base.epoch + 1, base.version, base.members, base.groups)
     assert ViewChange.between(base, same).groups is None
     assert ViewChange.between(base, after).groups == after.groups

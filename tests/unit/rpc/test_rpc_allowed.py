@@ -51,15 +51,15 @@ class Outer:
         return 7
 
 
-HERE = __name__
+THIS_MODULE = __name__
 
 
 def test_definitions_of_a_module_are_found_by_name() -> None:
-    allowed = Allowed([HERE])
+    allowed = Allowed([THIS_MODULE])
     assert allowed.resolve(qualified_name(function)) is function
-    assert allowed.resolve(f"{HERE}:Outer.plain") is Outer.plain
-    assert allowed.resolve_class(f"{HERE}:Outer") is Outer
-    assert allowed.resolve(f"{HERE}:function") is allowed.resolve(f"{HERE}:function")
+    assert allowed.resolve(f"{THIS_MODULE}:Outer.plain") is Outer.plain
+    assert allowed.resolve_class(f"{THIS_MODULE}:Outer") is Outer
+    assert allowed.resolve(f"{THIS_MODULE}:function") is allowed.resolve(f"{THIS_MODULE}:function")
 
 
 @pytest.mark.parametrize(
@@ -68,27 +68,27 @@ def test_definitions_of_a_module_are_found_by_name() -> None:
 )
 def test_imported_and_private_names_are_not_reached(name: str) -> None:
     with pytest.raises(UsageError, match=r"not allowed here|has no"):
-        Allowed([HERE]).resolve(f"{HERE}:{name}")
+        Allowed([THIS_MODULE]).resolve(f"{THIS_MODULE}:{name}")
 
 
-def test_modules_that_were_not_allowed() -> None:
-    for allowed in (Allowed(), Allowed(["tests"]), Allowed([f"{HERE}:Outer"])):
+def test_modules_without_permission() -> None:
+    for allowed in (Allowed(), Allowed(["tests"]), Allowed([f"{THIS_MODULE}:Outer"])):
         with pytest.raises(UsageError, match=r"is not allowed here: .*module to init_rpc"):
-            allowed.resolve(f"{HERE}:function")
+            allowed.resolve(f"{THIS_MODULE}:function")
 
 
 def test_single_names_packages_and_decorated_functions() -> None:
     assert Allowed(["os:getcwd"]).resolve("os:getcwd") is os.getcwd
-    package = HERE.rpartition(".")[0]
+    package = THIS_MODULE.rpartition(".")[0]
     if package:
-        assert Allowed([f"{package}.*"]).resolve(f"{HERE}:function") is function
-    assert Allowed().resolve(f"{HERE}:_decorated") is _decorated
+        assert Allowed([f"{package}.*"]).resolve(f"{THIS_MODULE}:function") is function
+    assert Allowed().resolve(f"{THIS_MODULE}:_decorated") is _decorated
     assert Allowed(["json.*"]).resolve("json.decoder:JSONDecoder").__name__ == "JSONDecoder"
     with pytest.raises(UsageError, match=r"_private' is not allowed here: its name begins with _; .*init_rpc"):
-        Allowed([HERE]).resolve(f"{HERE}:_private")
-    assert Allowed([f"{HERE}:_private"]).resolve(f"{HERE}:_private") is _private
-    with pytest.raises(UsageError, match=f"imported' is not allowed here: {HERE} does not define it itself"):
-        Allowed([HERE]).resolve(f"{HERE}:imported")
+        Allowed([THIS_MODULE]).resolve(f"{THIS_MODULE}:_private")
+    assert Allowed([f"{THIS_MODULE}:_private"]).resolve(f"{THIS_MODULE}:_private") is _private
+    with pytest.raises(UsageError, match=f"imported' is not allowed here: {THIS_MODULE} does not define it itself"):
+        Allowed([THIS_MODULE]).resolve(f"{THIS_MODULE}:imported")
     with pytest.raises(UsageError, match="cannot be imported"):
         Allowed(["no_such_module_at_all"]).resolve("no_such_module_at_all:f")
 
@@ -100,22 +100,22 @@ def test_for_built_in_modules_the_error_requests_single_names() -> None:
 
 
 @pytest.mark.parametrize("entry", ["", "*", 3])
-def test_entries_that_cannot_be(entry: Any) -> None:
+def test_impossible_entries(entry: Any) -> None:
     with pytest.raises(UsageError, match="allow has"):
         Allowed([entry])
 
 
 def test_methods_of_allowed_classes() -> None:
     value = Outer()
-    allowed = Allowed([HERE])
+    allowed = Allowed([THIS_MODULE])
     assert allowed.check_method(value, "method")() == 4
     assert allowed.check_method(value, "__call__")() == 7
     for name in ("_hidden", "__init__", "__class__", "__reduce__"):
         with pytest.raises(UsageError, match="is not allowed here"):
             allowed.check_method(value, name)
-    with pytest.raises(UsageError, match=f"its name begins with _; .*'{HERE}:Outer._hidden'"):
+    with pytest.raises(UsageError, match=f"its name begins with _; .*'{THIS_MODULE}:Outer._hidden'"):
         allowed.check_method(value, HIDDEN)
-    assert Allowed([f"{HERE}:Outer._hidden"]).check_method(value, HIDDEN)() == 6
+    assert Allowed([f"{THIS_MODULE}:Outer._hidden"]).check_method(value, HIDDEN)() == 6
     with pytest.raises(UsageError, match="has no method 'nothing'"):
         allowed.check_method(value, "nothing")
     with pytest.raises(UsageError, match="decorate the class"):
@@ -141,7 +141,7 @@ def test_the_main_script_has_one_name_in_all_processes(monkeypatch: pytest.Monke
         assert Allowed([entry]).resolve("__main__:scale") is scale
 
 
-def test_functions_of_tensors_go_by_the_names_that_programs_use() -> None:
+def test_functions_of_tensors_have_the_names_of_programs() -> None:
     torch = pytest.importorskip("torch")
     allowed = Allowed(["torch", "torch.nn.functional", "torch.linalg"])
     for function, name in (
@@ -180,7 +180,7 @@ def _is_allowed(find: Callable[..., Any], *names: Any) -> bool:
 
 
 def test_only_tensor_functions_of_torch_are_allowed() -> None:
-    """All names that it has: nothing that opens files, compiles or sets what holds for the process is among them."""
+    """All names of torch: no function among them opens files, compiles, or changes settings of the process."""
     torch = pytest.importorskip("torch")
     allowed = Allowed(["torch"])
     of_tensors = {*dir(torch._C._VariableFunctions), *dir(torch.functional)} - {"from_file"}
@@ -198,7 +198,7 @@ def test_only_tensor_functions_of_torch_are_allowed() -> None:
     assert Allowed(["torch:compile"]).resolve("torch:compile") is torch.compile
 
 
-def test_of_tensors_only_the_methods_that_compute(tmp_path: Path) -> None:
+def test_only_computing_methods_of_tensors(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     allowed = Allowed(["torch", "torch.nn.parameter"])
     value, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
@@ -217,8 +217,8 @@ def test_of_tensors_only_the_methods_that_compute(tmp_path: Path) -> None:
     writer.write_end_of_file()
 
 
-def test_a_class_method_goes_by_its_name() -> None:
-    assert qualified_name(Outer.made) == f"{HERE}:Outer.made"
+def test_a_class_method_has_a_name() -> None:
+    assert qualified_name(Outer.made) == f"{THIS_MODULE}:Outer.made"
     assert qualified_name(math.sqrt) == "math:sqrt"
 
 

@@ -65,7 +65,7 @@ def body_of(encoding: Encoding) -> memoryview:
     return memoryview(bytearray(b"".join(bytes(memoryview(part)) for part in encoding.parts)))  # type: ignore[arg-type]
 
 
-def there_and_back(value: Any, *, pickle: bool = False) -> Any:
+def round_trip(value: Any, *, pickle: bool = False) -> Any:
     encoding = Encoding(pickle=pickle)
     meta = encoding.encode(value)
     return Decoding(body_of(encoding), Allowed(), pickle=pickle).decode(meta)
@@ -100,15 +100,15 @@ values = st.recursive(
 
 @num_examples(150)
 @given(values)
-def test_values_come_back_as_they_were(value: Any) -> None:
-    assert there_and_back(value) == value
+def test_values_return_unchanged(value: Any) -> None:
+    assert round_trip(value) == value
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "<i2", ">i4", "u8", "f2", "f4", ">f8", "c8", "c16"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (4, 0, 2)])
 def test_decoded_arrays_are_equal_and_writable(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
-    back = there_and_back([array, {"a": array[..., None]}])
+    back = round_trip([array, {"a": array[..., None]}])
     for found, sent in zip((back[0], back[1]["a"]), (array, array[..., None]), strict=True):
         np.testing.assert_array_equal(found, sent)
         assert found.dtype == sent.dtype.newbyteorder("<")
@@ -116,22 +116,22 @@ def test_decoded_arrays_are_equal_and_writable(dtype: str, shape: tuple[int, ...
         assert found.flags.writeable
 
 
-def test_arrays_as_keys_stay_with_their_items() -> None:
+def test_arrays_as_keys_stay_with_the_items() -> None:
     sent = {np.int64(3): np.arange(2.0), (np.float32(0.5), 1): np.ones(3)}
-    back = there_and_back(sent)
+    back = round_trip(sent)
     assert list(back) == list(sent)
     for found, item in zip(back.values(), sent.values(), strict=True):
         np.testing.assert_array_equal(found, item)
 
 
-def test_named_tuples_and_ordered_dictionaries_keep_their_kind() -> None:
-    back = there_and_back([Step(3, np.arange(2.0)), OrderedDict([("b", np.ones(1)), ("a", 2)])])
+def test_named_tuples_and_ordered_dictionaries_keep_the_type() -> None:
+    back = round_trip([Step(3, np.arange(2.0)), OrderedDict([("b", np.ones(1)), ("a", 2)])])
     assert type(back[0]) is Step
     assert back[0].at == 3
     np.testing.assert_array_equal(back[0].values, np.arange(2.0))
     assert type(back[1]) is OrderedDict
     assert list(back[1]) == ["b", "a"]
-    assert there_and_back(WorkerInfo("w", 1)) == WorkerInfo("w", 1)
+    assert round_trip(WorkerInfo("w", 1)) == WorkerInfo("w", 1)
     with pytest.raises(UsageError, match="cannot be created"):
         Decoding(memoryview(b""), Allowed()).decode(packed(9, [f"{__name__}:Step", {"at": 1}]))
 
@@ -151,8 +151,8 @@ def test_arrays_travel_next_to_the_message_without_a_copy() -> None:
 
 def test_non_contiguous_arrays_are_sent_too() -> None:
     array = np.arange(12.0).reshape(3, 4)
-    np.testing.assert_array_equal(there_and_back(array.T), array.T)
-    scalar = there_and_back(np.float32(2.5))
+    np.testing.assert_array_equal(round_trip(array.T), array.T)
+    scalar = round_trip(np.float32(2.5))
     assert type(scalar) is np.float32
     assert scalar == np.float32(2.5)
 
@@ -160,11 +160,11 @@ def test_non_contiguous_arrays_are_sent_too() -> None:
 def test_tensors() -> None:
     torch = pytest.importorskip("torch")
     sent = [torch.arange(6.0).view(2, 3).T, torch.ones(3, dtype=torch.bfloat16), torch.tensor(5), torch.empty(0, 2)]
-    for found, tensor in zip(there_and_back(sent), sent, strict=True):
+    for found, tensor in zip(round_trip(sent), sent, strict=True):
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
     parameter = torch.nn.Parameter(torch.ones(2))
-    assert not there_and_back(parameter).requires_grad
+    assert not round_trip(parameter).requires_grad
     encoding = Encoding(records=True)
     meta = encoding.encode([parameter, torch.ones(2)])
     assert encoding.tensors == [parameter]
@@ -181,23 +181,23 @@ def test_tensors() -> None:
 def test_other_objects_of_torch() -> None:
     torch = pytest.importorskip("torch")
     sent = [torch.float64, torch.device("cpu"), torch.device("cuda:1"), torch.Size([2, 3])]
-    back = there_and_back(sent)
+    back = round_trip(sent)
     assert back == sent
     assert type(back[3]) is torch.Size
-    largest = there_and_back(torch.ones(2, 2).max(0))
+    largest = round_trip(torch.ones(2, 2).max(0))
     assert type(largest) is torch.return_types.max
     assert largest.indices.tolist() == [0, 0]
-    there_and_back(Step(1, largest))
+    round_trip(Step(1, largest))
     key = torch.ones(2)
-    (found, item), *_ = there_and_back({key: torch.zeros(3)}).items()  # as get_gradients gives it
+    (found, item), *_ = round_trip({key: torch.zeros(3)}).items()  # as get_gradients gives it
     assert torch.equal(found, key)
     assert torch.equal(item, torch.zeros(3))
     state = torch.nn.Linear(2, 3).state_dict()
     again = torch.nn.Linear(2, 3)
-    again.load_state_dict(there_and_back(state))
+    again.load_state_dict(round_trip(state))
     assert torch.equal(again.weight, state["weight"])
     with pytest.raises(UsageError, match=r"Linear; .* remote\(\) .*state_dict\(\)"):
-        there_and_back(again)
+        round_trip(again)
     for bad in (
         ["dtype", "load"],
         ["device", "nowhere"],
@@ -212,11 +212,9 @@ def test_other_objects_of_torch() -> None:
 
 
 def test_named_functions_and_other_types() -> None:
-    assert there_and_back(Point) is Point
+    assert round_trip(Point) is Point
     stamp = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.timezone.utc)
-    assert there_and_back(
-        [stamp, datetime.date(2026, 1, 2), datetime.time(1, 2), uuid.UUID(int=5), Decimal("1.5")]
-    ) == [
+    assert round_trip([stamp, datetime.date(2026, 1, 2), datetime.time(1, 2), uuid.UUID(int=5), Decimal("1.5")]) == [
         stamp,
         datetime.date(2026, 1, 2),
         datetime.time(1, 2),
@@ -229,7 +227,7 @@ def test_named_functions_and_other_types() -> None:
 def test_time_zones_of_any_offset(offset: dict[str, int]) -> None:
     zone = datetime.timezone(datetime.timedelta(**offset))
     stamp, time = datetime.datetime(1890, 1, 2, 3, 4, 5, 6, zone), datetime.time(1, 2, 3, 4, zone)
-    back = there_and_back([stamp, time])
+    back = round_trip([stamp, time])
     assert back == [stamp, time]
     assert back[0].utcoffset() == stamp.utcoffset()
 
@@ -242,16 +240,16 @@ class Plain:
 
 
 def test_pickle_only_where_both_report_it() -> None:
-    assert there_and_back([Plain()], pickle=True) == [Plain()]
+    assert round_trip([Plain()], pickle=True) == [Plain()]
     with pytest.raises(UsageError, match=r"\[0\]\['k'\]\[1\] cannot be sent: it is of type .*Plain"):
-        there_and_back([{"k": (1, Plain())}])
+        round_trip([{"k": (1, Plain())}])
     encoding = Encoding(pickle=True)
     meta = encoding.encode(Plain())
     with pytest.raises(UsageError, match="pickle=True"):
         Decoding(memoryview(b""), Allowed()).decode(meta)
 
 
-def test_unsendable_objects_are_named_with_their_place() -> None:
+def test_unsendable_objects_are_named_with_the_position() -> None:
     encoding = Encoding()
     with pytest.raises(UsageError, match=r"args\[1\]\.y\[0\] of the call cannot be sent: it is of type .*Plain"):
         encoding.encode_call((), "m:f", (1, Point(1.0, [Plain()])), {})
@@ -273,7 +271,7 @@ def test_unsendable_objects_are_named_with_their_place() -> None:
             Encoding().encode_call((), "m:f", (text,), {})
 
 
-def test_a_class_that_was_not_allowed_is_refused() -> None:
+def test_a_class_without_permission_is_refused() -> None:
     encoding = Encoding()
     meta = encoding.encode(Unregistered(1))
     with pytest.raises(UsageError, match=r"Unregistered' is not allowed here"):
@@ -363,7 +361,7 @@ def test_altered_bytes_do_no_harm_and_take_little_memory() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_tensors_without_elements_of_their_own_are_refused_with_their_place() -> None:
+def test_tensors_without_elements_are_refused_with_the_position() -> None:
     torch = pytest.importorskip("torch")
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for value, why in ((nested, "nested tensor"), (torch._efficientzerotensor(2), "cannot be read")):

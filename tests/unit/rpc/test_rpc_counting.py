@@ -80,10 +80,10 @@ def test_the_table_agrees_with_a_bag_of_holders(taken: list[tuple[str, int, int,
             assert owned.release(reference, holder, times) == (bag.total() == 0)
         elif step == "lose":
             freed = set()
-            for each, held in bags.items():
+            for key, held in bags.items():
                 if held.pop(holder, 0) and not held.total():
-                    freed.add(each)
+                    freed.add(key)
             assert set(owned.remove_holder(holder)) == freed
-        bags = {each: held for each, held in bags.items() if held.total()}
-        assert {each: dict(+held) for each, held in bags.items()} == {each: owned.holders(each) for each in bags}
+        bags = {key: held for key, held in bags.items() if held.total()}
+        assert {key: dict(+held) for key, held in bags.items()} == {key: owned.holders(key) for key in bags}
         assert len(owned) == len(bags)

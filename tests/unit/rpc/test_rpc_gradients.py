@@ -15,14 +15,14 @@ def test_rpc_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_leaves_are_found_once_each() -> None:
+def test_leaves_are_found_once() -> None:
     torch = pytest.importorskip("torch")
     from paceline.rpc.autograd import leaves_of
 
-    x, w, fixed = (torch.ones(2, requires_grad=each) for each in (True, True, False))
+    x, w, fixed = (torch.ones(2, requires_grad=flag) for flag in (True, True, False))
     y = (x * w + x * fixed).relu()
     found = leaves_of([y.sum(), y, w])
-    assert {id(each) for each in found} == {id(x), id(w)}
+    assert {id(tensor) for tensor in found} == {id(x), id(w)}
     assert len(found) == 2
     assert leaves_of([fixed * 2]) == []
 
@@ -35,8 +35,10 @@ def test_remote_gradients_are_separated_by_message() -> None:
     own, one, two, three = (torch.ones(1, requires_grad=True) for _ in range(4))
     part.record_received(7, 1, [one, two])
     part.record_received(8, 1, [three])
-    others = part.gather([own, two, three, one], [torch.ones(1), torch.full((1,), 2.0), torch.full((1,), 3.0), None])
-    assert {where: [each if each is None else each.item() for each in found] for where, found in others.items()} == {
+    gathered = part.gather([own, two, three, one], [torch.ones(1), torch.full((1,), 2.0), torch.full((1,), 3.0), None])
+    assert {
+        where: [tensor if tensor is None else tensor.item() for tensor in found] for where, found in gathered.items()
+    } == {
         (7, 1): [None, 2.0],
         (8, 1): [3.0],
     }
@@ -49,7 +51,7 @@ def test_remote_gradients_are_separated_by_message() -> None:
         part.sent(99)
 
 
-def test_contexts_end_with_their_owner() -> None:
+def test_contexts_end_with_the_owner() -> None:
     pytest.importorskip("torch")
     from paceline.rpc.autograd import GradientContexts
 

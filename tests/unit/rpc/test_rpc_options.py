@@ -38,7 +38,7 @@ def test_devices_are_not_mapped() -> None:
         address_of(TensorPipeRpcBackendOptions(device_maps={"w": {0: 1}}))
 
 
-def test_there_is_one_transport() -> None:
+def test_only_one_transport_exists() -> None:
     for known in (None, BackendType.TENSORPIPE, "TENSORPIPE", SimpleNamespace(name="TENSORPIPE")):
         check_backend(known)
     with pytest.raises(UsageError, match=r"backend is 'gloo'; .*transport"):

@@ -30,7 +30,7 @@ from paceline.rpc.workers import Directory, Introduction, check_name
 from paceline.transport import pack_header
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_names() -> None:
     assert rpc.__all__ == [
         "BackendType",
         "Future",
@@ -102,70 +102,70 @@ def test_durations_may_be_numbers_of_seconds() -> None:
 
 
 def test_promises_of_other_libraries() -> None:
-    theirs: concurrent.futures.Future[int] = concurrent.futures.Future()
-    ours = promise_of(theirs)
-    theirs.set_result(3)
-    assert ours.wait() == 3
+    source_future: concurrent.futures.Future[int] = concurrent.futures.Future()
+    promise = promise_of(source_future)
+    source_future.set_result(3)
+    assert promise.wait() == 3
     failing: concurrent.futures.Future[int] = concurrent.futures.Future()
     failing.set_exception(KeyError("k"))
     with pytest.raises(KeyError):
         promise_of(failing).wait()
     torch = pytest.importorskip("torch")
     of_torch = torch.futures.Future()
-    ours = promise_of(of_torch)
+    promise = promise_of(of_torch)
     of_torch.set_result(4)
-    assert ours.wait() == 4
+    assert promise.wait() == 4
     with pytest.raises(UsageError, match="returned int, a Future was expected"):
         promise_of(3)
 
 
-class TheirError(Exception):
+class ForeignError(Exception):
     def __init__(self, code: int, *, more: str = "") -> None:
         super().__init__(code)
         self.code = code
 
 
-def test_exceptions_of_allowed_modules_keep_their_class() -> None:
-    def told(allowed: Allowed) -> Exception:
-        meta = failure_meta(TheirError(3), with_trace=True)
+def test_exceptions_of_allowed_modules_keep_the_class() -> None:
+    def raised_error(allowed: Allowed) -> Exception:
+        meta = failure_meta(ForeignError(3), with_trace=True)
         return failure_of(meta, "w1", "m:f", allowed)
 
-    kept = told(Allowed([__name__]))
-    assert isinstance(kept, TheirError)
+    kept = raised_error(Allowed([__name__]))
+    assert isinstance(kept, ForeignError)
     assert isinstance(kept, RemoteError)
     assert kept.code == 3
-    assert f"{__name__}.TheirError: 3" in str(kept)
+    assert f"{__name__}.ForeignError: 3" in str(kept)
     again = failure_of(failure_meta(kept, with_trace=True), "w2", "m:g", Allowed([__name__]))
-    assert isinstance(again, TheirError)
-    assert type(told(Allowed())) is RemoteError
+    assert isinstance(again, ForeignError)
+    assert type(raised_error(Allowed())) is RemoteError
     no_class = CallFailure(f"{__name__}:test_futures", "m", "t", [])
     assert type(failure_of(msgspec.msgpack.encode(no_class), "w1", "m:f", Allowed([__name__]))) is RemoteError
 
 
-def test_a_failure_comes_back_as_its_class() -> None:
-    def told(error: Exception) -> Exception:
+def test_a_failure_keeps_the_class() -> None:
+    def raised_error(error: Exception) -> Exception:
         try:
             raise error
         except Exception as raised:
             return failure_of(failure_meta(raised, with_trace=True), "w1", "m:f")
 
     for error in (ValueError("bad"), KeyError("k"), OSError(2, "no file"), UsageError("wrong"), ZeroDivisionError()):
-        found = told(error)
+        found = raised_error(error)
         assert isinstance(found, type(error))
         assert isinstance(found, RemoteError)
         assert "m:f failed on worker 'w1'" in str(found)
         assert type(error).__name__ in found.remote_traceback
-    assert "\\udcff" in str(told(OSError(2, "no file", "\udcff")))
-    again = told(told(ValueError("inner")))
+    assert "\\udcff" in str(raised_error(OSError(2, "no file", "\udcff")))
+    again = raised_error(raised_error(ValueError("inner")))
     assert isinstance(again, ValueError)
     assert "inner" in str(again)
 
     class OwnError(Exception):
         pass
 
-    assert type(told(OwnError("x\x1b[31m"))) is RemoteError
-    assert "\x1b" not in str(told(OwnError("x\x1b[31m")))
-    decoding = told(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"))
+    assert type(raised_error(OwnError("x\x1b[31m"))) is RemoteError
+    assert "\x1b" not in str(raised_error(OwnError("x\x1b[31m")))
+    decoding = raised_error(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"))
     assert isinstance(decoding, UnicodeDecodeError)
     assert (decoding.object, decoding.reason) == (b"\xff", "x")
     plain = failure_of(failure_meta(UsageError("no"), with_trace=False), "w1", "m:f")
@@ -175,20 +175,20 @@ def test_a_failure_comes_back_as_its_class() -> None:
         failure_of(b"\x01", "w1", "m:f")
 
 
-def test_a_failure_keeps_its_arguments() -> None:
-    def told(error: BaseException) -> Exception:
+def test_a_failure_keeps_the_arguments() -> None:
+    def raised_error(error: BaseException) -> Exception:
         return failure_of(failure_meta(error, with_trace=True), "w1", "m:f")
 
     for _ in range(2):
-        full = told(FileExistsError(errno.EEXIST, "is there", "/a", None, "/b"))
+        full = raised_error(FileExistsError(errno.EEXIST, "is there", "/a", None, "/b"))
         assert isinstance(full, FileExistsError)
         assert (full.errno, full.strerror, full.filename, full.filename2) == (errno.EEXIST, "is there", "/a", "/b")
         assert "/a" in str(full)
-        full = told(full)  # passed on by another process
-    assert told(KeyError("k", 2)).args == ("k", 2)
-    assert told(SystemExit(3)).args == (3,)
+        full = raised_error(full)  # passed on by another process
+    assert raised_error(KeyError("k", 2)).args == ("k", 2)
+    assert raised_error(SystemExit(3)).args == (3,)
     for strange in (ValueError(object()), ValueError(1 << 100), ValueError("\ud800"), ValueError("x" * (1 << 20))):
-        assert "ValueError" in told(strange).args[0]
+        assert "ValueError" in raised_error(strange).args[0]
     crafted = CallFailure("OSError", "m", "t", [[1], {}])
     assert isinstance(failure_of(msgspec.msgpack.encode(crafted), "w1", "m:f"), OSError)
 
@@ -213,8 +213,8 @@ def test_names_of_workers() -> None:
 
 def pair() -> tuple[FramedSocket, FramedSocket]:
     left, right = socket.socketpair()
-    for each in (left, right):
-        each.setblocking(False)
+    for end in (left, right):
+        end.setblocking(False)
     return FramedSocket(left, "left"), FramedSocket(right, "right")
 
 
@@ -266,7 +266,7 @@ def test_frames_under_another_token_are_refused(monkeypatch: pytest.MonkeyPatch)
     right.release()
 
 
-def test_a_frame_that_claims_too_much_is_refused_before_memory_is_taken() -> None:
+def test_a_frame_with_an_excessive_length_is_refused_before_allocation() -> None:
     raw, other = socket.socketpair()
     other.setblocking(False)
     right = FramedSocket(other, "right")
@@ -277,7 +277,7 @@ def test_a_frame_that_claims_too_much_is_refused_before_memory_is_taken() -> Non
     right.release()
 
 
-def test_a_send_to_a_peer_that_does_not_read_times_out() -> None:
+def test_a_send_to_a_peer_without_reads_times_out() -> None:
     left, right = pair()
     with pytest.raises(DeadlineError, match="does not read"):
         left.send(20, body=[np.zeros(1 << 24, np.uint8)], deadline=time.monotonic() + 0.05)
@@ -304,27 +304,27 @@ def test_large_bodies_go_through_memory_once_it_is_mapped() -> None:
     assert through == [False, True, True, False, True, False, True, True, True, False, True, False]
     right.send(20, b"", [sent[1]], request=7, deadline=soon)  # and back
     assert left.receive().header.flags
-    for _ in range(5):  # nobody takes them: the last goes through the socket
+    for _ in range(5):  # no receiver: the last one goes through the socket
         left.send(20, b"", [sent[2]], deadline=soon)
     assert [bool(right.receive().header.flags) for _ in range(5)] == [True, True, True, True, False]
-    # What is kept keeps its slot, and what comes meanwhile in the others is what was sent.
+    # Retained bodies keep their slots, and the other slots have the later bodies.
     kept = []
     for fill in range(8):
         left.send(20, b"", [np.full(1 << 17, fill, np.uint8)], deadline=soon)
         received = right.receive()
         assert received.header.flags
         kept.append(np.frombuffer(received.body, np.uint8)[5:])
-    assert [int(each.min()) for each in kept] == [int(each.max()) for each in kept] == list(range(8))
+    assert [int(array.min()) for array in kept] == [int(array.max()) for array in kept] == list(range(8))
     del received
-    for each in (left, right):
-        each.close()
-        each.release()
-    assert [int(each.sum()) for each in kept] == [fill * ((1 << 17) - 5) for fill in range(8)]
+    for end in (left, right):
+        end.close()
+        end.release()
+    assert [int(array.sum()) for array in kept] == [fill * ((1 << 17) - 5) for fill in range(8)]
     del kept
 
 
 @pytest.mark.parametrize("flags", [1, 9])
-def test_bodies_in_memory_that_is_not_shared_are_refused(flags: int) -> None:
+def test_bodies_in_unshared_memory_are_refused(flags: int) -> None:
     raw, other = socket.socketpair()
     other.setblocking(False)
     right = FramedSocket(other, "right")
@@ -357,14 +357,14 @@ def test_a_fork_sees_unchanged_values() -> None:
             del held
             os._exit(0 if is_kept else 1)
         del held
-        others = [sender.put([b"next"], 4) for _ in range(4)]
+        sends = [sender.put([b"next"], 4) for _ in range(4)]
         os.close(writing)
         os.close(reading)
         assert os.waitpid(child, 0)[1] == 0
-        assert slot not in others
-        assert others[3] is None
-        second = receiver.take(others[0] or 0, 4)
+        assert slot not in sends
+        assert sends[3] is None
+        second = receiver.take(sends[0] or 0, 4)
         del second  # taken after the fork: free again
-        assert sender.put([b"next"], 4) == others[0]
+        assert sender.put([b"next"], 4) == sends[0]
         sender.close()
         receiver.close()

@@ -26,16 +26,16 @@ from paceline.serving.app import MAX_BODY_BYTES, ModelSource, PredictionService,
 from paceline.serving.server import serve
 
 
-class Asked:
+class ModelClient:
     """An application, called without a network."""
 
     def __init__(self, source: ModelSource) -> None:
         self._app = make_app(source)
 
     def __call__(self, method: str, path: str, body: bytes = b"", pieces: int = 1) -> tuple[int, str]:
-        return asyncio.run(self._ask(method, path, body, pieces))
+        return asyncio.run(self._send(method, path, body, pieces))
 
-    async def _ask(self, method: str, path: str, body: bytes, pieces: int) -> tuple[int, str]:
+    async def _send(self, method: str, path: str, body: bytes, pieces: int) -> tuple[int, str]:
         scope = {
             "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
             "query_string": b"", "headers": [], "scheme": "http", "server": ("test", 80), "client": ("test", 1),
@@ -52,7 +52,7 @@ class Asked:
             sent.append(message)
 
         await self._app(scope, receive, send)
-        return sent[0]["status"], b"".join(each.get("body", b"") for each in sent[1:]).decode()
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode()
 
     def predict(self, rows: Any) -> list[float]:
         status, text = self("POST", "/predict", json.dumps(rows).encode(), pieces=3)
@@ -67,12 +67,12 @@ def numbered(tmp_path: Path) -> Path:
 
 
 def test_rows_by_key(numbered: Path) -> None:
-    ask = Asked(ModelSource(numbered))
+    client = ModelClient(ModelSource(numbered))
     rows = [{"3": 1}, {str(2**64 - 1): 0.5, "3": 2.0}, {}]
     expected = 1 / (1 + np.exp(-np.array([0.75, 0.25, 0.25])))
-    np.testing.assert_allclose(ask.predict(rows), expected, rtol=1e-6)
-    assert ask.predict([]) == []
-    many = ask.predict(rows * 2000)  # so large that it is predicted in a thread
+    np.testing.assert_allclose(client.predict(rows), expected, rtol=1e-6)
+    assert client.predict([]) == []
+    many = client.predict(rows * 2000)  # so large that it is predicted in a thread
     np.testing.assert_allclose(many, np.tile(expected, 2000), rtol=1e-6)
 
 
@@ -86,10 +86,10 @@ def test_rows_by_name(tmp_path: Path) -> None:
         {"site": "news", "age": 7, "device": None},
         {"site": 42, "age": 2.25, "device": "phone"},
     ]
-    ask = Asked(ModelSource(model))
+    client = ModelClient(ModelSource(model))
     expected = paceline.load(model).predict(data)
-    np.testing.assert_array_equal(np.array([ask.predict([row])[0] for row in rows], np.float32), expected)
-    status, text = ask("POST", "/predict", json.dumps([*rows[:2], {"site": "x"}]).encode())
+    np.testing.assert_array_equal(np.array([client.predict([row])[0] for row in rows], np.float32), expected)
+    status, text = client("POST", "/predict", json.dumps([*rows[:2], {"site": "x"}]).encode())
     assert (status, "row 2 has no 'device'" in text) == (400, True)
 
 
@@ -108,7 +108,7 @@ def test_rows_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_bad_bodies_are_refused(numbered: Path, body: bytes, status: int, message: str) -> None:
-    found, text = Asked(ModelSource(numbered))("POST", "/predict", body)
+    found, text = ModelClient(ModelSource(numbered))("POST", "/predict", body)
     assert (found, message in json.loads(text)["error"]) == (status, True), text
 
 
@@ -119,58 +119,58 @@ def test_incomplete_requests_are_answered_when_the_server_ends(numbered: Path) -
         await asyncio.sleep(60)
         raise AssertionError("not reached")
 
-    async def ask() -> Any:
+    async def client() -> Any:
         task = asyncio.create_task(service.predict(Request({"type": "http", "method": "POST"}, receive)))
         await asyncio.sleep(0)
         task.cancel()  # as uvicorn does when it has waited
         return await task
 
-    response = asyncio.run(ask())
+    response = asyncio.run(client())
     assert (response.status_code, b"the server is shutting down" in response.body) == (503, True)
 
 
 def test_health_and_metrics(numbered: Path) -> None:
-    ask = Asked(ModelSource(numbered))
-    ask.predict([{"3": 1}, {}])
-    ask("POST", "/predict", b"no")
-    status, text = ask("GET", "/health")
+    client = ModelClient(ModelSource(numbered))
+    client.predict([{"3": 1}, {}])
+    client("POST", "/predict", b"no")
+    status, text = client("GET", "/health")
     assert status == 200
     assert json.loads(text).items() >= {"status": "ok", "kind": "lr", "format": "libsvm", "features": 2}.items()
-    status, text = ask("GET", "/metrics")
+    status, text = client("GET", "/metrics")
     lines = text.splitlines()
     assert 'paceline_requests_total{code="200"} 1' in lines
     assert 'paceline_requests_total{code="400"} 1' in lines
     assert "paceline_rows_total 2" in lines
     assert 'paceline_request_seconds_bucket{le="+Inf"} 2' in lines
     assert "paceline_request_seconds_count 2" in lines
-    assert ask("GET", "/predict")[0] == 405
-    assert ask("GET", "/nothing")[0] == 404
+    assert client("GET", "/predict")[0] == 405
+    assert client("GET", "/nothing")[0] == 404
 
 
 def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = ModelSource(numbered)
-    ask = Asked(source)
-    before = ask.predict([{"3": 1}])
+    client = ModelClient(source)
+    before = client.predict([{"3": 1}])
     source.refresh()
     assert (source.reloads, source.failures) == (0, 0)
     save_weights(numbered, {3: -0.5})
     source.refresh()
     assert (source.reloads, source.failures) == (1, 0)
-    after = ask.predict([{"3": 1}])
+    after = client.predict([{"3": 1}])
     assert after[0] < before[0]
     whole = (numbered / "manifest.json").read_text()
     (numbered / "manifest.json").write_text(whole[:100])
     for _ in range(2):  # it is not tried again while it is the same
         source.refresh()
     assert (source.reloads, source.failures) == (1, 1)
-    assert ask.predict([{"3": 1}]) == after
+    assert client.predict([{"3": 1}]) == after
     moved = numbered.with_name("moved")
-    for times in (2, 3):  # it is gone, which is told once until it is back
+    for times in (2, 3):  # the removed model is reported once until it returns
         numbered.rename(moved)
         for _ in range(3):
             source.refresh()
         assert source.failures == len(caplog.messages) == times
-        assert ask.predict([{"3": 1}]) == after
+        assert client.predict([{"3": 1}]) == after
         moved.rename(numbered)
         source.refresh()
     shutil.rmtree(numbered)

@@ -54,7 +54,7 @@ class Frame:
 
 
 def examples(num_rows: int = 2000, num_features: int = 300) -> tuple[Any, np.ndarray[Any, Any]]:
-    """Return sparse examples whose classes depend on what is in them."""
+    """Return sparse examples whose classes depend on their features."""
     random = np.random.default_rng(1)
     X = sparse.random_array((num_rows, num_features), density=0.05, rng=random, format="csr")
     margins = X @ random.normal(0, 3, num_features)
@@ -62,7 +62,7 @@ def examples(num_rows: int = 2000, num_features: int = 300) -> tuple[Any, np.nda
 
 
 def pairs(num_rows: int = 3000) -> tuple[Any, np.ndarray[Any, Any]]:
-    """Return sparse examples of two categories, of which only both together say something of the class."""
+    """Return sparse examples of two categories whose class depends on the pair only."""
     random = np.random.default_rng(2)
     categories = random.integers(0, 6, (num_rows, 2))
     features = (np.repeat(np.arange(num_rows), 2), (categories + np.array([0, 6])).reshape(-1))
@@ -93,9 +93,9 @@ GIVEN: dict[str, Any] = {"factor_lr": 0.1, "factor_l2": 0.5, "factor_min_count":
 )
 def test_it_passes_the_checks_of_scikit_learn(estimator: Any) -> None:
     failed = [
-        (each["check_name"], each["exception"])
-        for each in check_estimator(estimator, on_skip=None, on_fail=None, expected_failed_checks=EXCEPTIONS)
-        if each["status"] not in ("passed", "skipped", "xfail")
+        (check["check_name"], check["exception"])
+        for check in check_estimator(estimator, on_skip=None, on_fail=None, expected_failed_checks=EXCEPTIONS)
+        if check["status"] not in ("passed", "skipped", "xfail")
     ]
     assert failed == []
 
@@ -164,7 +164,7 @@ def test_regression_of_quantities_and_counts(tmp_path: Path) -> None:
         (PoissonRegressor, [0, 0, 0], "no count above 0"),
     ],
 )
-def test_targets_that_are_no_quantities_are_refused(kind: type[Any], y: Any, message: str) -> None:
+def test_invalid_targets_are_refused(kind: type[Any], y: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind().fit(np.eye(3), y)
 
@@ -173,8 +173,8 @@ def test_a_pickled_model_learns_on_as_the_original() -> None:
     X, y = examples()
     model = LogisticRegression().partial_fit(X[:1000], y[:1000], classes=["no", "yes"])
     copy = pickle.loads(pickle.dumps(model))
-    for each in (model, copy):
-        each.partial_fit(X[1000:], y[1000:])
+    for estimator in (model, copy):
+        estimator.partial_fit(X[1000:], y[1000:])
     np.testing.assert_array_equal(copy.decision_function(X), model.decision_function(X))
     assert roc_auc_score(y, model.decision_function(X)) > 0.75
     assert not hasattr(clone(model), "classes_")
@@ -183,7 +183,7 @@ def test_a_pickled_model_learns_on_as_the_original() -> None:
 def test_weights_of_examples() -> None:
     X, y = examples(200)
     twice = np.where(y == "yes", 2.0, 1.0)
-    plain, weighted = (LogisticRegression(random_state=0).fit(X, y, sample_weight=each) for each in (None, twice))
+    plain, weighted = (LogisticRegression(random_state=0).fit(X, y, sample_weight=weights) for weights in (None, twice))
     risen = np.mean(weighted.decision_function(X)) - np.mean(plain.decision_function(X))
     assert 0.3 < risen / np.log(2) < 2
     frame = Frame(city=Column(["a", "b"] * 10, "O"))
@@ -199,7 +199,7 @@ def test_searching_parameters() -> None:
     assert search.best_params_ == {"l1": 0.1}
 
 
-def test_columns_that_are_no_numbers_are_hashed(tmp_path: Path) -> None:
+def test_non_numeric_columns_are_hashed(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     city = [f"city {number}" for number in random.integers(0, 9, 1000)]
     size = random.random(1000)
@@ -276,17 +276,17 @@ def test_a_saved_model_predicts_as_the_estimator(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded, model.predict_proba(X)[:, 1], atol=1e-6)
 
 
-def test_training_on_a_cluster_of_this_machine() -> None:
-    X, y = examples(600)  # of which a worker makes one shard, and so the same minibatches
-    here = LogisticRegression(l1=0.1, epochs=1, shuffle=False).fit(X, y)
-    there = LogisticRegression(l1=0.1, epochs=1, shuffle=False, workers=1, consistency="sequential").fit(X, y)
-    np.testing.assert_allclose(there.decision_function(X), here.decision_function(X), atol=1e-4)
+def test_training_on_a_local_cluster() -> None:
+    X, y = examples(600)  # one shard of a worker, and so the same minibatches
+    local = LogisticRegression(l1=0.1, epochs=1, shuffle=False).fit(X, y)
+    clustered = LogisticRegression(l1=0.1, epochs=1, shuffle=False, workers=1, consistency="sequential").fit(X, y)
+    np.testing.assert_allclose(clustered.decision_function(X), local.decision_function(X), atol=1e-4)
     with pytest.raises(UsageError, match="partial_fit trains in this process"):
-        there.partial_fit(X, y)
+        clustered.partial_fit(X, y)
     numbers = np.arange(600) % 7 * 1000.125
-    there = LinearRegression(epochs=1, shuffle=False, workers=1, consistency="sequential").fit(X, numbers)
-    here = LinearRegression(epochs=1, shuffle=False).fit(X, numbers)
-    np.testing.assert_allclose(there.predict(X), here.predict(X), rtol=1e-4)
+    clustered = LinearRegression(epochs=1, shuffle=False, workers=1, consistency="sequential").fit(X, numbers)
+    local = LinearRegression(epochs=1, shuffle=False).fit(X, numbers)
+    np.testing.assert_allclose(clustered.predict(X), local.predict(X), rtol=1e-4)
 
 
 def test_a_factorization_machine_learns_effects_of_pairs() -> None:
@@ -303,7 +303,7 @@ def test_a_factorization_machine_learns_effects_of_pairs() -> None:
     assert without.score(*unseen) < 0.55
 
 
-def test_a_factorization_machine_is_that_of_its_seed_and_settings() -> None:
+def test_a_factorization_machine_depends_on_seed_and_settings_only() -> None:
     X, y = pairs(1000)
     settings: dict[str, Any] = {"dim": 3, "factor_lr": 0.1, "factor_l2": 0.0, "factor_min_count": 1, "l1": 0.0}
     settings["epochs"] = 4
@@ -323,8 +323,8 @@ def test_a_factorization_machine_is_pickled_saved_and_trained_on(tmp_path: Path)
     for _ in range(4):
         model.partial_fit(X[:1500], y[:1500], classes=["no", "yes"])
     copy = pickle.loads(pickle.dumps(model))
-    for each in (model, copy):
-        each.partial_fit(X[1500:], y[1500:])
+    for estimator in (model, copy):
+        estimator.partial_fit(X[1500:], y[1500:])
     np.testing.assert_array_equal(copy.decision_function(X), model.decision_function(X))
     assert model.score(X, y) > 0.75
     model.save(tmp_path / "model")
@@ -333,7 +333,7 @@ def test_a_factorization_machine_is_pickled_saved_and_trained_on(tmp_path: Path)
 
 
 def test_exported_weights_predict_as_the_factorization_machine(tmp_path: Path) -> None:
-    """By the formula that the documentation has, of values as they are scaled."""
+    """The formula is that of the documentation, with scaled values."""
     random = np.random.default_rng(4)
     X = random.normal(40, 15, (800, 3)) * [1, 10, 100]
     y = (X[:, 0] * X[:, 1] + random.normal(0, 5000, 800)) > 20_000
@@ -357,8 +357,8 @@ def test_a_factorization_machine_of_a_frame(tmp_path: Path) -> None:
     site, hour = random.integers(0, 4, (2, 2000))
     y = ((site + hour) % 2).tolist()
     frame = Frame(
-        site=Column([f"site {each}" for each in site], "O"),
-        hour=Column([f"{each} o'clock" for each in hour], "O"),
+        site=Column([f"site {number}" for number in site], "O"),
+        hour=Column([f"{number} o'clock" for number in hour], "O"),
         size=Column(random.random(2000), "f8"),
     )
     model = FactorizationMachine(l1=0.0, epochs=10, random_state=0, **GIVEN).fit(frame, y)
@@ -397,9 +397,7 @@ def test_training_a_factorization_machine_on_a_cluster(tmp_path: Path) -> None:
         ({"scheduler": "127.0.0.1:9"}, "PACELINE_SCHEDULER"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     X, y = examples(50)
     with pytest.raises(UsageError) as raised:
@@ -407,7 +405,7 @@ def test_settings_that_cannot_work_are_refused(
     assert message in str(raised.value)
 
 
-def test_classes_that_do_not_fit_are_refused() -> None:
+def test_invalid_classes_are_refused() -> None:
     X, y = examples(50)
     with pytest.raises(UsageError, match="y has one class"):
         LogisticRegression().fit(X, ["a"] * 50)
@@ -428,7 +426,7 @@ def test_classes_that_do_not_fit_are_refused() -> None:
         ({"factor_min_count": -1}, "The 'factor_min_count' parameter"),
     ],
 )
-def test_settings_of_factors_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_of_factors_are_refused(settings: dict[str, Any], message: str) -> None:
     X, y = examples(50)
     with pytest.raises(UsageError) as raised:
         FactorizationMachine(**settings).fit(X, y)
@@ -444,8 +442,8 @@ def test_weights_of_classes(kind: type[Any]) -> None:
     named = {name: len(y) / (2 * count) for name, count in counts.items()}
     settings: dict[str, Any] = {"random_state": 0, "epochs": 2, **(GIVEN if kind is FactorizationMachine else {})}
     plain, balanced, by_class, by_example = (
-        kind(**settings, class_weight=weights).fit(X, y, sample_weight=each).decision_function(X)
-        for weights, each in (
+        kind(**settings, class_weight=weights).fit(X, y, sample_weight=estimator).decision_function(X)
+        for weights, estimator in (
             (None, None),
             ("balanced", None),
             (named, None),
@@ -460,9 +458,9 @@ def test_weights_of_classes(kind: type[Any]) -> None:
 def test_weights_of_classes_on_a_cluster_and_bit_by_bit() -> None:
     X, y = examples(600)
     settings: dict[str, Any] = {"l1": 0.1, "epochs": 1, "shuffle": False, "class_weight": {"no": 4.0, "yes": 1.0}}
-    here = LogisticRegression(**settings).fit(X, y)
-    there = LogisticRegression(**settings, workers=1, consistency="sequential").fit(X, y)
-    np.testing.assert_allclose(there.decision_function(X), here.decision_function(X), atol=1e-4)
+    local = LogisticRegression(**settings).fit(X, y)
+    clustered = LogisticRegression(**settings, workers=1, consistency="sequential").fit(X, y)
+    np.testing.assert_allclose(clustered.decision_function(X), local.decision_function(X), atol=1e-4)
     part = LogisticRegression(**settings).partial_fit(X, y, classes=["no", "yes"])
     assert (
         part.decision_function(X).mean()
@@ -504,14 +502,14 @@ def test_columns_of_times_are_left_out() -> None:
     assert model.score(frame, [0, 1] * 10) == 1.0
 
 
-def test_effects_that_are_bent_are_learned_of_arrays_too(tmp_path: Path) -> None:
-    """By bins, for which there are no coefficients; a linear model is there for the asking."""
+def test_nonlinear_effects_of_arrays_are_learned_too(tmp_path: Path) -> None:
+    """Bins have no coefficients. A linear model needs an explicit option."""
     random = np.random.default_rng(2)
     X = random.normal(size=(3000, 2))
     y = random.random(3000) < 1 / (1 + np.exp(3 - 3 * X[:, 0] ** 2 - X[:, 1]))
     model = LogisticRegression(random_state=0).fit(X[:1500], y[:1500])
     linear = LogisticRegression(random_state=0, numeric_scale="standard").fit(X[:1500], y[:1500])
-    found, without = (roc_auc_score(y[1500:], each.predict_proba(X[1500:])[:, 1]) for each in (model, linear))
+    found, without = (roc_auc_score(y[1500:], estimator.predict_proba(X[1500:])[:, 1]) for estimator in (model, linear))
     assert found > without + 0.15
     assert linear.coef_.shape == (1, 2)
     with pytest.raises(AttributeError, match="numeric_scale='standard'"):
@@ -532,7 +530,7 @@ def test_effects_that_are_bent_are_learned_of_arrays_too(tmp_path: Path) -> None
 
 
 def test_predictions_are_right_in_the_mean() -> None:
-    """The offset is corrected as that of ``paceline train`` is; steps alone leave these predictions 14% too high."""
+    """The offset is corrected as by ``paceline train``. Steps alone leave these predictions 14% too high."""
     random = np.random.default_rng(0)
     X = random.normal(size=(12_000, 20))
     margins = X @ random.normal(size=20) * 0.4 - 3

@@ -26,7 +26,7 @@ KEYS, RECORDS = np.arange(5, dtype=np.uint64), np.ones((5, 1), np.float32)
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What is done to the disk from now on, in order: which file, by its inode, is synced or renamed."""
+    """Record the operations on the disk in order: the file (by its inode) that is synced or renamed."""
     done: list[tuple[str, int]] = []
     fsync, rename = os.fsync, os.replace
 
@@ -44,15 +44,15 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def check(steps: list[tuple[str, int]], folder: Path, files: Iterable[Path], *, then: Iterable[Path]) -> None:
-    """Raise AssertionError unless `files` were on the disk before the manifest was in place, and `then` behind it."""
+    """Raise AssertionError unless `files` were on the disk before the manifest was in place, and `then` after it."""
     inode = (folder / MANIFEST).stat().st_ino
     renames = [at for at, (step, which) in enumerate(steps) if step == "rename"]
     assert [steps[at] for at in renames] == [("rename", inode)]
-    before, behind = steps[: renames[0]], steps[renames[0] :]
+    before, after = steps[: renames[0]], steps[renames[0] :]
     for file in (*files, folder / MANIFEST):
         assert ("sync", file.stat().st_ino) in before, file
-    for each in then:
-        assert ("sync", each.stat().st_ino) in behind, each
+    for operation in then:
+        assert ("sync", operation.stat().st_ino) in after, operation
 
 
 def test_a_model(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
@@ -81,18 +81,18 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     ended.wait()
     own = process_mark()
     host = own[:8]
-    there = {
+    present = {
         f".out.{host}{ended.pid:08x}": False,
         f".out.{host}{os.getppid():08x}": True,  # it lives
         f".out.{'0' * 8}{ended.pid:08x}": True,  # another host's
         f".other.{host}{ended.pid:08x}": True,
         f"out.{host}{ended.pid:08x}": True,
     }
-    for name in there:
+    for name in present:
         (tmp_path / name).touch()
     with replacing(tmp_path / "out") as aside:
         aside.touch()
-    assert {path.name for path in tmp_path.iterdir()} == {"out", *(name for name, stays in there.items() if stays)}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", *(name for name, stays in present.items() if stays)}
 
 
 def test_a_cache_removes_files_of_killed_processes(tmp_path: Path) -> None:

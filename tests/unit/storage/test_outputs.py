@@ -40,7 +40,7 @@ def test_a_fifo_gets_the_output(tmp_path: Path) -> None:
         write(fifo, "whole")
     assert received == [b"whole"]
     assert fifo.is_fifo()
-    assert [each.name for each in tmp_path.iterdir()] == ["fifo"]
+    assert [path.name for path in tmp_path.iterdir()] == ["fifo"]
 
 
 def test_a_device_stays_a_device(tmp_path: Path) -> None:
@@ -52,21 +52,21 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
         pytest.skip(f"devices cannot be made here: {error}")
     write(device, "text")
     assert device.is_char_device()
-    assert [each.name for each in tmp_path.iterdir()] == ["null"]
+    assert [path.name for path in tmp_path.iterdir()] == ["null"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path, there: bool) -> None:
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_the_target_is_replaced(tmp_path: Path, exists: bool) -> None:
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
-    if there:
+    if exists:
         target.write_text("old")
     link.symlink_to("folder/target")
     write(link, "new")
     assert link.is_symlink()
     assert not target.is_symlink()
     assert target.read_text() == "new"
-    assert sorted(each.name for each in tmp_path.rglob("*")) == ["folder", "link", "target"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "link", "target"]
 
 
 def test_an_error_keeps_the_old_target_of_a_link(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ def test_an_error_keeps_the_old_target_of_a_link(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replacing(link) as aside:
         aside.write_text(str(1 // 0))
     assert target.read_text() == "old"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "target"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
 
-def test_standard_output_that_is_a_file_is_written_in_place(tmp_path: Path) -> None:
+def test_a_file_as_standard_output_is_written_in_place(tmp_path: Path) -> None:
     file = tmp_path / "out"
     with open(file, "w") as out:
         write(Path(f"/dev/fd/{out.fileno()}"), "in place")

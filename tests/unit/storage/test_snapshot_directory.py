@@ -151,7 +151,7 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
         ({"sha256": "x"}, "sha256"),
     ],
 )
-def test_a_manifest_that_was_made_up(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_forged_manifest(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     write_manifest(tmp_path / folder_name(4), manifest_of(4, use(part_of(tmp_path, 4, 1, 2, rows=5), 2)))
     path = tmp_path / folder_name(4) / "manifest.json"
     fields = json.loads(path.read_text())
@@ -167,13 +167,13 @@ def test_a_manifest_of_another_snapshot(tmp_path: Path) -> None:
     shutil.copy(tmp_path / folder_name(4) / "manifest.json", tmp_path / folder_name(5) / "manifest.json")
     with pytest.raises(ModelError, match=r"belongs to snapshot 4, .* another snapshot"):
         read_snapshot(tmp_path, 5)
-    told: list[str] = []
-    assert read_newest(tmp_path, told.append).manifest.number == 4
-    assert "belongs to snapshot 4" in told[0]
+    reports: list[str] = []
+    assert read_newest(tmp_path, reports.append).manifest.number == 4
+    assert "belongs to snapshot 4" in reports[0]
 
 
 @pytest.mark.parametrize("name", ["part", "manifest"])
-def test_only_regular_files_are_awaited(tmp_path: Path, name: str) -> None:
+def test_only_regular_files_are_expected(tmp_path: Path, name: str) -> None:
     part = part_of(tmp_path, 4, 1)
     write_manifest(tmp_path / folder_name(4), manifest_of(4, use(part)))
     path = tmp_path / (part.file if name == "part" else f"{folder_name(4)}/manifest.json")
@@ -222,7 +222,7 @@ def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
+def test_files_stay_while_a_snapshot_refers_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "something else").write_text("")
     folder = SnapshotDirectory(tmp_path, keep=2)
     assert folder.next_number() == 1
@@ -233,7 +233,7 @@ def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
         assert folder.next_number() == number
         previous = part_of(tmp_path, number, 3, 4)
         folder.commit(manifest_of(number, use(first, 2), use(previous)))
-    # Of the first only what is referred to is left, and it is no snapshot any more.
+    # Only the files of the first snapshot that others refer to are left, without a manifest.
     assert sorted(os.listdir(tmp_path / folder_name(1))) == [Path(first.file).name]
     assert numbers_in(tmp_path) == [1, 3, 4]
     part_of(tmp_path, 5, 1)  # a server was killed while it wrote
@@ -245,9 +245,9 @@ def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
     assert numbers_in(tmp_path) == [1, 4, 6]
     assert read_newest(tmp_path).manifest.number == 6
     (tmp_path / last.file).unlink()
-    told: list[str] = []
-    assert read_newest(tmp_path, told.append).manifest.number == 4
-    assert re.search("snapshot-000006 .*snapshot-000004 .*: cannot read", told[0])
+    reports: list[str] = []
+    assert read_newest(tmp_path, reports.append).manifest.number == 4
+    assert re.search("snapshot-000006 .*snapshot-000004 .*: cannot read", reports[0])
     with pytest.raises(UsageError, match="at least 1"):
         SnapshotDirectory(tmp_path, keep=0)
 

@@ -88,7 +88,7 @@ def test_torch_registers_the_backend_by_itself(installed: dict[str, str]) -> Non
 
 
 @pytest.mark.thorough
-def test_accelerate_takes_the_group_that_is_there(installed: dict[str, str]) -> None:
+def test_accelerate_uses_the_existing_group(installed: dict[str, str]) -> None:
     pytest.importorskip("accelerate")
     run(_ACCELERATE, {**installed, "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"})
 

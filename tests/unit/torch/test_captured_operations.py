@@ -28,7 +28,7 @@ def last_operation(model: nn.Module) -> tuple[fx.Node, nn.Module]:
     return [node for node in traced.graph.nodes if node.op.startswith("call")][-1], traced
 
 
-def test_operations_that_draw_random_numbers() -> None:
+def test_operations_with_random_numbers() -> None:
     drawing: list[Callable[[Any], Any]] = [
         lambda x: nn.functional.dropout(x, 0.5), lambda x: nn.functional.rrelu(x, training=True),
         lambda x: nn.functional.fractional_max_pool2d(x, 2, output_size=2), nn.functional.gumbel_softmax,
@@ -51,7 +51,7 @@ def test_operations_that_draw_random_numbers() -> None:
     assert not any(draws(*last_operation(nn.Sequential(module))) for module in (nn.ReLU(), nn.LSTM(4, 4)))
 
 
-def test_operations_that_change_in_place() -> None:
+def test_operations_in_place() -> None:
     for call in (lambda x: x.add_(1), lambda x: nn.functional.relu(x, inplace=True), torch.relu_):
         assert changes_in_place(*last_operation(Calls(call)))
     assert changes_in_place(*last_operation(nn.Sequential(nn.ReLU(inplace=True))))

@@ -38,11 +38,11 @@ def test_declared_flags_exist(spec: StrategySpec) -> None:
     assert bool(spec.flags) == bool(spec.without_flags) == (spec.choose_options is not None)
 
 
-def test_options_reach_the_strategy_of_their_name_only() -> None:
+def test_options_reach_the_named_strategy_only() -> None:
     options = choose_strategy("pipeline", processes=4).options
     assert isinstance(options, PipelineOptions)
     assert options.num_processes == 4
-    told = Environment(strategy="pipeline", strategy_options=options.encode())
-    assert PipelineOptions.of_environment(told) == options
-    assert ShardingOptions.of_environment(told) is None
+    rank_environment = Environment(strategy="pipeline", strategy_options=options.encode())
+    assert PipelineOptions.of_environment(rank_environment) == options
+    assert ShardingOptions.of_environment(rank_environment) is None
     assert PipelineOptions.of_environment(Environment(strategy="pipeline")) is None

@@ -17,27 +17,27 @@ def model() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.BatchNorm1d(4))
 
 
-def test_parts_get_the_values_of_the_whole() -> None:
+def test_parts_get_the_values_of_the_complete_model() -> None:
     whole, parts = model(), model()
     optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
     first, second = DeferredValues.of(whole, 7), DeferredValues.of(parts, 7)
     assert first is not None
     assert second is not None
     first.fill()
-    here = {id(each) for each in parts[1].parameters()}
+    known_parameters = {id(parameter) for parameter in parts[1].parameters()}
     state = torch.get_rng_state()
-    second.fill(lambda tensor: id(tensor) in here)
+    second.fill(lambda tensor: id(tensor) in known_parameters)
     assert torch.equal(state, torch.get_rng_state())
     weight = parts.get_parameter("0.weight")
     assert is_stand_in(weight)
     assert weight.untyped_storage().nbytes() == 4
     second.fill()
-    for mine, theirs, known in zip(
+    for part_parameter, whole_parameter, known in zip(
         parts.parameters(), whole.parameters(), optimizer.param_groups[0]["params"], strict=True
     ):
-        assert mine is known
-        assert torch.equal(mine, theirs)
-        assert not mine.isnan().any()
+        assert part_parameter is known
+        assert torch.equal(part_parameter, whole_parameter)
+        assert not part_parameter.isnan().any()
     assert torch.equal(parts.get_buffer("2.running_var"), torch.ones(4))
 
 
@@ -80,11 +80,11 @@ def test_modules_without_reset_parameters_are_named() -> None:
         DeferredValues.of(net, 0)
 
 
-@pytest.mark.parametrize(("kind", "said"), [(HalfScale, "does not set 'factor'"), (BrokenScale, "no such file")])
-def test_a_reset_that_does_not_do_is_named(kind: type[Scale], said: str) -> None:
+@pytest.mark.parametrize(("kind", "message"), [(HalfScale, "does not set 'factor'"), (BrokenScale, "no such file")])
+def test_an_incomplete_reset_is_named(kind: type[Scale], message: str) -> None:
     with torch.device("meta"):
         net = nn.Sequential(kind())
     deferred = DeferredValues.of(net, 0)
     assert deferred is not None
-    with pytest.raises(UsageError, match=rf"0 \({kind.__name__}\).*{said}"):
+    with pytest.raises(UsageError, match=rf"0 \({kind.__name__}\).*{message}"):
         deferred.fill()

@@ -46,13 +46,13 @@ def prepared(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 def pair(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Embedding, nn.Embedding, list[torch.optim.Optimizer]]:
     """Return an embedding of ours and torch's with the same rows, each with its optimizer."""
-    ours = Embedding(DIM, seed=7)
-    optimizer = make(ours.parameters())
-    prepared(ours, optimizer)
-    theirs = nn.Embedding(NUM_KEYS, DIM)
+    module_tested = Embedding(DIM, seed=7)
+    optimizer = make(module_tested.parameters())
+    prepared(module_tested, optimizer)
+    torch_module = nn.Embedding(NUM_KEYS, DIM)
     with torch.no_grad():
-        theirs.weight.copy_(ours(torch.arange(NUM_KEYS)))
-    return ours, theirs, [optimizer, make(theirs.parameters())]
+        torch_module.weight.copy_(module_tested(torch.arange(NUM_KEYS)))
+    return module_tested, torch_module, [optimizer, make(torch_module.parameters())]
 
 
 def batches(count: int = 5) -> list[torch.Tensor]:
@@ -66,23 +66,23 @@ def loss_of(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_as_torch_embedding(name: str) -> None:
-    ours, theirs, optimizers = pair(OPTIMIZERS[name])
+    module_tested, torch_module, optimizers = pair(OPTIMIZERS[name])
     for keys in batches():
-        for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for module, optimizer in zip((module_tested, torch_module), optimizers, strict=True):
             optimizer.zero_grad()
             loss_of(module(keys)).backward()
             optimizer.step()
-        torch.testing.assert_close(ours(torch.arange(NUM_KEYS)), theirs.weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(module_tested(torch.arange(NUM_KEYS)), torch_module.weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("form", ["rows", "offsets", "weights", "weights and offsets"])
 def test_training_as_torch_embedding_bag(mode: str, form: str) -> None:
-    ours, theirs = EmbeddingBag(DIM, mode=mode, seed=2), nn.EmbeddingBag(NUM_KEYS, DIM, mode=mode)
-    optimizer, other = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (ours, theirs))
-    prepared(ours, optimizer)
+    module_tested, torch_module = EmbeddingBag(DIM, mode=mode, seed=2), nn.EmbeddingBag(NUM_KEYS, DIM, mode=mode)
+    optimizer, other = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (module_tested, torch_module))
+    prepared(module_tested, optimizer)
     with torch.no_grad():
-        theirs.weight.copy_(ours(torch.arange(NUM_KEYS).unsqueeze(1)))
+        torch_module.weight.copy_(module_tested(torch.arange(NUM_KEYS).unsqueeze(1)))
     for keys in batches(3):
         arguments: list[Any] = [keys, None, None]
         if "offsets" in form:
@@ -91,19 +91,19 @@ def test_training_as_torch_embedding_bag(mode: str, form: str) -> None:
             arguments[2] = torch.rand(arguments[0].shape).requires_grad_()
             if mode != "sum":
                 with pytest.raises(UsageError, match="per_sample_weights need mode sum"):
-                    ours(*arguments)
+                    module_tested(*arguments)
                 return
         found = []
-        for module, each in ((ours, optimizer), (theirs, other)):
-            each.zero_grad()
+        for module, module_optimizer in ((module_tested, optimizer), (torch_module, other)):
+            module_optimizer.zero_grad()
             loss_of(module(*arguments)).backward()
-            each.step()
+            module_optimizer.step()
             if "weights" in form:
                 found.append(arguments[2].grad)
                 arguments[2].grad = None
         if found:
             torch.testing.assert_close(found[0], found[1])
-        torch.testing.assert_close(ours(torch.arange(NUM_KEYS).unsqueeze(1)), theirs.weight)
+        torch.testing.assert_close(module_tested(torch.arange(NUM_KEYS).unsqueeze(1)), torch_module.weight)
 
 
 @pytest.mark.parametrize("unscales", [False, True])
@@ -129,7 +129,7 @@ def test_a_gradient_scaler_is_refused(unscales: bool) -> None:
     off.scale(model(batches(1)[0]).sum()).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     copies = copy.deepcopy([parameter.grad for parameter in model.parameters()])
-    assert all(type(each) is torch.Tensor for each in copies)
+    assert all(type(tensor) is torch.Tensor for tensor in copies)
     off.step(optimizer)
 
 
@@ -156,15 +156,15 @@ def test_any_64_bits_are_a_key() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_and_accumulation(set_to_none: bool) -> None:
     """Gradients add up over backward passes and lookups, stay after a step, and go with zero_grad(): as in torch."""
-    ours, theirs, optimizers = pair(OPTIMIZERS["sgd"])
+    module_tested, torch_module, optimizers = pair(OPTIMIZERS["sgd"])
     first, second, third, fourth, fifth = batches()
-    for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+    for module, optimizer in zip((module_tested, torch_module), optimizers, strict=True):
         loss_of(module(first)).backward()
         optimizer.zero_grad(set_to_none=set_to_none)
         (loss_of(module(second)) + loss_of(module(third))).backward()
         loss_of(module(fourth)).backward()
         optimizer.step()
-        loss_of(module(fifth)).backward()  # on top of those before
+        loss_of(module(fifth)).backward()  # added to the earlier gradients
         optimizer.step()
         optimizer.zero_grad()
         optimizer.step()  # nothing to apply
@@ -174,7 +174,7 @@ def test_zero_grad_and_accumulation(set_to_none: bool) -> None:
         module.eval()
         loss_of(module(first))  # no backward
         optimizer.step()
-    torch.testing.assert_close(ours(torch.arange(NUM_KEYS)), theirs.weight)
+    torch.testing.assert_close(module_tested(torch.arange(NUM_KEYS)), torch_module.weight)
 
 
 def test_a_module_in_two_places_and_two_modules_of_a_table() -> None:
@@ -204,7 +204,7 @@ def test_a_module_in_two_places_and_two_modules_of_a_table() -> None:
         prepared(model, optimizer)
 
 
-def test_rule_follows_the_optimizer_and_its_scheduler() -> None:
+def test_the_rule_follows_the_optimizer_and_the_scheduler() -> None:
     model = nn.ModuleDict({"a": Embedding(1, initializer=Zeros()), "b": Embedding(1, update=paceline.SGD(lr=2.0))})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, nesterov=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -213,16 +213,16 @@ def test_rule_follows_the_optimizer_and_its_scheduler() -> None:
     assert rules == [paceline.Momentum(lr=1.0, momentum=0.5, nesterov=True), paceline.SGD(lr=2.0)]
     optimizer.load_state_dict(optimizer.state_dict())  # puts other groups in the place of the old ones
     dense = nn.Parameter(torch.zeros(1))
-    theirs = torch.optim.SGD([dense], lr=1.0, momentum=0.5, nesterov=True)
-    theirs_scheduler = torch.optim.lr_scheduler.ExponentialLR(theirs, 0.5)
+    torch_module = torch.optim.SGD([dense], lr=1.0, momentum=0.5, nesterov=True)
+    torch_scheduler = torch.optim.lr_scheduler.ExponentialLR(torch_module, 0.5)
     for _ in range(3):
-        for loss, each, schedule in (
+        for loss, module_optimizer, schedule in (
             (model["a"](torch.tensor([9])).sum(), optimizer, scheduler),
-            (dense.sum(), theirs, theirs_scheduler),
+            (dense.sum(), torch_module, torch_scheduler),
         ):
-            each.zero_grad()
+            module_optimizer.zero_grad()
             loss.backward()
-            each.step()
+            module_optimizer.step()
             schedule.step()
     torch.testing.assert_close(model["a"](torch.tensor([9])).detach(), dense.detach().unsqueeze(0))
     assert embedder.tables["b"].spec.update["lr"] == 2.0
@@ -284,11 +284,11 @@ def test_items_write_clear() -> None:
     assert torch.equal(embedding(torch.tensor([5, 6, 7])).detach(), after)
 
 
-# Rows asked for ahead of time.
+# Rows that are prefetched.
 
 
 class CountedTable(LocalTable):
-    """Rows as of the time at which they were asked for, and a count of requests for each purpose."""
+    """A table with the rows of the time of each request, and a count of requests for each purpose."""
 
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
         self.requests.append((ahead, len(keys)))
@@ -352,13 +352,13 @@ def train(tables: ReplicatedTables, *, changes: bool = False) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_prefetched_rows_are_those_of_the_keys(changes: bool) -> None:
-    """Also if the batch was changed in place after its rows were asked for."""
+def test_prefetched_rows_equal_pulled_rows(changes: bool) -> None:
+    """Also if the batch was changed in place after the request."""
     tables = CountedTables(lead=0)
     for found, expected in zip(train(tables, changes=changes), train(ReplicatedTables(), changes=changes), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     num_requests = sum(len(table.requests) for table in tables.made)
-    # One request per batch and table if all were foreseen, and none of those that were was in vain.
+    # One request per batch and table if all batches were foreseen, and no unneeded prefetch.
     assert num_requests == 16 if not changes else num_requests > 16
 
 
@@ -366,11 +366,11 @@ def test_prefetching_an_iteration_ahead() -> None:
     tables = CountedTables(lead=1)
     train(tables)
     for table in tables.made:
-        # Keys are learned from the first batch, while the second's rows could have been asked for.
+        # The first batch shows the keys, when the second batch could have been prefetched.
         assert sorted(ahead for ahead, _ in table.requests) == [False, False, *[True] * 6]
 
 
-def test_replicated_tables_are_those_of_one_process() -> None:
+def test_replicated_tables_equal_the_tables_of_one_process() -> None:
     from paceline.collectives import Group
     from paceline.testing import run_ranks
 
@@ -403,17 +403,17 @@ def test_replicated_tables_are_those_of_one_process() -> None:
 
     found = run_ranks(3, work)
     assert all(np.array_equal(rows, found[0][0]) for rows, _ in found)
-    assert all("rank 1" in str(error) for _, error in found)  # each of them knows, nobody waits
+    assert all("rank 1" in str(error) for _, error in found)  # every rank has the error, and no rank waits
     whole: RowTable = ReplicatedTables().table("deep", RowDeclaration(3, rule, Normal(std=1.0), 0))
     assert isinstance(whole, LocalTable)
     for number, step in enumerate(steps):
         summed = np.zeros((9, 3), np.float32)
-        there = np.zeros(9, bool)
+        is_known = np.zeros(9, bool)
         for rank, (keys, grads) in enumerate(step):
             if (number, rank) != (3, 1):
                 summed[keys] += grads[: len(keys)] / 3
-                there[keys] = True
-        whole.apply(np.flatnonzero(there).astype(np.uint64), summed[there])
+                is_known[keys] = True
+        whole.apply(np.flatnonzero(is_known).astype(np.uint64), summed[is_known])
     expected = whole.fetch(np.arange(9, dtype=np.uint64)).result()
     np.testing.assert_allclose(found[0][0], expected, rtol=1e-5, atol=1e-6)
 
@@ -421,22 +421,22 @@ def test_replicated_tables_are_those_of_one_process() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rows_on_a_cuda_device() -> None:
-    ours, theirs, _ = pair(OPTIMIZERS["sgd"])
+    module_tested, torch_module, _ = pair(OPTIMIZERS["sgd"])
     device = choose_device("cuda", 0)
-    ours, theirs = ours.to(device), theirs.to(device)
-    optimizer, other = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (ours, theirs))
-    prepared(ours, optimizer)
+    module_tested, torch_module = module_tested.to(device), torch_module.to(device)
+    optimizer, other = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (module_tested, torch_module))
+    prepared(module_tested, optimizer)
     for keys in batches():
-        for module, each in ((ours, optimizer), (theirs, other)):
-            each.zero_grad()
+        for module, module_optimizer in ((module_tested, optimizer), (torch_module, other)):
+            module_optimizer.zero_grad()
             rows = module(keys.to(device))
             assert rows.device == device
             (rows.square().sum() + rows.sum()).backward()
-            each.step()
-    torch.testing.assert_close(ours(torch.arange(NUM_KEYS, device=device)), theirs.weight)
+            module_optimizer.step()
+    torch.testing.assert_close(module_tested(torch.arange(NUM_KEYS, device=device)), torch_module.weight)
 
 
-def test_rows_that_were_fetched_ahead_are_forgotten_when_the_tables_are_written() -> None:
+def test_prefetched_rows_are_dropped_when_the_tables_are_written() -> None:
     module = Embedding(DIM, seed=7)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     embedder = Embedder(CountedTables(lead=1))

@@ -34,7 +34,7 @@ def test_results_are_copied_back(is_async: bool) -> None:
         dist.destroy_process_group()
 
 
-def test_a_barrier_of_the_cuda_group_names_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_barrier_of_the_cuda_group_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
     class CudaGroup:

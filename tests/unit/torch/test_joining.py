@@ -31,12 +31,12 @@ def values_of(store: Store) -> str:
     )
 
 
-def joined(stores: list[Store], told: list[Environment]) -> list[BaseException | int]:
+def joined(stores: list[Store], environments: list[Environment]) -> list[BaseException | int]:
     """Meet through the stores, add something up, and leave; return the sum or the error of every rank."""
 
     def rank(number: int) -> BaseException | int:
         try:
-            group = join_through(stores[number], number, len(stores), "test", TIMEOUT, variables=told[number])
+            group = join_through(stores[number], number, len(stores), "test", TIMEOUT, variables=environments[number])
         except PacelineError as error:
             return error
         with group:
@@ -46,12 +46,12 @@ def joined(stores: list[Store], told: list[Environment]) -> list[BaseException |
         return list(pool.map(rank, range(len(stores))))
 
 
-def test_ranks_meet_by_their_token_and_it_is_not_in_the_store() -> None:
+def test_ranks_meet_by_token_and_the_token_is_not_in_the_store() -> None:
     served = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
     clients = [TCPStore("127.0.0.1", served.port, None, False, timedelta(seconds=10)) for _ in range(2)]
     seen: list[str] = []
 
-    def look(number: int) -> int:
+    def join_rank(number: int) -> int:
         group = join_through(clients[number], number, 2, "test", TIMEOUT, variables=Environment(token=SECRET))
         with group:
             group.barrier()
@@ -60,18 +60,18 @@ def test_ranks_meet_by_their_token_and_it_is_not_in_the_store() -> None:
             return sum(group.all_gather_objects(1))
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(look, range(2))) == [2, 2]
+        assert list(pool.map(join_rank, range(2))) == [2, 2]
     (text,) = seen
-    assert "memory_domain" in text  # it is what the ranks say of themselves that lies there
+    assert "memory_domain" in text  # the ranks' descriptions of themselves are in the store
     assert SECRET not in text
 
 
 @pytest.mark.parametrize("tokens", [("one secret of many", "another secret of many"), (None, SECRET), (SECRET, None)])
 def test_another_token_is_refused(tmp_path: Path, tokens: tuple[str | None, str | None]) -> None:
-    told = [Environment(token=token, runtime_dir=tmp_path) for token in tokens]
-    for said in joined([HashStore()] * 2, told):
-        assert isinstance(said, AuthenticationError)
-        assert "set PACELINE_TOKEN" in str(said)
+    environments = [Environment(token=token, runtime_dir=tmp_path) for token in tokens]
+    for result in joined([HashStore()] * 2, environments):
+        assert isinstance(result, AuthenticationError)
+        assert "set PACELINE_TOKEN" in str(result)
 
 
 def test_on_loopback_the_key_of_the_user_stands_in(tmp_path: Path) -> None:
@@ -79,21 +79,21 @@ def test_on_loopback_the_key_of_the_user_stands_in(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"), 2)
     assert joined([store] * 2, [Environment(runtime_dir=tmp_path)] * 2) == [3, 3]
     assert user_key(tmp_path).hex().encode() not in (tmp_path / "store").read_bytes()
-    told = [Environment(runtime_dir=folder) for folder in (tmp_path, tmp_path / "other")]
-    assert all(isinstance(said, AuthenticationError) for said in joined([HashStore()] * 2, told))
+    environments = [Environment(runtime_dir=folder) for folder in (tmp_path, tmp_path / "other")]
+    assert all(isinstance(result, AuthenticationError) for result in joined([HashStore()] * 2, environments))
 
 
-def test_a_store_that_other_machines_reach_needs_a_token(tmp_path: Path) -> None:
+def test_a_store_reachable_by_other_machines_needs_a_token(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"), 2)
-    for told in (
+    for ranks_environment in (
         Environment(runtime_dir=tmp_path, master_addr="10.0.0.1"),
         Environment(runtime_dir=tmp_path, master_addr="10.0.0.1", world_size=4, local_world_size=2),
     ):
         with pytest.raises(UsageError, match=r"10\.0\.0\.1, which other machines .*PACELINE_TOKEN"):
-            join_through(store, 1, 2, "test", TIMEOUT, variables=told)
+            join_through(store, 1, 2, "test", TIMEOUT, variables=ranks_environment)
 
 
-def test_ranks_that_the_launcher_put_on_one_machine_need_none(tmp_path: Path) -> None:
-    told = Environment(runtime_dir=tmp_path, master_addr="192.0.2.1", world_size=2, local_world_size=2)
+def test_ranks_placed_on_one_machine_by_the_launcher_need_no_token(tmp_path: Path) -> None:
+    ranks_environment = Environment(runtime_dir=tmp_path, master_addr="192.0.2.1", world_size=2, local_world_size=2)
     store = FileStore(str(tmp_path / "store"), 2)
-    assert joined([store] * 2, [told] * 2) == [3, 3]
+    assert joined([store] * 2, [ranks_environment] * 2) == [3, 3]

@@ -31,7 +31,7 @@ def _samples(length: int) -> Any:
 
 def _prepared(make: Make, rank: int, size: int) -> Loader:
     strategy = FakeStrategy(rank, size)
-    strategy.takes_uneven = True  # there are no other ranks to compare with
+    strategy.takes_uneven = True  # no other ranks to compare with
     return Loader(make(rank, size), cast(Strategy, strategy), shard=True, trains=True)
 
 
@@ -61,7 +61,7 @@ def _continued(make: Make, state: dict[str, Any], size: int) -> list[int]:
     num_batches=st.integers(0, 5),
     generator=st.booleans(),
 )
-def test_each_remaining_sample_comes_once(
+def test_every_remaining_sample_is_yielded_once(
     length: int, before: tuple[int, int], after: tuple[int, int], epochs: int, num_batches: int, generator: bool
 ) -> None:
     """`before` and `after` are the ranks and the batch size before and after the checkpoint."""
@@ -87,15 +87,15 @@ def test_each_remaining_sample_comes_once(
     received = _interleaved(shares)[:length]
     states = [loader.state_dict() for loader in first]
     assert all(state == states[0] for state in states)
-    rest = _continued(make(new_batch_size), states[0], new_size)
+    remaining = _continued(make(new_batch_size), states[0], new_size)
     assert received == order[: len(received)]
-    assert rest[: length - len(received)] == order[len(received) :]
-    assert len(rest) < length - len(received) + new_size  # the last batches repeat the epoch's first samples
-    assert set(rest[length - len(received) :]) <= set(order[:new_size])
+    assert remaining[: length - len(received)] == order[len(received) :]
+    assert len(remaining) < length - len(received) + new_size  # the last batches repeat the epoch's first samples
+    assert set(remaining[length - len(received) :]) <= set(order[:new_size])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_continues_at_its_next_batch(num_workers: int) -> None:
+def test_a_stream_continues_at_the_next_batch(num_workers: int) -> None:
     def make(rank: int, size: int) -> Any:
         return DataLoader(_Halves(24), 2, num_workers=num_workers)
 
@@ -111,8 +111,8 @@ def test_a_stream_continues_at_its_next_batch(num_workers: int) -> None:
             loader = _prepared(make, rank, size)
             loader.load_state_dict(state)
             shares.append([batch.tolist() for batch in loader])
-        rest = [sample for batches in zip(*shares, strict=True) for batch in batches for sample in batch]
-        assert rest == order[12:]
+        remaining = [sample for batches in zip(*shares, strict=True) for batch in batches for sample in batch]
+        assert remaining == order[12:]
 
 
 class _Halves(IterableDataset[int]):

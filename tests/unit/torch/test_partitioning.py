@@ -23,7 +23,7 @@ DIM = 3
 
 
 class RandomGraph(nn.Module):
-    """A model whose operations, and what they take, are drawn."""
+    """A model of random operations with random inputs."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class RandomGraph(nn.Module):
                 self.register_parameter(f"weight{number}", nn.Parameter(torch.randn(DIM)))
         linear = [layer for layer in self.layers.values() if isinstance(layer, nn.Linear)]
         for (kind, _), layer in zip(
-            [each for each in self.steps if each[0] in ("linear", "tied")], linear, strict=True
+            [step for step in self.steps if step[0] in ("linear", "tied")], linear, strict=True
         ):
             if kind == "tied":
                 layer.weight = linear[0].weight
@@ -52,7 +52,7 @@ class RandomGraph(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         values = [x]
         for number, (kind, taken) in enumerate(self.steps):
-            a, b = (values[each] for each in taken)
+            a, b = (values[index] for index in taken)
             if kind == "add":
                 value = a + b
             elif kind == "tanh":
@@ -89,7 +89,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.thorough)])
-def test_random_graphs_equal_the_whole_model(seeds: range) -> None:
+def test_random_graphs_equal_the_unpartitioned_model(seeds: range) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, DIM, dtype=torch.float64)
     num_sent = 0
@@ -143,13 +143,13 @@ def test_tied_weights_train_as_in_one_process(kind: type[nn.Module], compiled: b
     whole = kind()
     model = copy.deepcopy(whole)
     x = torch.randint(0, 10, (6,))
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (whole, model)]
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.1) for module in (whole, model)]
     parted = pt.partition(model, x, ["cpu", "cpu"], {"embed": 0, "head": 1}, compile=compiled)
     for step in range(3):
-        for each, optimizer in zip((whole, parted), optimizers, strict=True):
+        for module, optimizer in zip((whole, parted), optimizers, strict=True):
             torch.manual_seed(step)
             optimizer.zero_grad()
-            nn.functional.cross_entropy(each(x), x).backward()
+            nn.functional.cross_entropy(module(x), x).backward()
             optimizer.step()
     assert_same(list(parted.state_dict().values()), list(whole.state_dict().values()))
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_tied_weights_train_as_in_one_process(kind: type[nn.Module], compiled: b
 
 
 class Modal(nn.Module):
-    """What it does depends on its mode, and on that of a module within it."""
+    """A model that depends on its mode and on the mode of one of its modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_behaviour_follows_the_modes_of_the_model() -> None:
     for model in (whole, parted):
         model.get_submodule("last.1").train()
     assert_same(run_once(parted, x), run_once(whole, x))
-    assert {each.device for each in parted.cut.segments} == {0, 1}
+    assert {segment.device for segment in parted.cut.segments} == {0, 1}
 
 
 def run_once(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ def run_once(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def test_unsupported_uses_of_a_partitioned_model_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     parted = pt.partition(model, torch.ones(2, 3), ["cpu", "cpu"], {"0": 0, "1": 1})
-    for dump in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+    for dump in (pickle.dumps, lambda obj: torch.save(obj, io.BytesIO())):
         with pytest.raises(UsageError, match=r"cannot be pickled.* Save its state_dict\(\)"):
             dump(parted)
     model[1] = nn.Linear(3, 2)
@@ -220,7 +220,7 @@ def test_unsupported_uses_of_a_partitioned_model_are_reported(capfd: pytest.Capt
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_fork_has_threads_of_its_own() -> None:
+def test_a_fork_has_separate_threads() -> None:
     parted = pt.partition(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(2, 3), ["cpu", "cpu"], {"0": 0, "1": 1})
     with torch.no_grad():
         expected = parted(torch.ones(2, 3))
@@ -231,7 +231,7 @@ def test_a_fork_has_threads_of_its_own() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_copy_is_a_model_of_its_own() -> None:
+def test_a_copy_is_a_separate_model() -> None:
     model = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"])
     before = model(torch.arange(3))
     twin = copy.deepcopy(model)
@@ -248,7 +248,7 @@ def test_a_planner_spreads_the_parameters(tmp_path: Path) -> None:
     model = pt.partition(layers, torch.randn(2, 16), ["cpu", "cpu"])
     held = [line for line in model.describe().splitlines() if line.startswith("device")]
     assert held == [f"device {number}: cpu, 4,352 bytes of parameters and buffers" for number in (0, 1)]
-    assert [each.source for each in model.cut.transfers] == [-1, 0]
+    assert [transfer.source for transfer in model.cut.transfers] == [-1, 0]
     model.save_svg(tmp_path / "cut.svg")
     assert "segment 1" in (tmp_path / "cut.svg").read_text()
     with pytest.raises(UsageError, match="needs 1,088 bytes, but the devices have"):
@@ -259,14 +259,14 @@ def test_the_example_of_the_docs_prints_the_documented_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).parents[3] / "docs/guides/partitioning.md").read_text(encoding="utf-8")
-    example, _, rest = page.partition("```python\n")[2].partition("```")
+    example, _, following = page.partition("```python\n")[2].partition("```")
     monkeypatch.chdir(tmp_path)
     exec(example, {})
-    assert capsys.readouterr().out == rest.partition("```text\n")[2].partition("```")[0]
+    assert capsys.readouterr().out == following.partition("```text\n")[2].partition("```")[0]
     assert (tmp_path / "cut.svg").exists()
 
 
-def test_an_operation_that_raises_is_named() -> None:
+def test_a_raising_operation_is_named() -> None:
     model = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"], {"embed": 0, "layer": 0, "head": 1})
     with pytest.raises(IndexError, match=r"part 0 of 2 on cpu: embed: index out of range"):
         model(torch.tensor([10]))
@@ -281,7 +281,7 @@ class InPlace(nn.Module):
         return y + z
 
 
-class InPlaceBehindModules(nn.Module):
+class InPlaceAfterModules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.flat = nn.Sequential(nn.Flatten(), nn.Identity())
@@ -331,14 +331,16 @@ def test_untraced_attributes_are_kept(kind: type[nn.Module]) -> None:
     assert_same(list(model.buffers()), list(whole.buffers()))
     for seed in range(2):
         outputs: list[torch.Tensor] = []
-        for each in (whole, parted):
+        for module in (whole, parted):
             torch.manual_seed(seed)
-            outputs.append(each(x))
+            outputs.append(module(x))
         assert_same(outputs[1:], outputs[:1])
         if outputs[0].requires_grad:
             for output in outputs:
                 output.sum().backward()
-    assert_same([each.grad for each in parted.parameters()], [each.grad for each in whole.parameters()])
+    assert_same(
+        [parameter.grad for parameter in parted.parameters()], [parameter.grad for parameter in whole.parameters()]
+    )
     assert_same(list(parted.buffers()), list(whole.buffers()))
 
 
@@ -383,7 +385,7 @@ def test_several_threads_may_call_at_once() -> None:
     model, x = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"]), torch.arange(3)
     expected = model(x)
     with ThreadPoolExecutor(4) as pool:
-        assert all(torch.equal(each, expected) for each in pool.map(model, [x] * 40))
+        assert all(torch.equal(output, expected) for output in pool.map(model, [x] * 40))
 
 
 class ByValue(nn.Module):
@@ -403,7 +405,7 @@ class ByValue(nn.Module):
         (Tied(), ["cpu"], {"placement": {"head": 0}, "memory": [1]}, "got both placement and memory"),
         (Tied(), ["cpu"], {"memory": [1, 2]}, "memory: got 2 numbers"),
         (InPlace(), ["cpu"], {}, "add_ changes .* in place, but .* uses it too"),
-        (InPlaceBehindModules(), ["cpu"], {}, "relu changes .* in place, but .* uses it too"),
+        (InPlaceAfterModules(), ["cpu"], {}, "relu changes .* in place, but .* uses it too"),
         (ByValue(), ["cpu"], {}, "ByValue cannot be cut: .* torch.fx: .* torch.export"),
     ],
 )

@@ -29,46 +29,46 @@ def placed_graphs(draw: st.DrawFn) -> tuple[list[Operation], dict[str, int], lis
         before = [f"n{i}" for i in range(number)]
         inputs = draw(st.lists(st.sampled_from([*before, "x", "y"]), max_size=3, unique=True))
         after = draw(st.lists(st.sampled_from(before), max_size=1)) if before else []
-        operations.append(Operation(f"n{number}", tuple(inputs), tuple(each for each in after if each not in inputs)))
-    devices = {each.name: draw(st.integers(0, num_devices - 1)) for each in operations}
-    outputs = draw(st.lists(st.sampled_from([each.name for each in operations]), min_size=1, unique=True))
+        operations.append(Operation(f"n{number}", tuple(inputs), tuple(name for name in after if name not in inputs)))
+    devices = {operation.name: draw(st.integers(0, num_devices - 1)) for operation in operations}
+    outputs = draw(st.lists(st.sampled_from([operation.name for operation in operations]), min_size=1, unique=True))
     return operations, devices, outputs
 
 
 @num_examples(100)
 @given(placed_graphs(), st.randoms(use_true_random=False))
-def test_every_operation_runs_once_after_its_inputs(
+def test_every_operation_runs_once_after_the_inputs(
     graph: tuple[list[Operation], dict[str, int], list[str]], chance: random.Random
 ) -> None:
     operations, devices, outputs = graph
     cut = cut_graph(operations, devices, outputs)
     by_name = {operation.name: operation for operation in operations}
-    arrivals, there = Arrivals(cut.segments), {("x", CALLER), ("y", CALLER)}
+    arrivals, available = Arrivals(cut.segments), {("x", CALLER), ("y", CALLER)}
     ran: set[str] = set()
     ready = arrivals.first()
     while ready:
         number = ready.pop(chance.randrange(len(ready)))
         segment = cut.segments[number]
-        there |= {(t.value, t.destination) for t in cut.transfers if (t.value, t.source) in there}
-        assert all((value, segment.device) in there for value in segment.inputs)
+        available |= {(t.value, t.destination) for t in cut.transfers if (t.value, t.source) in available}
+        assert all((value, segment.device) in available for value in segment.inputs)
         for name in segment.operations:
             assert devices[name] == segment.device
             assert name not in ran
             assert ran.issuperset(by_name[name].after)
-            inside = {each for each in by_name[name].inputs if each in segment.operations}
+            inside = {name for name in by_name[name].inputs if name in segment.operations}
             assert inside <= ran
             assert set(by_name[name].inputs) - inside <= set(segment.inputs)
             ran.add(name)
-        there |= {(name, segment.device) for name in segment.outputs}
+        available |= {(name, segment.device) for name in segment.outputs}
         ready += arrivals.ended(number)
     assert ran == by_name.keys()
     assert arrivals.num_left == 0
-    assert {(name, devices[name]) for name in outputs} <= there
+    assert {(name, devices[name]) for name in outputs} <= available
 
 
 @num_examples(50)
 @given(placed_graphs())
-def test_a_value_travels_once_to_each_device_that_takes_it(
+def test_a_value_is_sent_once_to_every_consuming_device(
     graph: tuple[list[Operation], dict[str, int], list[str]],
 ) -> None:
     operations, devices, outputs = graph
@@ -78,25 +78,25 @@ def test_a_value_travels_once_to_each_device_that_takes_it(
         for value in operation.inputs
         if devices.get(value, CALLER) != devices[operation.name]
     }
-    found = [(each.value, each.destination) for each in cut_graph(operations, devices, outputs).transfers]
+    found = [(transfer.value, transfer.destination) for transfer in cut_graph(operations, devices, outputs).transfers]
     assert len(found) == len(set(found))
     assert set(found) == expected
 
 
-def test_a_sent_value_ends_its_segment() -> None:
+def test_a_sent_value_ends_the_segment() -> None:
     operations = [*chain("a", "b", "c"), Operation("far", ("a",)), Operation("sum", ("c", "far"))]
     cut = cut_graph(operations, {"a": 0, "b": 0, "c": 0, "far": 1, "sum": 0}, ["sum"])
-    assert [(each.device, each.operations) for each in cut.segments] == [
+    assert [(segment.device, segment.operations) for segment in cut.segments] == [
         (0, ("a",)), (0, ("b", "c")), (1, ("far",)), (0, ("sum",)),
     ]  # fmt: skip
     assert cut.transfers == (Transfer("x", CALLER, 0), Transfer("a", 0, 1), Transfer("far", 1, 0))
     assert cut.destinations["a"] == [1]
 
 
-def test_operations_without_inputs_run_with_their_consumers() -> None:
+def test_operations_without_inputs_run_with_the_consumers() -> None:
     operations = [Operation("weight"), *chain("a", "b"), Operation("c", ("b", "weight"))]
     cut = cut_graph(operations, {"weight": 0, "a": 0, "b": 1, "c": 0}, ["c"])
-    assert [each.operations for each in cut.segments] == [("a",), ("b",), ("weight", "c")]
+    assert [segment.operations for segment in cut.segments] == [("a",), ("b",), ("weight", "c")]
 
 
 def test_places_by_name() -> None:
@@ -117,7 +117,7 @@ def test_a_module_runs_on_one_device() -> None:
         check_together({"a": 0, "b": 1}, [["a", "b"]])
 
 
-def test_a_planner_runs_branches_side_by_side_where_that_pays() -> None:
+def test_a_planner_runs_branches_in_parallel_if_faster() -> None:
     operations = [
         Operation("in", ("x",)), Operation("left", ("in",)), Operation("right", ("in",)),
         Operation("out", ("left", "right")),
@@ -125,14 +125,14 @@ def test_a_planner_runs_branches_side_by_side_where_that_pays() -> None:
     groups, sizes = [["left"], ["right"]], [8, 8]
 
     def devices(seconds: float) -> dict[str, int]:
-        costs = {each.name: Cost(seconds, 4) for each in operations}
+        costs = {operation.name: Cost(seconds, 4) for operation in operations}
         return plan(operations, costs, groups, sizes, [100, 100], TransferTimes(seconds=1e-3, bytes_per_s=1e9))
 
     assert len(set(devices(1e-4).values())) == 1
     assert devices(1.0)["left"] != devices(1.0)["right"]
 
 
-def test_a_planner_keeps_to_the_room_that_there_is() -> None:
+def test_a_planner_respects_the_memory() -> None:
     names = [f"layer{i}" for i in range(8)]
     operations = chain(*names)
     costs, groups = {name: Cost(1e-3, 4) for name in names}, [[name] for name in names]
@@ -173,15 +173,15 @@ def test_describes_a_cut_graph() -> None:
 
 def test_draws_a_cut_graph() -> None:
     drawn = draw_cut(two_devices(), ["device 0: cpu", "device 1: cpu"], {"a": "float32 [2]"})
-    texts = [each.text for each in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text for element in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
     assert {"device 0: cpu", "device 1: cpu", "segment 0", "segment 1", "segment 2", "b<0>", "a"} <= set(texts)
 
 
 @num_examples(50)
 @given(placed_graphs())
-def test_no_two_segments_are_drawn_over_each_other(graph: tuple[list[Operation], dict[str, int], list[str]]) -> None:
+def test_no_two_segments_overlap_in_the_drawing(graph: tuple[list[Operation], dict[str, int], list[str]]) -> None:
     cut = cut_graph(*graph)
     rows = find_rows(cut.segments)
     places = [(segment.device, row) for segment, row in zip(cut.segments, rows, strict=True)]
     assert len(set(places)) == len(places)
-    assert all(rows[each] < row for segment, row in zip(cut.segments, rows, strict=True) for each in segment.waits_for)
+    assert all(rows[name] < row for segment, row in zip(cut.segments, rows, strict=True) for name in segment.waits_for)

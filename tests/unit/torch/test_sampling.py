@@ -30,7 +30,7 @@ def test_returned_items_come_first() -> None:
     sizes=st.integers(1, 4),
 )
 def test_every_item_comes_once_though_ranks_die(length: int, steps: list[tuple[int, int]], sizes: int) -> None:
-    """In each step a number of ranks receive one item each, and one of them may lose it."""
+    """In each step a number of ranks receive one item each, and one rank may lose its item."""
     remaining, used = Remaining(), []
     for size, dead in steps:
         numbers = remaining.numbers(size)

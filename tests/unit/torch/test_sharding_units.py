@@ -23,7 +23,7 @@ from paceline.torch.strategies.sharded.units import choose_units, shard_dimensio
 
 
 class Model(nn.Module):
-    """Blocks in a list in a module, a sequence with a list in it, and modules beside them; both ends may be tied."""
+    """Blocks in a list in a module, a sequence that contains a list, and other modules; both ends may be tied."""
 
     def __init__(self, *, is_tied: bool = False) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Model(nn.Module):
 
 
 def test_default_units() -> None:
-    blocks, beside = ["encoder.blocks.0", "encoder.blocks.1"], ["words", "head"]
-    assert set(choose_units(Model(), least=1)) == {*blocks, *beside, "encoder.norm", "top.0", "top.2"}
-    assert set(choose_units(Model(), least=30)) == {*blocks, *beside}
+    blocks, leaves = ["encoder.blocks.0", "encoder.blocks.1"], ["words", "head"]
+    assert set(choose_units(Model(), least=1)) == {*blocks, *leaves, "encoder.norm", "top.0", "top.2"}
+    assert set(choose_units(Model(), least=30)) == {*blocks, *leaves}
     assert set(choose_units(Model(is_tied=True), least=30)) == set(blocks)
     assert choose_units(Model()) == []
     assert choose_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), least=1) == ["0"]
@@ -60,7 +60,7 @@ def test_units_by_name(patterns: list[str], units: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "message"),
     [
         (["layers.*"], r"--shard layers\.\*: no module .*modules: words, encoder, .* and \d+ more"),
         (["encoder.blocks"], r"encoder\.blocks has no parameters, or no forward .*encoder\.blocks\.\*"),
@@ -68,8 +68,8 @@ def test_units_by_name(patterns: list[str], units: list[str]) -> None:
         (["head"], "head shares the parameter 'weight' with another part"),
     ],
 )
-def test_names_that_are_no_units(patterns: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_unit_names(patterns: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         choose_units(Model(is_tied=True), patterns)
 
 
@@ -87,7 +87,7 @@ def test_names_that_are_no_units(patterns: list[str], said: str) -> None:
         ((3, 1 << 16), 5, 0),
     ],
 )
-def test_no_shard_is_empty_if_that_can_be(shape: tuple[int, ...], num_shards: int, dimension: int | None) -> None:
+def test_no_shard_is_empty_if_avoidable(shape: tuple[int, ...], num_shards: int, dimension: int | None) -> None:
     """Five rows for four are 2, 2, 1 and none."""
     assert shard_dimension(shape, num_shards) == dimension
 
@@ -104,7 +104,7 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("sharded", {"pipeline": {"data_parallel": 2}}, "--data-parallel 2: expected a divisor of the 3 processes"),
         ("sharded", {"pipeline": {"data_parallel": 0}}, "--data-parallel 0: expected"),
@@ -116,11 +116,12 @@ def test_options() -> None:
         ("all-reduce", {"shard": "a"}, "all-reduce shards no parameters. Leave --shard a out, or choose sharded"),
     ],
 )
-def test_options_that_cannot_be(name: str, options: dict[str, Any], said: str) -> None:
-    rest = dict(options)
+def test_impossible_options(name: str, options: dict[str, Any], message: str) -> None:
+    remaining = dict(options)
     flags = StrategyFlags(
-        pipeline=PipelineFlags(**rest.pop("pipeline", {})), sharding=ShardingFlags(shard=rest.pop("shard", None))
+        pipeline=PipelineFlags(**remaining.pop("pipeline", {})),
+        sharding=ShardingFlags(shard=remaining.pop("shard", None)),
     )
     with pytest.raises(UsageError) as caught:
-        choose_strategy(name, processes=3, flags=flags, **rest)
-    assert said in str(caught.value)
+        choose_strategy(name, processes=3, flags=flags, **remaining)
+    assert message in str(caught.value)

@@ -86,7 +86,7 @@ def _data(length: int) -> TensorDataset:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_ranks_batches_together_are_those_of_one_device(shuffle: bool) -> None:
+def test_the_batches_of_all_ranks_equal_the_batches_of_one_device(shuffle: bool) -> None:
     size, rows = 3, 4
     alone = _loader(DataLoader(_data(24), rows * size, shuffle=shuffle))
     ranks = [_loader(DataLoader(_data(24), rows, shuffle=shuffle), rank, size) for rank in range(size)]
@@ -102,16 +102,16 @@ def test_the_ranks_batches_together_are_those_of_one_device(shuffle: bool) -> No
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 7, 12, 13])
-def test_the_parts_are_those_of_a_distributed_sampler(length: int, drop_last: bool) -> None:
+def test_the_parts_equal_the_parts_of_a_distributed_sampler(length: int, drop_last: bool) -> None:
     for rank in range(3):
         data = _data(length)
-        theirs: Any = DistributedSampler(data, 3, rank, seed=FakeStrategy.seed, drop_last=drop_last)
+        torch_sampler: Any = DistributedSampler(data, 3, rank, seed=FakeStrategy.seed, drop_last=drop_last)
         if drop_last and length < 6:
             continue  # no batch of 2 for each
         loader = _loader(DataLoader(data, 2, shuffle=True, drop_last=drop_last), rank, 3)
         for epoch in range(2):
-            theirs.set_epoch(epoch)
-            assert _read(loader) == _read(DataLoader(data, 2, sampler=theirs, drop_last=drop_last))
+            torch_sampler.set_epoch(epoch)
+            assert _read(loader) == _read(DataLoader(data, 2, sampler=torch_sampler, drop_last=drop_last))
         assert len(loader) == len(_read(loader))
 
 
@@ -137,13 +137,13 @@ def test_random_samplers_draw_the_same_order_on_all_ranks() -> None:
 
 
 def test_batch_samplers_are_split_by_batches_and_receive_the_epoch() -> None:
-    class Told(BatchSampler):
+    class EpochSampler(BatchSampler):
         def set_epoch(self, epoch: int) -> None:
             epochs.append(epoch)
 
     epochs: list[int] = []
 
-    batches = Told(SequentialSampler(range(10)), 2, drop_last=False)
+    batches = EpochSampler(SequentialSampler(range(10)), 2, drop_last=False)
     loader = _loader(DataLoader(_data(10), batch_sampler=batches), 1, 2)
     assert _read(loader) == [[2, 3], [6, 7], [0, 1]]
     assert len(loader) == 3
@@ -163,7 +163,7 @@ def test_batch_samplers_are_split_by_batches_and_receive_the_epoch() -> None:
 def test_streams_are_shared_out_by_batches(drop_last: bool, trains: bool, expected: list[list[list[int]]]) -> None:
     for rank in range(2):
         strategy = FakeStrategy(rank, 2)
-        strategy.takes_uneven = True  # there is nobody to agree with
+        strategy.takes_uneven = True  # no other ranks to agree with
         loader = Loader(
             DataLoader(Numbers(9), 2, drop_last=drop_last), cast(Strategy, strategy), shard=True, trains=trains
         )
@@ -171,7 +171,7 @@ def test_streams_are_shared_out_by_batches(drop_last: bool, trains: bool, expect
         assert len(loader) == len(expected[rank])
 
 
-def test_a_stream_that_shards_itself_stays_whole() -> None:
+def test_a_self_sharding_stream_stays_complete() -> None:
     strategy = FakeStrategy(1, 2)
     strategy.takes_uneven = True
     loader = Loader(DataLoader(Numbers(3), 1), cast(Strategy, strategy), shard=False, trains=True)
@@ -209,7 +209,7 @@ def test_workers_load_epoch_after_epoch() -> None:
         assert _read(loader) == _read(alone)
 
 
-def test_the_embedder_sees_each_batch_before_its_turn() -> None:
+def test_the_embedder_sees_every_batch_in_advance() -> None:
     strategy = FakeStrategy()
 
     class FakeEmbedder:
@@ -249,7 +249,7 @@ def test_unsupported_loaders_are_rejected(make: Callable[[], Any], words: list[s
         assert word in str(caught.value)
 
 
-def test_batches_are_moved_with_their_structure() -> None:
+def test_batches_are_moved_with_the_structure() -> None:
     batch = {"pair": _Pair(torch.ones(1), "text"), "list": [torch.ones(2), (torch.ones(3),)]}
     found = moved(batch, torch.device("meta"))
     assert found["pair"].x.device.type == "meta"

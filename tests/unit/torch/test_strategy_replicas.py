@@ -37,7 +37,7 @@ def test_gather_and_scatter_are_inverse() -> None:
     assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
 
 
-def test_outputs_that_do_not_fit_are_reported() -> None:
+def test_unfitting_outputs_are_reported() -> None:
     check_outputs([[torch.rand(8, 3), None, "a"], [torch.rand(4, 3), None, "a"]], [4, 2])  # rows by time steps
     with pytest.raises(UsageError, match=r"shape \(2, 4, 8\) for 4 examples.*must be the batch"):
         check_outputs([[torch.rand(2, 4, 8)], [torch.rand(2, 2, 8)]], [4, 2])
@@ -49,7 +49,7 @@ def test_outputs_that_do_not_fit_are_reported() -> None:
         check_outputs([[threading.Lock()]], [4])
 
 
-def test_batches_that_cannot_be_split_are_reported() -> None:
+def test_indivisible_batches_are_reported() -> None:
     with pytest.raises(UsageError, match=r"shapes \(30, 2\), \(29,\).*first dimension"):
         split([torch.rand(30, 2), torch.rand(29)], 2)
     with pytest.raises(UsageError, match="batch of 0 examples"):
@@ -79,7 +79,7 @@ def test_where_replicas_are(monkeypatch: pytest.MonkeyPatch) -> None:
             Mirrored(devices=["cpu", "cuda:0"])
 
 
-def test_threads_share_the_cores_and_the_callers_keep_theirs() -> None:
+def test_threads_share_the_cores_and_the_callers_keep_the_thread_count() -> None:
     before = torch.get_num_threads()
     threads = DeviceThreads([CPU] * 2, "replica")
     torch.set_num_threads(4)
@@ -117,7 +117,7 @@ class WithLoss(nn.Module):
         return {"outputs": outputs, "loss": nn.functional.cross_entropy(outputs, y)}
 
 
-def test_a_loss_computed_in_the_model_is_its_mean_over_the_examples() -> None:
+def test_a_loss_computed_in_the_model_is_the_mean_over_the_examples() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(7, 4), torch.arange(7) % 3  # parts of 4 and 3
     model = WithLoss()
@@ -135,7 +135,7 @@ def test_a_loss_computed_in_the_model_is_its_mean_over_the_examples() -> None:
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_a_model_whose_batch_is_not_first_is_refused(batch_first: bool) -> None:
+def test_a_model_with_another_batch_dimension_is_refused(batch_first: bool) -> None:
     torch.manual_seed(0)
     model = nn.GRU(3, 8, batch_first=batch_first)
     model.forward = lambda x, forward=model.forward: forward(x)[0]  # type: ignore[method-assign]
@@ -151,12 +151,12 @@ def test_a_model_whose_batch_is_not_first_is_refused(batch_first: bool) -> None:
 
 
 @pytest.mark.parametrize("option", [{"find_unused_parameters": True}, {"unused": "skip"}, {"bucket_mb": 4}])
-def test_options_of_other_strategies_that_change_no_result_are_accepted(option: dict[str, Any]) -> None:
+def test_neutral_options_of_other_strategies_are_accepted(option: dict[str, Any]) -> None:
     with strategy("mirrored", replicas=2, device="cpu", **option) as mirrored:
         assert mirrored.name == "mirrored"
 
 
-def test_options_that_change_the_result_or_are_unknown_are_refused() -> None:
+def test_effective_or_unknown_options_are_refused() -> None:
     for option in ({"sync_batch_norm": True}, {"find_unused": True}):
         with pytest.raises(UsageError, match="does not have an option"):
             strategy("mirrored", replicas=2, device="cpu", **option)

@@ -33,7 +33,7 @@ def _world() -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
-def test_a_reduction_that_would_combine_the_wrong_numbers_is_refused(dtype: Any) -> None:
+def test_a_product_of_unsupported_dtypes_is_refused(dtype: Any) -> None:
     with pytest.raises(UsageError, match="for a tensor of dtype torch"):
         dist.reduce_scatter_single(torch.zeros(2).to(dtype), torch.ones(2).to(dtype), dist.ReduceOp.PRODUCT)
 
@@ -59,7 +59,7 @@ def _conjugated() -> tuple[Any, Any]:
     return number.conj(), number[0].conj().imag
 
 
-def test_lazily_conjugated_and_negated_tensors_are_sent_as_they_read() -> None:
+def test_lazily_conjugated_and_negated_tensors_are_sent_as_read() -> None:
     conjugated, negated = _conjugated()
     assert negated.is_neg()
     assert negated.is_contiguous()
@@ -136,7 +136,7 @@ def test_wrong_sizes_of_an_all_to_all_are_refused_before_it_begins() -> None:
     dist.barrier()
 
 
-def test_a_failing_message_ends_its_future() -> None:
+def test_a_failing_message_ends_the_future() -> None:
     sending = dist.isend(torch.ones(2), 0)
     receiving = dist.irecv(torch.zeros(3), 0)
     assert sending is not None
@@ -145,7 +145,7 @@ def test_a_failing_message_ends_its_future() -> None:
         receiving.get_future().wait()
 
 
-def test_a_future_is_done_after_its_follow_up() -> None:
+def test_a_future_is_done_after_the_follow_up() -> None:
     """The ticket of a call is done a moment before its result has been copied to where it is wanted."""
     ticket, copying, copied = CollectiveTicket(), threading.Event(), threading.Event()
 

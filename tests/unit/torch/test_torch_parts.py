@@ -52,7 +52,7 @@ def _stores(folder: Path) -> list[Store]:
     return [HashStore(), FileStore(str(folder / "store"), 1), served, PrefixStore("a", served)]
 
 
-def test_store_is_set_once_and_waits_to_its_deadline(tmp_path: Path) -> None:
+def test_the_store_is_set_once_and_waits_until_the_deadline(tmp_path: Path) -> None:
     for c_store in _stores(tmp_path):
         store, other = TorchStore(c_store, "one"), TorchStore(c_store, "other")
         store.set("key", b"\x00\xff")
@@ -121,7 +121,7 @@ def test_reduce_operations() -> None:
     assert op_and_factor(dist.ReduceOp.PREMUL_SUM(2.0)) == ("sum", 2.0)
 
 
-def test_parts_of_one_tensor_are_taken_where_they_lie() -> None:
+def test_parts_of_one_tensor_are_not_copied() -> None:
     whole = torch.arange(12.0)
     joined = _tensors.sources(list(whole.view(3, 4).unbind()))
     assert joined.data_ptr() == whole.data_ptr()
@@ -147,11 +147,11 @@ def test_scattered_and_strided_tensors_are_filled_afterwards() -> None:
     assert target.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
 
-def test_dtypes_that_cannot_be_reduced_can_be_moved() -> None:
-    for dtype, as_what in ((torch.complex64, torch.float32), (torch.float8_e5m2, torch.uint8)):
+def test_irreducible_dtypes_can_be_moved() -> None:
+    for dtype, moved_as in ((torch.complex64, torch.float32), (torch.float8_e5m2, torch.uint8)):
         tensor = torch.zeros(3, dtype=dtype)
         moved = _tensors.movable(tensor)
-        assert (moved.dtype, moved.data_ptr()) == (as_what, tensor.data_ptr())
+        assert (moved.dtype, moved.data_ptr()) == (moved_as, tensor.data_ptr())
 
 
 class _Recorder:
@@ -164,31 +164,31 @@ class _Recorder:
         return lambda *arguments: self.called.append(name)
 
 
-def test_tensors_on_other_devices_go_to_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_on_other_devices_use_the_group_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = _Recorder()
     dist.init_process_group("paceline", store=HashStore(), rank=0, world_size=1)
     try:
         group: Any = dist.group.WORLD
-        there = torch.zeros(2, device="meta")
+        meta_tensor = torch.zeros(2, device="meta")
         with pytest.raises(UsageError, match="on meta: expected one on the CPU"):
-            dist.all_reduce(there)
+            dist.all_reduce(meta_tensor)
         monkeypatch.setattr(_device.DeviceGroups, "of_device", lambda self, device: recorder)
-        group.allreduce([there])
-        group.allreduce_coalesced([there])
-        group.broadcast([there])
-        group.allgather([[there]], [there])
-        group.all_gather_single(there, there)
-        group.gather([], [there])
-        group.reduce_scatter_single_coalesced([there], [there])
-        group.alltoall([there], [there])
-        group.send([there], 0, 0)
+        group.allreduce([meta_tensor])
+        group.allreduce_coalesced([meta_tensor])
+        group.broadcast([meta_tensor])
+        group.allgather([[meta_tensor]], [meta_tensor])
+        group.all_gather_single(meta_tensor, meta_tensor)
+        group.gather([], [meta_tensor])
+        group.reduce_scatter_single_coalesced([meta_tensor], [meta_tensor])
+        group.alltoall([meta_tensor], [meta_tensor])
+        group.send([meta_tensor], 0, 0)
         assert recorder.called == [
             "allreduce", "allreduce_coalesced", "broadcast", "allgather", "all_gather_single", "gather",
             "reduce_scatter_single_coalesced", "alltoall", "send",
         ]  # fmt: skip
-        here = torch.ones(2)
-        dist.all_reduce(here)
-        assert here.tolist() == [1.0, 1.0]
+        cpu_tensor = torch.ones(2)
+        dist.all_reduce(cpu_tensor)
+        assert cpu_tensor.tolist() == [1.0, 1.0]
     finally:
         dist.destroy_process_group()
 

@@ -66,7 +66,7 @@ def records(part: DensePart) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_rule_equals_torch_and_adopts_its_state(name: str) -> None:
+def test_a_rule_equals_torch_and_adopts_the_state(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     parameter = torch.nn.Parameter(torch.randn(SIZE, generator=generator))
     optimizer = KNOWN[name]([parameter])
@@ -90,9 +90,9 @@ def test_a_rule_equals_torch_and_adopts_its_state(name: str) -> None:
     part.pull(Selection(None, 0, SIZE), values)
     np.testing.assert_allclose(values, parameter.detach().numpy(), atol=2e-6)
     state = state_to_torch(rule, records(part)[:, 1:].T, (SIZE,), num_steps=20)
-    theirs = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
-    assert state.keys() == theirs.keys()
-    for key, value in theirs.items():
+    torch_state = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
+    assert state.keys() == torch_state.keys()
+    for key, value in torch_state.items():
         torch.testing.assert_close(state[key], value, atol=1e-5, rtol=1e-5)
 
     part = make_part(optimizer)  # as a table that is loaded from torch's checkpoint

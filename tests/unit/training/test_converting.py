@@ -35,7 +35,7 @@ COLUMNS = Columns("click", ("site",), ("age", "price"), weight="w")
 
 
 def csv_text(num_rows: int) -> str:
-    """Rows whose label follows the logarithm of the price, which no price shows by itself."""
+    """Return rows whose label follows the logarithm of the price; no single price shows this."""
     rows = (
         f"{k / 4 - 5 > i % 7 - 3:d},s{i % 7},{'' if i % 5 == 0 else i % 50},{math.exp(k / 4):.3f},{1 + i % 2}\n"
         for i, k in enumerate(itertools.islice(itertools.cycle(range(40)), num_rows))
@@ -62,8 +62,8 @@ SOURCES = {
 
 
 def convert(source: Path, out: Path, columns: Columns | None = None, **options: Any) -> Conversion:
-    look = sample_sources([str(source)], out, format=None, columns=columns)
-    return convert_data([str(source)], out, look, **options)
+    sample = sample_sources([str(source)], out, format=None, columns=columns)
+    return convert_data([str(source)], out, sample, **options)
 
 
 def read_all(dataset: Dataset) -> Batch:
@@ -99,7 +99,7 @@ def out(converted: Path, source: Path) -> Path:
 
 
 @pytest.mark.parametrize("format", SOURCES)
-def test_it_has_the_examples_of_its_sources(tmp_path: Path, format: str) -> None:
+def test_a_converted_file_has_the_examples_of_the_sources(tmp_path: Path, format: str) -> None:
     source, out = tmp_path / "x", tmp_path / "out"
     source.write_text(SOURCES[format])
     if format == "numpy":
@@ -114,22 +114,22 @@ def test_it_has_the_examples_of_its_sources(tmp_path: Path, format: str) -> None
         assert_same(read_all(open_dataset(out, labels=labels)), plain)
     assert done.num_examples == plain.num_examples
     assert done.num_positives == (plain.labels > 0).sum()
-    look, look_before = sample_data([out]), sample_data([source], columns=columns)
-    assert set(look.labels) == set(look_before.labels)
-    assert look.columns == look_before.columns
+    sample, sample_before = sample_data([out]), sample_data([source], columns=columns)
+    assert set(sample.labels) == set(sample_before.labels)
+    assert sample.columns == sample_before.columns
     kept = "libsvm" if format == "numpy" else format
     assert open_dataset(out).source_format == kept
     assert open_spec(json.loads(json.dumps(open_dataset(out).spec()))).source_format == kept
-    settled, _ = resolve_files(TrainOptions(data=[str(out)], model=make_model("regression")))
-    assert settled.columns == look.columns
+    resolved, _ = resolve_files(TrainOptions(data=[str(out)], model=make_model("regression")))
+    assert resolved.columns == sample.columns
 
 
-def test_numbers_are_brought_to_the_scales_that_are_wanted(source: Path, out: Path) -> None:
+def test_numbers_are_brought_to_the_requested_scales(source: Path, out: Path) -> None:
     for how in ("auto", "standard", "log", "log-bins", "none"):
-        look = sample_data([out], numeric_scale=how)
-        assert look.columns == sample_data([source], columns=COLUMNS, numeric_scale=how).columns
+        sample = sample_data([out], numeric_scale=how)
+        assert sample.columns == sample_data([source], columns=COLUMNS, numeric_scale=how).columns
         assert_same(
-            read_all(open_dataset(out, columns=look.columns)), read_all(open_dataset(source, columns=look.columns))
+            read_all(open_dataset(out, columns=sample.columns)), read_all(open_dataset(source, columns=sample.columns))
         )
     unweighted = sample_data([out]).columns
     assert unweighted is not None
@@ -218,7 +218,7 @@ def test_a_file_of_damaged_blocks_alone_is_reported_to_be_damaged(out: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda data: data[:-1], "is damaged"),
         (lambda data: data[:100], "is damaged"),
@@ -226,14 +226,14 @@ def test_a_file_of_damaged_blocks_alone_is_reported_to_be_damaged(out: Path) -> 
         (lambda data: data[:-60] + bytes([data[-60] ^ 1]) + data[-59:], "the footer is damaged"),
     ],
 )
-def test_a_file_that_is_not_whole_is_refused(out: Path, change: Any, told: str) -> None:
+def test_an_incomplete_file_is_refused(out: Path, change: Any, message: str) -> None:
     out.write_bytes(change(out.read_bytes()))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         open_dataset(out)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"kind": "cache"}, "is a cache file"),
         ({"hash": 1}, "keys of another hash"),
@@ -257,13 +257,13 @@ def test_a_file_that_is_not_whole_is_refused(out: Path, change: Any, told: str) 
     ],
     ids=str,
 )
-def test_a_footer_that_was_made_up_is_refused(out: Path, change: dict[str, Any], told: str) -> None:
+def test_a_forged_footer_is_refused(out: Path, change: dict[str, Any], message: str) -> None:
     data = out.read_bytes()
     length, _, version, magic = TRAILER.unpack(data[-TRAILER.size :])
     start = len(data) - TRAILER.size - length
     footer = json.dumps({**json.loads(data[start : start + length]), **change}).encode()
     out.write_bytes(data[:start] + footer + TRAILER.pack(len(footer), zlib.crc32(footer), version, magic))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         describe_converted(str(out))
 
 
@@ -284,12 +284,12 @@ def test_names_of_features_are_kept_on_request(source: Path, out: Path) -> None:
         FORMATS["paceline"].find_names([str(out)], None, keys)
 
 
-def test_it_is_described_as_its_sources_were(source: Path, out: Path) -> None:
+def test_the_description_equals_the_description_of_the_sources(source: Path, out: Path) -> None:
     found, before = (describe_data([str(path)], columns=columns) for path, columns in ((out, None), (source, COLUMNS)))
     assert found["format"] == "paceline"
     sources = found["converted"].pop("sources")
     assert found["converted"] == {"format": "csv", "examples": 3000, "positives": 1425}
-    assert [Path(each).name for each in sources] == [source.name]
+    assert [Path(source).name for source in sources] == [source.name]
     assert {**found, "format": 0, "files": 0, "bytes": 0, "labels": 0, "converted": 0} == {
         **before, "format": 0, "files": 0, "bytes": 0, "labels": 0, "converted": 0,
     }  # fmt: skip
@@ -301,9 +301,9 @@ def test_mismatches_are_rejected_in_a_sentence(source: Path, out: Path, tmp_path
     other.write_text(SOURCES["libsvm"])
     convert(other, tmp_path / "svm")
     for files in ([out, tmp_path / "svm"], [tmp_path / "svm", out]):
-        told = r"{1} was converted from {3}, and {0} from {2}"
+        message = r"{1} was converted from {3}, and {0} from {2}"
         names = [*map(str, files), *(describe_converted(str(file)).description.format for file in files)]
-        with pytest.raises(DataError, match=told.format(*names)):
+        with pytest.raises(DataError, match=message.format(*names)):
             open_dataset(files)
     options = TrainOptions(data=[out], evaluation=[tmp_path / "svm"])
     with pytest.raises(DataError, match=r"svm is converted from libsvm, and .*out is converted from csv. Pass"):
@@ -316,12 +316,12 @@ def test_mismatches_are_rejected_in_a_sentence(source: Path, out: Path, tmp_path
         open_dataset(out, columns=Columns("click", ("site",), ("age", "price"), weight="importance"))
     with pytest.raises(UsageError, match="was converted with other columns"):
         sample_data([out], reading=ReadOptions(label="age"))
-    for place, told in (
+    for place, message in (
         (tmp_path, "is a folder"),
         (source, "is also a source"),
         (other, "'paceline convert' did not write it"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             convert(source, place, COLUMNS)
     with pytest.raises(UsageError, match="already a converted file"):
         convert(out, tmp_path / "again")
@@ -329,7 +329,7 @@ def test_mismatches_are_rejected_in_a_sentence(source: Path, out: Path, tmp_path
         convert(source, tmp_path / "nowhere" / "x", COLUMNS)
 
 
-def test_files_of_columns_evaluate_each_other(source: Path, out: Path, tmp_path: Path) -> None:
+def test_files_of_columns_evaluate_one_another(source: Path, out: Path, tmp_path: Path) -> None:
     import pyarrow.csv
     import pyarrow.parquet
 
@@ -337,14 +337,14 @@ def test_files_of_columns_evaluate_each_other(source: Path, out: Path, tmp_path:
     files = [source, out, tmp_path / "x.parquet"]
     for data, evaluation in zip(files, [*files[1:], source], strict=True):
         columns = None if data == out else COLUMNS
-        settled, _ = resolve_files(TrainOptions(data=[data], evaluation=[evaluation], columns=columns))
-        assert settled.format is not None
-        assert format_of_evaluation([evaluation], settled.format) == detect_format(evaluation)
-    assert format_of_evaluation([source], "libsvm") == "libsvm"  # as was said
+        resolved, _ = resolve_files(TrainOptions(data=[data], evaluation=[evaluation], columns=columns))
+        assert resolved.format is not None
+        assert format_of_evaluation([evaluation], resolved.format) == detect_format(evaluation)
+    assert format_of_evaluation([source], "libsvm") == "libsvm"  # as declared
 
 
 def test_columns_may_stand_in_another_order(tmp_path: Path) -> None:
-    """The pairs of rows are in the order that is asked for, and that of the first of several files."""
+    """The order of the pairs is the requested order, or the order of the first of several files."""
     orders = [("click", "a", "b", "x", "y"), ("click", "b", "y", "a", "x")]
     rows = [
         {"click": i % 2, "a": f"a{i % 3}", "b": f"b{i % 4}", "x": i / 8 if i % 5 else "", "y": i % 9} for i in range(90)
@@ -364,7 +364,7 @@ def test_columns_may_stand_in_another_order(tmp_path: Path) -> None:
     assert_same(read_all(open_dataset([p, q])), Batch.concatenate([read_all(open_dataset(p))] * 2))
 
 
-def test_lists_stay_next_to_numbers_that_are_scaled(tmp_path: Path) -> None:
+def test_lists_stay_next_to_scaled_numbers(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 

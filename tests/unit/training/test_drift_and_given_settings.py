@@ -39,7 +39,7 @@ def test_drift_is_corrected_once(rate: float) -> None:
     assert _mean_prediction(rate) == pytest.approx(rate, rel=0.1)
 
 
-def test_a_rate_that_still_changes_is_not_followed() -> None:
+def test_a_changing_rate_is_not_followed() -> None:
     mean = 0.05 * 7 / 8 + (0.05 + 0.5) / 2 / 8
     assert _mean_prediction(0.5, is_gradual=True) == pytest.approx(mean, rel=0.1)
 
@@ -64,14 +64,14 @@ def test_a_small_step_of_few_rows_is_followed(rate: float) -> None:
 
 def test_a_constant_rate_is_not_a_drift() -> None:
     drifts = [changed_rates(_labels_of(np.full(5000, 0.05), seed), None) for seed in range(40)]
-    assert sum(each is not None for each in drifts) <= 2
+    assert sum(drift is not None for drift in drifts) <= 2
     step = _labels_of(np.repeat([0.05, 0.1], 4000), 0)
     assert changed_rates(step, None) == pytest.approx((0.05, 0.1), rel=0.25)
 
 
 @pytest.mark.parametrize("given", [{}, {"epochs": 2, "lr": 0.1}])
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_a_rate_that_rises_over_the_file_is_right_in_the_mean(given: dict[str, Any], is_ordered: bool) -> None:
+def test_a_rising_rate_over_the_file_is_right_in_the_mean(given: dict[str, Any], is_ordered: bool) -> None:
     rates = 1 / (1 + np.exp(4.5 - 5 * (np.arange(8000) / 8000) ** 3))
     labels, noise = _labels_of(rates, 1), np.random.default_rng(2).normal(0, 1, (8000, 3))
     order = np.arange(8000) if is_ordered else np.random.default_rng(4).permutation(8000)
@@ -79,7 +79,7 @@ def test_a_rate_that_rises_over_the_file_is_right_in_the_mean(given: dict[str, A
     assert fitted.predict_proba(noise)[:, 1].mean() == pytest.approx(labels.mean(), rel=0.08)
 
 
-def test_a_ramp_that_the_model_has_followed_is_not_a_step() -> None:
+def test_a_ramp_followed_by_the_model_is_not_a_step() -> None:
     """The model is too high by 1 on the newest quarter, and by 3 before."""
     time = np.arange(8000) / 8000
     margins = -4.5 + 5 * time**3

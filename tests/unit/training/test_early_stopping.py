@@ -49,15 +49,20 @@ def test_the_best_pass_and_the_last(
     assert (noted.best_pass, noted.last_pass) == (best, last)
 
 
-def test_what_is_told() -> None:
+def test_printed_passes() -> None:
     noted = passes(0.5, 0.4, 0.45, 0.46)
     assert noted.line(found(0.46)).startswith("pass 4: on the validation file AUC 0.7500, log loss 0.4600")
     assert noted.line(found(0.46)).endswith("(2 after the best)")
     assert noted.summary(9).startswith("stopped after pass 4 of at most 9: no progress since pass 2. The model is")
     assert noted.summary(4).endswith("The model is from pass 2")
-    told = noted.as_json()
-    assert (told["best_pass"], told["best_loss"]) == (2, 0.4)
-    assert [(each["pass"], each["log_loss"]) for each in told["passes"]] == [(1, 0.5), (2, 0.4), (3, 0.45), (4, 0.46)]
+    report = noted.as_json()
+    assert (report["best_pass"], report["best_loss"]) == (2, 0.4)
+    assert [(entry["pass"], entry["log_loss"]) for entry in report["passes"]] == [
+        (1, 0.5),
+        (2, 0.4),
+        (3, 0.45),
+        (4, 0.46),
+    ]
     assert "The model is" not in passes(0.5, 0.4).summary(2)
 
 
@@ -65,10 +70,10 @@ def test_passes_of_a_former_run_are_kept() -> None:
     noted = PassLosses(EarlyStopping(validation=["v"]))
     noted.continue_from(passes(0.5, 0.4).as_json())
     noted.add(3, found(0.3))
-    assert [each["pass"] for each in noted.as_json()["passes"]] == [1, 2, 3]
+    assert [entry["pass"] for entry in noted.as_json()["passes"]] == [1, 2, 3]
 
 
-def test_a_pass_that_a_former_run_has_done_better() -> None:
+def test_a_better_pass_of_a_former_run() -> None:
     """The last pass has the best one's number, or a lower one, and is another model."""
     noted = PassLosses(EarlyStopping(validation=["v"]))
     noted.best_pass, noted.best_loss = 2, 0.4

@@ -21,27 +21,27 @@ ROWS = "1,Rome,20,3.5\n0,Oslo,30,2.5\n" * 40
 OBJECTS = [{"click": k % 2, "user": k, "age": 20 + k} for k in range(80)]
 
 
-def look(path: Path, text: str, weight: str | None = None, **options: Any) -> Sample:
+def sample_of(path: Path, text: str, weight: str | None = None, **options: Any) -> Sample:
     path.write_text(text)
     return sample_data([path], numeric_scale="none", weight=weight, reading=ReadOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ["categorical", "ignore", "weight"])
-def test_any_given_name_shows_that_the_first_row_is_a_header(tmp_path: Path, kind: str) -> None:
+def test_any_given_name_implies_a_header(tmp_path: Path, kind: str) -> None:
     text = "click,city,size,3\n" + "click,city,1,3\n0,Oslo,2,2\n" * 40  # more than half of the words occur below
     given: dict[str, Any] = {"weight": "size"} if kind == "weight" else {kind: ("size",)}
-    found = look(tmp_path / "x.csv", text, label="0", **given)
+    found = sample_of(tmp_path / "x.csv", text, label="0", **given)
     assert (found.columns is not None, found.header_note) == (True, None)
     assert found.columns.label == "click"  # type: ignore[union-attr]
 
 
-def test_names_that_look_like_places_are_names_if_the_header_has_them(tmp_path: Path) -> None:
+def test_position_like_names_are_names_if_in_the_header(tmp_path: Path) -> None:
     dialect = guess_dialect("c3,c1,c2\n1,0,5\n0,1,6\n", ["c1"], "yes")
     assert dialect is not None
     assert dialect.names == ("c3", "c1", "c2")
-    found = look(tmp_path / "x.csv", "c3,c1,c2\n" + "7,1,5.5\n8,0,6.5\n" * 40, label="c1", header="yes")
+    found = sample_of(tmp_path / "x.csv", "c3,c1,c2\n" + "7,1,5.5\n8,0,6.5\n" * 40, label="c1", header="yes")
     assert ({*found.labels}, found.header_note) == ({0.0, 1.0}, None)
-    assert look(tmp_path / "x.csv", ROWS, label="c1").header_note is not None
+    assert sample_of(tmp_path / "x.csv", ROWS, label="c1").header_note is not None
 
 
 def test_parquet_has_no_option_for_a_header(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_fields_of_json_are_checked_as_columns_are(options: dict[str, Any], prob
         ({"categorical": ("city",), "ignore": ("*",)}, False),
     ],
 )
-def test_options_for_converted_data_fit_its_columns_or_not(options: dict[str, Any], fits: bool) -> None:
+def test_options_for_converted_data_fit_the_columns_or_not(options: dict[str, Any], fits: bool) -> None:
     columns, names = Columns("click", ("city",), ("age",)), ["city", "click", "age", "size"]
     assert ReadOptions(**options).fit("x", columns, names) == fits
     with pytest.raises(UsageError, match="--text typo: "):

@@ -53,7 +53,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     features = [f"c{rng.integers(0, 4)},d{rng.integers(0, 3)},{rng.normal():.3f}" for _ in range(60)]
     for name, num_classes in (("clicks.csv", 2), ("classes.csv", 3)):
-        lines = [f"{row % num_classes},{each}" for row, each in enumerate(features)]
+        lines = [f"{row % num_classes},{feature}" for row, feature in enumerate(features)]
         (tmp_path / name).write_text("label,site,device,size\n" + "\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
 
@@ -85,18 +85,16 @@ def value_in(plan: TrainingPlan, name: str) -> Any:
     return ",".join(map(str, value)) if name == "hidden" else value
 
 
-def check(monkeypatch: pytest.MonkeyPatch, family: str, given: dict[str, Any], *others: str) -> None:
+def check(monkeypatch: pytest.MonkeyPatch, family: str, given: dict[str, Any], *other_arguments: str) -> None:
     arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     data = "classes.csv" if family == "softmax" else "clicks.csv"
-    plan, _ = plan_of_command(monkeypatch, data, "--model", family, *arguments, *others)
+    plan, _ = plan_of_command(monkeypatch, data, "--model", family, *arguments, *other_arguments)
     assert {name: value_in(plan, name) for name in given} == given
 
 
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize(("family", "name", "tuned"), ALONE)
-def test_a_setting_that_is_given_alone(
-    monkeypatch: pytest.MonkeyPatch, family: str, name: str, tuned: list[str]
-) -> None:
+def test_a_single_given_setting(monkeypatch: pytest.MonkeyPatch, family: str, name: str, tuned: list[str]) -> None:
     check(monkeypatch, family, {name: {**COMMON, **FAMILIES[family], "min_count": 2}[name]}, *tuned)
 
 
@@ -116,7 +114,7 @@ def test_settings_of_other_rules(monkeypatch: pytest.MonkeyPatch, family: str, r
 
 
 @pytest.mark.usefixtures("rows")
-def test_settings_that_are_not_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_outside_of_the_update_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--schedule", "cosine", "--warmup", "0.5", "--keep-negatives", "0.3", "--order", "file", "--update", "sgd"]
     _, options = plan_of_command(monkeypatch, "clicks.csv", *given, "--class-weight", "0:1,1:5")
     assert (str(options.passes.rates.schedule), options.passes.rates.warmup) == ("cosine", 0.5)

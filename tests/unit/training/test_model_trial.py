@@ -54,8 +54,8 @@ def test_given_settings_are_not_changed() -> None:
     assert found.passes == 5
 
 
-def test_no_factors_where_they_do_not_help() -> None:
-    """The model is the logistic regression then, with its rule and passes; the loss of both is told."""
+def test_no_factors_without_a_benefit() -> None:
+    """The model is then the logistic regression with its rule and passes; the losses of both are reported."""
     found = search(SparseFactorizationMachine(), make_linear(400, seed=1))
     assert found.model.factor_min_count == MOST_COUNTED  # type: ignore[attr-defined]
     assert (found.rule, found.passes) == (RULE, 3)
@@ -74,7 +74,10 @@ def test_of_a_part_the_usual_settings_are_kept() -> None:
 
 @pytest.mark.parametrize("kind", [LeastSquares, PoissonRegression, SoftmaxRegression])
 def test_linear_models(kind: type[LeastSquares | PoissonRegression | SoftmaxRegression]) -> None:
-    """A rate a hundred times too small is not taken; a rule that is no FTRL is left as it is, its passes found."""
+    """A rate that is a hundred times too small is rejected.
+
+    A rule other than FTRL is unchanged, and its passes are chosen.
+    """
     rng = np.random.default_rng(3)
     keys = rng.integers(0, 30, (150, 3))
     margins = rng.normal(0, 0.5, 30)[keys].sum(1)

@@ -35,33 +35,33 @@ RANDOM = np.random.default_rng(7)
 
 
 def examples(x: Any, labels: Any) -> Batch:
-    """Rows of numbered features; those that are 0 are left out."""
+    """Return rows of numbered features without the zeros."""
     row, column = np.nonzero(x)
     indptr = np.cumsum([0, *np.bincount(row, minlength=len(x))])
     return Batch(labels.astype(np.float32), indptr, column.astype(np.uint64), x[row, column].astype(np.float32))
 
 
 def curved_data(n: int = 1500) -> tuple[Any, Any]:
-    """Two numbers, of which one has an effect that no line has, and a mark of two values."""
+    """Return two numbers, one with a nonlinear effect, and a mark of two values."""
     x = np.column_stack([RANDOM.normal(size=(n, 2)), RANDOM.integers(1, 3, n)])
     return x, RANDOM.random(n) < 1 / (1 + np.exp(3 - 3 * x[:, 0] ** 2 - x[:, 1]))
 
 
-def test_features_that_are_numbers() -> None:
-    """Of three values or more in a tenth of the rows; absent ones are 0 where the format says so."""
+def test_numeric_features() -> None:
+    """Three values or more, in a tenth of the rows; absent numbers are 0 if the format defines this."""
     x, labels = curved_data(400)
     x = np.column_stack([x, np.where(np.arange(400) % 4, 0, x[:, 0]), np.where(np.arange(400) % 40, 0, x[:, 0])])
     batch = examples(x, labels)
     found = find_numeric_features(batch, absent_is_zero=True)
-    assert [each.key for each in found] == [0, 1, 3]
+    assert [entry.key for entry in found] == [0, 1, 3]
     assert found[2].numbers == pytest.approx(x[:, 3])
     present = find_numeric_features(batch, absent_is_zero=False)
-    assert [(each.key, len(each.numbers)) for each in present] == [(0, 400), (1, 400), (3, 100)]
+    assert [(entry.key, len(entry.numbers)) for entry in present] == [(0, 400), (1, 400), (3, 100)]
     assert present[2].labels.tolist() == labels[::4].tolist()
     assert find_numeric_features(Batch(batch.labels, batch.indptr, batch.keys), absent_is_zero=True) == []
-    words = RANDOM.permuted(np.tile(np.arange(900) < 8, (400, 1)), axis=1)  # beside which few zeros are made up
+    words = RANDOM.permuted(np.tile(np.arange(900) < 8, (400, 1)), axis=1)  # only few zeros are added to them
     found = find_numeric_features(examples(np.column_stack([x, words]), labels), absent_is_zero=True)
-    assert [each.key for each in found] == [0, 1]
+    assert [entry.key for entry in found] == [0, 1]
 
 
 def test_candidates_begin_with_the_usual_scales_and_none_comes_twice() -> None:
@@ -70,13 +70,13 @@ def test_candidates_begin_with_the_usual_scales_and_none_comes_twice() -> None:
     found = candidate_scales(explain_features(features))
     assert [bool(scale.edges) for scale in found[0]] == [True, False]
     assert len(set(found)) == len(found)
-    assert (8, 8) in [tuple(len(scale.edges) + 1 for scale in each) for each in found]
+    assert (8, 8) in [tuple(len(scale.edges) + 1 for scale in scales) for scales in found]
     assert not any(scale.edges for scale in found[-1])
     unlabelled = [NumericFeature(0, None, x[:, 0], np.arange(1500.0) % 3)]  # classes, or counts
     assert not candidate_scales(explain_features(unlabelled))[0][0].edges
 
 
-def test_other_scales_are_left_as_they_were() -> None:
+def test_other_scales_are_unchanged() -> None:
     before = KeyScaling(np.array([0, 1], np.uint64), np.array([3.0, 0.0]), np.array([2.0, 4.0]), 8.0)
     features = [NumericFeature(key, None, RANDOM.normal(size=50), np.zeros(50)) for key in (0, 1, 5)]
     scales = [Scale(0, 7, 7), Scale(0, 0, 0, 1.0, (-1.0, 1.0)), Scale(2.0, 0.5, 1.5)]
@@ -90,7 +90,7 @@ def test_other_scales_are_left_as_they_were() -> None:
     assert found.filled.tolist() == [True, True, True]
 
 
-def test_column_scaling_returns_scaled_rows_and_keeps_its_argument() -> None:
+def test_column_scaling_returns_scaled_rows_and_does_not_change_the_argument() -> None:
     key = np.array([name_seed("a")], np.uint64)
     batch = Batch(np.zeros(1, np.float32), np.array([0, 1]), key, np.array([3.0], np.float32))  # 5 less a centre of 2
     scaling = ColumnScaling(["a"], [2.0], [Scale(0.0, 1.0, 8.0, 2.0)])
@@ -130,7 +130,7 @@ def write(path: Path, lines: Sequence[str]) -> str:
 
 
 def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -> None:
-    """And what is said of them is said with their names."""
+    """The description uses the names of the features."""
     x, labels = curved_data()
     rows = [[f"{value:.6g}" for value in row] for row in x[:, :2].tolist()]
     y = labels.astype(int).tolist()
@@ -163,7 +163,7 @@ def test_a_factorization_machine_uses_numbers_if_pairs_explain_more_than_bins() 
 
 
 def test_scales_are_tried_on_examples_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of scales holds out the same kind of examples as that of rates."""
+    """The trial of scales holds out the same kind of examples as the trial of rates."""
     x, labels = curved_data()
     held_out: list[bool] = []
 
@@ -179,10 +179,8 @@ def test_scales_are_tried_on_examples_from_everywhere(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("model", ["lr", "poisson"])
 @pytest.mark.parametrize("format", ["csv", "parquet"])
-def test_the_sample_that_scales_were_chosen_on_is_that_which_is_trained_on(
-    tmp_path: Path, format: str, model: str
-) -> None:
-    """With bins, numbers far from 0, missing ones, words, weights: to the bit, and it stays as it was."""
+def test_the_sample_of_the_scales_is_the_training_sample(tmp_path: Path, format: str, model: str) -> None:
+    """With bins, numbers far from 0, missing numbers, words and weights: equal to the bit, and unchanged afterwards."""
     x, labels = curved_data()
     rows = zip(labels.astype(int).tolist(), x.tolist(), strict=True)
     lines = [
@@ -195,16 +193,16 @@ def test_the_sample_that_scales_were_chosen_on_is_that_which_is_trained_on(
         parquet.write_table(arrow.read_csv(path), path := tmp_path / "x.parquet")
     for numeric in (("a", "time", "mark"), ("a",)):
         columns = Columns("label", ("kind",), numeric, weight="w", text=("says",))
-        options, look = resolve_files(TrainOptions(data=[path], columns=columns, model=make_model(model)))
-        assert look.examples is not None
+        options, sampled = resolve_files(TrainOptions(data=[path], columns=columns, model=make_model(model)))
+        assert sampled.examples is not None
         assert options.columns is not None
         assert any(scale.edges for scale in options.columns.scales)
-        kept = look.examples.batch.copy()
+        kept = sampled.examples.batch.copy()
         labels_read_as = options.model.read_labels_as
         with open_dataset(options.data, options.format, options.columns, labels=labels_read_as) as dataset:
             read = sample_examples(dataset)
-        found = scale_columns(look.examples, options.columns, labels_read_as)
+        found = scale_columns(sampled.examples, options.columns, labels_read_as)
         assert (found.num_examples, found.is_whole, found.num_read) == (read.num_examples, read.is_whole, read.num_read)
         for name in ("labels", "indptr", "keys", "values", "weights", "fields"):
-            for one, other in ((found.batch, read.batch), (look.examples.batch, kept)):
+            for one, other in ((found.batch, read.batch), (sampled.examples.batch, kept)):
                 np.testing.assert_array_equal(getattr(one, name), getattr(other, name), strict=True)

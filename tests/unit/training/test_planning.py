@@ -111,11 +111,11 @@ def test_continuing_uses_the_former_rule_except_for_given_settings(data: Path, t
     assert plan_training(dataclasses.replace(further, update=FTRL(alpha=3.0))).update == FTRL(alpha=3.0)
 
 
-def test_values_may_be_left_as_they_are(data: Path) -> None:
+def test_values_may_stay_unscaled(data: Path) -> None:
     assert plan_training(TrainOptions(data=[data], numeric_scale="none")).scaling is None
 
 
-def test_a_sorted_file_keeps_its_order_on_request(data: Path) -> None:
+def test_a_sorted_file_keeps_the_order_on_request(data: Path) -> None:
     data.write_text("\n".join(sorted(data.read_text().splitlines())) + "\n")
     assert plan_training(TrainOptions(data=[data])).shards_at_once > 1
     plan = plan_training(TrainOptions(data=[data], passes=PassOptions(order="file")))

@@ -25,7 +25,7 @@ SHARD_BYTES = 1 << 16
 
 @dataclasses.dataclass
 class Log:
-    """A log of several shards, and how often shards of it were read from the disk."""
+    """A log of several shards, and the number of reads of each shard from the disk."""
 
     path: Path
     dataset: Dataset
@@ -48,7 +48,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
 
 
 def read_pass(shards: PreparedShards, log: Log, epoch: int, job: WorkerTask, model: SparseModel) -> list[bytes]:
-    """Return what the minibatches of a pass are, their gradients included."""
+    """Return the minibatches of a pass with their gradients."""
     found, scratch = [], KeyScratch()
     shards.begin(job, model)
     for shard in range(log.dataset.num_shards(0) or 0):
@@ -86,7 +86,7 @@ def test_later_passes_are_the_same_and_read_nothing(log: Log) -> None:
     assert log.num_read == num_shards
 
 
-def test_keeps_the_first_shards_that_have_room(log: Log) -> None:
+def test_the_first_shards_are_kept_up_to_the_limit(log: Log) -> None:
     shards, job, model = PreparedShards(500_000), make_job(log), make_model("lr")
     first = read_pass(shards, log, 0, job, model)
     num_first = log.num_read
@@ -98,7 +98,7 @@ def test_keeps_the_first_shards_that_have_room(log: Log) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 1}, {"weighting": Weighting(keep_negatives=0.5)}])
-def test_does_not_cache_data_that_differs_in_later_passes(log: Log, changes: dict[str, object]) -> None:
+def test_data_with_differences_in_later_passes_is_not_cached(log: Log, changes: dict[str, object]) -> None:
     shards = PreparedShards()
     read_pass(shards, log, 0, make_job(log, **changes), make_model("lr"))
     assert shards.num_bytes == 0
@@ -123,7 +123,7 @@ def test_a_changing_file_is_an_error(log: Log) -> None:
 
 
 def test_a_shuffled_training_reads_the_same_rows_in_another_order(log: Log) -> None:
-    """The last pass is in the order of the file; the others are alike, and read nothing twice."""
+    """The last pass has the order of the file. The other passes are alike, and read no row twice."""
     shards, model, num_shards = PreparedShards(), make_model("lr"), log.dataset.num_shards(0) or 0
     in_order = read_pass(PreparedShards(), log, 0, make_job(log), model)
     num_before, job = log.num_read, make_job(log, is_shuffled=True)
@@ -153,7 +153,7 @@ def test_shuffled_minibatches_stand_for_all_rows(log: Log, keep: float) -> None:
 
 
 @pytest.mark.parametrize("reordered", [(1,), (2,)])
-def test_a_started_pass_keeps_its_order(log: Log, reordered: tuple[int, ...]) -> None:
+def test_a_started_pass_keeps_the_order(log: Log, reordered: tuple[int, ...]) -> None:
     """A pass of the opposite order is not taken from the minibatches that are kept."""
     model = make_model("lr")
     in_order = read_pass(PreparedShards(), log, 0, make_job(log), model)

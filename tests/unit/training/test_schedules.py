@@ -51,7 +51,7 @@ def test_warming_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("cosin", "expected one of constant, linear"),
         ("cosine:1", "expected cosine, with numbers"),
@@ -61,8 +61,8 @@ def test_warming_up() -> None:
         ("exponential:1.5", "expected factor above 0 and at most 1"),
     ],
 )
-def test_no_schedule(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_no_schedule(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parse_schedule(text)
     with pytest.raises(UsageError, match="--warmup -1: expected"):
         RatePlan(warmup=-1)
@@ -80,7 +80,7 @@ def test_which_rules_take_one() -> None:
     RatePlan(schedule=ConstantRate()).check(FTRL())
 
 
-def test_rates_that_change_between_passes_only() -> None:
+def test_rates_constant_within_passes() -> None:
     """The first pass teaches too, and a rate that would be whole from the start is none that warms up."""
     plan = RatePlan(schedule=parse_schedule("linear"), warmup=2)
     assert [plan.share_of_pass(number, 4) for number in (1, 2, 3, 4)] == pytest.approx([0.5, 0.75, 0.5, 0.25])
@@ -94,7 +94,7 @@ def test_rates_that_change_between_passes_only() -> None:
 
 
 def test_how_far_a_lease_is(tmp_path: Path) -> None:
-    """By shards, wherever they are in a pass: that of a small file alone is half a pass."""
+    """The progress counts shards at any place of a pass: the shard of a small file alone is half a pass."""
     files = [tmp_path / "a.libsvm", tmp_path / "b.libsvm"]
     files[0].write_text("1 3:1 5:1\n" * 10)
     files[1].write_text("0 4:1 5:1\n" * 30)

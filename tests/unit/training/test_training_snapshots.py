@@ -90,7 +90,7 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> tuple[TrainOptions, SnapshotManifest]:
+def started_training(tmp_path: Path) -> tuple[TrainOptions, SnapshotManifest]:
     """Options that resume a training of 2 passes, in the middle of its last one, and its snapshot."""
     file = tmp_path / "a.libsvm"
     file.write_text("1 3:1 5:1\n0 4:1\n" * 50)
@@ -124,11 +124,11 @@ def reordered(plan: TrainingPlan) -> tuple[int, ...]:
     return Resumption(plan.resumed).reordered(plan)
 
 
-def test_a_started_pass_keeps_its_order_with_more_passes(
-    begun: tuple[TrainOptions, SnapshotManifest], monkeypatch: pytest.MonkeyPatch
+def test_a_started_pass_keeps_the_order_with_more_passes(
+    started_training: tuple[TrainOptions, SnapshotManifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pass that was the last one stays in the order of the file, also after a second resumption."""
-    options, manifest = begun
+    options, manifest = started_training
     assert reordered(resume(options, manifest, monkeypatch)) == ()
     longer = resume(options, manifest, monkeypatch, epochs=4)
     assert (longer.order, longer.epochs, reordered(longer)) == ("shuffle", 4, (1,))
@@ -138,10 +138,10 @@ def test_a_started_pass_keeps_its_order_with_more_passes(
     assert reordered(resume(options, again, monkeypatch, epochs=2)) == ()
 
 
-def test_a_resumed_training_keeps_its_order(
-    begun: tuple[TrainOptions, SnapshotManifest], monkeypatch: pytest.MonkeyPatch
+def test_a_resumed_training_keeps_the_order(
+    started_training: tuple[TrainOptions, SnapshotManifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, manifest = begun
+    options, manifest = started_training
     in_order = msgspec.structs.replace(manifest, training={**manifest.training, "order": "file"})
     plan = resume(options, in_order, monkeypatch, epochs=3)
     assert (plan.order, reordered(plan)) == ("file", ())

@@ -116,16 +116,16 @@ def test_labels_in_runs_are_noticed() -> None:
     rare = (rng.random(20_000) < 0.001).astype(np.float32)
     drifting = (rng.random(20_000) < np.linspace(0.1, 0.4, 20_000)).astype(np.float32)
     assert not any(
-        is_sorted_by_label(with_labels(each)) for each in (mixed, rare, drifting, np.zeros(1000), mixed[:50])
+        is_sorted_by_label(with_labels(numbers)) for numbers in (mixed, rare, drifting, np.zeros(1000), mixed[:50])
     )
-    assert all(is_sorted_by_label(with_labels(np.sort(each))) for each in (mixed, rare, drifting))
+    assert all(is_sorted_by_label(with_labels(np.sort(numbers))) for numbers in (mixed, rare, drifting))
     assert is_sorted_by_label(with_labels(np.repeat(rng.integers(0, 2, 40), 500)))
     classes, quantities = rng.integers(0, 10, 20_000), rng.normal(1e6, 5, 20_000)
-    assert not any(is_sorted_by_label(with_labels(each)) for each in (classes, quantities))
-    assert all(is_sorted_by_label(with_labels(np.sort(each))) for each in (classes, quantities))
+    assert not any(is_sorted_by_label(with_labels(numbers)) for numbers in (classes, quantities))
+    assert all(is_sorted_by_label(with_labels(np.sort(numbers))) for numbers in (classes, quantities))
 
 
-def test_more_passes_where_there_is_more_to_learn() -> None:
+def test_more_passes_for_harder_data() -> None:
     """Rare features of few examples are overfit; a few frequent ones are not."""
     rule = FTRL(alpha=0.2, l1=1.0)
     easy = tune(make_sample(8000, num_keys=20), 0.0, 64, [rule], is_mixed=False)[0]
@@ -139,7 +139,7 @@ def test_more_passes_where_there_is_more_to_learn() -> None:
 def test_the_best_rule_comes_first() -> None:
     rules = [FTRL(alpha=alpha, l1=1.0) for alpha in (1e-4, 0.2, 100.0)]
     found = tune(make_sample(8000), 0.0, 64, rules, is_mixed=False)
-    losses = [each.losses.mean for each in found]
+    losses = [trial.losses.mean for trial in found]
     assert losses == sorted(losses)
     assert found[0].rule == rules[1]
 
@@ -193,7 +193,7 @@ def test_copies_are_held_out_together() -> None:
     assert len(np.unique(groups)) == 600
     assert copies_of(once.batch) is None
     few = make_sample(3000, num_keys=2, noise=1.0)
-    assert copies_of(few.batch) is None  # alike by chance: their labels differ
+    assert copies_of(few.batch) is None  # equal by chance: their labels differ
     rules = [FTRL(alpha=0.2, l1=1.0)]
     fresh, copied = (tune(sample, 0.0, 16, rules, is_mixed=False)[0] for sample in (once, five))
     assert copied.losses.mean == pytest.approx(fresh.losses.mean, rel=0.1)
@@ -202,7 +202,7 @@ def test_copies_are_held_out_together() -> None:
 
 @pytest.mark.parametrize("num_rows", [4100, 9000])
 def test_no_copy_is_on_the_other_side(num_rows: int) -> None:
-    """Of 100 groups, whose ends are not those of folds; each group is held out once where each example is."""
+    """Of 100 groups, whose borders differ from those of the folds, each group is held out completely once."""
     batch = make_sample(100, num_keys=400).batch.take(np.random.default_rng(3).integers(0, 100, num_rows))
     groups = copies_of(batch)
     assert groups is not None
@@ -233,7 +233,7 @@ def test_very_few_examples(n: int) -> None:
 
 
 def test_small_gains_on_few_examples_are_ignored() -> None:
-    """Losses count with half of what they may be low by, by chance: the usual 8 passes are the likeliest."""
+    """A loss is reduced by half of its possible error by chance: the usual 8 passes are the most likely."""
     usual = HeldOutLosses.of(np.tile([0.4, 0.8], 10), np.ones(20))
     noisy = HeldOutLosses.of(np.tile([0.9, 0.2], 10), np.ones(20))
     assert noisy.mean < usual.mean < noisy.doubted_mean(usual)
@@ -290,7 +290,7 @@ def test_few_examples_do_not_change_the_offset(num_examples: int) -> None:
         assert model.calibrated(labels, np.full(num_examples, probability, np.float32)) is model
 
 
-def test_an_offset_is_corrected_by_its_significant_part() -> None:
+def test_an_offset_is_corrected_by_the_significant_part() -> None:
     labels = np.tile([1, 0, 0, 0], 10_000).astype(np.float32)
     exact = SparseLogisticRegression(offset=float(np.log(1 / 3)))
     off = np.full(40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32)  # by 0.05, a standard error is 0.0115
@@ -299,7 +299,7 @@ def test_an_offset_is_corrected_by_its_significant_part() -> None:
     little, much = (
         exact.calibrated(labels, off, None, Optimism(shift, 0.04)).offset - exact.offset for shift in (0.05, 0.5)
     )
-    assert -0.05 < little < -0.03  # what a trial showed by chance
+    assert -0.05 < little < -0.03  # the offset of the trial was chance
     assert much == pytest.approx(0.45, abs=0.01)
 
 
@@ -313,19 +313,19 @@ def test_the_bias_on_all_of_the_data_is_corrected_in_full(num_positives: int) ->
     assert model.calibrated(labels, low).offset == pytest.approx(model.offset, abs=0.01)
     found = model.calibrated(labels, low, None, Optimism(0.1, 0.2), is_complete=True)
     assert found.offset - model.offset == pytest.approx(0.06, abs=0.03)  # it starts half a click too high
-    nothing = model.calibrated(np.zeros(8000, np.float32), low, is_complete=True)  # one class says little
+    nothing = model.calibrated(np.zeros(8000, np.float32), low, is_complete=True)  # one class gives little information
     assert -1 < nothing.offset - model.offset <= 0
     poisson = PoissonRegression().starting_from(labels)
     counts = poisson.calibrated(labels, low, is_complete=True)
     assert counts.mean / poisson.mean == pytest.approx(labels.sum() / low.sum(), rel=0.01)
 
 
-def test_rates_that_drift_are_those_of_now() -> None:
+def test_drifting_rates_use_the_latest_values() -> None:
     rng = np.random.default_rng(5)
-    said = np.full(32_000, 0.3, np.float32)
+    predictions = np.full(32_000, 0.3, np.float32)
     for rates, now in ((np.full(32_000, 0.33), 0.33), (np.repeat([0.2, 0.4], 16_000), 0.4)):
         labels = (rng.random(32_000) < rates).astype(np.float32)
-        model = SparseLogisticRegression(offset=float(np.log(0.3 / 0.7))).calibrated(labels, said)
+        model = SparseLogisticRegression(offset=float(np.log(0.3 / 0.7))).calibrated(labels, predictions)
         assert 1 / (1 + np.exp(-model.offset)) == pytest.approx(now, rel=0.02)
 
 
@@ -368,7 +368,7 @@ def test_more_parts_are_held_out_if_one_class_is_rare(num_positives: int, folds:
     assert len(suggested_l2(sample)) == (3 if folds == 5 else 1)
 
 
-def test_a_loss_that_drifts_is_found() -> None:
+def test_a_drifting_loss_is_found() -> None:
     """The weights of features change for the newest eighth, and the rate of positives does not."""
     batch, other = (make_sample(12_000, seed=0).batch, make_sample(12_000, seed=0).batch)
     rule = FTRL(alpha=0.2, l1=1.0)
@@ -382,9 +382,9 @@ def test_the_first_rule_wins_unless_another_is_better_by_more_than_chance() -> N
     for seed in range(6):
         rules = [FTRL(alpha=alpha, l1=1.0) for alpha in (0.2, 0.28, 0.14)]
         found = tune(make_sample(6_000, num_keys=300, noise=2.0, seed=seed), 0.0, 64, rules, is_mixed=True)
-        (first,) = (each for each in found if each.rule == rules[0])
+        (first,) = (trial for trial in found if trial.rule == rules[0])
         assert found[0] is first or found[0].losses.is_below(first.losses)
-        chances += found[0] is first and min(each.losses.mean for each in found) < first.losses.mean
+        chances += found[0] is first and min(trial.losses.mean for trial in found) < first.losses.mean
     assert chances
 
 
@@ -401,7 +401,7 @@ def test_held_out_examples_come_from_everywhere_unless_something_drifts() -> Non
     assert suits_mixing(drifting, drifting, 0.0, 64)
 
 
-def test_one_part_is_held_out_of_labels_that_are_no_classes() -> None:
+def test_one_part_of_labels_without_classes_is_held_out() -> None:
     batch = make_sample(12_000).batch
     batch.labels = np.random.default_rng(0).gamma(2.0, 2.0, 12_000).astype(np.float32)
     assert num_folds(batch) == 1
@@ -413,8 +413,10 @@ def test_the_error_of_a_shift_allows_for_neighbours_with_equal_labels() -> None:
     rng = np.random.default_rng(0)
     runs = np.arange(8000) // 16
     independent = (rng.random(8000) < 0.3).astype(np.float64)
-    alike = (rng.random(500) < 0.3).astype(np.float64)[runs]
+    repeated = (rng.random(500) < 0.3).astype(np.float64)[runs]
     none, counts = np.zeros(8000), np.ones(8000)
-    plain = log_odds_shift(none, alike, counts)[1]
+    plain = log_odds_shift(none, repeated, counts)[1]
     assert log_odds_shift(none, independent, counts, runs)[1] == pytest.approx(plain, rel=0.1)
-    assert log_odds_shift(none, alike, counts, runs)[1] == pytest.approx(4 * plain, rel=0.1)  # 16 labels count as one
+    assert log_odds_shift(none, repeated, counts, runs)[1] == pytest.approx(
+        4 * plain, rel=0.1
+    )  # 16 labels count as one

@@ -26,28 +26,28 @@ def apply(weighting: Weighting, batch: Batch, lease: Lease | None = None, size: 
     return list(weighting.apply(pieces, lease or Lease(lease=1), size))
 
 
-def test_classes_have_weights_on_top_of_those_of_rows() -> None:
+def test_class_weights_multiply_row_weights() -> None:
     batch = make_batch()
     batch.weights = np.full(N, 2, np.float32)
     found = apply(Weighting(classes={"1": 5.0, "7": 3.0}), batch)
     assert [count for _, count in found] == [256] * 39 + [16]
-    whole = Batch.concatenate([each for each, _ in found])
+    whole = Batch.concatenate([part for part, _ in found])
     assert whole.weights is not None
     assert np.array_equal(whole.labels, batch.labels)
     assert np.array_equal(whole.weights, np.where(batch.labels == 1, 10, 2))
     assert (batch.weights == 2).all()
 
 
-def test_negatives_that_are_kept_make_up_for_the_others() -> None:
+def test_remaining_negatives_have_larger_weights() -> None:
     batch = make_batch()
     found = apply(Weighting(keep_negatives=0.2), batch)
     assert sum(count for _, count in found) == N
-    assert {each.num_examples for each, _ in found[:-1]} == {256}
+    assert {part.num_examples for part, _ in found[:-1]} == {256}
     ends = np.cumsum([count for _, count in found])[:-1] - 1  # a batch is counted up to its last example, no further
-    lasts = [each.keys[-1] for each, _ in found[:-1] if each.indptr[-2] < each.indptr[-1]]
+    lasts = [part.keys[-1] for part, _ in found[:-1] if part.indptr[-2] < part.indptr[-1]]
     assert {int(key) for key in lasts} <= set(ends.tolist())
     assert len(lasts) > len(found) / 2
-    whole = Batch.concatenate([each for each, _ in found])
+    whole = Batch.concatenate([part for part, _ in found])
     assert whole.labels.sum() == batch.labels.sum()
     assert whole.weights is not None
     assert set(whole.weights[whole.labels == 0].tolist()) == {5.0}
@@ -67,18 +67,18 @@ def test_which_are_kept_depends_on_shard_and_pass() -> None:
     batch, weighting = make_batch(), Weighting(keep_negatives=0.5)
 
     def kept(**lease: int) -> bytes:
-        return Batch.concatenate([each for each, _ in apply(weighting, batch, Lease(lease=9, **lease))]).keys.tobytes()
+        return Batch.concatenate([part for part, _ in apply(weighting, batch, Lease(lease=9, **lease))]).keys.tobytes()
 
     assert kept() == kept()
     assert len({kept(), kept(epoch=1), kept(shard=1), kept(file=1)}) == 4
 
 
 def test_nothing_is_left() -> None:
-    """All examples are told all the same."""
+    """All examples are reported nevertheless."""
     batch = make_batch()
     batch = Batch(np.zeros(N, np.float32), batch.indptr, batch.keys)
     found = apply(Weighting(keep_negatives=1e-9), batch)
-    assert [(each.num_examples, count) for each, count in found] == [(0, N)]
+    assert [(part.num_examples, count) for part, count in found] == [(0, N)]
 
 
 def test_balanced() -> None:
@@ -86,7 +86,7 @@ def test_balanced() -> None:
     assert balance({-1.0: 1, 16777215.0: 1}) == {"-1": 1.0, "16777215": 1.0}
 
 
-def test_options_as_users_write_them() -> None:
+def test_options_in_the_notation_of_users() -> None:
     assert parse_class_weights("balanced") == "balanced"
     assert parse_class_weights("0:1,1:5.5") == {"0": 1.0, "1": 5.5}
     assert parse_class_weights("-3:1,16777215:2") == {"-3": 1.0, "16777215": 2.0}

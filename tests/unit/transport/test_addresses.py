@@ -68,7 +68,7 @@ def test_an_endpoint_knows_the_best_way(tmp_path: Path) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(endpoint), type=Endpoint) == endpoint
 
 
-def test_a_wildcard_is_announced_as_an_address_of_this_machine() -> None:
+def test_a_wildcard_is_announced_as_an_address_of_the_machine() -> None:
     assert announced_host("10.1.2.3") == "10.1.2.3"
     assert announced_host("0.0.0.0") not in ("", "0.0.0.0")
 
@@ -77,14 +77,14 @@ def _name_of(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
     """Have the name "both.example" stand for these hosts."""
     resolve = socket.getaddrinfo
 
-    def look_up(host: str, *args: Any, **options: Any) -> list[Any]:
+    def fake_lookup(host: str, *args: Any, **options: Any) -> list[Any]:
         if host != "both.example":
             return resolve(host, *args, **options)
         if options.get("flags", 0) & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "no number")
         return [found for listening in hosts for found in resolve(listening, *args, **options)]
 
-    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    monkeypatch.setattr("socket.getaddrinfo", fake_lookup)
 
 
 def test_every_address_of_a_name_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_every_address_of_a_name_is_listened_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def _full_listener(stack: ExitStack) -> socket.socket:
-    """Return a listener that nobody gets through to: its queue is full, and the kernel drops who knocks."""
+    """Return a listener that accepts no connection: its queue is full, and the kernel drops new requests."""
     listening = stack.enter_context(socket.socket())
     listening.bind(("127.0.0.2", 0))
     listening.listen(0)
@@ -113,11 +113,11 @@ def _full_listener(stack: ExitStack) -> socket.socket:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
-def test_an_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_reply_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     _name_of(monkeypatch, "127.0.0.2", "127.0.0.1")
     with ExitStack() as stack:
         port = 0
-        while not port:  # one that nobody has taken on the other address
+        while not port:  # a port that is free on the other address
             answering = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 at = _full_listener(stack).getsockname()[1]

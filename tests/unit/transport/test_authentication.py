@@ -32,7 +32,7 @@ class Handshake:
         self.client = ClientHandshake(ADDRESS, token, asking, listener=listener)
         self.server = ServerHandshake(TOKEN, answering, "the listener")
 
-    def ask(self, binding: bytes = b"") -> Proof:
+    def start_proof(self, binding: bytes = b"") -> Proof:
         return decoded(self.client.answer(self.server.challenge(), binding))
 
     def answer(self, proof: Proof, binding: bytes = b"") -> Proof:
@@ -45,7 +45,7 @@ class Handshake:
 
 def test_both_ends_learn_the_identity_of_the_peer() -> None:
     both = Handshake()
-    met = both.finish(both.answer(both.ask()))
+    met = both.finish(both.answer(both.start_proof()))
     assert (met.role, met.rank, met.protocol) == ("server", 1, 2)
     hello = both.server.identify()
     assert (hello.role, hello.rank, hello.extra) == ("worker", 3, {"slots": 4})
@@ -54,11 +54,11 @@ def test_both_ends_learn_the_identity_of_the_peer() -> None:
 
 def test_no_field_of_the_client_can_be_altered() -> None:
     replace = msgspec.structs.replace
-    proof = Handshake().ask()
+    proof = Handshake().start_proof()
     reflected = prove(TOKEN, "server", proof.nonce, b"s" * 32, proof.hello, proof.view)
     for altered in (
-        proof,  # said to another server's nonce: a replay
-        Handshake(token="the token of another").ask(),
+        proof,  # a replayed proof for another server's nonce
+        Handshake(token="the token of another").start_proof(),
         replace(proof, hello=proof.hello.replace(b"worker", b"wonder")),
         replace(proof, view=proof.view.replace(b"10.0.0.7", b"10.0.0.8")),
         replace(proof, nonce=b"n" * 32),
@@ -78,25 +78,25 @@ def test_no_field_of_the_server_can_be_altered() -> None:
         lambda welcome: replace(welcome, proof=bytes(32)),
     ):
         both = Handshake()
-        welcome = both.answer(both.ask())
+        welcome = both.answer(both.start_proof())
         with pytest.raises(AuthenticationError, match="could not prove"):
             both.finish(alter(welcome))
 
 
 def test_a_client_takes_nonces_of_one_length_only() -> None:
-    """A longer one could have the head of another Hello behind the real server's nonce."""
+    """A longer nonce could contain the head of another Hello after the real server's nonce."""
     for length in (0, 31, 33, 96):
         meta = msgspec.msgpack.encode(Challenge(bytes(length)))
         with pytest.raises(ProtocolError, match=f"nonce of {length} bytes, expected 32"):
             ClientHandshake(ADDRESS, TOKEN, WORKER).answer(meta, b"")
 
 
-def test_fields_cannot_be_shifted_into_each_other() -> None:
+def test_field_boundaries_are_authenticated() -> None:
     assert join_fields(b"ab", b"c") != join_fields(b"a", b"bc") != join_fields(b"abc")
 
 
 def test_known_answers() -> None:
-    """What goes over the wire between two releases that speak paceline/2."""
+    """The bytes on the wire between two releases with the protocol paceline/2."""
     proof = prove(TOKEN, "client", b"c" * 32, b"s" * 32, b"hello", b"view")
     assert proof.hex() == "b05da9145fed06b50f9e1f7d81160216917532f410b91741cc440d59316cfce9"
 
@@ -111,7 +111,7 @@ def test_known_answers() -> None:
 )
 def test_a_connection_for_another_peer_is_rejected_by_both_ends(asking: Hello, listener: str, reason: str) -> None:
     both = Handshake(asking=asking, listener=listener)
-    welcome = both.answer(both.ask())
+    welcome = both.answer(both.start_proof())
     with pytest.raises(AddressError, match=reason):
         both.server.identify()
     with pytest.raises(AddressError, match=reason):
@@ -125,7 +125,7 @@ def test_the_expected_peer_is_accepted() -> None:
         (Hello(role="worker", cluster="one"), Hello(role="server")),
     ):
         both = Handshake(asking=asking, answering=answering, listener="the listener")
-        both.finish(both.answer(both.ask()))
+        both.finish(both.answer(both.start_proof()))
         both.server.identify()
 
 
@@ -134,12 +134,12 @@ def test_versions_are_named(protocol: int) -> None:
     named = rf"version {protocol} \(paceline 9\.9\), but this process has version 2 \(paceline 0"
     stranger = Hello(role="worker", protocol=protocol, paceline="9.9")
     both = Handshake(asking=stranger)
-    both.answer(both.ask())
+    both.answer(both.start_proof())
     with pytest.raises(VersionError, match=named):
         both.server.identify()
     both = Handshake(answering=stranger)
     with pytest.raises(VersionError, match=named):
-        both.finish(both.answer(both.ask()))
+        both.finish(both.answer(both.start_proof()))
 
 
 def test_frames_are_sealed_unless_both_ends_see_the_same_connection() -> None:
@@ -151,7 +151,7 @@ def test_frames_are_sealed_unless_both_ends_see_the_same_connection() -> None:
         (b"", b"one", True),
     ):
         both = Handshake()
-        both.finish(both.answer(both.ask(client), server))
+        both.finish(both.answer(both.start_proof(client), server))
         assert (both.client.seals is not None) == (both.server.seals is not None) == is_sealed
         if both.client.seals is not None and both.server.seals is not None:
             tags = both.client.seals.sending.tag((b"frame",)), both.client.seals.sending.tag((b"frame",))
@@ -180,7 +180,7 @@ def test_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "guess", "fifteen letters"])
-def test_a_token_that_could_be_guessed_is_refused(tmp_path: Path, token: str) -> None:
+def test_a_guessable_token_is_refused(tmp_path: Path, token: str) -> None:
     message = f"has {len(token)} characters, but at least 16 are needed against guessing. Create one: python"
     file = tmp_path / "token"
     file.touch(0o600)
@@ -194,7 +194,7 @@ def test_a_token_that_could_be_guessed_is_refused(tmp_path: Path, token: str) ->
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX")
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o602])
-def test_a_token_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_token_readable_by_other_users_is_refused(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "the token"
     file.write_text(make_token())
     file.chmod(mode)
@@ -215,7 +215,7 @@ def test_a_token_may_come_through_a_pipe() -> None:
         os.close(reading)
 
 
-def test_tls_files_must_be_there(tmp_path: Path) -> None:
+def test_tls_files_must_exist(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a certificate"):
         TLS().server_context()
     for tls in (TLS(cert=tmp_path / "none.pem"), TLS(ca=tmp_path / "none.pem")):
@@ -228,14 +228,14 @@ def test_tls_files_must_be_there(tmp_path: Path) -> None:
 
 def test_the_environment_is_read_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment({}) == Environment()
-    told = environment(
+    found = environment(
         {
             "PACELINE_ROLE": "server",
             "PACELINE_SCHEDULER": "tcp://a:1",
             "PACELINE_TOKEN": "secret",
         }
     )
-    assert told == Environment(role="server", scheduler="tcp://a:1", token="secret")
-    assert "secret" not in repr(told)
+    assert found == Environment(role="server", scheduler="tcp://a:1", token="secret")
+    assert "secret" not in repr(found)
     monkeypatch.setenv("PACELINE_ROLE", "")
     assert environment().role is None

@@ -14,7 +14,7 @@ def test_pauses_double_up_to_the_longest() -> None:
     assert backoff.next_s() == 0.1
 
 
-def test_no_pause_goes_beyond_the_time_that_is_left() -> None:
+def test_no_pause_exceeds_the_remaining_time() -> None:
     backoff = Backoff(1.0, 8.0)
     assert backoff.next_s(0.25) == 0.25
     assert backoff.next_s(-1.0) == 0.0
@@ -27,7 +27,7 @@ def test_pauses_are_spread() -> None:
     assert max(pauses) - min(pauses) > 0.1
 
 
-def test_the_random_numbers_of_the_program_stay_as_they_are() -> None:
+def test_the_random_numbers_of_the_program_are_unchanged() -> None:
     before = random.getstate()
     Backoff(1.0, 1.0, spread=0.5).next_s()
     assert random.getstate() == before

@@ -1,4 +1,4 @@
-"""Decoding types for the first time, in several threads at once."""
+"""Decode types for the first time, in several threads concurrently."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from paceline.errors import PeerError, ProtocolError, UsageError, printable
 from paceline.transport import error_meta, error_of
 
 
-def test_an_error_is_raised_as_its_class_with_its_lines() -> None:
+def test_an_error_keeps_the_class_and_the_lines() -> None:
     error = error_of(error_meta(UsageError("one sentence\nand another")))
     assert type(error) is UsageError
     assert str(error) == "one sentence\nand another"

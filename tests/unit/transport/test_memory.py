@@ -43,17 +43,17 @@ class Chain(Handler):
 
     def __init__(self) -> None:
         self.onward: Peer | None = None
-        self.asked: Peer | None = None
+        self.queried: Peer | None = None
         self.story: list[str] = []
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         self.story.append(f"{header.kind} begins")
         if peer is self.onward:
-            assert self.asked is not None
-            self.asked.send(*frame_parts(33, body=bytes(body)))
+            assert self.queried is not None
+            self.queried.send(*frame_parts(33, body=bytes(body)))
         else:
             assert self.onward is not None
-            self.asked = peer
+            self.queried = peer
             self.onward.send(*frame_parts(ECHO, body=bytes(body)))
         self.story.append(f"{header.kind} ends")
 
@@ -61,7 +61,7 @@ class Chain(Handler):
         self.story.append(f"{peer.hello.role} is gone: {reason}")
 
 
-def test_direct_peers_need_no_loop_once_they_are_open() -> None:
+def test_open_direct_peers_need_no_loop() -> None:
     transport = MemoryTransport(TOKEN, direct=True)
     chain, echo = Chain(), EchoHandler()
     asyncio.run(transport.serve(chain, Hello(role="first"), address="memory://first"))

@@ -9,7 +9,7 @@ import paceline.transport
 
 
 @pytest.mark.parametrize("room", [paceline.transport, paceline.testing])
-def test_public_names_are_listed_sorted_and_there(room: types.ModuleType) -> None:
+def test_public_names_are_listed_sorted_and_defined(room: types.ModuleType) -> None:
     names = room.__all__
     assert sorted(names, key=_as_ruff_does) == names
     found = {

@@ -94,18 +94,18 @@ def test_an_idle_connection_holds_no_buffer() -> None:
     connections = [Collector(pool=pool) for _ in range(100)]
     small, large = join(frame_parts(20, body=bytes(1000))), join(frame_parts(20, body=bytes(2 * BUFFER_BYTES)))
     addresses = set()
-    for each in connections:
-        addresses.add(np.frombuffer(each.get_buffer(-1), np.uint8).ctypes.data)
-        each.feed(small + large + small)
-        assert len(each.got) == 3
+    for connection in connections:
+        addresses.add(np.frombuffer(connection.get_buffer(-1), np.uint8).ctypes.data)
+        connection.feed(small + large + small)
+        assert len(connection.got) == 3
     assert len(addresses) == 1
-    for each in connections[:10]:
-        each.feed(small[:100])
-    buffers = [each.get_buffer(-1) for each in connections[:10]]
-    assert len({np.frombuffer(each, np.uint8).ctypes.data for each in buffers}) == 10
-    for each in connections[:10]:
-        each.feed(small[100:])
-        assert len(each.got) == 4
+    for connection in connections[:10]:
+        connection.feed(small[:100])
+    buffers = [connection.get_buffer(-1) for connection in connections[:10]]
+    assert len({np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers}) == 10
+    for connection in connections[:10]:
+        connection.feed(small[100:])
+        assert len(connection.got) == 4
 
 
 def test_an_unauthenticated_peer_has_a_small_buffer() -> None:
@@ -114,5 +114,5 @@ def test_an_unauthenticated_peer_has_a_small_buffer() -> None:
     stranger.allow_application(Limits(), stranger.keep)
     body = bytes(range(256)) * 100
     stranger.feed(join(frame_parts(20, body=body)) * 2)
-    assert [each[2] for each in stranger.got] == [body, body]
+    assert [frame[2] for frame in stranger.got] == [body, body]
     assert len(stranger.get_buffer(-1)) == BUFFER_BYTES

@@ -9,7 +9,7 @@ from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, de
 KEY = bytes(range(32))
 
 
-def test_a_tag_is_the_hmac_of_the_frame_and_its_number() -> None:
+def test_a_tag_is_the_hmac_of_the_frame_and_the_number() -> None:
     seal = Seal(KEY)
     for number, parts in enumerate([(b"header", b"body"), (b"",), (bytes(3 * PIECE_BYTES),)]):
         text = number.to_bytes(8, "little") + b"".join(parts)
@@ -45,7 +45,7 @@ def test_whatever_happens_to_a_frame_is_noticed(fault: str) -> None:
     assert fitted == [True] * (len(order) - 1) + [False]
 
 
-def test_a_tag_fits_whole_or_not_at_all() -> None:
+def test_a_tag_fits_completely_or_not_at_all() -> None:
     right = Seal(KEY).tag((b"frame",))
     number = int.from_bytes(right, "little")
     altered = [(number ^ 1 << bit).to_bytes(TAG_BYTES, "little") for bit in range(8 * TAG_BYTES)]

@@ -12,27 +12,27 @@ from paceline.transport.spinning import Spinner
 def test_looking_stops_where_it_does_not_pay_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spinning, "num_cores", lambda: 2)
     monkeypatch.setattr(spinning, "SPIN_S", 0.0)
-    num_looks = 0
+    num_polls = 0
 
     def find_nothing(timeout_ms: int) -> list[int]:
-        nonlocal num_looks
-        num_looks += 1
+        nonlocal num_polls
+        num_polls += 1
         return []
 
     spinner = Spinner()
     looked = []
     for _ in range(500):
-        before = num_looks
+        before = num_polls
         assert spinner.poll(find_nothing) == []
-        looked.append(num_looks > before)
+        looked.append(num_polls > before)
     assert [index for index, did in enumerate(looked) if did][:6] == [0, 2, 6, 14, 30, 62]
     assert 8 <= sum(looked) <= 14
     while not spinner.poll(lambda timeout_ms: [1]):
         pass
-    assert spinner.poll(lambda timeout_ms: [2]) == [2]  # it pays again: at once
+    assert spinner.poll(lambda timeout_ms: [2]) == [2]  # spinning pays again, immediately
 
 
-def test_where_it_would_have_paid_to_look_longer_it_looks_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spinning_grows_after_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spinning, "num_cores", lambda: 2)
     now_s = answer_s = 0.0
     asleep: list[float | None] = []

@@ -33,8 +33,8 @@ def test_among_equal_sources_the_oldest_connection_is_closed() -> None:
 
 def test_many_connections_of_one_source_are_closed_one_by_one() -> None:
     strangers: UnauthenticatedConnections[int] = UnauthenticatedConnections(64)
-    gone = [strangers.add(number, "crowd") for number in range(3000)]
-    assert gone == [None] * 64 + list(range(3000 - 64))
+    crowd = [strangers.add(number, "crowd") for number in range(3000)]
+    assert crowd == [None] * 64 + list(range(3000 - 64))
 
 
 def test_many_messages_are_logged_as_a_count() -> None:

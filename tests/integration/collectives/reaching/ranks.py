@@ -51,8 +51,8 @@ def meshes(size: int, group: str = "all") -> Iterator[list[Mesh]]:
         try:
             yield links
         finally:
-            for each in links:
-                each.close()
+            for link in links:
+                link.close()
 
 
 @contextmanager

@@ -45,10 +45,10 @@ def test_every_rank_reaches_every_other(unix: bool) -> None:
         links = [Mesh(node, "all", rank, infos) for rank, node in enumerate(made)]
 
         def talk(rank: int) -> dict[int, bytes]:
-            others = [other for other in range(size) if other != rank]
-            for other in others:
+            peers = [other for other in range(size) if other != rank]
+            for other in peers:
                 send_all(links[rank].link(other, soon()), b"%d to %d" % (rank, other))
-            return {other: receive_all(links[rank].link(other, soon()), 6) for other in others}
+            return {other: receive_all(links[rank].link(other, soon()), 6) for other in peers}
 
         for rank, got in enumerate(on_ranks(size, talk)):
             assert got == {other: b"%d to %d" % (other, rank) for other in range(size) if other != rank}
@@ -57,9 +57,9 @@ def test_every_rank_reaches_every_other(unix: bool) -> None:
         assert not os.get_blocking(number)
         with socket.socket(fileno=os.dup(number)) as connected:
             assert connected.family == (socket.AF_UNIX if unix else socket.AF_INET)
-        for each in links:
-            each.close()
-            each.close()
+        for connection in links:
+            connection.close()
+            connection.close()
 
 
 def test_a_link_is_made_once() -> None:
@@ -78,8 +78,8 @@ def test_groups_and_purposes_do_not_mix() -> None:
         send_all(second[0].link(1, soon()), b"other")
         assert receive_all(second[1].link(0, soon()), 5) == b"other"
         assert receive_all(first[1].link(0, soon()), 5) == b"first"
-        for each in (*first, *second):
-            each.close()
+        for link in (*first, *second):
+            link.close()
 
 
 def test_many_buffers_go_in_several_calls() -> None:

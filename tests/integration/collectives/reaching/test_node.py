@@ -33,13 +33,13 @@ def test_description_of_a_node() -> None:
 
 def test_connect_and_accept() -> None:
     with nodes(2) as (first, second):
-        there = first.connect(second.info, "all", 3, "collective", soon())
-        here = second.accept("all", 3, "collective", soon())
-        with there, here:
-            assert there.getblocking() is False
-            assert here.getblocking() is False
-            there.send(b"word")
-            assert here.recv(10) == b"word"
+        outgoing = first.connect(second.info, "all", 3, "collective", soon())
+        incoming = second.accept("all", 3, "collective", soon())
+        with outgoing, incoming:
+            assert outgoing.getblocking() is False
+            assert incoming.getblocking() is False
+            outgoing.send(b"word")
+            assert incoming.recv(10) == b"word"
             with pytest.raises(DeadlineError, match="rank 3 of group 'all'"):
                 second.accept("all", 3, "collective", soon(0.01))
             with pytest.raises(DeadlineError):
@@ -49,9 +49,9 @@ def test_connect_and_accept() -> None:
 def test_tcp_has_no_delay() -> None:
     with nodes(2) as (first, second):
         by_tcp = msgspec.structs.replace(second.info, endpoint=msgspec.structs.replace(second.info.endpoint, unix=None))
-        with first.connect(by_tcp, "all", 0, "collective", soon()) as there:
-            assert there.family == socket.AF_INET
-            assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        with first.connect(by_tcp, "all", 0, "collective", soon()) as outgoing:
+            assert outgoing.family == socket.AF_INET
+            assert outgoing.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         second.accept("all", 0, "collective", soon()).close()
 
 
@@ -60,8 +60,8 @@ def test_silent_clients_do_not_delay_other_clients() -> None:
         silent = [open_socket(second.info.endpoint.best(), 5.0) for _ in range(20)]
         with first.connect(second.info, "all", 0, "collective", soon()):
             second.accept("all", 0, "collective", soon()).close()
-        for each in silent:
-            each.close()
+        for connection in silent:
+            connection.close()
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -73,13 +73,13 @@ def test_many_strangers_do_not_delay_members(kind: str) -> None:
         threads = [thread for thread in threading.enumerate() if thread.name == "paceline-greeter"]
         assert len(threads) < 200
         silent += [open_socket(address, 5.0) for _ in range(100)]
-        with first.connect(second.info, "all", 0, "collective", soon()) as there:
-            there.send(b"word")
-            with second.accept("all", 0, "collective", soon()) as here:
-                here.setblocking(True)
-                assert here.recv(4) == b"word"
-        for each in silent:
-            each.close()
+        with first.connect(second.info, "all", 0, "collective", soon()) as outgoing:
+            outgoing.send(b"word")
+            with second.accept("all", 0, "collective", soon()) as incoming:
+                incoming.setblocking(True)
+                assert incoming.recv(4) == b"word"
+        for connection in silent:
+            connection.close()
 
 
 def test_strangers_are_refused() -> None:
@@ -107,7 +107,7 @@ def test_questions_are_answered() -> None:
         assert first.is_listening(second.info)
 
 
-def test_a_node_that_has_gone() -> None:
+def test_a_dead_node() -> None:
     with nodes(2) as (first, second):
         second.close()
         with pytest.raises(AddressError):
@@ -141,7 +141,7 @@ def test_close_removes_the_socket_and_wakes_waiting_threads() -> None:
 
 
 def test_forgotten_nodes_are_closed() -> None:
-    with nodes(2) as (first, second), first.connect(second.info, "all", 0, "collective", soon()) as there:
+    with nodes(2) as (first, second), first.connect(second.info, "all", 0, "collective", soon()) as outgoing:
         taken = second.accept("all", 0, "collective", soon())
         with first.connect(second.info, "all", 0, "collective", soon()) as again:
             second.set_status("all", lambda: b"")
@@ -158,6 +158,6 @@ def test_forgotten_nodes_are_closed() -> None:
             assert again.recv(1) == b""
             closed.set()
             forgetting.join()
-        there.send(b"word")
+        outgoing.send(b"word")
         assert taken.recv(4) == b"word"
         taken.close()

@@ -26,13 +26,13 @@ def empty(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def send(end: PointToPoint, data: bytes, to: int, tag: int = 0, what: str = "") -> None:
-    end.send(memoryview(data), to, tag, what).wait(PATIENCE_S)
+def send(end: PointToPoint, data: bytes, to: int, tag: int = 0, label: str = "") -> None:
+    end.send(memoryview(data), to, tag, label).wait(PATIENCE_S)
 
 
-def receive(end: PointToPoint, size: int, source: int | None, tag: int = 0, what: str = "") -> bytes:
+def receive(end: PointToPoint, size: int, source: int | None, tag: int = 0, label: str = "") -> bytes:
     buffer = empty(size)
-    end.receive(buffer, source, tag, what).wait(PATIENCE_S)
+    end.receive(buffer, source, tag, label).wait(PATIENCE_S)
     return bytes(buffer)
 
 
@@ -42,7 +42,7 @@ def view(array: NDArray[Any]) -> memoryview:
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 4096, 100_000, 5_000_000])
-def test_there_and_back(size: int) -> None:
+def test_messages_in_both_directions(size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
     with talkers(2) as ends:
 
@@ -57,7 +57,7 @@ def test_there_and_back(size: int) -> None:
         assert on_ranks(2, talk) == [data, data]
 
 
-def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix() -> None:
+def test_messages_of_one_tag_stay_in_order_and_tags_do_not_mix() -> None:
     with talkers(2) as ends:
         for number in range(50):
             send(ends[0], b"a%02d" % number, 1, tag=1)
@@ -70,10 +70,10 @@ def test_receives_posted_first_are_filled_in_order() -> None:
     with talkers(2) as ends:
         buffers = [empty(3) for _ in range(20)]
         pending = [ends[1].receive(buffer, 0, 5) for buffer in buffers]
-        assert not any(each.done() for each in pending)
+        assert not any(receive.done() for receive in pending)
         for number in range(20):
             send(ends[0], b"%03d" % number, 1, tag=5)
-        assert [each.wait(PATIENCE_S) for each in pending] == [0] * 20
+        assert [receive.wait(PATIENCE_S) for receive in pending] == [0] * 20
         assert [bytes(buffer) for buffer in buffers] == [b"%03d" % number for number in range(20)]
 
 
@@ -99,13 +99,13 @@ def test_all_ranks_send_to_all_ranks_concurrently() -> None:
     with talkers(size) as ends:
 
         def talk(rank: int) -> None:
-            others = [other for other in range(size) if other != rank]
-            buffers = {other: empty(length) for other in others}
-            pending = [ends[rank].receive(buffers[other], other, rank) for other in others]
-            pending += [ends[rank].send(memoryview(bytes([rank]) * length), other, other) for other in others]
-            for each in pending:
-                each.wait(PATIENCE_S)
-            assert all(bytes(buffers[other]) == bytes([other]) * length for other in others)
+            peers = [other for other in range(size) if other != rank]
+            buffers = {other: empty(length) for other in peers}
+            pending = [ends[rank].receive(buffers[other], other, rank) for other in peers]
+            pending += [ends[rank].send(memoryview(bytes([rank]) * length), other, other) for other in peers]
+            for receive in pending:
+                receive.wait(PATIENCE_S)
+            assert all(bytes(buffers[other]) == bytes([other]) * length for other in peers)
 
         on_ranks(size, talk)
 
@@ -120,9 +120,9 @@ def test_to_oneself() -> None:
         assert (pending.wait(0), bytes(buffer)) == (0, b"after")
         pending = ends[0].receive(empty(5), 0, 3)
         sending = ends[0].send(memoryview(b"four"), 0, 3)
-        for each in (pending, sending):
+        for operation in (pending, sending):
             with pytest.raises(MismatchError):
-                each.wait(0)
+                operation.wait(0)
         with pytest.raises(GroupClosedError, match="a message failed: rank 0 sent 4 bytes"):
             ends[0].send(memoryview(b"four"), 0, 4)
 
@@ -132,7 +132,7 @@ def test_to_another_thread_of_the_same_rank() -> None:
         waiting = [pool.submit(receive, ends[0], 4, 0, tag) for tag in range(3)]
         for tag in range(3):
             send(ends[0], b"self", 0, tag)
-        assert [each.result(5.0) for each in waiting] == [b"self"] * 3
+        assert [receive.result(5.0) for receive in waiting] == [b"self"] * 3
 
 
 def test_large_messages_are_transferred_without_a_waiting_thread() -> None:
@@ -146,7 +146,7 @@ def test_large_messages_are_transferred_without_a_waiting_thread() -> None:
             pending.append(ends[rank].send(view(data[rank]), 1 - rank, 0))
         deadline = time.monotonic() + PATIENCE_S
         idle = threading.Event()
-        while not all(each.done() for each in pending):  # done() moves nothing
+        while not all(receive.done() for receive in pending):  # done() moves nothing
             assert time.monotonic() < deadline
             idle.wait(0.001)
         assert (buffers[0] == 2).all()
@@ -168,31 +168,31 @@ def test_a_receive_of_a_later_message_is_not_held_up_by_the_limit() -> None:
         pending = [ends[0].send(memoryview(block), 1, tag) for tag in range(100)]
         for tag in reversed(range(100)):
             assert receive(ends[1], len(block), 0, tag) == block
-        for each in pending:
-            each.wait(PATIENCE_S)
+        for pending_receive in pending:
+            pending_receive.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("posted_first", [True, False])
-@pytest.mark.parametrize(("size", "what"), [(7, "int8[8]"), (8, "uint8[8]"), (0, ""), (5_000_000, "int8[8]")])
-def test_a_mismatch_is_reported_to_both_sides(posted_first: bool, size: int, what: str) -> None:
+@pytest.mark.parametrize(("size", "label"), [(7, "int8[8]"), (8, "uint8[8]"), (0, ""), (5_000_000, "int8[8]")])
+def test_a_mismatch_is_reported_to_both_sides(posted_first: bool, size: int, label: str) -> None:
     with talkers(2) as ends:
         waiting = ends[0].receive(empty(1), 1, 9)
         if not posted_first:
             send(ends[0], b"12345678", 1, 4, "int8[8]")
-        pending = ends[1].receive(empty(size), 0, 4, what)
+        pending = ends[1].receive(empty(size), 0, 4, label)
         if posted_first:
             send(ends[0], b"12345678", 1, 4, "int8[8]")
-        told = f"rank 0 sent 8 bytes (int8[8]) with tag 4, but rank 1 receives {size} bytes"
-        for each in (pending, waiting):
-            with pytest.raises(MismatchError, match=re.escape(told)):
-                each.wait(PATIENCE_S)
+        expected = f"rank 0 sent 8 bytes (int8[8]) with tag 4, but rank 1 receives {size} bytes"
+        for operation in (pending, waiting):
+            with pytest.raises(MismatchError, match=re.escape(expected)):
+                operation.wait(PATIENCE_S)
         for end in ends:
-            with pytest.raises(GroupClosedError, match=re.escape(told)):
+            with pytest.raises(GroupClosedError, match=re.escape(expected)):
                 end.receive(empty(1), 0, 9)
 
 
-def test_a_failure_fails_all_messages_of_all_ranks_that_talk() -> None:
-    """Large ones under way too, whichever way they go."""
+def test_a_failure_fails_all_messages_of_all_communicating_ranks() -> None:
+    """Large messages in flight fail too, in both directions."""
     with talkers(3) as ends:
         send(ends[2], b"known", 0)
         receive(ends[0], 5, 2)
@@ -203,12 +203,12 @@ def test_a_failure_fails_all_messages_of_all_ranks_that_talk() -> None:
             ends[0].receive(empty(1), None, 4),
             ends[1].receive(empty(8), 0, 1),
         ]
-        told = "rank 0 sent 31457280 bytes with tag 1, but rank 1 receives 8 bytes"
-        with suppress(MismatchError):  # it may have left as a whole before rank 1 says so
+        expected = "rank 0 sent 31457280 bytes with tag 1, but rank 1 receives 8 bytes"
+        with suppress(MismatchError):  # the message may be complete before rank 1 reports the mismatch
             ends[0].send(memoryview(bytes(30 << 20)), 1, 1).wait(PATIENCE_S)
-        for each in pending:
-            with pytest.raises(MismatchError, match=told):
-                each.wait(PATIENCE_S)
+        for pending_receive in pending:
+            with pytest.raises(MismatchError, match=expected):
+                pending_receive.wait(PATIENCE_S)
 
 
 def test_the_error_for_a_missing_message_names_rank_and_tag() -> None:
@@ -274,15 +274,15 @@ def test_a_receive_from_any_rank_waits_until_all_other_ranks_have_left() -> None
 
 def test_close_ends_pending_messages() -> None:
     with talkers(2) as ends, ThreadPoolExecutor(2) as pool:
-        awaited = [ends[0].receive(empty(4), 1, tag) for tag in range(2)]
+        receives = [ends[0].receive(empty(4), 1, tag) for tag in range(2)]
         unawaited = ends[0].receive(empty(4), None, 9)
         sending = ends[0].send(memoryview(bytes(200 << 20)), 1, 0)
-        waiting = [pool.submit(each.wait, PATIENCE_S) for each in awaited]
+        waiting = [pool.submit(receive.wait, PATIENCE_S) for receive in receives]
         ends[0].close()
         ends[0].close()
-        for each in waiting:
+        for future in waiting:
             with pytest.raises(GroupClosedError):
-                each.result(PATIENCE_S)
+                future.result(PATIENCE_S)
         for pending in (unawaited, sending):
             with pytest.raises(GroupClosedError):
                 pending.wait(0)
@@ -312,7 +312,7 @@ def test_many_threads_of_one_rank() -> None:
 
 @pytest.mark.parametrize("nbytes", [1 << 62, (1 << 64) - 1])
 @pytest.mark.parametrize("is_posted_first", [True, False])
-def test_a_message_of_an_impossible_size_costs_its_sender_the_connection(nbytes: int, is_posted_first: bool) -> None:
+def test_a_message_of_an_impossible_size_costs_the_sender_the_connection(nbytes: int, is_posted_first: bool) -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
         end = PointToPoint(made[0], "all", 0, infos, max_buffered_bytes=100)

@@ -70,9 +70,9 @@ def pair() -> Iterator[Pair]:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PACELINE_TOKEN": ""}
     with subprocess.Popen([sys.executable, "-c", _OTHER], env={**os.environ, **shared, "RANK": "1"}) as other:
         try:
-            told = Environment(rank=0, world_size=2, master_addr="127.0.0.1", master_port=port)
+            parent_environment = Environment(rank=0, world_size=2, master_addr="127.0.0.1", master_port=port)
             with (
-                closing(rendezvous(variables=told, timeout_s=PATIENCE_S)) as meeting,
+                closing(rendezvous(variables=parent_environment, timeout_s=PATIENCE_S)) as meeting,
                 closing(Node(meeting.token, host=meeting.host)) as node,
             ):
                 made = Pair(meeting, node, other)

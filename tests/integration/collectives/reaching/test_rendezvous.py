@@ -59,9 +59,9 @@ def met(size: int, port: int) -> Iterator[list[Meeting]]:
 def test_ranks_meet_in_any_order() -> None:
     port = free_ports()
     with ThreadPoolExecutor(2) as pool:
-        others = [pool.submit(meet, rank, 3, port) for rank in (1, 2)]
+        other_ranks = [pool.submit(meet, rank, 3, port) for rank in (1, 2)]
         first = meet(0, 3, port)
-        meetings = [first, *(other.result(PATIENCE_S) for other in others)]
+        meetings = [first, *(other.result(PATIENCE_S) for other in other_ranks)]
     first.store.set("key", b"value")
     for rank, meeting in enumerate(meetings):
         assert (meeting.rank, meeting.world_size, meeting.host) == (rank, 3, "127.0.0.1")
@@ -79,14 +79,14 @@ def test_a_single_rank_needs_no_rendezvous() -> None:
         meeting.close()
 
 
-def told(rank: int, port: int, run: str = "run/0", **other: object) -> Environment:
+def environment_of(rank: int, port: int, run: str = "run/0", **other: object) -> Environment:
     values: dict[str, object] = {"world_size": 2, "master_addr": "127.0.0.1", "run_id": run, **other}
     return Environment(rank=rank, master_port=port, **values)  # type: ignore[arg-type]
 
 
 def test_the_environment_completes_the_arguments() -> None:
     port = free_ports()
-    meetings = on_ranks(2, lambda rank: rendezvous(variables=told(rank, port, local_rank=rank)))
+    meetings = on_ranks(2, lambda rank: rendezvous(variables=environment_of(rank, port, local_rank=rank)))
     assert [(meeting.rank, meeting.local_rank) for meeting in meetings] == [(0, 0), (1, 1)]
     for meeting in reversed(meetings):
         meeting.close()
@@ -94,20 +94,24 @@ def test_the_environment_completes_the_arguments() -> None:
 
 def test_all_on_one_host_need_no_address() -> None:
     port = free_ports()
-    meetings = on_ranks(2, lambda rank: rendezvous(variables=told(rank, port, master_addr=None, local_world_size=2)))
+    meetings = on_ranks(
+        2, lambda rank: rendezvous(variables=environment_of(rank, port, master_addr=None, local_world_size=2))
+    )
     for meeting in reversed(meetings):
         meeting.close()
 
 
-def test_under_torchrun_two_programs_find_their_own() -> None:
+def test_two_programs_under_torchrun_do_not_mix() -> None:
     port = free_ports(5)
     with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
 
         def both(number: int) -> Meeting:
             run, rank = divmod(number, 2)
-            return rendezvous(variables=told(rank, port, f"run {run}", has_agent_store=True), timeout_s=PATIENCE_S)
+            return rendezvous(
+                variables=environment_of(rank, port, f"run {run}", has_agent_store=True), timeout_s=PATIENCE_S
+            )
 
-        # the first port that follows is another program's, which says nothing
+        # The next port belongs to another program, which sends nothing.
         meetings = on_ranks(4, both)
     places = [meeting.address for meeting in meetings]
     assert places[0] == places[1] != places[2] == places[3]
@@ -212,7 +216,7 @@ def test_which_hosts_are_loopback() -> None:
     assert not is_loopback(own_host("192.0.2.1")) or own_host("192.0.2.1") == socket.gethostname()
 
 
-def test_a_host_of_this_machine_that_others_reach() -> None:
+def test_a_reachable_local_host_name() -> None:
     own = own_host("192.0.2.1")
     if own == socket.gethostname():
         pytest.skip("this machine has no way out, so no address but loopback")

@@ -54,7 +54,7 @@ def test_rounds_are_a_logarithm(size: int) -> None:
         ("bruck", "all_to_all", log),
         ("dissemination", "barrier", log),
         ("binomial-tree", "reduce", log),
-        ("binomial-tree", "broadcast", 2 if size > 3 else 1),  # receive, and send to all children at once
+        ("binomial-tree", "broadcast", 2 if size > 3 else 1),  # receive, and send to all children together
         ("binomial-tree", "gather", 2 if size > 3 else 1),
         ("binomial-tree", "scatter", 2 if size > 3 else 1),
     ):
@@ -83,7 +83,7 @@ def test_in_the_double_binary_tree_no_rank_is_inner_twice(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 8, 31, 64])
-def test_in_the_double_binary_tree_everybody_sends_about_as_much_as_they_get(size: int) -> None:
+def test_the_double_binary_tree_balances_sends_and_receives(size: int) -> None:
     algorithm = ALGORITHMS["broadcast"]["double-binary-tree"]
     schedules = algorithm.schedules(size, root=1, pieces=4)
     assert all(schedule.num_blocks == 8 for schedule in schedules)
@@ -92,7 +92,7 @@ def test_in_the_double_binary_tree_everybody_sends_about_as_much_as_they_get(siz
     assert max(len(schedule.rounds) for schedule in schedules) <= log + 4 + 1
 
 
-def test_pipelines_cut_the_vector_in_pieces_and_overlap_them() -> None:
+def test_pipelines_cut_the_vector_into_pieces_and_overlap_the_transfers() -> None:
     for name in ("binomial-tree", "central"):
         one, many = (ALGORITHMS["broadcast"][name].schedules(8, pieces=pieces) for pieces in (1, 10))
         assert many[0].num_blocks == 10
@@ -112,7 +112,7 @@ def test_hierarchical_crosses_hosts_by_leaders_only() -> None:
     assert crossing == {0, 3, 7}
 
 
-def test_hierarchical_with_one_rank_on_each_host_is_the_algorithm_of_the_leaders() -> None:
+def test_hierarchical_with_one_rank_per_host_is_the_algorithm_of_the_leaders() -> None:
     table = ALGORITHMS["all_reduce"]
     for size, name in ((8, "halving-doubling"), (6, "ring")):
         assert table["hierarchical"].schedules(size, hosts=range(size)) == table[name].schedules(size)
@@ -141,7 +141,7 @@ def test_supports_matches_the_rejections() -> None:
     assert [size for size in range(20) if algorithm.supports(size)] == [1, 2, 4, 8, 16]
 
 
-def test_options_that_are_not_used_are_ignored() -> None:
+def test_unused_options_are_ignored() -> None:
     algorithm: Algorithm = ALGORITHMS["all_reduce"]["ring"]
     assert algorithm.schedule(1, 4, root=2, pieces=5, hosts=[0, 0, 1, 1]) == algorithm.schedule(1, 4)
 

@@ -35,7 +35,7 @@ def two_ranks(first: Sequence[Round], second: Sequence[Round], num_blocks: int =
     return [Schedule(num_blocks, tuple(first)), Schedule(num_blocks, tuple(second))]
 
 
-def each_changed(
+def mutants(
     schedules: Sequence[Schedule], change: Callable[[int, Action], Action | None]
 ) -> Iterator[tuple[str, list[Schedule]]]:
     """The schedules with one action changed, for each in turn that ``change`` makes another of; None drops it."""
@@ -45,9 +45,9 @@ def each_changed(
                 changed = change(rank, action)
                 if changed == action:
                     continue
-                others = () if changed is None else (changed,)
-                actions_now = (*actions[:index], *others, *actions[index + 1 :])
-                rounds = (*schedule.rounds[:number], actions_now, *schedule.rounds[number + 1 :])
+                replacements = () if changed is None else (changed,)
+                changed_actions = (*actions[:index], *replacements, *actions[index + 1 :])
+                rounds = (*schedule.rounds[:number], changed_actions, *schedule.rounds[number + 1 :])
                 mutant = list(schedules)
                 mutant[rank] = replace(schedule, rounds=rounds)
                 yield f"rank {rank} round {number}: {action} -> {changed}", mutant
@@ -61,8 +61,8 @@ def to_another_peer(size: int) -> Callable[[int, Action], Action]:
     def change(rank: int, action: Action) -> Action:
         if isinstance(action, Copy):
             return action
-        others = [peer for peer in range(size) if peer not in (rank, action.peer)]
-        return action._replace(peer=others[0])
+        peers = [peer for peer in range(size) if peer not in (rank, action.peer)]
+        return action._replace(peer=peers[0])
 
     return change
 
@@ -109,13 +109,13 @@ def test_every_single_change_of_an_action_is_found(algorithm: Algorithm, size: i
         changes.append(reduce_turned)
     num_found = 0
     for change in changes:
-        for told, mutant in each_changed(schedules, change):
+        for change_text, mutant in mutants(schedules, change):
             try:
                 check(algorithm.collective, mutant)
             except ScheduleError:
                 num_found += 1
             else:
-                pytest.fail(f"not found: {told}")
+                pytest.fail(f"not found: {change_text}")
     assert num_found >= 3 * size
 
 
@@ -139,7 +139,7 @@ def test_counting_twice_is_found() -> None:
         check("all_reduce", two_ranks([first, first], [second, second]))
 
 
-def test_a_barrier_that_does_not_wait_for_everybody_is_found() -> None:
+def test_a_barrier_with_a_missing_wait_is_found() -> None:
     schedules = ALGORITHMS["barrier"]["dissemination"].schedules(5)
     shorter = [replace(schedule, rounds=schedule.rounds[:-1]) for schedule in schedules]
     with pytest.raises(ScheduleError, match=r"rank 0 leaves the barrier without .*ranks \[1\]"):
@@ -159,7 +159,7 @@ def test_a_deadlock_of_receives_is_found() -> None:
         check("all_reduce", two_ranks(rounds[0], rounds[1]))
 
 
-def test_a_round_sends_the_values_from_its_beginning() -> None:
+def test_a_round_sends_the_values_from_before_the_round() -> None:
     swap = [(Receive(1, ALL, reduce=True), Send(1, ALL))], [(Send(0, ALL), Receive(0, ALL, reduce=True))]
     check("all_reduce", two_ranks(*swap))
 
@@ -232,6 +232,6 @@ def test_wrong_questions() -> None:
         check("reduce", [Schedule(1, ())], root=1)
 
 
-def test_the_error_is_ours_and_an_assertion() -> None:
+def test_the_error_is_a_paceline_error_and_an_assertion() -> None:
     assert issubclass(ScheduleError, PacelineError)
     assert issubclass(ScheduleError, AssertionError)

@@ -65,12 +65,12 @@ def test_doubling(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", [3, 5, 6, 7, 63])
-def test_the_fold_costs_two_more_messages_of_the_whole(p: int) -> None:
+def test_the_fold_costs_two_more_complete_messages(p: int) -> None:
     core = 1 << (p.bit_length() - 1)
     n = N // core * core
     for name in ("recursive-doubling", "halving-doubling"):
         extra = seconds("all_reduce", name, p, n) - seconds("all_reduce", name, core, n)
-        # Less, where those who are not folded have sent already: their messages are there when the fold is done.
+        # Less, if the ranks outside of the fold have sent already: their messages have arrived when the fold is done.
         assert extra > A + n * B
         assert extra <= (2 * (A + n * B) + n * G) * (1 + 1e-9)
 
@@ -85,7 +85,7 @@ def test_bruck_and_pairwise_and_dissemination(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", POWERS)
-def test_bruck_sends_half_of_the_input_in_each_round(p: int) -> None:
+def test_bruck_sends_half_of_the_input_in_every_round(p: int) -> None:
     assert seconds("all_to_all", "bruck", p, 3 * N) == near(math.log2(p) * (A + N / 2 * B))
 
 
@@ -164,8 +164,8 @@ def test_both_directions_work_concurrently() -> None:
     assert run(*ranks) == near(A + 100 * B)
 
 
-def test_an_early_message_waits_for_its_round() -> None:
-    # Rank 1 is busy with rank 2 first; the message of rank 0 is there by then and costs no more than its addition.
+def test_an_early_message_waits_for_the_round() -> None:
+    # Rank 1 receives from rank 2 first. The message of rank 0 has arrived by then, and costs only its addition.
     late = [(Receive(2, ((1, 4),)),), (Receive(0, ONE, reduce=True),)]
     assert run([(Send(1, ONE),)], late, [(Send(1, ((1, 4),)),)], gamma=G) == near(A + 400 * B + 100 * G)
 
@@ -179,14 +179,14 @@ def test_blocks_of_unequal_size() -> None:
     ("hosts", "shares"),
     [(None, 1), ([0, 1, 2, 3], 1), ([0, 0, 1, 1], 2), ([0, 1, 2, 2], 2), ([5, 5, 9, 7], 2), ([0, 1, 0, 1], 1)],
 )
-def test_ranks_of_a_host_share_its_port_to_other_hosts(hosts: list[int] | None, shares: int) -> None:
-    # Rank 0 sends to rank 2 and rank 1 to rank 3, at once.
+def test_ranks_of_a_host_share_the_port_to_other_hosts(hosts: list[int] | None, shares: int) -> None:
+    # Ranks 0 and 1 send concurrently, to ranks 2 and 3.
     rounds = [(Send(2, ONE),)], [(Send(3, ONE),)], [(Receive(0, ONE),)], [(Receive(1, ONE),)]
     schedules = [Schedule(1, tuple(rounds_of_rank)) for rounds_of_rank in rounds]
     assert predict(schedules, 100, LINK, hosts=hosts) == near(A + shares * 100 * B)
 
 
-def test_a_port_within_the_host_is_apart_from_the_port_to_others() -> None:
+def test_a_port_within_the_host_is_separate_from_the_port_to_other_hosts() -> None:
     rounds: list[list[Round]] = [[(Send(1, ONE), Send(2, ONE))], [(Receive(0, ONE),)], [(Receive(0, ONE),)]]
     schedules = [Schedule(1, tuple(rounds_of_rank)) for rounds_of_rank in rounds]
     assert predict(schedules, 100, LINK, hosts=[0, 0, 0]) == near(A + 2 * 100 * B)
@@ -198,7 +198,7 @@ def test_copies_cost_nothing_and_empty_rounds_neither() -> None:
     assert predict([], 8, LINK) == 0.0
 
 
-def test_ranks_that_wait_for_ever_are_reported() -> None:
+def test_endless_waits_are_reported() -> None:
     with pytest.raises(ScheduleError, match="rank 1 in round 0 of 2 waits forever"):
         run([], [(Receive(0, ONE),), ()])
 

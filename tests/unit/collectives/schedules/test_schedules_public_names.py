@@ -26,8 +26,8 @@ def test_imports_are_pure() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                ours = name == "paceline.errors" or name.startswith("paceline.collectives.schedules")
-                assert ours or name.split(".")[0] in PURE, f"{path.name} imports {name}"
+                is_internal = name == "paceline.errors" or name.startswith("paceline.collectives.schedules")
+                assert is_internal or name.split(".")[0] in PURE, f"{path.name} imports {name}"
 
 
 def test_examples_in_docstrings_are_true() -> None:

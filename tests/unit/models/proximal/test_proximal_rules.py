@@ -30,8 +30,8 @@ from paceline.ps import ProximalNewton, SparseStore
 from paceline.tables.rules.proximal import proximal_step
 from paceline.tables.spec import TableSpec
 
-numbers = st.integers(-80, 80).map(lambda each: each / 10)
-penalties = st.integers(0, 40).map(lambda each: each / 10)
+numbers = st.integers(-80, 80).map(lambda number: number / 10)
+penalties = st.integers(0, 40).map(lambda number: number / 10)
 
 
 @given(weight=numbers, gradient=numbers, bound=st.floats(0.01, 8), l1=penalties, l2=penalties)
@@ -40,9 +40,9 @@ def test_a_proximal_step_is_the_best_one(weight: float, gradient: float, bound: 
         after = weight + step
         return gradient * step + bound * step * step / 2 + l1 * np.abs(after) + l2 * after * after / 2
 
-    step = float(proximal_step(*(np.float64(each) for each in (weight, gradient, bound, l1, l2))))  # type: ignore[arg-type]
-    others = np.concatenate([step + np.linspace(-1, 1, 201), [-weight, 0.0]])
-    assert objective(step) <= objective(others).min() + 1e-9
+    step = float(proximal_step(*(np.float64(number) for number in (weight, gradient, bound, l1, l2))))  # type: ignore[arg-type]
+    candidates = np.concatenate([step + np.linspace(-1, 1, 201), [-weight, 0.0]])
+    assert objective(step) <= objective(candidates).min() + 1e-9
 
 
 def push(store: SparseStore, key: int, *pairs: tuple[float, float]) -> list[float]:
@@ -53,15 +53,15 @@ def push(store: SparseStore, key: int, *pairs: tuple[float, float]) -> list[floa
     return out.tolist()
 
 
-def test_a_row_is_described_and_then_steps_within_its_radius() -> None:
+def test_a_row_is_described_and_then_steps_within_the_radius() -> None:
     store = SparseStore(dim=2, rule=ProximalNewton(l1=1.0, l2=0.5))
     assert push(store, 1, (6.0, -3.0)) == [6.0, 3.0]  # three values whose mean is 2: a unit is a half
-    assert push(store, 1, (-100.0, 4.0)) == [0.5, -100.0]  # as far as one unit
+    assert push(store, 1, (-100.0, 4.0)) == [0.5, -100.0]  # by one unit at most
     assert push(store, 1, (-100.0, 4.0)) == pytest.approx([0.5 + 2 * 0.5 + 0.1 * 0.5, -100.0])
     assert push(store, 1, (7.0, 0.0))[1] == 7.0  # a sum, which moves nothing
     assert push(store, 2, (-3.0, -3.0), (0.25, 4.0)) == [-0.0625, 0.25]  # without a penalty
     assert push(store, 3, (3.0, -3.0), (0.25, 4.0)) == [0.0, 0.25]  # less than the penalty
-    assert push(store, 1, (6.0, -3.0), (0.0, 4.0)) == [0.0, 0.0]  # described anew, it begins at 0
+    assert push(store, 1, (6.0, -3.0), (0.0, 4.0)) == [0.0, 0.0]  # described again, it begins at 0
 
 
 def test_the_rule_is_for_rows_of_two_values() -> None:
@@ -72,13 +72,13 @@ def test_the_rule_is_for_rows_of_two_values() -> None:
 
 @given(weight=numbers, gradient=numbers, l1=penalties, l2=penalties)
 def test_only_optimal_weights_have_no_violation(weight: float, gradient: float, l1: float, l2: float) -> None:
-    found = rules.violations(*(np.array([each]) for each in (weight, gradient, l1, l2)))[0]
-    step = proximal_step(*(np.array([each]) for each in (weight, gradient, 1.0, l1, l2)))[0]
+    found = rules.violations(*(np.array([number]) for number in (weight, gradient, l1, l2)))[0]
+    step = proximal_step(*(np.array([number]) for number in (weight, gradient, 1.0, l1, l2)))[0]
     assert found >= 0
     assert (found < 1e-9) == (abs(step) < 1e-9) or found < 1e-6
 
 
-def test_the_filter_leaves_weights_that_may_move() -> None:
+def test_the_filter_keeps_moving_weights_active() -> None:
     weights, gradients = np.array([0.0, 0.0, 0.0, 2.0, 0.0]), np.array([0.5, -0.95, 1.5, 0.0, 0.0])
     l1 = np.array([1.0, 1.0, 1.0, 1.0, 0.0])
     assert rules.stay_active(weights, gradients, l1, np.full(5, 0.1)).tolist() == [False, True, True, True, True]
@@ -105,25 +105,25 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str
 
 
 @given(st.integers(1, 300), st.integers(1, 40))
-def test_each_column_is_in_one_block(num_columns: int, num_blocks: int) -> None:
+def test_every_column_is_in_one_block(num_columns: int, num_blocks: int) -> None:
     places = np.sort(places_of(np.arange(num_columns, dtype=np.uint64)))
     starts = block_starts(places, num_blocks)
     assert (starts[0], starts[-1], len(starts)) == (0, num_columns, num_blocks + 1)
     assert (np.diff(starts) >= 0).all()
-    assert [int(each) * num_blocks >> 64 for each in places] == np.repeat(
+    assert [int(position) * num_blocks >> 64 for position in places] == np.repeat(
         np.arange(num_blocks), np.diff(starts)
     ).tolist()
     assert sorted(block_order(num_blocks)) == list(range(num_blocks))
 
 
-def test_blocks_are_as_many_as_the_ratio_says() -> None:
+def test_the_ratio_determines_the_number_of_blocks() -> None:
     assert count_blocks(4.0, 1400, 100, 120) == 56
     assert count_blocks(4.0, 1400, 100, 10) == 10
     assert count_blocks(0.01, 1400, 100, 120) == count_blocks(4.0, 0, 0, 0) == 1
 
 
 @given(st.integers(1, 20), st.integers(0, 25))
-def test_a_moving_block_carries_its_pending_updates(num_steps: int, max_delay: int) -> None:
+def test_a_moving_block_carries_pending_updates(num_steps: int, max_delay: int) -> None:
     together = [set(moving_with(step, num_steps, max_delay)) for step in range(num_steps)]
     for a in range(num_steps):
         for b in range(num_steps):
@@ -133,7 +133,7 @@ def test_a_moving_block_carries_its_pending_updates(num_steps: int, max_delay: i
 # Convergence.
 
 
-def test_it_ends_when_a_pass_over_all_columns_is_at_rest() -> None:
+def test_training_ends_when_a_pass_over_all_columns_changes_little() -> None:
     run = Convergence(100.0, 1e-3, 1000)
     run.note_pass(50.0)
     assert (run.change, run.is_over_all, run.is_over) == (1.0, False, False)
@@ -147,12 +147,16 @@ def test_it_ends_when_a_pass_over_all_columns_is_at_rest() -> None:
     assert run.is_over
 
 
-def test_there_is_a_look_at_all_columns_now_and_then_and_an_end() -> None:
+def test_passes_over_all_columns_occur_regularly() -> None:
     run, over_all = Convergence(2.0**40, 1e-9, 25), []
     while not run.is_over:
         over_all.append(run.is_over_all)
         run.note_pass(2.0 ** (39 - run.num_passes))
-    assert [number for number, each in enumerate(over_all) if each] == [0, FULL_PASS_INTERVAL, 2 * FULL_PASS_INTERVAL]
+    assert [number for number, is_full in enumerate(over_all) if is_full] == [
+        0,
+        FULL_PASS_INTERVAL,
+        2 * FULL_PASS_INTERVAL,
+    ]
     assert (run.num_passes, run.has_converged) == (25, False)
 
 
@@ -186,7 +190,7 @@ def by_column(batch: Batch) -> ExampleColumns:
 @pytest.mark.parametrize("ones", [False, True])
 @num_examples(25)
 @given(seed=st.integers(0, 10_000))
-def test_a_step_within_the_radii_lowers_the_loss_as_its_bound_says(seed: int, ones: bool, weighted: bool) -> None:
+def test_a_step_within_the_radii_lowers_the_loss_as_bounded(seed: int, ones: bool, weighted: bool) -> None:
     """Whatever the columns, and however they meet: so a pass without delay never raises the objective."""
     batch, dense = examples(seed, ones=ones, weighted=weighted)
     columns, random = by_column(batch), np.random.default_rng(seed)
@@ -236,7 +240,7 @@ def test_values_of_zero_are_no_values_and_columns_are_sorted_by_place() -> None:
     assert (nothing.num_examples, nothing.num_values, nothing.keys.tolist()) == (0, 0, [int(BIAS_KEY)])
 
 
-def test_examples_that_do_not_fit_are_refused() -> None:
+def test_invalid_examples_are_refused() -> None:
     batch, _ = examples(3, ones=True, weighted=False)
     with pytest.raises(DataError, match=r"do not fit into this worker's memory by column: 0 MiB more are needed"):
         ColumnCollector(available_bytes=100).add(batch)

@@ -28,17 +28,17 @@ LOST = ValueError("lost")
 class Runtime:
     """A client's core and its sent messages, by server: (kind, sequence, clock, buckets) or a Resync."""
 
-    def __init__(self, *, is_worker: bool = True, is_sequential: bool = True, behind: int | None = None) -> None:
+    def __init__(self, *, is_worker: bool = True, is_sequential: bool = True, replica: int | None = None) -> None:
         self.core = ClientCore(is_worker=is_worker, is_sequential=is_sequential)
-        self.behind = behind
+        self.replica = replica
         self.sent: dict[int, list[object]] = {}
-        self.asks: list[RequestJoin] = []
+        self.join_requests: list[RequestJoin] = []
         self.released: list[Request] = []
 
     def view(self, version: int, leads: dict[int, int], lost: int = 0) -> None:
         """Apply a view, clear `sent`, and connect to the new servers."""
         self.sent = {server: [] for server in leads}
-        groups = [chain_group((server,), self.behind, buckets) for server, buckets in leads.items()]
+        groups = [chain_group((server,), self.replica, buckets) for server, buckets in leads.items()]
         groups += [chain_group((), None, lost)] if lost else []
         self.execute(self.core.change(version, tuple(groups), LOST))
 
@@ -59,7 +59,7 @@ class Runtime:
                 case Resync(server):
                     self.sent.setdefault(server, []).append(instruction)
                 case RequestJoin():
-                    self.asks.append(instruction)
+                    self.join_requests.append(instruction)
                 case Discard(request):
                     self.released.append(request)
 
@@ -101,9 +101,9 @@ class Runtime:
         return made
 
 
-def joined(behind: int | None = 9, **leads: int) -> Runtime:
+def joined(replica: int | None = 9, **leads: int) -> Runtime:
     """A worker that takes part in iterations."""
-    runtime = Runtime(behind=behind)
+    runtime = Runtime(replica=replica)
     runtime.core.takes_part = True
     runtime.view(1, {int(name[1:]): buckets for name, buckets in leads.items()})
     return runtime
@@ -124,9 +124,9 @@ def test_rejected_requests_are_resent_in_order_before_a_resync() -> None:
         (RequestKind.PUSH, 1, 0, 1), (RequestKind.PUSH, 2, 0, 1), (RequestKind.PULL, 2, 0, 1),
         (RequestKind.PUSH, 3, 1, 1), Resync(1, 2, 1, True),
     ]  # fmt: skip
-    assert not any(each.is_done for each in (first, second, pull, late))
+    assert not any(request.is_done for request in (first, second, pull, late))
     runtime.answer(1)
-    assert all(each.is_done for each in (first, second, pull, late))
+    assert all(request.is_done for request in (first, second, pull, late))
 
 
 def test_answers_to_replaced_requests_are_ignored() -> None:
@@ -150,8 +150,8 @@ def test_a_request_sent_twice_has_two_answers() -> None:
     assert session.repeat_from(first) == [first, second, pull]  # the server rejects each request
     session.refused(second)  # the word on it came by a newer view, which it is refused for again
     runtime.view(2, {1: 1})
-    assert [session.orphan_answered(each.number) for each in (first, second, pull, pull)] == [True] * 4
-    assert not any(session.orphan_answered(each.number) for each in (first, second, pull))
+    assert [session.orphan_answered(request.number) for request in (first, second, pull, pull)] == [True] * 4
+    assert not any(session.orphan_answered(request.number) for request in (first, second, pull))
     assert session.num_bodies == 1  # of the pull in the place of the former
 
     [third], [fourth] = runtime.push(1), runtime.push(1)
@@ -161,10 +161,10 @@ def test_a_request_sent_twice_has_two_answers() -> None:
     session.repeat_from(third)
     session.disconnected()
     runtime.view(3, {1: 1})
-    assert not any(session.orphan_answered(each.number) for each in (third, fourth))
+    assert not any(session.orphan_answered(request.number) for request in (third, fourth))
 
 
-def test_a_push_that_reads_and_ends_the_iteration_becomes_a_push_and_a_pull_of_the_next() -> None:
+def test_a_reading_push_at_the_end_of_an_iteration_becomes_a_push_and_a_pull() -> None:
     runtime = joined(None, s1=0b0011, s2=0b1100)
     parts = runtime.make(RequestKind.PUSH_PULL, 0b1111, ends_iteration=True)
     runtime.view(2, {1: 0b0101, 2: 0b1010})
@@ -208,7 +208,7 @@ def test_after_a_lost_connection_all_pending_requests_are_resent() -> None:
     ]  # fmt: skip
 
 
-def test_calls_outlive_a_view_unless_their_server_leaves() -> None:
+def test_calls_outlive_a_view_unless_the_server_leaves() -> None:
     runtime = joined(None, s1=0b01, s2=0b10)
     calls = [session.request(RequestKind.CALL, 0, 0) for session in runtime.core.sessions.values()]
     for call in calls:
@@ -223,26 +223,26 @@ def test_calls_outlive_a_view_unless_their_server_leaves() -> None:
 
 
 @pytest.mark.parametrize("is_worker", [True, False])
-def test_only_workers_send_their_clocks(is_worker: bool) -> None:
+def test_only_workers_send_clocks(is_worker: bool) -> None:
     runtime = Runtime(is_worker=is_worker)
     runtime.view(1, {1: 1})  # the first too: a server that leads by it waits for all workers that it names
     assert runtime.sent[1] == [Resync(1, 1, 0, False)] * is_worker
     runtime.view(2, {1: 0b01, 2: 0b10})
-    said = [Resync(server, 2, 0, False) for server in (1, 2) if is_worker]
-    assert [each for sent in runtime.sent.values() for each in sent] == said
+    expected = [Resync(server, 2, 0, False) for server in (1, 2) if is_worker]
+    assert [message for sent in runtime.sent.values() for message in sent] == expected
     with pytest.raises(UsageError, match="take part in the iterations"):
         runtime.core.check_takes_part()
 
 
-def test_a_worker_joins_at_the_latest_iteration_that_a_server_names() -> None:
+def test_a_worker_joins_at_the_latest_reported_iteration() -> None:
     runtime = Runtime()
     runtime.view(1, {1: 0b01, 2: 0b10})
     core = runtime.core
     runtime.execute(core.join())
-    assert runtime.asks == [RequestJoin(1, 1, 0), RequestJoin(2, 1, 0)]
+    assert runtime.join_requests == [RequestJoin(1, 1, 0), RequestJoin(2, 1, 0)]
     runtime.execute(core.joined(1, 1, 0))
     runtime.execute(core.joined(2, 1, 7))
-    assert runtime.asks[2:] == [RequestJoin(1, 2, 7), RequestJoin(2, 2, 7)]
+    assert runtime.join_requests[2:] == [RequestJoin(1, 2, 7), RequestJoin(2, 2, 7)]
     runtime.execute(core.joined(1, 1, 0))  # of a round that is over
     runtime.execute(core.joined(1, 2, 7))
     assert core.is_joining
@@ -264,7 +264,7 @@ def test_a_view_during_a_join_makes_the_worker_join_all_servers_again() -> None:
     runtime.execute(runtime.core.joined(1, 1, 5))
     runtime.view(2, {1: 0b01, 3: 0b10})
     assert runtime.sent[1] == [Resync(1, 2, 0, False)]
-    assert runtime.asks[2:] == [RequestJoin(1, 2, 5), RequestJoin(3, 2, 5)]
+    assert runtime.join_requests[2:] == [RequestJoin(1, 2, 5), RequestJoin(3, 2, 5)]
     assert runtime.core.joined(2, 1, 5) == []
     runtime.core.stop_joining()
     assert not runtime.core.is_joining
@@ -283,7 +283,7 @@ def test_a_call_to_join_comes_after_the_resync() -> None:
     runtime.push(0b01)
     runtime.sent = {}
     runtime.execute(runtime.core.connected(1))
-    assert [each if isinstance(each, Resync) else each[0] for each in runtime.sent[1]] == [  # type: ignore[index]
+    assert [message if isinstance(message, Resync) else message[0] for message in runtime.sent[1]] == [  # type: ignore[index]
         RequestKind.PUSH,
         RequestKind.PUSH,
         Resync(1, 2, 0, False),
@@ -291,13 +291,13 @@ def test_a_call_to_join_comes_after_the_resync() -> None:
     ]
 
 
-def test_answered_pushes_are_retained_until_they_are_stable() -> None:
+def test_answered_pushes_are_retained_until_stable() -> None:
     runtime = joined(s1=0b01, s2=0b10)
     for _ in range(3):
         runtime.answered_push(0b11)
         runtime.core.tick()
     assert runtime.core.unstable() is runtime.core.sessions[1]
-    assert [each.sequence for each in runtime.core.sessions[2].stabilize(1)] == [1]
+    assert [message.sequence for message in runtime.core.sessions[2].stabilize(1)] == [1]
     assert runtime.core.sessions[2].stabilize(1) == []
     runtime.view(2, {1: 0b11})
     assert runtime.sent[1] == [(RequestKind.PUSH, 2, 1, 0b10), (RequestKind.PUSH, 3, 2, 0b10), Resync(1, 2, 3, True)]
@@ -340,10 +340,10 @@ def test_nothing_is_retained_without_replicas() -> None:
     runtime = joined(None, s1=0b01, s2=0b10)
     runtime.answered_push(0b11)
     assert not runtime.core.has_unfinished
-    runtime.behind = 9
+    runtime.replica = 9
     runtime.view(2, {1: 0b01, 2: 0b10})
     runtime.answered_push(0b11)
-    runtime.behind = None
+    runtime.replica = None
     # In the first view without retention, moved pushes are resent and the others released.
     runtime.view(3, {1: 0b01, 3: 0b10})
     assert runtime.sent[1] == [Resync(1, 3, 0, True)]
@@ -364,26 +364,26 @@ def test_a_retired_worker_retains_nothing() -> None:
 
 def test_requests_for_lost_buckets_fail() -> None:
     runtime = joined(None, s1=0b001, s2=0b110)
-    [there, gone] = runtime.push(0b011)
-    [whole_pull] = runtime.make(RequestKind.PULL, 0b110)
+    [living, lost_push] = runtime.push(0b011)
+    [full_pull] = runtime.make(RequestKind.PULL, 0b110)
     runtime.view(2, {1: 0b011}, lost=0b100)
     assert runtime.core.lost == 0b100
-    assert [each.error for each in (there, gone, whole_pull)] == [None, None, LOST]
-    assert [whole_pull.is_done] == [False]  # a part of it is still awaited
+    assert [request.error for request in (living, lost_push, full_pull)] == [None, None, LOST]
+    assert [full_pull.is_done] == [False]  # a part is still missing
     runtime.answer(1)
-    assert whole_pull.is_done
-    assert runtime.core.failures == [whole_pull]
-    runtime.core.report(whole_pull)
+    assert full_pull.is_done
+    assert runtime.core.failures == [full_pull]
+    runtime.core.report(full_pull)
     assert runtime.core.failures == []
 
 
 def test_a_failed_replacement_fails_the_request() -> None:
     runtime = joined(None, s1=0b1)
-    [told], [untold] = runtime.push(1), runtime.push(1)
-    runtime.core.report(told)
+    [reported], [unreported] = runtime.push(1), runtime.push(1)
+    runtime.core.report(reported)
     runtime.view(2, {2: 1})
     session = runtime.core.sessions[2]
     for request in session.unanswered():
         session.failed(request, LOST)
-    assert [told.error, untold.error] == [LOST, LOST]
-    assert runtime.core.failures == [untold]
+    assert [reported.error, unreported.error] == [LOST, LOST]
+    assert runtime.core.failures == [unreported]

@@ -23,42 +23,42 @@ class Cluster:
         self.membership = Membership(0)
         self.workers = [self.membership.register(f"w{rank}", Role.WORKER, 0.0) for rank in range(num_workers)]
 
-    def ask(
+    def send_request(
         self, incarnation: int, request: messages.JobRequest | messages.CountersReceived
     ) -> list[tuple[object, object]]:
         """Return who is answered what."""
-        asked = ReceivedRequest(incarnation, incarnation, incarnation, request)
-        return [(each.call, each.content) for each in self.core.handle(asked, self.membership, 1.0)]
+        received = ReceivedRequest(incarnation, incarnation, incarnation, request)
+        return [(answer.call, answer.content) for answer in self.core.handle(received, self.membership, 1.0)]
 
     def post(self) -> list[tuple[object, object]]:
-        return self.ask(9, messages.PostJob(spec=SPEC))
+        return self.send_request(9, messages.PostJob(spec=SPEC))
 
 
-def test_the_next_job_waits_for_workers_that_are_at_the_one_before() -> None:
+def test_the_next_job_waits_for_workers_of_the_previous_job() -> None:
     """They may wait for iterations of all others, which would wait for them at the beginning of the next."""
     cluster = Cluster(2)
-    first, second = (each.incarnation for each in cluster.workers)
+    first, second = (worker.incarnation for worker in cluster.workers)
     cluster.post()
-    assert cluster.ask(first, messages.GetJob(after=0)) == [(first, Job(number=1))]
-    assert cluster.ask(second, messages.GetJob(after=0)) == [(second, Job(number=1))]
+    assert cluster.send_request(first, messages.GetJob(after=0)) == [(first, Job(number=1))]
+    assert cluster.send_request(second, messages.GetJob(after=0)) == [(second, Job(number=1))]
     assert cluster.post() == [(9, 2)]
-    assert cluster.ask(first, messages.GetJob(after=1)) == []
-    ((_, state),) = cluster.ask(9, messages.JobStatus(job=2))
+    assert cluster.send_request(first, messages.GetJob(after=1)) == []
+    ((_, state),) = cluster.send_request(9, messages.JobStatus(job=2))
     assert isinstance(state, JobState)
     assert state.busy_ranks == (1,)
-    assert cluster.ask(second, messages.GetJob(after=1)) == [(first, Job(number=2)), (second, Job(number=2))]
+    assert cluster.send_request(second, messages.GetJob(after=1)) == [(first, Job(number=2)), (second, Job(number=2))]
 
 
 def test_a_departed_worker_is_not_waited_for() -> None:
     cluster = Cluster(2)
     first, second = cluster.workers
     cluster.post()
-    for each in cluster.workers:
-        cluster.ask(each.incarnation, messages.GetJob(after=0))
+    for worker in cluster.workers:
+        cluster.send_request(worker.incarnation, messages.GetJob(after=0))
     cluster.post()
-    cluster.ask(first.incarnation, messages.GetJob(after=1))
+    cluster.send_request(first.incarnation, messages.GetJob(after=1))
     answers = cluster.core.removed(second, second.incarnation, is_lost=True, time_s=1.0)
-    assert [(each.call, each.content) for each in answers] == [(first.incarnation, Job(number=2))]
+    assert [(answer.call, answer.content) for answer in answers] == [(first.incarnation, Job(number=2))]
 
 
 def remembered(member: Member, **memory: object) -> Remembered:
@@ -73,7 +73,7 @@ def test_a_finished_worker_gets_the_job_again_when_shards_are_returned() -> None
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
     cluster.core.restore([remembered(poster, posted=SPEC), remembered(worker, working=True)], [], 1.0, term=7)
     me = worker.incarnation
-    assert cluster.ask(me, messages.GetJob(after=1)) == [(me, Job(number=1))]
+    assert cluster.send_request(me, messages.GetJob(after=1)) == [(me, Job(number=1))]
 
 
 def test_the_next_scheduler_restores_busy_workers() -> None:
@@ -81,8 +81,8 @@ def test_the_next_scheduler_restores_busy_workers() -> None:
     busy, idle = cluster.workers
     cluster.core.restore([remembered(busy, working=True, is_busy=True), remembered(idle)], [], 1.0, term=7)
     cluster.post()
-    assert cluster.ask(idle.incarnation, messages.GetJob(after=1)) == []
-    assert len(cluster.ask(busy.incarnation, messages.GetJob(after=1))) == 2
+    assert cluster.send_request(idle.incarnation, messages.GetJob(after=1)) == []
+    assert len(cluster.send_request(busy.incarnation, messages.GetJob(after=1))) == 2
 
 
 def test_a_job_number_is_never_reused() -> None:
@@ -100,46 +100,46 @@ def test_a_job_number_is_never_reused() -> None:
 def test_a_departed_worker_gets_no_job_and_counts_nothing() -> None:
     """Its connection may outlive it; the next job would wait for it forever."""
     cluster = Cluster(2)
-    lives, gone = cluster.workers
+    lives, dead = cluster.workers
     cluster.post()
-    cluster.membership.remove(gone.incarnation)
-    cluster.core.removed(gone, gone.incarnation, is_lost=True, time_s=1.0)
+    cluster.membership.remove(dead.incarnation)
+    cluster.core.removed(dead, dead.incarnation, is_lost=True, time_s=1.0)
     with pytest.raises(PeerError, match="not a worker of the cluster"):
-        cluster.ask(gone.incarnation, messages.GetJob(after=0))
-    cluster.ask(gone.incarnation, messages.CountersReceived(counters={"job": 1.0, "examples": 9.0}))
-    ((_, state),) = cluster.ask(9, messages.JobStatus(job=1))
+        cluster.send_request(dead.incarnation, messages.GetJob(after=0))
+    cluster.send_request(dead.incarnation, messages.CountersReceived(counters={"job": 1.0, "examples": 9.0}))
+    ((_, state),) = cluster.send_request(9, messages.JobStatus(job=1))
     assert isinstance(state, JobState)
     assert state.progress == {}
     cluster.post()
-    assert cluster.ask(lives.incarnation, messages.GetJob(after=1)) == [(lives.incarnation, Job(number=2))]
+    assert cluster.send_request(lives.incarnation, messages.GetJob(after=1)) == [(lives.incarnation, Job(number=2))]
 
 
 def test_many_workers_end_a_strided_job_in_no_time() -> None:
     """Each worker searched each stride for each other worker."""
     num_workers = 300
     cluster = Cluster(num_workers)
-    cluster.ask(10**6, messages.PostJob(spec=replace(SPEC, files=(num_workers,), assignment="strided")))
+    cluster.send_request(10**6, messages.PostJob(spec=replace(SPEC, files=(num_workers,), assignment="strided")))
     began_s = time.process_time()
     for event in (messages.GetJob(after=0), messages.TakeLease(job=1, wait=False)):
         for worker in cluster.workers:
-            cluster.ask(worker.incarnation, event)
+            cluster.send_request(worker.incarnation, event)
     for lease, worker in enumerate(cluster.workers):
-        cluster.ask(worker.incarnation, messages.LeaseDone(job=1, lease=lease, progress={}))
-        cluster.ask(worker.incarnation, messages.GetJob(after=1))
+        cluster.send_request(worker.incarnation, messages.LeaseDone(job=1, lease=lease, progress={}))
+        cluster.send_request(worker.incarnation, messages.GetJob(after=1))
     assert time.process_time() - began_s < 1.0  # 0.1 s
 
 
 def test_a_cluster_belongs_to_one_poster_until_it_leaves() -> None:
     cluster = Cluster(1)
-    assert cluster.ask(9, messages.ClaimCluster()) == [(9, True)]
-    assert cluster.ask(8, messages.ClaimCluster()) == [(8, False)]
+    assert cluster.send_request(9, messages.ClaimCluster()) == [(9, True)]
+    assert cluster.send_request(8, messages.ClaimCluster()) == [(8, False)]
     with pytest.raises(PeerError, match="another training uses this cluster"):
-        cluster.ask(8, messages.PostJob(spec=SPEC))
+        cluster.send_request(8, messages.PostJob(spec=SPEC))
     assert cluster.post() == [(9, 1)]
-    assert cluster.ask(9, messages.ClaimCluster()) == [(9, True)]
+    assert cluster.send_request(9, messages.ClaimCluster()) == [(9, True)]
     with pytest.raises(PeerError, match="another training uses this cluster"):
-        cluster.ask(8, messages.PostJob(spec=SPEC))
+        cluster.send_request(8, messages.PostJob(spec=SPEC))
     cluster.core.forget(9)
-    assert cluster.ask(8, messages.ClaimCluster()) == [(8, True)]
+    assert cluster.send_request(8, messages.ClaimCluster()) == [(8, True)]
     cluster.core.forget(8)
     assert cluster.post() == [(9, 2)]

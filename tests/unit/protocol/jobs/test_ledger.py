@@ -40,10 +40,10 @@ class Worker:
 
     def answer(self, ledger: JobLedger) -> Lease | None:
         """Return the answer to this worker."""
-        for each in ledger.leases.take_answers():
-            assert isinstance(each.call, Worker)
-            assert each.call._answer is None
-            each.call._answer = each.content
+        for reply in ledger.leases.take_answers():
+            assert isinstance(reply.call, Worker)
+            assert reply.call._answer is None
+            reply.call._answer = reply.content
         answer, self._answer = self._answer, None
         return answer
 
@@ -83,7 +83,7 @@ def test_strided_shards_are_leased_when_all_workers_have_requested() -> None:
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
-def test_a_worker_that_leaves_before_its_request_is_not_waited_for(is_dead: bool) -> None:
+def test_a_job_does_not_wait_for_a_worker_after_departure(is_dead: bool) -> None:
     ledger = JobLedger(1, spec((2,), assignment="strided"), 2, [0, 1])
     first = Worker(0)
     assert first.take(ledger) is None
@@ -118,7 +118,7 @@ def test_the_end_of_a_file_becomes_known() -> None:
     assert news.ended == {0: 1}
 
 
-def test_a_report_counts_when_its_shard_is_done_and_that_is_known_when_the_report_is_taken() -> None:
+def test_a_report_counts_when_the_shard_is_done() -> None:
     ledger = JobLedger(1, spec((1,)), 1, [0])
     worker = Worker(0)
     ledger.take_news()
@@ -139,14 +139,14 @@ def test_later_shards_become_known_with_a_delayed_report() -> None:
     """The counters of the later one include the earlier one's, which may have to be done again."""
     ledger = JobLedger(1, spec((4,)), 2, [0, 1])
     worker, other = Worker(0), Worker(1)
-    first, second, others = taken(worker, ledger), taken(worker, ledger), taken(other, ledger)
+    first, second, foreign = taken(worker, ledger), taken(worker, ledger), taken(other, ledger)
     ledger.take_news()
     worker.predict(ledger, 1, first)
     worker.done(ledger, first, 5.0)
     worker.done(ledger, second, 7.0)
     assert ledger.take_news() is None
-    other.done(ledger, others, 1.0)
-    assert news_of(ledger) == [others.key]
+    other.done(ledger, foreign, 1.0)
+    assert news_of(ledger) == [foreign.key]
     taken_report = ledger.take_report()
     assert taken_report is not None
     assert (taken_report[0].done, taken_report[0].done_counters["examples"]) == ((first.key, second.key), 7.0)
@@ -178,7 +178,7 @@ def test_reports_and_counters_of_unfinished_shards_do_not_count(is_dead: bool) -
     assert taken(second, ledger).shard == 0
 
 
-def test_reports_of_a_lease_that_a_worker_does_not_hold_do_not_count() -> None:
+def test_reports_of_a_foreign_lease_do_not_count() -> None:
     ledger = JobLedger(1, spec((1,)), 1, [0])
     worker = Worker(0)
     ledger.take_news()
@@ -187,7 +187,7 @@ def test_reports_of_a_lease_that_a_worker_does_not_hold_do_not_count() -> None:
     assert (ledger.state(1, 2.0).num_reports, ledger.take_news()) == (0, None)
 
 
-def test_a_dead_workers_counters_since_its_last_shard_do_not_count() -> None:
+def test_counters_of_a_dead_worker_since_the_last_shard_do_not_count() -> None:
     ledger = JobLedger(1, spec((2,)), 1, [0])
     worker = Worker(0)
     worker.done(ledger, taken(worker, ledger), 5.0)
@@ -204,7 +204,7 @@ def test_counters_of_another_job_do_not_count() -> None:
     assert ledger.state(1, 2.0).progress == {}
 
 
-def test_a_job_that_has_failed_gives_nothing_to_do() -> None:
+def test_a_failed_job_grants_no_leases() -> None:
     ledger = JobLedger(1, spec((2,)), 2, [0, 1])
     first, second = Worker(0), Worker(1)
     taken(first, ledger)

@@ -33,7 +33,7 @@ def memory_of(ledger: MemberLedger, now_s: float = 1.0) -> JobMemory:
     return memory
 
 
-def test_a_worker_records_its_leases_and_finished_shards() -> None:
+def test_a_worker_records_leases_and_finished_shards() -> None:
     ledger = MemberLedger()
     ledger.incarnation = 5
     assert ledger.memory(1.0) is None
@@ -66,7 +66,7 @@ def test_reports_are_counted_and_kept_until_the_next_job() -> None:
     ledger.sent(done)
     ledger.sent(messages.Report(job=1, fields={}))
     *reports, last = ledger.again()
-    assert [(each.number, body) for each, body in reports if isinstance(each, messages.Report)] == [
+    assert [(report.number, body) for report, body in reports if isinstance(report, messages.Report)] == [
         (1, (b"body",)),
         (2, (b"body",)),
         (3, ()),
@@ -82,11 +82,11 @@ def test_a_worker_is_busy_until_it_requests_the_next_job() -> None:
     assert memory_of(ledger).is_busy
     ledger.sent(messages.GetJob(after=1))
     assert not memory_of(ledger).is_busy
-    give_job(ledger, 1)  # shards of it came back
+    give_job(ledger, 1)  # some shards were returned
     assert memory_of(ledger).is_busy
 
 
-def test_a_poster_records_its_job_and_reports() -> None:
+def test_a_poster_records_jobs_and_reports() -> None:
     ledger = MemberLedger()
     spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="strided")
     ledger.merge_news(JobRecord(number=1, num_workers=4))
@@ -103,11 +103,11 @@ def test_a_poster_records_its_job_and_reports() -> None:
         [(0, 0, 1), (1, 0, 0)],
         {2: {"examples": 4.0}},
     )
-    ledger.merge_news(JobRecord(number=2, num_workers=4))  # somebody else's
+    ledger.merge_news(JobRecord(number=2, num_workers=4))  # a job of another poster
     assert memory_of(ledger).posted is None
 
 
-def test_a_poster_records_the_duration_of_its_job() -> None:
+def test_a_poster_records_the_duration_of_the_job() -> None:
     ledger = MemberLedger()
     spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="first-come")
     ledger.answered(messages.PostJob(spec=spec), 1, 1.0)

@@ -41,12 +41,12 @@ class Cluster:
 
     def post(self, files: tuple[int | None, ...] = (2,), *, assignment: str = "first-come") -> int:
         post = messages.PostJob(spec=JobSpec(description=b"do", files=files, epochs=1, assignment=assignment))
-        (number,) = self.poster.ask(post)
+        (number,) = self.poster.send_request(post)
         assert isinstance(number, int)
         return number
 
     def state(self, number: int) -> JobState:
-        (state,) = self.poster.ask(messages.JobStatus(job=number))
+        (state,) = self.poster.send_request(messages.JobStatus(job=number))
         assert isinstance(state, JobState)
         return state
 
@@ -69,7 +69,7 @@ class Asker:
         self.received: list[messages.Answer] = []
         self.examples = 0.0
 
-    def ask(self, request: messages.JobRequest, body: bytes = b"") -> list[Any]:
+    def send_request(self, request: messages.JobRequest, body: bytes = b"") -> list[Any]:
         """Request something, and return all answers of now, to this request or to former ones."""
         incarnation = 0 if self.member is None else self.member.incarnation
         received = messages.ReceivedRequest(self, self, incarnation, request, body)
@@ -81,32 +81,32 @@ class Asker:
         return [answer.content for answer in answers]
 
     def get_job(self, after: int = 0) -> list[int]:
-        return [each.number for each in self.ask(messages.GetJob(after=after))]
+        return [answer.number for answer in self.send_request(messages.GetJob(after=after))]
 
     def take_lease(self, job: int, *, wait: bool = False) -> list[int]:
-        return [each.lease for each in self.ask(messages.TakeLease(job=job, wait=wait))]
+        return [answer.lease for answer in self.send_request(messages.TakeLease(job=job, wait=wait))]
 
     def done(self, job: int, lease: int) -> None:
         self.examples += 1.0
         progress = {"job": job, "examples": self.examples}
-        assert self.ask(messages.LeaseDone(job=job, lease=lease, progress=progress)) == [None]
+        assert self.send_request(messages.LeaseDone(job=job, lease=lease, progress=progress)) == [None]
 
 
-def test_a_worker_that_waits_gets_the_next_job() -> None:
+def test_a_waiting_worker_gets_the_next_job() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
     assert worker.get_job() == []
     number = cluster.post()
-    assert [each.number for each in worker.answers()] == [number]
+    assert [answer.number for answer in worker.answers()] == [number]
     assert worker.get_job() == [number]
-    assert worker.get_job(after=number) == [number]  # there are shards of it that nobody has
+    assert worker.get_job(after=number) == [number]  # some shards of it are free
     for _ in range(2):
         (lease,) = worker.take_lease(number)
         worker.done(number, lease)
     assert worker.get_job(after=number) == []
 
 
-def test_a_job_is_done_when_its_shards_are_and_its_workers_rest() -> None:
+def test_a_job_is_done_when_all_shards_are_done_and_all_workers_wait() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
     number = cluster.post()
@@ -156,9 +156,9 @@ def test_another_job_ends_the_one_before() -> None:
     (lease,) = first.take_lease(old)
     assert second.take_lease(old, wait=True) == []
     new = cluster.post()
-    assert [each.lease for each in second.answers()] == [ALL_DONE]
+    assert [answer.lease for answer in second.answers()] == [ALL_DONE]
     assert first.take_lease(old) == [ALL_DONE]
-    first.done(old, lease)  # it concerns nobody
+    first.done(old, lease)  # it affects no worker
     assert cluster.state(new).done == 0
     with pytest.raises(PeerError, match=f"job {old}"):
         cluster.state(old)
@@ -166,7 +166,7 @@ def test_another_job_ends_the_one_before() -> None:
         first.take_lease(new + 1)
 
 
-def test_a_job_fails_with_its_poster() -> None:
+def test_a_job_fails_with_the_poster() -> None:
     cluster = Cluster()
     number = cluster.post()
     assert cluster.jobs.concerns(cluster.poster)
@@ -181,7 +181,7 @@ def test_of_two_failures_the_first_counts() -> None:
     cluster = Cluster()
     number = cluster.post()
     for error in ("DataError", "UsageError"):
-        cluster.workers[0].ask(messages.JobFailed(job=number, error=error, message="bad"))
+        cluster.workers[0].send_request(messages.JobFailed(job=number, error=error, message="bad"))
     assert cluster.state(number).failed == ("DataError", "bad")
 
 
@@ -190,14 +190,14 @@ def test_a_duplicate_report_counts_once() -> None:
     number = cluster.post()
     report = messages.Report(job=number, fields={"kind": "loss"}, number=1)
     for _ in range(2):
-        cluster.workers[0].ask(report, b"body")
+        cluster.workers[0].send_request(report, b"body")
     assert cluster.state(number).num_reports == 1
     poster = cluster.poster
     received = messages.ReceivedRequest(poster, poster, 0, messages.TakeReports(job=number))
     (answer,) = cluster.jobs.handle(received, cluster.membership, 0.0)
     assert answer.body == b"body"
     assert answer.content.fields == {"kind": "loss"}
-    assert cluster.poster.ask(messages.TakeReports(job=number)) == [None]
+    assert cluster.poster.send_request(messages.TakeReports(job=number)) == [None]
 
 
 def test_the_end_of_the_cluster_answers_all_waiting_job_requests() -> None:
@@ -205,7 +205,7 @@ def test_the_end_of_the_cluster_answers_all_waiting_job_requests() -> None:
     first, second = cluster.workers
     assert first.get_job() == []
     cluster.deliver(cluster.jobs.end())
-    assert [each.number for each in first.answers()] == [-1]
+    assert [answer.number for answer in first.answers()] == [-1]
     assert second.get_job() == [-1]
 
 
@@ -213,7 +213,7 @@ def remembered(asker: Asker, job: JobMemory | None) -> Remembered:
     return Remembered(asker, asker.member or Member("poster", Role.OBSERVER, 0, 99), job)
 
 
-def test_a_new_scheduler_continues_the_job_of_its_members() -> None:
+def test_a_new_scheduler_continues_the_job_of_the_members() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
     posted = JobSpec(description=b"do", files=(3,), epochs=1, assignment="first-come")
@@ -238,7 +238,7 @@ def test_a_new_scheduler_continues_the_job_of_its_members() -> None:
     assert cluster.post() > 5, "another poster may have posted it"
 
 
-def test_a_job_of_a_lost_poster_ends_for_its_workers() -> None:
+def test_a_job_of_a_lost_poster_ends_for_the_workers() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
     cluster.jobs.restore([remembered(worker, JobMemory(record=JobRecord(number=4), working=True))], (), 0.0, term=2)

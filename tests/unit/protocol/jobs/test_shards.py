@@ -108,7 +108,7 @@ def test_a_contradictory_end_of_a_file(ended: ShardCountFound) -> None:
         handle(Shards([2]), ended)
 
 
-def test_strided_deals_each_worker_its_own() -> None:
+def test_strided_gives_every_worker_a_fixed_part() -> None:
     shards = Shards([3, 4], epochs=2, assignment="strided", num_workers=3)
     assert drain(shards, 1) == [(e, f, s) for e in (0, 1) for f, s in ((0, 1), (1, 1))]
     assert list(shards.waiting) == [1]
@@ -119,7 +119,7 @@ def test_strided_deals_each_worker_its_own() -> None:
     assert shards.progress() == (14, 14)
 
 
-def test_strided_leaves_a_lost_workers_part_to_the_others() -> None:
+def test_strided_leaves_the_part_of_a_lost_worker_to_other_workers() -> None:
     shards = Shards([6], assignment="strided", num_workers=2)
     feed(shards, ShardWanted(1), WorkerLost(1))
     assert drain(shards, 0) == [(0, 0, 1), (0, 0, 0), (0, 0, 2), (0, 0, 4), (0, 0, 3), (0, 0, 5)]
@@ -132,7 +132,7 @@ def test_strided_shards_of_a_lost_worker_come_before_the_next_epoch() -> None:
     assert drain(shards, 0) == [(e, 0, s) for e in (0, 1) for s in (0, 2, 1, 3)]
 
 
-def test_strided_a_worker_that_is_back_has_its_part_again() -> None:
+def test_strided_returns_the_part_to_a_returning_worker() -> None:
     shards = Shards([4], assignment="strided", num_workers=2)
     feed(shards, WorkerLost(1), ShardWanted(1), Done(1, 0))
     assert drain(shards, 0) == [(0, 0, 0), (0, 0, 2)]

@@ -79,8 +79,8 @@ class ShardsMachine(RuleBasedStateMachine):
         _, file, shard = key
         if shard >= self.sizes[file]:
             self.known[file] = True
-            gone = {n for n, (_, k) in self.open.items() if k[1] == file and k[2] >= self.sizes[file]}
-            self.open = {n: held for n, held in self.open.items() if n not in gone}
+            nonexistent = {n for n, (_, k) in self.open.items() if k[1] == file and k[2] >= self.sizes[file]}
+            self.open = {n: held for n, held in self.open.items() if n not in nonexistent}
             self.back = {k for k in self.back if k[1] != file or k[2] < self.sizes[file]}
             self.apply(ShardCountFound(file, self.sizes[file]))
         else:

@@ -19,7 +19,7 @@ def key_of(granted: Granted) -> Key:
     return granted.epoch, granted.file, granted.shard
 
 
-def test_a_restored_pool_continues_at_its_position() -> None:
+def test_a_restored_pool_continues_at_the_position() -> None:
     held = [Granted(1, 7, 0, 0, 2), Granted(2, 9, 0, 0, 4)]
     shards = Shards.restore([5], done=[(0, 0, 0), (0, 0, 3), (0, 0, 0)], held=held, last_lease=30)
     shards.validate()
@@ -31,7 +31,7 @@ def test_a_restored_pool_continues_at_its_position() -> None:
     assert granted.lease > 30
     assert handle(shards, Done(1, 7)) == []
     assert handle(shards, Done(1, 7)) == []  # again: no matter
-    assert handle(shards, Done(0, 12)) == []  # a lease that nobody was known to hold
+    assert handle(shards, Done(0, 12)) == []  # a lease without a recorded holder
     assert shards.progress() == (3, 5)
     handle(shards, WorkerLost(2))
     (again,) = handle(shards, ShardWanted(0))
@@ -65,18 +65,18 @@ class RestartMachine(RuleBasedStateMachine):
         self.shards = Shards(self.sizes, epochs, assignment, NUM_WORKERS)
         self.held: dict[int, dict[int, Granted]] = {worker: {} for worker in range(NUM_WORKERS)}
         self.known: dict[int, set[Key]] = {worker: set() for worker in range(NUM_WORKERS)}
-        self.said: list[tuple[int, int]] = []
+        self.reports: list[tuple[int, int]] = []
         self.last_lease = -1
         self.counted: list[Key] = []
         """A worker has done this shard, and a live member has a record."""
 
-    def apply(self, event: ShardWanted | Done | WorkerLost | ShardCountFound, *, heard: bool = True) -> None:
+    def apply(self, event: ShardWanted | Done | WorkerLost | ShardCountFound, *, is_delivered: bool = True) -> None:
         for instruction in handle(self.shards, event):
-            if isinstance(instruction, Granted) and heard:
+            if isinstance(instruction, Granted) and is_delivered:
                 every = [key_of(lease) for leases in self.held.values() for lease in leases.values()]
                 assert key_of(instruction) not in every, "two leases of one shard"
                 assert key_of(instruction) not in self.counted, "a shard that is done was leased again"
-                assert instruction.lease not in [number for _, number in self.said], "the number of a former lease"
+                assert instruction.lease not in [number for _, number in self.reports], "the number of a former lease"
                 self.held[instruction.worker][instruction.lease] = instruction
                 self.last_lease = max(self.last_lease, instruction.lease)
 
@@ -85,24 +85,24 @@ class RestartMachine(RuleBasedStateMachine):
         self.apply(ShardWanted(worker))
 
     @precondition(lambda self: any(self.held.values()))
-    @rule(data=st.data(), processed=st.booleans(), told=st.booleans())
-    def work(self, data: st.DataObject, processed: bool, told: bool) -> None:
+    @rule(data=st.data(), processed=st.booleans(), is_reported=st.booleans())
+    def work(self, data: st.DataObject, processed: bool, is_reported: bool) -> None:
         """A worker finishes a shard. The pool may die before it receives or forwards the report."""
         worker = data.draw(st.sampled_from(sorted(w for w, leases in self.held.items() if leases)))
         lease = data.draw(st.sampled_from(sorted(self.held[worker])))
-        self.finish(worker, lease, processed=processed, told=told)
-        if not (processed and told):
+        self.finish(worker, lease, processed=processed, is_reported=is_reported)
+        if not (processed and is_reported):
             self.die(set())
 
-    def finish(self, worker: int, lease: int, *, processed: bool = True, told: bool = True) -> None:
+    def finish(self, worker: int, lease: int, *, processed: bool = True, is_reported: bool = True) -> None:
         key = key_of(self.held[worker].pop(lease))
-        self.said.append((worker, lease))
+        self.reports.append((worker, lease))
         _, file, shard = key
         if shard >= self.real[file]:
             if self.sizes[file] is None:
                 self.sizes[file] = self.real[file]
                 for leases in self.held.values():
-                    for number in [n for n, each in leases.items() if self.is_past(key_of(each))]:
+                    for number in [n for n, lease in leases.items() if self.is_past(key_of(lease))]:
                         leases.pop(number)
             self.apply(ShardCountFound(file, self.real[file]))
             self.apply(Done(worker, lease))
@@ -110,8 +110,8 @@ class RestartMachine(RuleBasedStateMachine):
         self.counted.append(key)
         self.known[worker].add(key)
         if processed:
-            self.apply(Done(worker, lease), heard=told)
-            if told:
+            self.apply(Done(worker, lease), is_delivered=is_reported)
+            if is_reported:
                 for account in self.known.values():
                     account.add(key)
 
@@ -119,39 +119,39 @@ class RestartMachine(RuleBasedStateMachine):
         size = self.sizes[key[1]]
         return size is not None and key[2] >= size
 
-    @rule(worker=workers, unheard=st.booleans())
-    def lose(self, worker: int, unheard: bool) -> None:
+    @rule(worker=workers, is_undelivered=st.booleans())
+    def lose(self, worker: int, is_undelivered: bool) -> None:
         """A worker dies. Only the pool may have its records."""
         late = list(self.held[worker])
         self.held[worker] = {}
         self.apply(WorkerLost(worker))
         for number in late:
             self.apply(Done(worker, number))
-        if unheard:  # its successor is told nothing of what was before; the others know
+        if is_undelivered:  # the successor receives no earlier events; the other workers keep them
             self.known[worker] = set()
 
     @rule(lost=st.sets(workers, max_size=NUM_WORKERS - 1), repeated=st.booleans(), ungranted=st.sets(workers))
     def restart(self, lost: set[int], repeated: bool, ungranted: set[int]) -> None:
         for worker in sorted(ungranted):
-            self.apply(ShardWanted(worker), heard=False)  # granted, and the answer never came
+            self.apply(ShardWanted(worker), is_delivered=False)  # granted, and the answer never came
         self.die(lost)
         if repeated:
-            for worker, number in self.said:
+            for worker, number in self.reports:
                 self.apply(Done(worker, number))  # messages from before the restart are repeated
 
     def die(self, lost: set[int]) -> None:
         for worker in lost:
             self.held[worker], self.known[worker] = {}, set()
-        there = set(range(NUM_WORKERS)) - lost
-        union = set().union(*(self.known[worker] for worker in there))
+        present = set(range(NUM_WORKERS)) - lost
+        union = set().union(*(self.known[worker] for worker in present))
         self.counted = [key for key in self.counted if key in union]
         self.shards = Shards.restore(
             self.sizes,
             self.epochs,
             self.assignment,
             NUM_WORKERS,
-            done=[key for worker in there for key in sorted(self.known[worker])],
-            held=[lease for worker in there for lease in self.held[worker].values()],
+            done=[key for worker in present for key in sorted(self.known[worker])],
+            held=[lease for worker in present for lease in self.held[worker].values()],
             last_lease=self.last_lease,
         )
         for worker in lost:

@@ -17,13 +17,13 @@ ALL = 0b1111_1111
 # Forming.
 
 
-def test_a_cluster_forms_when_all_its_servers_are_there() -> None:
+def test_a_cluster_forms_when_all_servers_are_registered() -> None:
     scheduler = Scheduler(num_servers=2)
     w, a = scheduler.register(worker("w")), scheduler.register(server("a"))
     assert (scheduler.core.phase, scheduler.core.newest.num_waiting) == (Phase.FORMING, 1)
-    assert scheduler.said == []
+    assert scheduler.sent_instructions == []
     b = scheduler.register(server("b"))
-    assert [each.node for each in scheduler.view.members] == ["a", "b", "w"]
+    assert [member.node for member in scheduler.view.members] == ["a", "b", "w"]
     assert scheduler.view.voters == {a.incarnation, b.incarnation}
     assert len(scheduler.all(events.Publish)) == 1
     for node in (w, a, b):
@@ -35,7 +35,7 @@ def test_a_cluster_forms_when_all_its_servers_are_there() -> None:
     assert a.views.committed == b.views.committed == scheduler.view
 
 
-def test_a_cluster_without_servers_forms_with_its_first_worker() -> None:
+def test_a_cluster_without_servers_forms_with_the_first_worker() -> None:
     scheduler = Scheduler(num_servers=0)
     w = scheduler.register(worker("w"))
     assert scheduler.member(w) is not None
@@ -47,10 +47,10 @@ def test_members_get_the_requested_ranks() -> None:
     a, b = scheduler.register(server("a"), 1), scheduler.register(server("b"))
     c, d = scheduler.register(worker("c"), 5), scheduler.register(worker("d"))
     scheduler.tell(events.Flush())
-    ranks = {each.node: each.rank for each in scheduler.view.members}
+    ranks = {member.node: member.rank for member in scheduler.view.members}
     assert ranks == {"a": 1, "b": 0, "c": 5, "d": 0}
     assert scheduler.view.servers == {a.incarnation: 1, b.incarnation: 0}
-    assert len({each.incarnation for each in (a, b, c, d)}) == 4
+    assert len({member.incarnation for member in (a, b, c, d)}) == 4
 
 
 @pytest.mark.parametrize(("rank", "reason"), [(0, "node 's0'"), (-1, "negative")])
@@ -68,13 +68,13 @@ def test_a_rejected_server_does_not_count_as_an_initial_server() -> None:
     scheduler.register(server("a"), 0)
     refused = scheduler.register(server("b"), 0)
     assert isinstance(refused.fate, events.Reject)
-    assert scheduler.view.version == 0  # nothing is placed before both are there
+    assert scheduler.view.version == 0  # no bucket is placed before both servers are registered
     scheduler.register(server("c"))
     assert scheduler.view.version == 1
-    assert [each.node for each in scheduler.view.members] == ["a", "c"]
+    assert [member.node for member in scheduler.view.members] == ["a", "c"]
 
 
-def test_a_cluster_that_has_its_servers_takes_others_only_as_extra_ones() -> None:
+def test_a_complete_cluster_accepts_only_extra_servers() -> None:
     scheduler, _, _ = started(1)
     refused = scheduler.register(server("b"))
     assert isinstance(refused.fate, events.Reject)
@@ -104,11 +104,11 @@ def test_an_extra_server_does_not_count_as_an_initial_server() -> None:
     scheduler = Scheduler(num_servers=2)
     extra = scheduler.register(server("x"), is_extra=True)
     a, b = scheduler.register(server("a"), 0), scheduler.register(server("b"), 1)
-    assert [each.fate for each in (a, b, extra)] == [None, None, None]
+    assert [member.fate for member in (a, b, extra)] == [None, None, None]
     assert scheduler.view.servers == {a.incarnation: 0, b.incarnation: 1, extra.incarnation: 2}
 
 
-def test_one_that_goes_while_the_cluster_forms_is_forgotten() -> None:
+def test_a_departure_during_the_forming_is_forgotten() -> None:
     scheduler = Scheduler(num_servers=2)
     a = scheduler.register(server("a"))
     assert a.wire is not None
@@ -118,10 +118,10 @@ def test_one_that_goes_while_the_cluster_forms_is_forgotten() -> None:
     scheduler.register(server("c"))
     assert scheduler.core.phase is Phase.FORMING
     scheduler.register(a)
-    assert [each.node for each in scheduler.view.members] == ["c", "a"]
+    assert [member.node for member in scheduler.view.members] == ["c", "a"]
 
 
-def test_one_that_registers_again_while_the_cluster_forms_is_one() -> None:
+def test_a_second_registration_during_the_forming_is_one_member() -> None:
     scheduler = Scheduler(num_servers=2)
     a = server("a")
     scheduler.register(a)
@@ -139,25 +139,25 @@ def test_one_that_registers_again_while_the_cluster_forms_is_one() -> None:
 # Joining.
 
 
-def test_workers_that_come_at_once_are_published_together() -> None:
+def test_simultaneous_workers_are_published_together() -> None:
     scheduler, _, _ = started(1)
-    before, scheduler.said = scheduler.view, []
+    before, scheduler.sent_instructions = scheduler.view, []
     v, w = scheduler.register(worker("v")), scheduler.register(worker("w"))
-    assert scheduler.said == [events.FlushSoon()]
+    assert scheduler.sent_instructions == [events.FlushSoon()]
     assert scheduler.view is before
-    assert v.member is w.member is None  # should this scheduler die now, nobody knows of them
+    assert v.member is w.member is None  # if this scheduler dies now, no process has a record of them
     scheduler.tell(events.Flush())
     assert len(scheduler.all(events.Publish)) == 1
     assert scheduler.view.epoch == before.epoch + 1
-    assert [scheduler.member(each) for each in (v, w)] == list(scheduler.core.membership.of(Role.WORKER))
-    scheduler.said = []
+    assert [scheduler.member(worker) for worker in (v, w)] == list(scheduler.core.membership.of(Role.WORKER))
+    scheduler.sent_instructions = []
     scheduler.tell(events.Flush())
-    assert scheduler.said == []
+    assert scheduler.sent_instructions == []
     scheduler.register(worker("u"))
-    assert scheduler.said == [events.FlushSoon()]
+    assert scheduler.sent_instructions == [events.FlushSoon()]
 
 
-def test_a_member_that_registers_again_before_its_welcome_stays_the_same_member() -> None:
+def test_a_second_registration_before_the_welcome_is_the_same_member() -> None:
     scheduler, _, (w,) = started(1, 1)
     member, w.member = w.member, None
     view = scheduler.view
@@ -180,7 +180,7 @@ def test_an_observer_is_admitted_immediately_and_is_in_no_view() -> None:
     assert scheduler.view.members == view.members == scheduler.core.membership.of(Role.SERVER)
 
 
-def test_a_server_that_joins_is_welcomed_when_its_view_is_committed_and_then_filled() -> None:
+def test_a_joining_server_is_welcomed_at_the_commit_and_then_filled() -> None:
     scheduler, (a,), _ = started(1)
     a.prepares = False
     b = scheduler.register(server("b"), is_extra=True)
@@ -188,7 +188,7 @@ def test_a_server_that_joins_is_welcomed_when_its_view_is_committed_and_then_fil
     a.prepares = True
     scheduler.rejoin(a)  # it gets the view again that it did not prepare
     assert b.member is not None
-    moving = sum(each.buckets for each in scheduler.view.groups if each.filling == b.incarnation)
+    moving = sum(group.buckets for group in scheduler.view.groups if group.filling == b.incarnation)
     assert moving
     assert holders(scheduler.view, b) == 0
     scheduler.fill(b)
@@ -212,19 +212,19 @@ def test_reports_of_another_version_complete_no_fill() -> None:
 
 def test_a_broken_connection_changes_nothing() -> None:
     scheduler, servers, workers = started(2, 1)
-    view, scheduler.said = scheduler.view, []
+    view, scheduler.sent_instructions = scheduler.view, []
     for node in (*servers, *workers):
         assert node.wire is not None
         node.wire.cut()
     scheduler.pass_time(TIMEOUT_S - HEARTBEAT_S)
-    assert scheduler.said == []
+    assert scheduler.sent_instructions == []
     scheduler.rejoin(*servers, *workers)
-    assert [(each.peer, each.member) for each in scheduler.all(events.Admit)] == [
+    assert [(admission.peer, admission.member) for admission in scheduler.all(events.Admit)] == [
         (node.wire, node.member) for node in (*servers, *workers)
     ]
     scheduler.pass_time(2 * TIMEOUT_S)
     assert scheduler.view is view
-    assert len(scheduler.said) == 3
+    assert len(scheduler.sent_instructions) == 3
 
 
 def test_the_newest_connection_of_a_member_counts() -> None:
@@ -234,7 +234,7 @@ def test_the_newest_connection_of_a_member_counts() -> None:
     scheduler.rejoin(w)
     former.to_scheduler.append(
         MessageReceived(former, messages.Leave())
-    )  # what still comes on the former one is of nobody
+    )  # later messages on the former connection belong to no member
     scheduler.settle()
     former.cut()
     assert w.wire is not None
@@ -258,31 +258,31 @@ def test_an_ended_process_is_removed_immediately() -> None:
     assert scheduler.all(events.DeclareDead) == []  # their connections were gone
 
 
-def test_a_bucket_is_lost_when_the_last_that_has_it_has_ended() -> None:
+def test_a_bucket_is_lost_with_the_last_server() -> None:
     scheduler, (a, b), _ = started(2)
     lost = holders(scheduler.view, b)
     assert lost
     scheduler.kill(b)
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(lost)]
     scheduler.kill(a)
-    # Nobody is left to know of it: it is said, and a server that joins holds nothing of it.
+    # No server with the bucket is left: the loss is reported, and a joining server has no rows of it.
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(lost), events.BucketsLost(ALL & ~lost)]
     c = scheduler.register(server("c"), is_extra=True)
     assert scheduler.member(c) is not None
     assert chains(scheduler.view) == dict.fromkeys(range(8), ((), None))
 
 
-def test_members_that_leave_in_good_order_are_removed_by_their_own_wish() -> None:
+def test_members_leave_on_request() -> None:
     scheduler, _, (v, w) = started(1, 2)
     scheduler.leave(v)
     assert scheduler.last(events.Removed) == events.Removed(v.member, None)  # type: ignore[arg-type]
-    assert [each.node for each in scheduler.view.members] == ["s0", "w1"]
+    assert [member.node for member in scheduler.view.members] == ["s0", "w1"]
     assert scheduler.all(events.DeclareDead) == []
     assert scheduler.member(w) is not None
 
 
-def test_servers_that_leave_at_once_leave_the_others_a_view() -> None:
-    """Whoever said that it leaves prepares nothing any more, and is not waited for."""
+def test_simultaneous_departures_of_servers_leave_a_view() -> None:
+    """A member that leaves prepares no further views, and is not awaited."""
     scheduler, (*leaving, stays), _ = started(5, num_buckets=16)
     assert len(scheduler.view.voters) == 5
     for node in leaving:
@@ -295,7 +295,7 @@ def test_servers_that_leave_at_once_leave_the_others_a_view() -> None:
 # Silence.
 
 
-def test_a_worker_that_is_silent_for_too_long_is_expelled() -> None:
+def test_a_silent_worker_is_expelled() -> None:
     scheduler, _, (v, w) = started(1, 2)
     v.is_silent = True
     scheduler.pass_time(TIMEOUT_S)
@@ -308,7 +308,7 @@ def test_a_worker_that_is_silent_for_too_long_is_expelled() -> None:
     assert isinstance(v.fate, events.DeclareDead)
 
 
-def test_one_that_was_removed_while_its_connection_was_broken_is_expelled_when_it_comes() -> None:
+def test_a_member_removed_during_a_broken_connection_is_expelled_at_the_return() -> None:
     scheduler, _, (w,) = started(1, 1)
     assert w.wire is not None
     w.wire.cut()
@@ -320,7 +320,7 @@ def test_one_that_was_removed_while_its_connection_was_broken_is_expelled_when_i
     assert scheduler.view.excludes(w.incarnation)
 
 
-def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
+def test_a_removed_but_active_member_is_expelled() -> None:
     scheduler, _, (w,) = started(1, 1)
     assert w.wire is not None
     scheduler.feed(events.ProcessEnded(w.incarnation))
@@ -329,7 +329,7 @@ def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
     ]
 
 
-def test_a_silent_server_is_expelled_if_replicas_have_its_buckets() -> None:
+def test_a_silent_server_is_expelled_if_replicas_have_the_buckets() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     c.is_silent = True
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
@@ -342,17 +342,17 @@ def test_a_silent_server_is_expelled_if_replicas_have_its_buckets() -> None:
     assert scheduler.notes == []
 
 
-def test_the_last_server_that_has_a_bucket_is_waited_for_however_long() -> None:
+def test_the_scheduler_waits_without_limit_for_the_last_server_of_a_bucket() -> None:
     scheduler, (a, b), _ = started(2)
-    mine = holders(scheduler.view, b)
+    held = holders(scheduler.view, b)
     before = chains(scheduler.view)
     for times in (1, 2):
         b.is_silent = True
         scheduler.pass_time(10 * TIMEOUT_S)
         assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
-        assert holders(scheduler.view, b) == mine
-        assert len(scheduler.notes) == 2 * times - 1  # it is said once
-        assert f"server 1 is silent and has the only copy of {mine.bit_count()} buckets" in scheduler.notes[-1]
+        assert holders(scheduler.view, b) == held
+        assert len(scheduler.notes) == 2 * times - 1  # it is reported once
+        assert f"server 1 is silent and has the only copy of {held.bit_count()} buckets" in scheduler.notes[-1]
         scheduler.wake(b)
         assert scheduler.notes[2 * times - 1 :] == ["server 1 is back: it sends heartbeats again"]
         assert chains(scheduler.view) == before
@@ -361,11 +361,11 @@ def test_the_last_server_that_has_a_bucket_is_waited_for_however_long() -> None:
     b.is_silent = True
     scheduler.pass_time(2 * TIMEOUT_S)
     scheduler.kill(b)
-    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(mine)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(held)]
 
 
 def test_a_silent_server_with_a_last_copy_stays() -> None:
-    """Of what others have too it is no member any more, and has to be filled again."""
+    """It is removed from the chains that have another member, and has to be filled again."""
     scheduler, (a,), _ = started(1, replicas=1)
     b = scheduler.register(server("b"), is_extra=True)
     scheduler.fill(b, 0b0001)
@@ -380,7 +380,7 @@ def test_a_silent_server_with_a_last_copy_stays() -> None:
     assert holders(scheduler.view, a) == holders(scheduler.view, b) == ALL
 
 
-def test_a_server_that_returns_before_the_view_is_committed_keeps_its_role() -> None:
+def test_a_server_returning_before_the_commit_keeps_the_role() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     view = scheduler.view
     for node in (a, b):
@@ -398,7 +398,7 @@ def test_a_server_that_returns_before_the_view_is_committed_keeps_its_role() -> 
     assert scheduler.all(events.Removed) == []
 
 
-def test_a_returning_server_keeps_its_buckets_although_another_was_filled() -> None:
+def test_a_returning_server_keeps_buckets_although_another_was_filled() -> None:
     scheduler, (a, b), _ = started(2, replicas=2)
     c = scheduler.register(server("c"), is_extra=True)
     a.prepares = False
@@ -411,14 +411,14 @@ def test_a_returning_server_keeps_its_buckets_although_another_was_filled() -> N
     scheduler.fill_all()
     assert chains(scheduler.view)[0][1] is None
     assert all(
-        each.filling != b.incarnation for published in scheduler.all(events.Publish) for each in published.view.groups
+        group.filling != b.incarnation for published in scheduler.all(events.Publish) for group in published.view.groups
     )
 
 
-def test_a_silent_server_that_registers_again_is_live() -> None:
+def test_a_silent_server_is_live_after_another_registration() -> None:
     scheduler, (a, b), _ = started(2, replicas=1)
     c = server("c")
-    c.is_silent = True  # it does not hear its welcome
+    c.is_silent = True  # it does not receive its welcome
     scheduler.register(c, is_extra=True)
     a.prepares = b.prepares = False
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
@@ -432,7 +432,7 @@ def test_a_silent_server_that_registers_again_is_live() -> None:
     assert scheduler.member(c) is not None
 
 
-def test_the_take_over_does_not_wait_for_a_server_that_probably_ended() -> None:
+def test_the_takeover_does_not_wait_for_a_probably_ended_server() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
     scheduler.tell(events.Doubted(b.incarnation))
     assert set(scheduler.view.servers) == {a.incarnation}
@@ -446,15 +446,15 @@ def test_the_take_over_does_not_wait_for_a_server_that_probably_ended() -> None:
     scheduler.tell(events.Doubted(99))
 
 
-def test_the_last_that_has_a_bucket_is_not_lost_for_a_doubt() -> None:
+def test_the_last_server_of_a_bucket_is_not_lost_by_a_doubt() -> None:
     scheduler, (a, b), _ = started(2)
-    mine = holders(scheduler.view, b)
+    held = holders(scheduler.view, b)
     scheduler.tell(events.Doubted(b.incarnation))
-    assert holders(scheduler.view, b) == mine
+    assert holders(scheduler.view, b) == held
     assert "is silent" in scheduler.notes[-1]
-    scheduler.pass_time(HEARTBEAT_S)  # it is heard
+    scheduler.pass_time(HEARTBEAT_S)  # its heartbeat arrives
     scheduler.tell(events.Doubted(a.incarnation))
-    assert holders(scheduler.view, a) == ALL & ~mine
+    assert holders(scheduler.view, a) == ALL & ~held
     assert scheduler.all(events.BucketsLost) == []
 
 
@@ -489,7 +489,7 @@ def test_an_ended_member_is_not_needed() -> None:
 # Servers that do not reach each other.
 
 
-def test_one_of_two_servers_that_do_not_reach_each_other_is_expelled() -> None:
+def test_one_of_two_mutually_unreachable_servers_is_expelled() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     unreachable = {"s0": (c.incarnation,), "s2": (a.incarnation,)}
     scheduler.pass_time(TIMEOUT_S, unreachable=unreachable)
@@ -511,12 +511,12 @@ def test_a_cut_off_server_with_a_last_copy_stays() -> None:
 # Draining.
 
 
-def test_a_server_that_drains_is_released_when_its_buckets_are_elsewhere() -> None:
+def test_a_draining_server_is_released_without_buckets() -> None:
     scheduler, (a, b), (w,) = started(2, 1)
     scheduler.drain(b)
-    mine = holders(scheduler.view, b)
-    assert mine  # it stays until others have what it has
-    assert {each.filling for each in scheduler.view.groups if b.incarnation in each.members} == {a.incarnation}
+    held = holders(scheduler.view, b)
+    assert held  # it stays until other servers have its buckets
+    assert {group.filling for group in scheduler.view.groups if b.incarnation in group.members} == {a.incarnation}
     scheduler.fill_all()
     assert scheduler.view.servers == {a.incarnation: 0}
     assert isinstance(b.fate, events.ReleaseServer)
@@ -527,7 +527,7 @@ def test_a_server_that_drains_is_released_when_its_buckets_are_elsewhere() -> No
     assert w.fate is None
 
 
-def test_a_server_is_not_released_before_the_others_know_that_they_have_its_buckets() -> None:
+def test_a_server_is_not_released_before_the_new_owners_are_informed() -> None:
     scheduler, (a, b), _ = started(2)
     scheduler.drain(b)
     a.prepares = False
@@ -539,7 +539,7 @@ def test_a_server_is_not_released_before_the_others_know_that_they_have_its_buck
     assert isinstance(b.fate, events.ReleaseServer)
 
 
-def test_servers_that_all_drain_are_all_released() -> None:
+def test_servers_all_draining_are_all_released() -> None:
     scheduler, (a, b), _ = started(2)
     scheduler.drain(a)
     assert a.fate is None
@@ -549,21 +549,21 @@ def test_servers_that_all_drain_are_all_released() -> None:
     assert scheduler.all(events.BucketsLost) == []  # they have not gone yet
 
 
-def test_a_draining_server_stays_when_its_successors_die() -> None:
-    """It was released as the last of all, and what only it had went with it."""
+def test_a_draining_server_stays_when_the_successors_die() -> None:
+    """Otherwise the last server is released, and its rows are lost."""
     scheduler, (a, b), _ = started(2)
     scheduler.drain(a)
     scheduler.kill(b)
     assert a.fate is None
     assert holders(scheduler.view, a)
     scheduler.register(server("c"), is_extra=True)
-    assert len(scheduler.all(events.BucketsLost)) == 1  # what only the dead one had
+    assert len(scheduler.all(events.BucketsLost)) == 1  # the buckets that only the dead server had
     scheduler.fill_all()
     assert isinstance(a.fate, events.ReleaseServer)
     assert len(scheduler.all(events.BucketsLost)) == 1
 
 
-def test_a_draining_server_that_returns_is_released_again() -> None:
+def test_a_returning_draining_server_is_released_again() -> None:
     scheduler, (a, b), _ = started(2)
     assert a.wire is not None
     a.wire.cut()
@@ -575,7 +575,7 @@ def test_a_draining_server_that_returns_is_released_again() -> None:
     assert isinstance(b.fate, events.ReleaseServer)
 
 
-def test_a_released_server_that_returns_is_released_again() -> None:
+def test_a_returning_released_server_is_released_again() -> None:
     scheduler, (_, b), _ = started(2)
     scheduler.drain(b)
     assert b.wire is not None
@@ -588,12 +588,12 @@ def test_a_released_server_that_returns_is_released_again() -> None:
     assert scheduler.all(events.DeclareDead) == []
 
 
-def test_a_server_that_is_draining_and_ends_is_dead_like_any_other() -> None:
+def test_an_ended_draining_server_is_dead() -> None:
     scheduler, (_, b), _ = started(2)
-    mine = holders(scheduler.view, b)
+    held = holders(scheduler.view, b)
     scheduler.drain(b)
     scheduler.kill(b)
-    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(mine)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(held)]
     assert scheduler.last(events.Removed).reason == "its process ended"
 
 
@@ -610,7 +610,7 @@ def test_a_clock_jump_makes_no_member_overdue(jump_s: float) -> None:
         scheduler.tell(events.TimePassed())
         scheduler.pass_time(3 * HEARTBEAT_S)
     assert scheduler.view is view
-    # And whoever is silent is found out as ever.
+    # A silent server is still detected.
     w.is_silent = True
     scheduler.pass_time(TIMEOUT_S + 2 * HEARTBEAT_S)
     assert scheduler.view.excludes(w.incarnation)

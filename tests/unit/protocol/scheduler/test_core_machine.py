@@ -1,8 +1,8 @@
-"""The scheduler's core under any order of events, with one scheduler or two that both believe to lead.
+"""The scheduler's core under any order of events, with one scheduler or with two that both act as leader.
 
-Toy members register, prepare, fill each other, fall silent, drain, leave and die, and their connections break at any
-moment. Whoever connects comes to the newest scheduler. At the end everything that lives is heard, and what has ended is
-known: then the cluster must come to rest.
+Simulated members register, prepare, fill each other, fall silent, drain, leave and die, and their connections break at
+any moment. New connections go to the newest scheduler. At the end all living members send heartbeats and all ends of
+processes are known. Then the cluster must reach a stable state.
 """
 
 from __future__ import annotations
@@ -90,19 +90,19 @@ class Run:
     def members(self, role: Role | None = None) -> list[Node]:
         """The nodes that are connected members, and not silent."""
         return [
-            each
-            for each in self.alive
-            if each.member is not None
-            and each.wire is not None
-            and not each.is_silent
-            and (role is None or each.role is role)
+            node
+            for node in self.alive
+            if node.member is not None
+            and node.wire is not None
+            and not node.is_silent
+            and (role is None or node.role is role)
         ]
 
-    # What must hold.
+    # Invariants.
 
     def committed(self, scheduler: Scheduler, former: View, view: View) -> None:
-        """A view was committed: nobody has another one of its order, enough have prepared it, nothing is lost."""
-        self.by_incarnation.update({each.incarnation: self.by_name[each.node] for each in view.members})
+        """Check a committed view: its order is unique, enough servers have prepared it, no bucket is lost."""
+        self.by_incarnation.update({member.incarnation: self.by_name[member.node] for member in view.members})
         for known in self.known(scheduler):
             assert known.order != view.order or known.same_servers(view), "two views of one order"
             assert known.version != view.version or known.groups == view.groups, "two chains of one version"
@@ -116,25 +116,33 @@ class Run:
         for bucket, (members, _) in chains(view).items():
             before, _ = chains(former).get(bucket, ((), None))
             if before and not members:
-                assert not any(map(self.is_alive, before)), "a bucket is lost though somebody has it"
+                assert not any(map(self.is_alive, before)), "a bucket is lost, although a living server has it"
 
     def known(self, scheduler: Scheduler) -> list[View]:
-        """The views of a scheduler's cluster that somebody has acted on who lives, and what others have committed."""
+        """The views that living members have applied, and the views that other schedulers committed."""
         cluster = scheduler.core.name
         views = [node.views.committed for node in self.alive if node.cluster == cluster]
-        others = [each.core for each in self.schedulers if each is not scheduler and each.core.is_established]
-        views += [core.committed for core in others if core.name == cluster]
+        rivals = [
+            candidate.core
+            for candidate in self.schedulers
+            if candidate is not scheduler and candidate.core.is_established
+        ]
+        views += [core.committed for core in rivals if core.name == cluster]
         return [view for view in views if view is not None]
 
     def check_prepared(self, former: View, view: View) -> None:
-        prepared = {each for each, node in self.by_incarnation.items() if view.order in node.has_prepared}
-        gone = former.voters - view.servers.keys()
-        leaving = {each for each in gone if self.is_alive(each) and self.by_incarnation[each].is_leaving}
+        prepared = {incarnation for incarnation, node in self.by_incarnation.items() if view.order in node.has_prepared}
+        departed = former.voters - view.servers.keys()
+        leaving = {
+            incarnation
+            for incarnation in departed
+            if self.is_alive(incarnation) and self.by_incarnation[incarnation].is_leaving
+        }
         quorum = commit_quorum(len(former.voters), self.replicas)
         for voters, num_left in ((former.voters, 0), (former.voters - leaving, len(leaving))):
             needed = min(max(quorum - num_left, 1), sum(map(self.is_alive, voters)))
             assert len(prepared & voters) >= needed, "too few have prepared it"
-        assert gaining(former.groups, view.groups) <= prepared, "one that gains buckets does not know of it"
+        assert gaining(former.groups, view.groups) <= prepared, "a server with new buckets has not prepared the view"
 
     # What happens.
 
@@ -186,9 +194,11 @@ class Run:
         for node in self.random.sample(self.members(Role.SERVER), len(self.members(Role.SERVER))):
             view = node.views.committed
             fills = [
-                (each.filling, each.buckets)
-                for each in (view.groups if view is not None else ())
-                if each.filling is not None and each.members[-1:] == (node.incarnation,) and self.is_alive(each.filling)
+                (group.filling, group.buckets)
+                for group in (view.groups if view is not None else ())
+                if group.filling is not None
+                and group.members[-1:] == (node.incarnation,)
+                and self.is_alive(group.filling)
             ]
             if view is not None and fills:
                 target, buckets = self.random.choice(fills)
@@ -229,9 +239,12 @@ class Run:
             node.send(messages.Drain() if node.role is Role.SERVER else messages.Leave())
 
     def kill(self) -> None:
-        """A process ends. Of two schedulers only the newest hears of it, to which it would have come."""
+        """End a process.
+
+        Of two schedulers only the newest is notified, because the process would have connected to it.
+        """
         if len(self.alive) > 2:
-            filling = [self.by_incarnation.get(each.filling or 0) for each in self.scheduler.view.groups]
+            filling = [self.by_incarnation.get(group.filling or 0) for group in self.scheduler.view.groups]
             victims = [node for node in filling if node is not None and node.is_alive]
             node = self.random.choice(victims if victims and self.random.random() < 0.4 else self.alive)
             node.is_alive = False
@@ -241,10 +254,10 @@ class Run:
                 self.scheduler.feed(events.ProcessEnded(node.incarnation))
 
     def doubt(self) -> None:
-        """A scheduler gets to know that nobody listens at the address of one that has ended."""
-        gone = [node for node in self.nodes if not node.is_alive and node.member is not None]
-        if gone:
-            self.random.choice(self.schedulers).feed(events.Doubted(self.random.choice(gone).incarnation))
+        """Report to a scheduler that no process listens at the address of an ended process."""
+        dead_nodes = [node for node in self.nodes if not node.is_alive and node.member is not None]
+        if dead_nodes:
+            self.random.choice(self.schedulers).feed(events.Doubted(self.random.choice(dead_nodes).incarnation))
 
     def replace_scheduler(self) -> None:
         former = self.scheduler
@@ -262,7 +275,7 @@ class Run:
 
     # The end.
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Everything lives on undisturbed: the cluster must come to rest."""
         for scheduler in self.schedulers[:-1]:
             self.end_scheduler(scheduler)
@@ -270,7 +283,8 @@ class Run:
             node.is_silent = False
         for _ in range(40):
             if self.scheduler.core.phase is Phase.SUPERSEDED:
-                # It has met one that was asked to prepare a view of a scheduler before it: the next one learns of that.
+                # The scheduler has met a member that was requested to prepare a view of an earlier scheduler, so the
+                # next scheduler receives this fact.
                 former = self.scheduler
                 self.start_scheduler(replaces=True)
                 self.end_scheduler(former)
@@ -285,28 +299,30 @@ class Run:
             scheduler.pass_time(2 * HEARTBEAT_S)
             scheduler.tell(events.Flush())
             self.fill_all()
-        self.check_rest()
+        self.check_pause()
 
     def fill_all(self) -> None:
         for node in self.members(Role.SERVER):
             view = node.views.committed
-            for each in view.groups if view is not None else ():
-                if each.filling is not None and each.members[-1:] == (node.incarnation,) and node.wire is not None:
-                    node.send(messages.Filled(self.scheduler.view.version, each.filling, to_bytes(each.buckets)))
+            for group in view.groups if view is not None else ():
+                if group.filling is not None and group.members[-1:] == (node.incarnation,) and node.wire is not None:
+                    node.send(messages.Filled(self.scheduler.view.version, group.filling, to_bytes(group.buckets)))
         self.scheduler.settle()
 
-    def check_rest(self) -> None:
+    def check_pause(self) -> None:
         scheduler = self.scheduler
-        self.seen |= {type(each) for each in scheduler.said}
-        if not scheduler.core.is_established:  # whoever lives is waiting for servers
+        self.seen |= {type(event) for event in scheduler.sent_instructions}
+        if not scheduler.core.is_established:  # the living members are waiting for servers
             assert sum(node.role is Role.SERVER and not node.is_extra for node in self.alive) < self.num_servers
             return
         assert scheduler.core.phase is Phase.LEADING
         assert scheduler.core.needed == ()
-        ours = [node for node in self.alive if node.cluster in ("", scheduler.core.name)]  # others wait for theirs
-        members = {node.incarnation for node in ours if node.member is not None}
-        assert {each.incarnation for each in scheduler.view.members} == members
-        for node in ours:
+        members_of_cluster = [
+            node for node in self.alive if node.cluster in ("", scheduler.core.name)
+        ]  # others wait for theirs
+        members = {node.incarnation for node in members_of_cluster if node.member is not None}
+        assert {member.incarnation for member in scheduler.view.members} == members
+        for node in members_of_cluster:
             assert scheduler.member(node) == node.member is not None, f"{node.name} waits"
             assert node.views.committed is not None
             if node.role is Role.SERVER:
@@ -321,27 +337,27 @@ FIRST = [pytest.param(first, marks=[pytest.mark.thorough] * (first >= 40)) for f
 
 
 @pytest.mark.parametrize("first", FIRST)
-def test_one_scheduler_keeps_its_promises(first: int) -> None:
+def test_one_scheduler_keeps_promises(first: int) -> None:
     for seed in range(first, first + 20):
         run = Run(seed, num_schedulers=1, is_split=False)
         for _ in range(250):
             run.step()
-        run.rest()
+        run.pause()
 
 
 @pytest.mark.parametrize("first", FIRST)
-def test_schedulers_that_follow_one_another_keep_their_promises(first: int) -> None:
+def test_successive_schedulers_keep_promises(first: int) -> None:
     for seed in range(first, first + 20):
         run = Run(seed, num_schedulers=3, is_split=False)
         for _ in range(250):
             run.step()
-        run.rest()
+        run.pause()
 
 
 @pytest.mark.parametrize("first", FIRST)
-def test_two_schedulers_that_both_believe_to_lead_keep_their_promises(first: int) -> None:
+def test_two_simultaneous_leaders_keep_promises(first: int) -> None:
     for seed in range(first, first + 20):
         run = Run(seed, num_schedulers=2, is_split=True)
         for _ in range(250):
             run.step()
-        run.rest()
+        run.pause()

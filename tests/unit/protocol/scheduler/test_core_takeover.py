@@ -1,4 +1,4 @@
-"""The scheduler's core by example: one that is started in the place of another takes over from it."""
+"""Examples of the scheduler's core: a scheduler that replaces another one takes over its cluster."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     scheduler.rejoin(w, a)
     assert scheduler.core.phase is Phase.RECOVERING
     assert scheduler.core.missing_members == (b.member,)
-    assert scheduler.said == []
+    assert scheduler.sent_instructions == []
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.core.name == "ours"
@@ -66,7 +66,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     assert scheduler.core.missing_members == ()
 
 
-def test_the_takeover_is_published_after_a_quorum_has_its_view() -> None:
+def test_the_takeover_is_published_after_a_quorum_has_the_view() -> None:
     former, (a, b), (w,) = started(2, 1, replicas=1)
     lose(former)
     a.prepares = b.prepares = False
@@ -77,9 +77,9 @@ def test_the_takeover_is_published_after_a_quorum_has_its_view() -> None:
     assert scheduler.all(events.Publish) == scheduler.all(events.Admit) == scheduler.all(events.TakenOver) == []
     b.prepares = True
     scheduler.rejoin(b)
-    kinds = [type(each) for each in scheduler.said]
+    kinds = [type(event) for event in scheduler.sent_instructions]
     assert kinds.index(events.TakenOver) < kinds.index(events.Admit)
-    assert {each.member for each in scheduler.all(events.Admit)} == {a.member, b.member, w.member}
+    assert {admission.member for admission in scheduler.all(events.Admit)} == {a.member, b.member, w.member}
 
 
 def test_after_a_while_a_majority_is_enough() -> None:
@@ -91,8 +91,8 @@ def test_after_a_while_a_majority_is_enough() -> None:
     assert scheduler.core.phase is Phase.RECOVERING
     scheduler.pass_time(HEARTBEAT_S)
     assert scheduler.core.phase is Phase.LEADING
-    assert set(scheduler.last(events.TakenOver).dead) == {c.member, w.member}  # others have what c has
-    assert [each.node for each in scheduler.view.members] == ["s0", "s1", "w0"]
+    assert set(scheduler.last(events.TakenOver).dead) == {c.member, w.member}  # other servers have the buckets of c
+    assert [member.node for member in scheduler.view.members] == ["s0", "s1", "w0"]
     assert scheduler.all(events.BucketsLost) == []
     scheduler.rejoin(c, w)  # too late
     assert isinstance(c.fate, events.DeclareDead)
@@ -118,7 +118,7 @@ def test_a_minority_is_not_enough_and_names_missing_members() -> None:
 
 def test_with_accept_minority_missing_members_count_as_dead() -> None:
     former, (a, b, c), _ = started(3, num_buckets=16)
-    mine = holders(former.view, a)
+    held = holders(former.view, a)
     lose(former)
     scheduler = successor(num_servers=3, accepts_minority=True)
     scheduler.rejoin(a)
@@ -126,13 +126,13 @@ def test_with_accept_minority_missing_members_count_as_dead() -> None:
     scheduler.pass_time(TIMEOUT_S)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation}
-    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(0xFFFF & ~mine)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(0xFFFF & ~held)]
     assert set(scheduler.last(events.TakenOver).dead) == {b.member, c.member}
     scheduler.rejoin(b)
     assert isinstance(b.fate, events.DeclareDead)
 
 
-def test_one_that_accepts_a_minority_does_not_take_over_from_workers_alone() -> None:
+def test_minority_mode_does_not_take_over_from_workers_alone() -> None:
     """Else every row would be lost to a server that comes a moment later."""
     former, (a, b), (w,) = started(2, 1, num_buckets=16)
     lose(former)
@@ -146,8 +146,8 @@ def test_one_that_accepts_a_minority_does_not_take_over_from_workers_alone() -> 
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(holders(former.view, a))]
 
 
-def test_one_that_accepts_a_minority_wants_a_voter_of_every_view_that_may_be_the_newest() -> None:
-    """The one that is back has given all to the other: to take over from it alone would be to lose everything."""
+def test_minority_mode_needs_a_voter_of_every_possible_newest_view() -> None:
+    """The returned server has given all its rows to the other one. A takeover from it alone would lose all rows."""
     former, (a, b), _ = started(2, num_buckets=16)
     former.drain(a)
     b.prepares = False
@@ -163,20 +163,20 @@ def test_one_that_accepts_a_minority_wants_a_voter_of_every_view_that_may_be_the
     assert scheduler.all(events.BucketsLost) == []
 
 
-def test_one_that_accepts_a_minority_does_without_only_where_it_must() -> None:
+def test_minority_mode_skips_voters_only_if_necessary() -> None:
     """With a majority there is nothing to accept: a server that is missing may still come."""
     former, (a, b, c), _ = started(3, num_buckets=16)
-    mine = holders(former.view, c)
+    held = holders(former.view, c)
     lose(former)
     scheduler = successor(num_servers=3, accepts_minority=True)
     scheduler.rejoin(a, b)
     scheduler.pass_time(2 * TIMEOUT_S)
     assert scheduler.core.phase is Phase.LEADING
-    assert holders(scheduler.view, c) == mine
+    assert holders(scheduler.view, c) == held
     assert scheduler.all(events.BucketsLost) == []
 
 
-def test_an_ended_member_is_not_awaited() -> None:
+def test_no_wait_for_an_ended_member() -> None:
     former, (a, b, c), (v, w) = started(3, 2, replicas=1)
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
@@ -190,7 +190,7 @@ def test_an_ended_member_is_not_awaited() -> None:
     assert scheduler.last(events.TakenOver).dead == (b.member, w.member)
 
 
-def test_a_probably_ended_member_is_not_awaited_if_a_majority_is_back() -> None:
+def test_no_wait_for_a_probably_ended_member_after_the_return_of_a_majority() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
@@ -202,7 +202,7 @@ def test_a_probably_ended_member_is_not_awaited_if_a_majority_is_back() -> None:
     assert scheduler.view.servers.keys() == {a.incarnation, c.incarnation}
 
 
-def test_a_member_that_is_back_and_breaks_its_connection_is_waited_for_again() -> None:
+def test_the_scheduler_waits_again_for_a_member_with_a_broken_connection() -> None:
     former, (a, b), _ = started(2, replicas=1)
     lose(former)
     scheduler = successor(num_servers=2, replicas=1, replaces=True)
@@ -216,7 +216,7 @@ def test_a_member_that_is_back_and_breaks_its_connection_is_waited_for_again() -
     assert scheduler.core.phase is Phase.LEADING
 
 
-def test_recovery_does_not_wait_for_a_member_that_leaves() -> None:
+def test_recovery_does_not_wait_for_a_leaving_member() -> None:
     former, (a, b), (w, stays) = started(2, 2, replicas=1)
     lose(former)
     scheduler = successor(num_servers=2, replicas=1)
@@ -224,13 +224,13 @@ def test_recovery_does_not_wait_for_a_member_that_leaves() -> None:
     scheduler.leave(w)
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
-    assert [each.node for each in scheduler.view.members] == ["s0", "s1", stays.name]
+    assert [member.node for member in scheduler.view.members] == ["s0", "s1", stays.name]
 
 
-def test_a_returned_member_whose_process_has_ended_is_not_a_member() -> None:
-    """Its connection breaks a moment later than its host tells of its end."""
+def test_a_returned_member_with_an_ended_process_is_not_a_member() -> None:
+    """Its connection breaks a moment after its host reports its end."""
     former, (a, b), _ = started(2)
-    mine = holders(former.view, a)
+    held = holders(former.view, a)
     lose(former)
     scheduler = successor(num_servers=2)
     scheduler.rejoin(a)
@@ -238,10 +238,10 @@ def test_a_returned_member_whose_process_has_ended_is_not_a_member() -> None:
     scheduler.rejoin(b)
     assert isinstance(a.fate, events.DeclareDead)
     assert scheduler.view.servers.keys() == {b.incarnation}
-    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(mine)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(held)]
 
 
-def test_where_all_servers_have_ended_their_members_are_sent_away_and_the_cluster_is_new() -> None:
+def test_after_the_end_of_all_servers_members_are_dismissed_and_the_cluster_is_new() -> None:
     former, (a, b), (w,) = started(2, 1)
     lose(former)
     scheduler = successor(num_servers=1, replaces=True)
@@ -261,17 +261,17 @@ def test_ended_members_of_the_former_cluster_are_not_in_a_new_one() -> None:
     lose(former)
     scheduler = successor(num_servers=3, replicas=1, replaces=True)
     scheduler.rejoin(w)
-    scheduler.tell(*[events.ProcessEnded(each.incarnation) for each in servers])
+    scheduler.tell(*[events.ProcessEnded(server.incarnation) for server in servers])
     scheduler.tell(events.ProcessEnded(w.incarnation))
     new = [scheduler.register(server(f"new {rank}")) for rank in range(3)]
-    assert [each.incarnation for each in new] == [each.incarnation for each in servers]
-    for each in new[1:]:
-        each.is_silent = True
+    assert [server.incarnation for server in new] == [server.incarnation for server in servers]
+    for silent in new[1:]:
+        silent.is_silent = True
     scheduler.pass_time(2 * TIMEOUT_S)
-    assert [each.node for each in scheduler.core.needed] == ["new 1", "new 2"]
+    assert [server.node for server in scheduler.core.needed] == ["new 1", "new 2"]
 
 
-def test_one_that_replaces_another_gives_its_members_time_to_come() -> None:
+def test_a_replacing_scheduler_gives_the_members_time_to_return() -> None:
     scheduler = successor(num_servers=1, replaces=True)
     assert scheduler.core.phase is Phase.RECOVERING
     new = scheduler.register(server("new"))
@@ -323,12 +323,12 @@ def test_workers_alone_are_passed_over_for_a_new_cluster() -> None:
 
 def test_an_absent_indispensable_server_stays_a_member() -> None:
     former, (a, b, c), _ = started(3, num_buckets=16)
-    mine = holders(former.view, c)
+    held = holders(former.view, c)
     lose(former)
     scheduler = successor(num_servers=3)
     scheduler.rejoin(a, b)
     scheduler.pass_time(TIMEOUT_S)
-    assert holders(scheduler.view, c) == mine
+    assert holders(scheduler.view, c) == held
     assert scheduler.last(events.TakenOver).dead == ()
     assert any("is silent and has the only copy of" in note for note in scheduler.notes)
     scheduler.rejoin(c)
@@ -349,7 +349,7 @@ def test_a_late_worker_in_no_view_is_admitted() -> None:
     assert scheduler.core.is_established
     later = scheduler.register(worker("later"), 6)
     scheduler.tell(events.Flush())
-    assert later.incarnation > rival.incarnation  # though nobody has told of that one
+    assert later.incarnation > rival.incarnation  # although no member has reported it
     scheduler.rejoin(new, rival)
     scheduler.tell(events.Flush())
     assert new.fate is None
@@ -357,8 +357,8 @@ def test_a_late_worker_in_no_view_is_admitted() -> None:
     assert isinstance(rival.fate, events.DeclareDead)  # its place is taken
 
 
-def lose_with_a_worker_that_no_view_names() -> tuple[Node, Node]:
-    """Lose a scheduler with one server, which has not heard of the last worker; return both."""
+def end_with_unpublished_worker() -> tuple[Node, Node]:
+    """End a scheduler with one server that has not received the last worker; return both."""
     former, (a,), _ = started(1)
     a.is_silent = True
     new = former.register(worker("new"))
@@ -368,9 +368,9 @@ def lose_with_a_worker_that_no_view_names() -> tuple[Node, Node]:
     return a, new
 
 
-def test_a_worker_in_no_view_is_rejected_if_its_leases_were_granted_again() -> None:
+def test_a_worker_in_no_view_is_rejected_after_new_grants_of_the_leases() -> None:
     """Else its shards are done, and counted, by it and by others."""
-    a, new = lose_with_a_worker_that_no_view_names()
+    a, new = end_with_unpublished_worker()
     new.has_worked = True
     scheduler = successor()
     scheduler.rejoin(a)
@@ -379,8 +379,8 @@ def test_a_worker_in_no_view_is_rejected_if_its_leases_were_granted_again() -> N
     assert isinstance(new.fate, events.DeclareDead)
 
 
-def test_a_timely_worker_in_no_view_keeps_its_leases() -> None:
-    a, new = lose_with_a_worker_that_no_view_names()
+def test_a_timely_worker_in_no_view_keeps_leases() -> None:
+    a, new = end_with_unpublished_worker()
     new.has_worked = True
     scheduler = successor()
     scheduler.rejoin(new)
@@ -392,7 +392,7 @@ def test_a_timely_worker_in_no_view_keeps_its_leases() -> None:
 
 def test_a_worker_in_no_view_has_time_to_return() -> None:
     """Else servers refuse it for good, and it is taken in a moment later."""
-    a, new = lose_with_a_worker_that_no_view_names()
+    a, new = end_with_unpublished_worker()
     scheduler = successor()
     scheduler.rejoin(a)
     assert scheduler.core.is_established
@@ -408,7 +408,7 @@ def test_a_worker_in_no_view_has_time_to_return() -> None:
 
 
 def test_a_worker_in_no_view_is_lost_with_a_later_one() -> None:
-    a, new = lose_with_a_worker_that_no_view_names()
+    a, new = end_with_unpublished_worker()
     scheduler = successor()
     scheduler.rejoin(a)
     later = scheduler.register(worker("later"))
@@ -464,7 +464,9 @@ def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> Non
     third = successor(salt=3)
     third.rejoin(early, late, a)
     third.pass_time(HEARTBEAT_S)
-    answered = {each.peer for each in third.all(events.Admit)} | {each.peer for each in third.all(events.DeclareDead)}
+    answered = {event.peer for event in third.all(events.Admit)} | {
+        event.peer for event in third.all(events.DeclareDead)
+    }
     for node in (early, late):
         assert node.fate is not None or node.wire in answered
 
@@ -482,12 +484,12 @@ def test_members_without_a_welcome_register_again() -> None:
     scheduler.register(b)
     scheduler.rejoin(a)
     assert scheduler.core.phase is Phase.LEADING
-    assert b.member == next(each for each in former.view.members if each.node == "b")
+    assert b.member == next(member for member in former.view.members if member.node == "b")
     assert scheduler.view.members == former.view.members
     assert scheduler.last(events.TakenOver).dead == ()
 
 
-def test_members_that_arrive_during_a_takeover_join_after_it() -> None:
+def test_members_arriving_during_a_takeover_join_after_it() -> None:
     former, (a,), _ = started(1)
     lose(former)
     a.prepares = False
@@ -502,12 +504,12 @@ def test_members_that_arrive_during_a_takeover_join_after_it() -> None:
     scheduler.rejoin(a)
     scheduler.tell(events.Flush())
     assert isinstance(refused.fate, events.Reject)
-    assert {each.node for each in scheduler.view.members} == {"s0", "x", "w"}
+    assert {member.node for member in scheduler.view.members} == {"s0", "x", "w"}
     assert extra.cluster == w.cluster == "ours"
     assert min(extra.incarnation, w.incarnation) > former.core.membership.last_incarnation
 
 
-# What is learned.
+# Received facts.
 
 
 def test_a_take_over_continues_from_a_prepared_view() -> None:
@@ -535,13 +537,13 @@ def test_fills_continue() -> None:
     scheduler = successor()
     scheduler.rejoin(a, b)
     assert chains(scheduler.view) == before
-    scheduler.fill(b, version=former.view.version)  # it was said to the former one: it is said again
+    scheduler.fill(b, version=former.view.version)  # it was reported to the former scheduler, and is reported again
     assert chains(scheduler.view) == before
     scheduler.fill(b)
     assert holders(scheduler.view, b)
 
 
-def test_a_server_that_drains_is_released_by_the_next_scheduler() -> None:
+def test_the_next_scheduler_releases_a_draining_server() -> None:
     former, (a, b), _ = started(2)
     b.is_leaving = True  # and could not say so
     lose(former)
@@ -554,7 +556,7 @@ def test_a_server_that_drains_is_released_by_the_next_scheduler() -> None:
 
 
 def test_a_single_draining_server_stays_after_a_takeover() -> None:
-    """It was released as the last of all, and what only it had went with it."""
+    """Otherwise the last server is released, and its rows are lost."""
     former, (a, b), _ = started(2)
     former.drain(a)
     former.kill(b)
@@ -566,7 +568,7 @@ def test_a_single_draining_server_stays_after_a_takeover() -> None:
     assert a.fate is None
 
 
-def test_servers_that_all_drain_are_all_released_by_the_next_scheduler() -> None:
+def test_the_next_scheduler_releases_servers_all_draining() -> None:
     former, (a, b), _ = started(2)
     a.is_leaving = b.is_leaving = True
     lose(former)
@@ -587,7 +589,7 @@ def test_a_drain_request_during_recovery_is_recorded() -> None:
     assert isinstance(b.fate, events.ReleaseServer)
 
 
-def test_a_released_server_that_was_not_notified_is_released_again() -> None:
+def test_an_unnotified_released_server_is_released_again() -> None:
     former, (a, b), _ = started(2)
     former.drain(b)
     assert b.wire is not None
@@ -601,19 +603,19 @@ def test_a_released_server_that_was_not_notified_is_released_again() -> None:
     assert scheduler.all(events.DeclareDead) == []
 
 
-def test_servers_that_were_released_do_not_take_over_without_those_that_stayed() -> None:
-    """They have not heard of the view by which they go, and what they have is out of date."""
+def test_released_servers_do_not_take_over_without_the_remaining_servers() -> None:
+    """They have not received the view without them, and their rows are out of date."""
     former, (a, b, c), _ = started(3, num_buckets=16)
     former.drain(a, b)
     former.feed(filled(former.view.version, c.incarnation, 0xFFFF))
     deliver_only(former, c)
-    assert former.view.servers.keys() > {c.incarnation}  # more of the voters have to know of it
+    assert former.view.servers.keys() > {c.incarnation}  # more voters have to receive it
     assert a.wire is not None
     a.wire.deliver_to_node()
     a.wire.deliver_to_scheduler()
     deliver_only(former, c)
     committed = former.view
-    assert committed.servers.keys() == {c.incarnation}  # from now on c takes pushes that only it has
+    assert committed.servers.keys() == {c.incarnation}  # from this moment on c accepts pushes that no other server has
     for node in (a, b):
         assert node.wire is not None
         node.wire.to_node.clear()
@@ -630,11 +632,11 @@ def test_servers_that_were_released_do_not_take_over_without_those_that_stayed()
 # Other schedulers.
 
 
-def test_members_of_another_cluster_wait_for_their_own() -> None:
-    ours, (a, b), _ = started(2, replicas=1)
-    theirs, (c, _), _ = started(2, replicas=1, cluster="theirs")
-    lose(ours)
-    lose(theirs)
+def test_members_of_another_cluster_wait_for_the_own_scheduler() -> None:
+    own_scheduler, (a, b), _ = started(2, replicas=1)
+    foreign, (c, _), _ = started(2, replicas=1, cluster="theirs")
+    lose(own_scheduler)
+    lose(foreign)
     scheduler = successor(num_servers=2, replicas=1)
     scheduler.rejoin(c, a)
     assert c.wire is not None
@@ -648,7 +650,7 @@ def test_members_of_another_cluster_wait_for_their_own() -> None:
     assert len(scheduler.all(events.SendElsewhere)) == 2
 
 
-def test_the_first_scheduler_ends_when_a_member_comes_that_knows_another_one() -> None:
+def test_the_first_scheduler_ends_when_a_member_reports_another_scheduler() -> None:
     former, (a, b, c), (w,) = started(3, 1, replicas=1)
     scheduler = successor(num_servers=3, replicas=1)
     scheduler.rejoin(a, b, c)
@@ -656,18 +658,18 @@ def test_the_first_scheduler_ends_when_a_member_comes_that_knows_another_one() -
     assert scheduler.core.is_established
     view = former.view
     former.pass_time(3 * TIMEOUT_S)
-    assert former.view is view  # it hears no quorum
+    assert former.view is view  # no quorum replies
     former.rejoin(a)
     assert former.all(events.Superseded) == [events.Superseded(scheduler.core.term)]
     assert former.core.phase is Phase.SUPERSEDED
-    former.said = []
+    former.sent_instructions = []
     former.kill(w)
     former.pass_time(2 * TIMEOUT_S)
     former.register(worker("v"))
-    assert former.said == []
+    assert former.sent_instructions == []
 
 
-def test_a_scheduler_that_was_superseded_forms_no_other_cluster() -> None:
+def test_a_superseded_scheduler_forms_no_other_cluster() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     for node in (a, b, c):
         node.prepares = False
@@ -677,14 +679,14 @@ def test_a_scheduler_that_was_superseded_forms_no_other_cluster() -> None:
     assert scheduler.core.phase is Phase.LEADING
     scheduler.register(server("new"))
     scheduler.pass_time(2 * TIMEOUT_S)
-    scheduler.said = []
+    scheduler.sent_instructions = []
     wire, returned = scheduler.connect(a), a.returned()
     later = replace(returned.view, term=scheduler.core.term + 1)
     assert scheduler.feed(MessageReceived(wire, replace(returned, view=later))) == [events.Superseded(later.term)]
     assert scheduler.core.phase is Phase.SUPERSEDED
 
 
-def test_each_that_takes_over_has_a_higher_term() -> None:
+def test_every_takeover_has_a_higher_term() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1, salt=60_000)
     given = {scheduler.core.membership.last_incarnation}
     for number in range(6):
@@ -701,7 +703,7 @@ def test_each_that_takes_over_has_a_higher_term() -> None:
     assert chains(scheduler.view) == chains(former.view)
 
 
-def test_a_scheduler_that_was_left_by_some_cannot_commit_once_the_next_one_has() -> None:
+def test_a_partly_abandoned_scheduler_cannot_commit_after_the_next_one() -> None:
     """One that had come to the next scheduler goes back to the first, before it has prepared anything there."""
     former, (a, b, c, d), (w,) = started(4, 1, replicas=1, num_buckets=16)
     assert len(former.view.voters) == 4
@@ -722,8 +724,8 @@ def test_a_scheduler_that_was_left_by_some_cannot_commit_once_the_next_one_has()
     assert a.views.committed is view
 
 
-def test_a_scheduler_that_knows_of_an_end_cannot_commit_once_the_next_one_has() -> None:
-    """The one that ended had come to the next scheduler before."""
+def test_a_scheduler_informed_of_an_end_cannot_commit_after_the_next_one() -> None:
+    """The ended member had connected to the next scheduler before."""
     former, (a, b, c), _ = started(3, replicas=1)
     scheduler = successor(num_servers=3, replicas=1)
     scheduler.rejoin(b, c)
@@ -745,11 +747,11 @@ def test_a_take_over_from_an_uncommitted_view_needs_voters_of_the_earlier_view()
     before = former.view.voters
     assert before == {a.incarnation, b.incarnation}
     a.prepares = b.prepares = c.prepares = False
-    former.fill(c, 0b0001)  # of one bucket: whoever had it has others
+    former.fill(c, 0b0001)  # of one bucket, whose former servers have other buckets
     prepared = former.last(events.Prepare).view
     assert prepared.voters == {*before, c.incarnation}
     b.views.prepare(prepared)
-    c.views.prepare(prepared)  # and the answers are on their way
+    c.views.prepare(prepared)  # and the replies are in flight
     scheduler = successor(num_servers=2)
     scheduler.rejoin(b, c)
     scheduler.pass_time(3 * TIMEOUT_S)
@@ -759,13 +761,13 @@ def test_a_take_over_from_an_uncommitted_view_needs_voters_of_the_earlier_view()
     assert scheduler.core.phase is Phase.LEADING
 
 
-def test_a_voter_of_the_view_before_is_awaited_and_named_though_no_newer_view_names_it() -> None:
+def test_a_voter_of_the_previous_view_is_expected_and_named() -> None:
     former, (a, b), _ = started(2, replicas=1)
     a.prepares = False
     former.kill(b)
     prepared = former.last(events.Prepare).view
     assert b.incarnation not in prepared.servers
-    a.views.prepare(prepared)  # and the answer is on its way
+    a.views.prepare(prepared)  # and the reply is in flight
     lose(former)
     scheduler = successor(num_servers=2, replicas=1)
     scheduler.rejoin(a)
@@ -781,7 +783,7 @@ def test_a_voter_of_the_view_before_is_awaited_and_named_though_no_newer_view_na
 # While the first view is prepared.
 
 
-def test_a_new_scheduler_reports_that_too_few_members_returned() -> None:
+def test_a_new_scheduler_reports_too_few_returned_members() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     lose(former)
     b.prepares = False
@@ -797,7 +799,7 @@ def test_a_new_scheduler_reports_that_too_few_members_returned() -> None:
     assert scheduler.member(c) is not None
 
 
-def test_a_server_that_ends_while_the_first_view_is_prepared_is_dead() -> None:
+def test_a_server_ending_during_the_first_preparation_is_dead() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     lose(former)
     a.prepares = b.prepares = False
@@ -810,11 +812,11 @@ def test_a_server_that_ends_while_the_first_view_is_prepared_is_dead() -> None:
     taken = scheduler.last(events.TakenOver)
     assert {rejoin.member for _, rejoin in taken.returned} == {a.member, b.member}
     assert taken.dead == (c.member,)
-    assert scheduler.all(events.Removed) == []  # nobody was told that it was a member
+    assert scheduler.all(events.Removed) == []  # no member has received its membership
 
 
 @pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
-def test_one_that_comes_while_the_first_view_is_prepared_is_welcomed_with_the_others(role: Role) -> None:
+def test_a_server_arriving_during_the_first_preparation_is_welcomed(role: Role) -> None:
     former, (a, b, c), (w,) = started(3, 1, replicas=1)
     lose(former)
     late = c if role is Role.SERVER else w
@@ -828,11 +830,11 @@ def test_one_that_comes_while_the_first_view_is_prepared_is_welcomed_with_the_ot
     a.prepares = b.prepares = True
     scheduler.rejoin(a, b)
     assert scheduler.core.is_established
-    assert (late.fate is None) == (role is Role.SERVER)  # a worker that was late is dead, and was told so
+    assert (late.fate is None) == (role is Role.SERVER)  # a late worker is dead, and was notified
     assert (scheduler.member(late) is not None) == (role is Role.SERVER)
 
 
-def test_one_that_leaves_while_the_first_view_is_prepared_is_not_welcomed() -> None:
+def test_a_server_leaving_during_the_first_preparation_is_not_welcomed() -> None:
     former, (a,), (w,) = started(1, 1)
     lose(former)
     a.prepares = False
@@ -841,20 +843,22 @@ def test_one_that_leaves_while_the_first_view_is_prepared_is_not_welcomed() -> N
     scheduler.leave(w)
     a.prepares = True
     scheduler.rejoin(a)
-    assert {each.member for each in scheduler.all(events.Admit)} == {a.member}
+    assert {event.member for event in scheduler.all(events.Admit)} == {a.member}
     assert scheduler.last(events.TakenOver).dead == (w.member,)
 
 
 def test_deaths_of_one_cluster_do_not_count_in_another() -> None:
-    """Members of two come to one address; a server of the other was expelled, and what it had was lost."""
+    """Members of two clusters use one address. A server of the other cluster was expelled, and its rows were lost."""
     _, servers, workers = started(3, 2, replicas=1, cluster="a")
-    _, others, _ = started(3, replicas=1, cluster="b", salt=9)
+    _, foreign_servers, _ = started(3, replicas=1, cluster="b", salt=9)
     scheduler = Scheduler("new", num_servers=3, replicas=1, replaces=True)
-    for each in workers:
-        scheduler.rejoin(each)
+    for returning in workers:
+        scheduler.rejoin(returning)
     scheduler.tell(events.ProcessEnded(servers[0].incarnation), events.ProcessEnded(servers[1].incarnation))
-    scheduler.rejoin(*others)
+    scheduler.rejoin(*foreign_servers)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.core.name == "b"
-    assert {each.incarnation for each in others} <= {each.incarnation for each in scheduler.core.membership.members}
+    assert {member.incarnation for member in foreign_servers} <= {
+        member.incarnation for member in scheduler.core.membership.members
+    }
     assert scheduler.all(events.BucketsLost) == []

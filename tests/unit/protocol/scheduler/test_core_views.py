@@ -13,11 +13,11 @@ ALL = 0b1111_1111
 
 
 def published(scheduler: Scheduler) -> list[tuple[int, int]]:
-    return [each.view.order for each in scheduler.all(events.Publish)]
+    return [event.view.order for event in scheduler.all(events.Publish)]
 
 
 def proposed(scheduler: Scheduler) -> list[tuple[int, int]]:
-    return [each.view.order for each in scheduler.all(events.Prepare)]
+    return [event.view.order for event in scheduler.all(events.Prepare)]
 
 
 def join(scheduler: Scheduler, name: str, *, prepares: bool = True) -> Node:
@@ -29,16 +29,16 @@ def join(scheduler: Scheduler, name: str, *, prepares: bool = True) -> Node:
 def test_a_view_is_committed_when_a_quorum_of_the_servers_has_it() -> None:
     scheduler, servers, _ = started(4, replicas=1, num_buckets=16)
     assert len(scheduler.view.voters) == 4
-    view, scheduler.said = scheduler.view, []
-    gone, *others = servers
-    for node in others:
+    view, scheduler.sent_instructions = scheduler.view, []
+    dead, *remaining = servers
+    for node in remaining:
         node.prepares = False
-    scheduler.kill(gone)
+    scheduler.kill(dead)
     prepare = scheduler.last(events.Prepare)
-    assert prepare.peers == tuple(node.wire for node in others)
-    assert gone.incarnation not in prepare.view.servers
+    assert prepare.peers == tuple(node.wire for node in remaining)
+    assert dead.incarnation not in prepare.view.servers
     assert scheduler.view is view
-    for number, node in enumerate(others):
+    for number, node in enumerate(remaining):
         assert scheduler.view is view, number
         assert node.wire is not None
         scheduler.tell(MessageReceived(node.wire, messages.Prepared(prepare.view.term, prepare.view.epoch)))
@@ -47,7 +47,7 @@ def test_a_view_is_committed_when_a_quorum_of_the_servers_has_it() -> None:
     assert 1 <= number < 2
     assert scheduler.view is prepare.view
     assert published(scheduler) == [prepare.view.order]
-    assert all(node.views.committed is prepare.view for node in others)
+    assert all(node.views.committed is prepare.view for node in remaining)
 
 
 def test_only_voters_make_a_quorum() -> None:
@@ -113,7 +113,7 @@ def test_a_proposal_is_kept_when_only_workers_come_and_go() -> None:
         node.prepares = False
     b.is_silent = True
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
-    view, scheduler.said = scheduler.last(events.Prepare).view, []
+    view, scheduler.sent_instructions = scheduler.last(events.Prepare).view, []
     v = scheduler.register(worker("v"))
     scheduler.kill(w)
     scheduler.tell(events.Flush())
@@ -123,8 +123,8 @@ def test_a_proposal_is_kept_when_only_workers_come_and_go() -> None:
     assert a.wire is not None
     scheduler.tell(MessageReceived(a.wire, messages.Prepared(view.term, view.epoch)))
     assert published(scheduler)[0] == view.order
-    # What has waited comes at once: the next view has all of it.
-    assert [each.node for each in scheduler.view.members] == ["s0", "v"]
+    # The waiting changes come together: the next view has all of them.
+    assert [member.node for member in scheduler.view.members] == ["s0", "v"]
     assert v.member is not None
 
 
@@ -141,16 +141,16 @@ def test_a_proposal_of_which_nothing_is_left_is_dropped() -> None:
     assert a.wire is not None
     scheduler.tell(MessageReceived(a.wire, messages.Prepared(dropped.term, dropped.epoch)))
     assert scheduler.view is view
-    # Somebody may have it: what comes next is newer.
+    # A member may have it, so the next view is newer.
     scheduler.register(worker("w"))
     scheduler.tell(events.Flush())
     assert scheduler.view.order > dropped.order
 
 
-def test_a_fill_that_was_reported_counts_also_for_the_next_proposal() -> None:
+def test_a_reported_fill_counts_also_for_the_next_proposal() -> None:
     scheduler, (a, b), _ = started(2, replicas=1)
     c = join(scheduler, "c")
-    moving = sum(each.buckets for each in scheduler.view.groups if each.filling == c.incarnation)
+    moving = sum(group.buckets for group in scheduler.view.groups if group.filling == c.incarnation)
     for node in (a, b):
         node.prepares = False
     scheduler.fill(c)
@@ -168,7 +168,7 @@ def test_a_fill_of_a_silent_server_is_planned_again_when_it_returns() -> None:
     scheduler, (a,), _ = started(1)
     b = join(scheduler, "b")
     view = scheduler.view
-    moving = sum(each.buckets for each in view.groups if each.filling == b.incarnation)
+    moving = sum(group.buckets for group in view.groups if group.filling == b.incarnation)
     b.is_silent = True
     scheduler.fill(b)  # its last word, and it did not prepare
     assert scheduler.view is view
@@ -185,7 +185,7 @@ def test_a_fill_of_a_silent_server_is_planned_again_when_it_returns() -> None:
 
 
 def test_a_fill_of_a_silent_server_blocks_no_view() -> None:
-    """As a member it would have to prepare the view, though the one that filled it is silent too."""
+    """As a member it would have to prepare the view, although the server that filled it is silent too."""
     scheduler, (a, b), (w,) = started(2, 1)
     c = join(scheduler, "c")
     a.is_silent = c.is_silent = True
@@ -197,7 +197,7 @@ def test_a_fill_of_a_silent_server_blocks_no_view() -> None:
     assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
 
 
-def test_a_server_dies_that_was_to_be_filled() -> None:
+def test_a_server_dies_before_the_fill() -> None:
     scheduler, (a,), _ = started(1)
     b = join(scheduler, "b")
     b.prepares = False
@@ -208,11 +208,11 @@ def test_a_server_dies_that_was_to_be_filled() -> None:
     assert scheduler.all(events.BucketsLost) == []
 
 
-def test_a_server_that_filled_another_and_died_loses_nothing() -> None:
-    """What was reported holds, though its view is not committed yet."""
+def test_the_death_of_a_filling_server_loses_nothing() -> None:
+    """The report holds, although its view is not committed yet."""
     scheduler, (a,), _ = started(1)
     b = join(scheduler, "b")
-    moving = sum(each.buckets for each in scheduler.view.groups if each.filling == b.incarnation)
+    moving = sum(group.buckets for group in scheduler.view.groups if group.filling == b.incarnation)
     a.prepares = False
     scheduler.fill(b)
     scheduler.kill(a)
@@ -220,70 +220,70 @@ def test_a_server_that_filled_another_and_died_loses_nothing() -> None:
     assert holders(scheduler.view, b) == moving
 
 
-@pytest.mark.parametrize("num_others", [0, 1])
+@pytest.mark.parametrize("num_remaining", [0, 1])
 @pytest.mark.parametrize("is_silent_before", [False, True])
-def test_a_silent_server_filled_by_a_dead_one_is_awaited(num_others: int, is_silent_before: bool) -> None:
-    scheduler, others, _ = started(1 + num_others)
-    a = others[0]
+def test_a_silent_server_filled_by_a_dead_server_is_expected(num_remaining: int, is_silent_before: bool) -> None:
+    scheduler, remaining, _ = started(1 + num_remaining)
+    a = remaining[0]
     b = join(scheduler, "b")
-    moving = sum(each.buckets for each in scheduler.view.groups if each.filling == b.incarnation)
-    only_here = holders(scheduler.view, a) & ~moving
+    moving = sum(group.buckets for group in scheduler.view.groups if group.filling == b.incarnation)
+    only_copies = holders(scheduler.view, a) & ~moving
     moving &= holders(scheduler.view, a)
     b.is_silent = True
     scheduler.fill(b)
-    for node in others:
+    for node in remaining:
         node.prepares = False
     if not is_silent_before:
         scheduler.kill(a)
     scheduler.pass_time(3 * TIMEOUT_S)
     if is_silent_before:
         scheduler.kill(a)
-    for node in others:
+    for node in remaining:
         node.prepares = True
-    scheduler.rejoin(*others[1:])
+    scheduler.rejoin(*remaining[1:])
     notes = scheduler.notes
     scheduler.wake(b)
-    assert sum(each.buckets for each in scheduler.all(events.BucketsLost)) == only_here
+    assert sum(event.buckets for event in scheduler.all(events.BucketsLost)) == only_copies
     assert holders(scheduler.view, b) & moving == moving
-    told = f"server {num_others + 1} is silent and has the only copy of {moving.bit_count()} buckets"
-    assert sum(told in note for note in notes) == 1
+    message = f"server {num_remaining + 1} is silent and has the only copy of {moving.bit_count()} buckets"
+    assert sum(message in note for note in notes) == 1
 
 
-def test_a_server_that_returns_is_requested_again_to_prepare() -> None:
+def test_a_returning_server_is_requested_again_to_prepare() -> None:
     scheduler, (a, b), _ = started(2, replicas=1)
     for node in (a, b):
         node.prepares = False
     x = join(scheduler, "x", prepares=False)
-    asked = scheduler.last(events.Prepare)
-    assert set(asked.peers) == {a.wire, b.wire, x.wire}
+    preparation = scheduler.last(events.Prepare)
+    assert set(preparation.peers) == {a.wire, b.wire, x.wire}
     assert b.wire is not None
     b.wire.cut()
-    scheduler.said = []
+    scheduler.sent_instructions = []
     scheduler.rejoin(b)
-    assert scheduler.all(events.Prepare) == [events.Prepare((b.wire,), asked.view)]
-    scheduler.said = []
+    assert scheduler.all(events.Prepare) == [events.Prepare((b.wire,), preparation.view)]
+    scheduler.sent_instructions = []
     x.prepares = True
     assert x.wire is not None
     x.wire.cut()
     scheduler.register(x)  # not welcomed yet, so it registers again
-    assert scheduler.all(events.Prepare) == [events.Prepare((x.wire,), asked.view)]
+    assert scheduler.all(events.Prepare) == [events.Prepare((x.wire,), preparation.view)]
     assert x.member is None
     b.prepares = True
     scheduler.rejoin(b)
     assert x.member is not None
 
 
-def test_a_view_that_only_adds_workers_needs_no_preparation() -> None:
+def test_a_view_with_only_new_workers_needs_no_preparation() -> None:
     scheduler, (a,), _ = started(1)
     a.prepares = False
-    scheduler.said = []
+    scheduler.sent_instructions = []
     w = scheduler.register(worker("w"))
     scheduler.tell(events.Flush())
     assert scheduler.all(events.Prepare) == []
     assert w.member is not None
 
 
-def test_a_worker_is_removed_only_by_a_view_that_enough_servers_know() -> None:
+def test_a_worker_is_removed_only_by_a_view_of_enough_servers() -> None:
     scheduler, (a,), (v, w) = started(1, 2)
     a.prepares = False
     scheduler.kill(v)
@@ -292,7 +292,7 @@ def test_a_worker_is_removed_only_by_a_view_that_enough_servers_know() -> None:
     scheduler.leave(w)
     a.prepares = True
     scheduler.rejoin(a)
-    assert [each.node for each in scheduler.view.members] == ["s0"]
+    assert [member.node for member in scheduler.view.members] == ["s0"]
     assert scheduler.view.excludes(v.incarnation)
 
 
@@ -318,6 +318,6 @@ def test_versions_rise_only_with_the_chains() -> None:
 def test_a_view_without_voters_is_committed_immediately() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
     scheduler.kill(a, b)
-    assert [each.node for each in scheduler.view.members] == ["w0"]
+    assert [member.node for member in scheduler.view.members] == ["w0"]
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(ALL)]
     assert scheduler.member(w) is not None

@@ -14,7 +14,7 @@ def view(epoch: int, term: int = 1) -> View:
     return View(term=term, epoch=epoch)
 
 
-def test_a_view_that_is_prepared_is_answered_and_acted_on_when_it_is_committed() -> None:
+def test_a_prepared_view_is_acknowledged_and_applied_at_the_commit() -> None:
     state = MemberState()
     first, second = view(1), view(2)
     assert state.take(first) == (first, None)

@@ -6,7 +6,7 @@ from paceline.protocol.scheduler.numbered_messages import MemberEnd, SchedulerEn
 
 
 def numbers(messages: list[SentMessage]) -> list[int]:
-    return [each.number for each in messages]
+    return [message.number for message in messages]
 
 
 def test_received_messages_are_not_resent() -> None:
@@ -23,17 +23,17 @@ def test_received_messages_are_not_resent() -> None:
     assert end.lowest == 3
 
 
-def test_messages_that_the_former_scheduler_may_lack_are_resent_to_the_new_one() -> None:
-    """It may have taken over by what the process remembered on a connection before this one."""
+def test_messages_possibly_missing_at_the_new_scheduler_are_resent() -> None:
+    """The scheduler may have taken over with the facts that the process sent on an earlier connection."""
     end = MemberEnd()
     end.add("call", is_call=True)
     end.add("told before")
     end.received(2)
     end.add("told while the scheduler recovers")
-    assert [each.content for each in end.since(-1)] == ["call", "told while the scheduler recovers"]
+    assert [message.content for message in end.since(-1)] == ["call", "told while the scheduler recovers"]
 
 
-def test_an_unnumbered_message_is_resent_until_its_reply() -> None:
+def test_an_unnumbered_message_is_resent_until_the_reply() -> None:
     end = MemberEnd()
     message = end.add("leave", is_call=True, is_numbered=False)
     assert end.since(100) == [message]
@@ -44,10 +44,10 @@ def test_only_the_newest_of_superseding_notices_is_kept() -> None:
     end.add("older", supersedes="progress")
     end.add("other")
     end.add("newer", supersedes="progress")
-    assert [each.content for each in end.since(0)] == ["other", "newer"]
+    assert [message.content for message in end.since(0)] == ["other", "newer"]
 
 
-def test_a_member_of_a_former_cluster_has_no_welcome_number_before_its_first_message() -> None:
+def test_a_member_of_a_former_cluster_has_no_welcome_number_before_the_first_message() -> None:
     end = SchedulerEnd(is_foreign=True)
     assert (end.welcome_number, SchedulerEnd().welcome_number) == (-1, 0)
     assert end.receive(0, 1)

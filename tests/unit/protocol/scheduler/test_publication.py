@@ -27,12 +27,12 @@ class Offers:
         released: Collection[int] = (),
         ended: Collection[int] = (),
     ) -> Step:
-        """Offer what the planner would: another version for other chains."""
+        """Offer the planner's proposal: another version if the chains differ."""
         if groups != self.last:
             self.last, self.version = groups, self.version + 1
-        servers = {each for one in groups for each in (*one.members, one.filling) if each is not None}
-        members = [Member(f"s{each}", Role.SERVER, each, each, f"s{each}") for each in sorted(servers)]
-        members += [Member(f"w{each}", Role.WORKER, each, each) for each in workers]
+        servers = {server for one in groups for server in (*one.members, one.filling) if server is not None}
+        members = [Member(f"s{server}", Role.SERVER, server, server, f"s{server}") for server in sorted(servers)]
+        members += [Member(f"w{worker}", Role.WORKER, worker, worker) for worker in workers]
         wanted = View(version=self.version, members=tuple(members), groups=groups, last_incarnation=50)
         return self.publication.offer(wanted, released=released, ended=ended)
 
@@ -80,7 +80,7 @@ def test_new_workers_need_no_preparation() -> None:
     offers.begin(group(1))
     view = committed(offers.offer(group(1), workers=(7, 8)))
     assert (view.epoch, view.version) == (2, 1)
-    assert [each.incarnation for each in view.members] == [1, 7, 8]
+    assert [member.incarnation for member in view.members] == [1, 7, 8]
 
 
 def test_everything_else_is_prepared_first() -> None:
@@ -99,13 +99,13 @@ def test_everything_else_is_prepared_first() -> None:
     assert not offers.publication.prepared(1, *view.order)  # late
 
 
-def test_a_worker_that_goes_is_a_change_that_is_prepared() -> None:
+def test_the_departure_of_a_worker_is_a_prepared_change() -> None:
     offers = Offers()
     offers.begin(group(1))
     committed(offers.offer(group(1), workers=(7,)))
     view = proposed(offers.offer(group(1)))
     assert (view.epoch, view.version) == (3, 1)  # the chains are the same
-    assert [each.incarnation for each in view.members] == [1]
+    assert [member.incarnation for member in view.members] == [1]
 
 
 def test_a_proposal_is_kept_while_only_workers_come_and_go() -> None:
@@ -127,7 +127,7 @@ def test_a_proposal_is_replaced_when_servers_change() -> None:
     assert view.epoch == former.epoch + 1
     assert view.version > former.version
     assert not offers.publication.prepared(2, *former.order)
-    assert offers.offer(group(3), ended={1, 2}) is None  # what was prepared was the former one
+    assert offers.offer(group(3), ended={1, 2}) is None  # the former view was prepared
     offers.prepared(3)
     assert committed(offers.offer(group(3), ended={1, 2})) is view
 
@@ -139,7 +139,7 @@ def test_a_proposal_is_dropped_when_all_is_as_before() -> None:
     assert offers.offer(group(1, 2)) is None
     assert offers.publication.proposal is None
     assert offers.publication.committed is first
-    # But somebody may have prepared it: whatever comes next is newer.
+    # But a member may have prepared it, so the next view is newer.
     assert committed(offers.offer(group(1, 2), workers=(7,))).epoch == view.epoch + 1
 
 
@@ -149,7 +149,7 @@ def test_ended_servers_need_not_reply_but_released_servers_must() -> None:
     proposed(offers.offer(group(3), released={1, 2}))
     assert offers.offer(group(3), released={1, 2}) is None
     offers.prepared(3)
-    assert offers.offer(group(3), released={1, 2}) is None  # those that stay have it, and they are no quorum
+    assert offers.offer(group(3), released={1, 2}) is None  # the remaining servers have it, and are no quorum
     offers.prepared(1)
     committed(offers.offer(group(3), released={1, 2}))
     offers = Offers()
@@ -168,7 +168,7 @@ def test_a_takeover_raises_the_term_and_skips_possible_epochs() -> None:
     assert offers.publication.committed is latest
     is_established = [offers.publication.is_established]
     offers.last, offers.version = latest.groups, latest.version + VERSION_GAP
-    view = proposed(offers.offer(group(1, 2)))  # though it is the same, nobody knows of its term
+    view = proposed(offers.offer(group(1, 2)))  # the view is the same, but no member knows its term
     assert view.term == offers.publication.term
     assert view.epoch > latest.epoch + VERSION_GAP
     assert view.version == latest.version + VERSION_GAP
@@ -178,12 +178,12 @@ def test_a_takeover_raises_the_term_and_skips_possible_epochs() -> None:
     assert is_established == [False, True]
 
 
-def test_two_that_take_over_from_the_same_one_have_different_terms() -> None:
+def test_two_successors_of_one_scheduler_have_different_terms() -> None:
     latest = Offers(salt=70_000).begin(group(1))
     terms = []
     for salt in (2, 1, 65_535):
         terms.append(term_after(latest.term, salt))
     assert len(set(terms)) == 3
     assert min(terms) > latest.term
-    # The next one is above all of them, whatever its salt.
+    # The next order is higher than all of them, with any salt.
     assert term_after(min(terms), salt=0) > max(terms)

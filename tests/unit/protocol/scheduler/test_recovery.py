@@ -16,7 +16,7 @@ from paceline.protocol.scheduler.views import View
 
 from .toys import group
 
-NOBODY: tuple[int, ...] = ()
+NO_MEMBERS: tuple[int, ...] = ()
 
 
 def member(name: str) -> Member:
@@ -26,9 +26,11 @@ def member(name: str) -> Member:
 
 
 def view(epoch: int, *names: str, term: int = 1, voters: tuple[int, ...] | None = None) -> View:
-    """A view of these members; its voters are all its servers, or these."""
+    """Return a view of these members; the voters are all its servers, or `voters`."""
     members = tuple([member(name) for name in names])
-    servers = tuple([each.incarnation for each in members if each.role is Role.SERVER]) if voters is None else voters
+    servers = (
+        tuple([member.incarnation for member in members if member.role is Role.SERVER]) if voters is None else voters
+    )
     return View(term, epoch, 1, members, (group(*servers),) if servers else (), last_incarnation=50)
 
 
@@ -58,38 +60,38 @@ class Coming:
         return self.num_peers
 
     def names(self, returned: Iterable[messages.Rejoin]) -> list[str]:
-        return [each.member.node for each in returned]
+        return [record.member.node for record in returned]
 
 
 def test_it_is_complete_when_the_members_of_the_newest_view_are_back() -> None:
     coming = Coming()
-    assert not coming.evidence.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NO_MEMBERS)
     old, new = view(4, "s1", "w2", "w4"), view(5, "s1", "w3")
     coming.back("s1", old)
     w4 = coming.back("w4", old)
-    assert not coming.evidence.is_complete(NOBODY)
-    assert coming.evidence.missing(NOBODY) == (member("w2"),)
-    assert coming.evidence.is_complete({2})  # nobody else is missing, and that one has ended
+    assert not coming.evidence.is_complete(NO_MEMBERS)
+    assert coming.evidence.missing(NO_MEMBERS) == (member("w2"),)
+    assert coming.evidence.is_complete({2})  # no other member is missing, and this one has ended
     coming.recovery.forget(w4)
     peer = coming.back("w3", new)
-    assert coming.evidence.is_complete(NOBODY)
+    assert coming.evidence.is_complete(NO_MEMBERS)
     coming.recovery.forget(peer)  # its connection broke again
     coming.recovery.forget(peer)
-    assert not coming.evidence.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NO_MEMBERS)
     coming.back("w3", new)
-    coming.back("w2", old)  # was removed, and has not heard of it
+    coming.back("w2", old)  # it was removed, and was not notified
     evidence = coming.evidence
-    assert evidence.is_complete(NOBODY)
-    assert [each.member.node for each in evidence.returned if not evidence.is_member(each)] == ["w2"]
+    assert evidence.is_complete(NO_MEMBERS)
+    assert [record.member.node for record in evidence.returned if not evidence.is_member(record)] == ["w2"]
 
 
-def test_one_that_comes_on_another_connection_is_one_member() -> None:
+def test_a_member_on_another_connection_is_one_member() -> None:
     coming = Coming()
     first = coming.back("s1", view(4, "s1", "s2"))
     coming.back("s1", view(5, "s1"))
     assert len(coming.evidence.returned) == 1
     coming.recovery.forget(first)  # the former connection, which breaks late
-    assert coming.evidence.is_complete(NOBODY)
+    assert coming.evidence.is_complete(NO_MEMBERS)
 
 
 def test_the_newest_view_is_of_the_highest_term() -> None:
@@ -97,7 +99,7 @@ def test_the_newest_view_is_of_the_highest_term() -> None:
     coming.back("s1", view(9, "s1", "s2"))
     coming.back("s2", view(3, "s1", "s2", "s3", term=2))
     assert coming.evidence.latest.order == (2, 3)
-    assert coming.evidence.missing(NOBODY) == (member("s3"),)
+    assert coming.evidence.missing(NO_MEMBERS) == (member("s3"),)
 
 
 def test_if_only_a_worker_has_the_newest_view_earlier_voters_are_needed_too() -> None:
@@ -108,38 +110,38 @@ def test_if_only_a_worker_has_the_newest_view_earlier_voters_are_needed_too() ->
     coming.back("s3", old)
     coming.back("w6", old.without_workers())
     coming.back("w5", view(11, "s1", "s2", "s3", "w5").without_workers())
-    assert not coming.evidence.has_quorum(NOBODY, 1)
+    assert not coming.evidence.has_quorum(NO_MEMBERS, 1)
     coming.back("s1", view(11, "s1", "s2", "s3", "w5"))
-    assert coming.evidence.has_quorum(NOBODY, 1)
-    assert [each.incarnation for each in coming.evidence.latest.members if each.role is Role.WORKER] == [5]
+    assert coming.evidence.has_quorum(NO_MEMBERS, 1)
+    assert [member.incarnation for member in coming.evidence.latest.members if member.role is Role.WORKER] == [5]
 
 
-def test_a_view_without_workers_has_those_of_the_newest_that_names_them() -> None:
+def test_a_view_without_workers_uses_the_workers_of_the_newest_full_view() -> None:
     coming = Coming()
     coming.back("w3", view(9, "s1", "s2", "w3", "w4").without_workers())
     coming.back("s1", view(7, "s1", "w3", "w4"))
     coming.back("s2", view(6, "s1", "w3"))
     latest = coming.evidence.latest
     assert latest.order == (1, 9)
-    assert [each.node for each in latest.members] == ["s1", "s2", "w3", "w4"]
+    assert [member.node for member in latest.members] == ["s1", "s2", "w3", "w4"]
     assert not latest.is_partial
-    assert coming.evidence.missing(NOBODY) == (member("w4"),)
+    assert coming.evidence.missing(NO_MEMBERS) == (member("w4"),)
 
 
 def test_unknown_workers_are_not_excluded() -> None:
     coming = Coming()
     coming.back("w3", view(9, "s1", "w3", "w4").without_workers())
-    assert [each.node for each in coming.evidence.latest.members] == ["s1"]
-    assert all(coming.evidence.is_member(each) for each in coming.evidence.returned)
+    assert [member.node for member in coming.evidence.latest.members] == ["s1"]
+    assert all(coming.evidence.is_member(record) for record in coming.evidence.returned)
 
 
-def test_members_in_no_view_are_excluded_only_if_they_could_be_in_it() -> None:
+def test_members_in_no_view_are_excluded_only_if_possibly_in_it() -> None:
     coming = Coming()
     coming.back("s1", view(5, "s1"))
     for name in ("w7", "o8", "w51"):
         coming.back(name, view(4, "s1"))
     # An observer is in no view; incarnation 51 is newer than the view.
-    members = [each for each in coming.evidence.returned if coming.evidence.is_member(each)]
+    members = [record for record in coming.evidence.returned if coming.evidence.is_member(record)]
     assert coming.names(members) == ["s1", "o8", "w51"]
 
 
@@ -147,13 +149,13 @@ def test_recovery_waits_for_the_poster_of_the_latest_job() -> None:
     coming = Coming()
     seen = view(1, "w1")
     coming.back("w1", seen, job=job(2))
-    assert not coming.evidence.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NO_MEMBERS)
     coming.back("o7", seen, job=job(1, is_poster=True))
-    assert not coming.evidence.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NO_MEMBERS)
     poster = coming.back("o8", seen, job=job(2, is_poster=True))
-    assert coming.evidence.is_complete(NOBODY)
+    assert coming.evidence.is_complete(NO_MEMBERS)
     coming.recovery.forget(poster)
-    assert not coming.evidence.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NO_MEMBERS)
 
 
 def test_it_waits_for_a_poster_where_all_workers_have_ended() -> None:
@@ -166,29 +168,29 @@ def test_it_waits_for_a_poster_where_all_workers_have_ended() -> None:
     assert coming.evidence.is_complete({2})
 
 
-def test_a_quorum_is_of_the_servers_of_the_newest_view_that_have_buckets() -> None:
+def test_a_quorum_consists_of_bucket_owners_of_the_newest_view() -> None:
     coming = Coming()
     seen = view(1, "s1", "s2", "s3", "s4", "w5", voters=(1, 2, 3))
     coming.back("s4", seen)
     coming.back("w5", seen)
     coming.back("s1", seen)
-    assert not coming.evidence.has_quorum(NOBODY, 0)
+    assert not coming.evidence.has_quorum(NO_MEMBERS, 0)
     assert coming.evidence.has_quorum({2, 3}, 0)
-    assert coming.evidence.missing_voters(NOBODY) == (member("s2"), member("s3"))
+    assert coming.evidence.missing_voters(NO_MEMBERS) == (member("s2"), member("s3"))
     assert coming.evidence.missing_voters({2}) == (member("s3"),)
     coming.back("s2", seen)
-    assert coming.evidence.has_quorum(NOBODY, 0)
-    assert coming.evidence.missing(NOBODY) == (member("s3"),)
+    assert coming.evidence.has_quorum(NO_MEMBERS, 0)
+    assert coming.evidence.missing(NO_MEMBERS) == (member("s3"),)
     # A later view has other servers, and those are needed.
     coming.back("w6", view(2, "s1", "s2", "s3", "s4", "w6", voters=(3, 4)))
-    assert not coming.evidence.has_quorum(NOBODY, 0)
+    assert not coming.evidence.has_quorum(NO_MEMBERS, 0)
 
 
 def test_without_buckets_no_server_is_needed() -> None:
     coming = Coming()
     coming.back("w1", view(1, "s2", "w1", voters=()))
-    assert coming.evidence.has_quorum(NOBODY, 1)
-    assert coming.evidence.missing_voters(NOBODY) == ()
+    assert coming.evidence.has_quorum(NO_MEMBERS, 1)
+    assert coming.evidence.missing_voters(NO_MEMBERS) == ()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -203,7 +205,7 @@ def test_the_cluster_with_more_servers_counts(is_first: bool) -> None:
     assert coming.names(coming.evidence.returned) == ["s1"]
     assert len(coming.recovery.reject_foreign()) == 2
     assert coming.evidence.latest.epoch == 1
-    assert coming.evidence.is_complete(NOBODY)
+    assert coming.evidence.is_complete(NO_MEMBERS)
 
 
 def test_of_clusters_without_servers_the_one_with_more_members_counts() -> None:
@@ -216,16 +218,16 @@ def test_of_clusters_without_servers_the_one_with_more_members_counts() -> None:
     assert Evidence({}).latest == View()
 
 
-def test_that_a_server_drains_is_not_forgotten() -> None:
+def test_draining_is_not_forgotten() -> None:
     coming = Coming()
     peer = coming.back("s1", view(1, "s1"))
     coming.back("s2", view(1, "s1"), is_leaving=True)
     coming.recovery.drain(peer)
     coming.recovery.drain("nobody")
-    assert [each.is_leaving for each in coming.evidence.returned] == [True, True]
+    assert [record.is_leaving for record in coming.evidence.returned] == [True, True]
 
 
-def test_it_requests_promises_and_takes_over_when_they_arrive() -> None:
+def test_a_successor_requests_promises_and_takes_over_on_arrival() -> None:
     coming = Coming()
     seen = view(3, "s1", "s2", "w3")
     s1, s2, _ = [coming.back(name, seen) for name in ("s1", "s2", "w3")]
@@ -233,13 +235,13 @@ def test_it_requests_promises_and_takes_over_when_they_arrive() -> None:
     assert isinstance(promise, events.RequestPromise)
     assert promise.peers == (s1, s2)
     assert promise.term > seen.term
-    assert coming.recovery.decide((), 1.0) == []  # it has asked
+    assert coming.recovery.decide((), 1.0) == []  # it has sent its request
     for peer in (s1, s2):
         coming.recovery.promise(peer, promise.term)
     (succession,) = coming.recovery.decide((), 1.0)
     assert isinstance(succession, Succession)
     assert (succession.cluster, succession.term) == ("ours", promise.term)
-    assert [each.node for each in succession.present()] == ["s1", "s2", "w3"]
+    assert [member.node for member in succession.present()] == ["s1", "s2", "w3"]
     assert succession.absent() == succession.leaving() == []
 
 
@@ -251,7 +253,7 @@ def test_needed_servers_are_waited_for_after_the_time_out() -> None:
     assert isinstance(note, events.NotifyOperator)
     assert "server 2 (s2) and server 3 (s3)" in note.text
     assert coming.recovery.needed == (member("s2"), member("s3"))
-    assert coming.recovery.decide((), 11.0) == []  # it is said once
+    assert coming.recovery.decide((), 11.0) == []  # it is reported once
 
 
 def test_a_cluster_without_servers_is_given_up() -> None:
@@ -264,4 +266,4 @@ def test_a_cluster_without_servers_is_given_up() -> None:
     assert expel.peer == peer
     assert abandoned == Abandoned()
     coming.recovery.reset()
-    assert coming.recovery.decide((), 1.0) == [Abandoned()]  # nobody is there
+    assert coming.recovery.decide((), 1.0) == [Abandoned()]  # no member has returned

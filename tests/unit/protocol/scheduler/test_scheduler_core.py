@@ -56,7 +56,7 @@ class Run:
         return instructions
 
     def receive(self, peer: str, message: Any, request: int = 0, sequence: int = 0, body: bytes = b"") -> list[Any]:
-        """Deliver a message; return the messages that its process receives at once."""
+        """Deliver a message; return the messages that its process receives immediately."""
         if peer not in self.core.sessions.connected:
             self.core.connected(peer)
         before = len(self.sent.get(peer, []))
@@ -82,13 +82,13 @@ def started() -> Run:
     run.handle(events.Flush())
     (welcome,) = [send.message for send in run.sent["w"]]
     assert (welcome.rank, welcome.settings, welcome.received) == (0, SETTINGS, 0)
-    assert [each.node for each in welcome.view.members] == ["s"]  # workers receive the servers only
+    assert [member.node for member in welcome.view.members] == ["s"]  # workers receive the servers only
     return run
 
 
 def test_members_are_welcomed_with_settings_and_view() -> None:
     run = started()
-    watched = [each.member.node for each in run.instructions if isinstance(each, WatchProcess)]
+    watched = [instruction.member.node for instruction in run.instructions if isinstance(instruction, WatchProcess)]
     assert watched == ["s", "w"]
     (view,) = run.receive("w", GetView(), 2, 2)
     assert [member.node for member in view.members] == ["s", "w"]
@@ -107,7 +107,7 @@ def test_a_repeated_call_is_executed_once_and_answered_again() -> None:
     assert run.core.sessions.connected["w"].end.received == 4
 
 
-def test_a_member_that_reconnects_receives_its_answers_again() -> None:
+def test_a_reconnecting_member_receives_the_replies_again() -> None:
     run = started()
     run.receive("poster", PostJob(spec=SPEC), 1, 1)
     (lease,) = run.receive("w", TakeLease(job=1, wait=False), 2, 2)
@@ -126,7 +126,7 @@ def test_news_of_a_job_are_sent_together() -> None:
     run = started()
     run.receive("poster", PostJob(spec=SPEC), 1, 1)
     run.receive("w", TakeLease(job=1, wait=False), 2, 2)
-    assert sum(isinstance(each, events.NewsSoon) for each in run.instructions) == 1
+    assert sum(isinstance(instruction, events.NewsSoon) for instruction in run.instructions) == 1
     run.handle(events.NewsDue())
     assert sum(isinstance(send.message, JobNews) for send in run.sent["w"]) == 1
     assert not any(isinstance(send.message, JobNews) for send in run.sent["s"])
@@ -158,7 +158,7 @@ def test_a_cluster_with_other_settings_is_not_taken_over() -> None:
     for peer in ("s", "s again"):
         rejoin = former_member(SchedulerSettings(cluster="theirs", num_servers=2))
         assert run.receive(peer, rejoin, 1) == [Elsewhere()]
-    (note,) = [each for each in run.instructions if isinstance(each, events.NotifyOperator)]
+    (note,) = [instruction for instruction in run.instructions if isinstance(instruction, events.NotifyOperator)]
     assert "num_servers=2" in note.text
     assert "num_servers=1" in note.text
 
@@ -172,7 +172,7 @@ def test_requests_wait_until_the_cluster_is_recovered() -> None:
     run.prepare("s")
     (settings,) = [send.message for send in run.sent["observer"]]
     assert settings.cluster == "theirs"
-    assert any(isinstance(each, events.TakenOver) for each in run.instructions)
+    assert any(isinstance(instruction, events.TakenOver) for instruction in run.instructions)
 
 
 def test_the_end_is_sent_to_every_process() -> None:
@@ -189,7 +189,7 @@ def test_a_member_leaves() -> None:
     run.receive("w", Leave())
     assert events.Close("w") in run.instructions
     run.prepare("s")
-    (removed,) = [each for each in run.instructions if isinstance(each, events.Removed)]
+    (removed,) = [instruction for instruction in run.instructions if isinstance(instruction, events.Removed)]
     assert (removed.member.node, removed.reason) == ("w", None)
     run.receive("s", Drain())
     assert any(isinstance(send.message, Ended) for send in run.sent["s"])
@@ -199,6 +199,6 @@ def test_requests_about_tables_are_served_by_the_runtime() -> None:
     run = started()
     run.receive("w", "a request", 2, 2)
     run.receive("w", "a request", 2, 2)  # repeated before its answer
-    (serve,) = [each for each in run.instructions if isinstance(each, events.ServeRequest)]
+    (serve,) = [instruction for instruction in run.instructions if isinstance(instruction, events.ServeRequest)]
     (send,) = run.core.reply(serve.call, "an answer")  # type: ignore[arg-type]
     assert send == SendMessage("w", "an answer", 2, 2)

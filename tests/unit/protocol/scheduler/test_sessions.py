@@ -24,7 +24,7 @@ def test_a_repeated_call_is_answered_again() -> None:
     assert session.repeat(1) == [SendMessage("peer", "one", 1, 1, b"body")]
 
 
-def test_a_call_that_is_repeated_before_its_answer_is_answered_once() -> None:
+def test_a_call_repeated_before_the_reply_has_one_reply() -> None:
     session = Session("peer")
     assert session.end.receive(1, 1)
     assert not session.end.receive(1, 1)
@@ -77,7 +77,7 @@ def test_a_notice_has_no_answer() -> None:
     assert session.answer(0, "unexpected") == []
 
 
-def test_a_member_continues_its_session_on_another_connection() -> None:
+def test_a_member_continues_the_session_on_another_connection() -> None:
     sessions = Sessions()
     sessions.connect("first")
     found = sessions.welcome("first", 7)
@@ -105,7 +105,7 @@ def test_a_request_to_join_is_answered_once() -> None:
 
 @given(seed=st.integers(0, 2**32), lossy=st.floats(0, 0.4))
 def test_everything_counts_once_and_every_call_is_answered(seed: int, lossy: float) -> None:
-    """Connections break with all messages that are under way; both ends continue."""
+    """Connections break with all messages in flight; both ends continue."""
     random = Random(seed)
     up: deque[SentMessage] = deque()
     down: deque[SendMessage] = deque()

@@ -28,10 +28,10 @@ def member(incarnation: int, role: Role = Role.SERVER) -> Member:
 
 
 def view(*groups: ChainGroup, servers: tuple[int, ...] = (), workers: tuple[int, ...] = (), epoch: int = 1) -> View:
-    """A view of these chains, with the servers that are in them and others, and workers."""
-    named = {each for one in groups for each in (*one.members, one.filling) if each is not None}
-    members = [member(each) for each in sorted({*named, *servers})]
-    members += [member(each, Role.WORKER) for each in workers]
+    """Return a view of these chains, with their servers, other servers, and workers."""
+    named = {incarnation for one in groups for incarnation in (*one.members, one.filling) if incarnation is not None}
+    members = [member(incarnation) for incarnation in sorted({*named, *servers})]
+    members += [member(worker, Role.WORKER) for worker in workers]
     return View(1, epoch, 1, tuple(members), groups, last_incarnation=100)
 
 
@@ -39,7 +39,7 @@ def test_contents_of_a_view() -> None:
     seen = view(group(1, 2), group(3, filling=4, buckets=2), servers=(5,), workers=(7, 8))
     assert seen.order == (1, 1)
     assert seen.servers == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
-    assert seen.voters == {1, 2, 3}  # not the one that is being filled
+    assert seen.voters == {1, 2, 3}  # without the server that is being filled
     assert not seen.excludes(1)
     assert not seen.excludes(8)
     assert seen.excludes(9)
@@ -49,7 +49,7 @@ def test_contents_of_a_view() -> None:
 def test_a_view_without_workers_excludes_no_member() -> None:
     seen = view(group(1), workers=(7,)).without_workers()
     assert seen.is_partial
-    assert [each.incarnation for each in seen.members] == [1]
+    assert [member.incarnation for member in seen.members] == [1]
     assert seen.same_servers(view(group(1)))
     assert not seen.excludes(7)
     assert not seen.excludes(9)
@@ -60,7 +60,7 @@ def test_a_view_without_workers_excludes_no_member() -> None:
     [
         (view(group(1), workers=(7,)), True),
         (view(group(1), workers=(7, 8)), True),
-        (view(group(1)), False),  # a worker is gone
+        (view(group(1)), False),  # a worker has left
         (view(group(1), workers=(8,)), False),
         (view(group(1), workers=(7,), servers=(2,)), False),
         (view(group(1, filling=2), workers=(7,)), False),
@@ -85,8 +85,8 @@ def test_quorums_by_example() -> None:
     assert may_take_over({1, 2, 3}, {1, 2, 3}, (), 0)
 
 
-def test_one_that_commits_and_one_that_takes_over_have_a_voter_in_common() -> None:
-    """Each of them may know of other voters that they have ended, of which neither was with the other one."""
+def test_a_commit_and_a_takeover_have_a_common_voter() -> None:
+    """Each side may have a list of ended voters, and none of these voters was with the other side."""
     num_cases = 0
     for num_voters, replicas in product(range(1, 10), range(5)):
         voters = range(num_voters)
@@ -94,10 +94,10 @@ def test_one_that_commits_and_one_that_takes_over_have_a_voter_in_common() -> No
             num_living = num_voters - sum(split)
             if num_living < 1:
                 continue
-            ours, theirs, both = split
-            of_committer = {*range(ours), *range(ours + theirs, ours + theirs + both)}
-            of_successor = set(range(ours, ours + theirs + both))
-            living = range(ours + theirs + both, num_voters)
+            first_group, second_group, both = split
+            of_committer = {*range(first_group), *range(first_group + second_group, first_group + second_group + both)}
+            of_successor = set(range(first_group, first_group + second_group + both))
+            living = range(first_group + second_group + both, num_voters)
             for num_prepared in range(num_living + 1):
                 prepared, returned = living[:num_prepared], living[num_prepared:]
                 may_both = may_commit(voters, of_committer, prepared, replicas) and may_take_over(
@@ -108,22 +108,25 @@ def test_one_that_commits_and_one_that_takes_over_have_a_voter_in_common() -> No
     assert num_cases > 5_000
 
 
-def test_one_that_has_ended_since_may_have_been_with_the_successor() -> None:
-    """Of three, two had come to the next scheduler, which took over: then one ended, and only the first knows."""
+def test_an_ended_voter_may_have_been_with_the_successor() -> None:
+    """Two of three voters had joined the next scheduler, which took over.
+
+    Then one of them ended, and only the first scheduler was notified.
+    """
     assert may_take_over({1, 2, 3}, (), {2, 3}, 1)
     assert not may_commit({1, 2, 3}, {3}, {1}, 1)
 
 
 @pytest.mark.parametrize("replicas", range(4))
 @pytest.mark.parametrize("num_voters", range(1, 8))
-def test_as_many_may_fail_as_there_are_replicas(num_voters: int, replicas: int) -> None:
-    """Whatever the number of servers: what is left of them can commit."""
+def test_the_number_of_tolerated_failures_equals_the_number_of_replicas(num_voters: int, replicas: int) -> None:
+    """The remaining servers can commit, with any number of servers."""
     num_left = max(num_voters - replicas, 1)
     assert may_commit(range(num_voters), (), range(num_left), replicas)
     assert may_commit(range(num_voters), range(num_left, num_voters), range(num_left), replicas)
 
 
-def test_members_that_gain_a_bucket() -> None:
+def test_members_with_a_new_bucket() -> None:
     before = [group(1, 2, buckets=0b011), group(2, filling=3, buckets=0b100)]
     assert gaining(before, before) == frozenset()
     assert gaining(before, [group(2, 1, buckets=0b011), group(2, filling=3, buckets=0b100)]) == frozenset()
@@ -146,13 +149,13 @@ def test_a_proposal_is_accepted_by_a_quorum_of_the_voters_before_it() -> None:
     one = proposal(view(group(1, 2, 3), servers=(4, 5)), view(group(1, 2), servers=(4, 5)))
     one.prepared |= {3, 4, 5}  # 4 and 5 had nothing
     assert not one.is_accepted(())
-    assert not one.is_accepted({3})  # whoever has ended does not count
+    assert not one.is_accepted({3})  # an ended voter does not count
     assert one.is_accepted({1, 2})
     one.prepared.add(1)
     assert one.is_accepted(())
 
 
-def test_no_member_gains_a_bucket_without_its_view() -> None:
+def test_no_member_gains_a_bucket_without_the_view() -> None:
     one = proposal(view(group(1, filling=2)), view(group(1, 2)))
     one.prepared.add(1)
     assert not one.is_accepted(())
@@ -162,20 +165,21 @@ def test_no_member_gains_a_bucket_without_its_view() -> None:
     assert not proposal(view(group(1, filling=2)), view(group(2))).is_accepted({1})
 
 
-def test_those_that_go_do_not_count_for_a_proposal() -> None:
+def test_departing_members_do_not_count_for_a_proposal() -> None:
     committed = view(group(1, 2, 3))
     one = proposal(committed, view(group(3)), 1, 2)
     one.prepared |= {1, 2}
     assert not one.is_accepted(())
     one.prepared.add(3)
-    assert one.is_accepted(())  # more than those that stay cannot have it
-    # One that goes leaves one voter less for whoever takes over without this view: he needs both others, so one knows.
+    assert one.is_accepted(())  # no more votes than those of the remaining servers are possible
+    # A leaving server removes one voter for a takeover without this view. The takeover then needs both other voters, so
+    # one of them has the view.
     two = proposal(committed, view(group(2, 3)), 1)
     two.prepared |= {1, 2}
     assert two.is_accepted(())
     assert may_take_over(committed.voters, (), {2, 3}, 0)
-    assert not any(may_take_over(committed.voters, (), {each}, 0) for each in (2, 3))
-    # Where all go by it, nobody stays who could know of it.
+    assert not any(may_take_over(committed.voters, (), {server}, 0) for server in (2, 3))
+    # If all servers leave with this view, no remaining server could have it.
     three = proposal(committed, view(group()), 1, 2, 3)
     assert not three.is_accepted(())
     three.prepared |= {1, 2}
@@ -196,7 +200,7 @@ def test_a_member_applies_committed_views_and_stores_prepared_ones() -> None:
     assert [known.committed, known.prepared, known.newest] == [third, second, third]
 
 
-def test_a_member_prepares_nothing_of_a_scheduler_that_was_superseded() -> None:
+def test_a_member_prepares_nothing_of_a_superseded_scheduler() -> None:
     known: KnownViews = KnownViews()
     known.commit(view(group(1), epoch=5))
     later = replace(view(group(1), epoch=3), term=2)
@@ -210,14 +214,14 @@ def test_a_member_prepares_nothing_of_a_scheduler_that_was_superseded() -> None:
     assert not other.commit(view(group(1), epoch=9))
 
 
-def test_a_member_keeps_its_promise() -> None:
+def test_a_member_keeps_promises() -> None:
     known: KnownViews = KnownViews()
     assert known.promise(3)
     assert known.promise(3)  # again, as the first answer may be lost
     assert not known.promise(2)
     assert not known.prepare(replace(view(group(1)), term=2))
     assert known.prepare(replace(view(group(1)), term=3))
-    assert known.commit(replace(view(group(1)), term=2))  # what others have prepared holds
+    assert known.commit(replace(view(group(1)), term=2))  # the views that others prepared remain valid
 
 
 def test_a_later_view_is_not_replaced_by_an_earlier_view() -> None:

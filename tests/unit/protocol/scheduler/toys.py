@@ -1,6 +1,6 @@
-"""Toys for the scheduler's core: a scheduler that does as its core bids, and processes that are members of its cluster.
+"""A scheduler that executes the instructions of its core, and simulated members, for tests.
 
-What they say to each other waits on a :class:`Wire`, in order, until it is delivered: at once where a test wants that.
+Their messages wait on a :class:`Wire`, in order, until they are delivered. Tests can deliver them immediately.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ class Node:
         self.is_leaving = False
         self.is_extra = False
         self.rank: int | None = None
-        """The one that it asks for."""
+        """The requested rank."""
         self.is_alive = True
         self.is_silent = False
         """Whether it is stopped: it gives no sign of life and takes nothing, though it lives and is connected."""
         self.has_worked = False
         """Whether it was given shards of a job."""
         self.prepares = True
-        """Whether it keeps what it is asked to prepare, and answers."""
+        """Whether it stores the views that it is requested to prepare, and replies."""
         self.has_prepared: set[tuple[int, int]] = set()
         """The orders of all views that it ever prepared."""
         self.fate: object = None
-        """What it was told that ended it: Expel, ReleaseServer or Reject."""
+        """The message that ended it: Expel, ReleaseServer or Reject."""
 
     @property
     def incarnation(self) -> int:
@@ -116,12 +116,12 @@ class Node:
         self.member, self.cluster = member, cluster
         self.views.commit(view)
 
-    def asked_to_prepare(self, wire: Wire, view: View) -> None:
+    def receive_prepare(self, wire: Wire, view: View) -> None:
         if self.prepares and self.views.prepare(view):
             self.has_prepared.add(view.order)
             wire.to_scheduler.append(MessageReceived(wire, messages.Prepared(view.term, view.epoch)))
 
-    def asked_to_promise(self, wire: Wire, term: int) -> None:
+    def receive_promise_request(self, wire: Wire, term: int) -> None:
         if self.views.promise(term):
             wire.to_scheduler.append(MessageReceived(wire, messages.Promised(term)))
 
@@ -131,21 +131,21 @@ class Node:
 
 
 class Scheduler:
-    """A scheduler. `said` contains all instructions of its core."""
+    """A scheduler. `sent_instructions` contains all instructions of its core."""
 
     def __init__(self, cluster: str = "ours", *, now_s: float = 100.0, **options: Any) -> None:
         options = {"num_servers": 1, "num_buckets": 8, "salt": 1, **options}
         self.core = ClusterCore(heartbeat_timeout_s=TIMEOUT_S, name=cluster, **options)
         self.now_s = now_s
         self.wires: list[Wire] = []
-        self.said: list[events.Instruction] = []
+        self.sent_instructions: list[events.Instruction] = []
         self.on_commit: Callable[[Scheduler, View, View], None] = lambda scheduler, former, view: None
 
-    # What is wanted of it in tests.
+    # Actions of tests.
 
     def all(self, kind: type[T]) -> list[T]:
-        """All that it was bidden of one kind."""
-        return [each for each in self.said if isinstance(each, kind)]
+        """Return all instructions of one kind."""
+        return [event for event in self.sent_instructions if isinstance(event, kind)]
 
     def last(self, kind: type[T]) -> T:
         return self.all(kind)[-1]
@@ -163,18 +163,18 @@ class Scheduler:
         """Who a node is to this scheduler."""
         return None if node.member is None else self.core.membership.find(node.incarnation)
 
-    # Doing as the core bids.
+    # Execution of the core's instructions.
 
     def feed(self, event: events.Event) -> list[events.Instruction]:
         former = self.core.committed
         instructions = self.core.handle(event, self.now_s)
         self.core.validate()
-        self.said += instructions
-        for each in instructions:
-            if isinstance(each, events.Publish):
-                self.on_commit(self, former, each.view)
-                former = each.view
-            self._execute(each)
+        self.sent_instructions += instructions
+        for instruction in instructions:
+            if isinstance(instruction, events.Publish):
+                self.on_commit(self, former, instruction.view)
+                former = instruction.view
+            self._execute(instruction)
         return instructions
 
     def _execute(self, instruction: events.Instruction) -> None:
@@ -183,22 +183,22 @@ class Scheduler:
                 cluster, view = self.core.name, self._seen_by(member.role, self.core.committed)
                 assert isinstance(peer, Wire)
                 peer.is_welcomed = True
-                self._tell(peer, lambda wire: wire.node.welcomed(member, cluster, view))
+                self._deliver_to(peer, lambda wire: wire.node.welcomed(member, cluster, view))
             case events.Prepare(peers, view):
                 for peer in peers:
-                    self._tell(peer, lambda wire: wire.node.asked_to_prepare(wire, view))
+                    self._deliver_to(peer, lambda wire: wire.node.receive_prepare(wire, view))
             case events.RequestPromise(peers, term):
                 for peer in peers:
-                    self._tell(peer, lambda wire: wire.node.asked_to_promise(wire, term))
+                    self._deliver_to(peer, lambda wire: wire.node.receive_promise_request(wire, term))
             case events.Publish(view):
                 for wire in self.wires:
                     if wire.is_welcomed:
                         seen = self._seen_by(wire.node.role, view)
-                        self._tell(wire, lambda wire, seen=seen: wire.node.views.commit(seen))  # type: ignore[misc]
+                        self._deliver_to(wire, lambda wire, seen=seen: wire.node.views.commit(seen))  # type: ignore[misc]
             case events.DeclareDead(peer) | events.ReleaseServer(peer) | events.Reject(peer):
-                self._tell(peer, lambda wire: wire.node.ended(wire, instruction))
+                self._deliver_to(peer, lambda wire: wire.node.ended(wire, instruction))
             case events.SendElsewhere(peer):
-                self._tell(peer, lambda wire: wire.cut())
+                self._deliver_to(peer, lambda wire: wire.cut())
             case _:
                 pass
 
@@ -206,12 +206,12 @@ class Scheduler:
     def _seen_by(role: Role, view: View) -> View:
         return view.without_workers() if role is Role.WORKER else view
 
-    def _tell(self, peer: object, do: Callable[[Wire], None]) -> None:
+    def _deliver_to(self, peer: object, do: Callable[[Wire], None]) -> None:
         assert isinstance(peer, Wire)
         if peer.is_open:
             peer.to_node.append(lambda: do(peer))
 
-    # Everything that is on its way arrives.
+    # Delivery of all messages in flight.
 
     def settle(self) -> None:
         """Deliver until there is nothing to be delivered."""
@@ -252,9 +252,9 @@ class Scheduler:
             node.send(node.returned())
             self.settle()
 
-    def tell(self, *told: events.Event) -> None:
+    def tell(self, *received: events.Event) -> None:
         """Feed events, and let everything happen that follows."""
-        for event in told:
+        for event in received:
             self.feed(event)
             self.settle()
 
@@ -282,14 +282,14 @@ class Scheduler:
     def fill(self, target: Node | int, buckets: int | None = None, *, version: int | None = None) -> None:
         """Report that a server has all buckets that it is filled with in the committed view, or these buckets."""
         server = target if isinstance(target, int) else target.incarnation
-        mask = sum(each.buckets for each in self.view.groups if each.filling == server)
+        mask = sum(group.buckets for group in self.view.groups if group.filling == server)
         version = self.view.version if version is None else version
         self.tell(filled(version, server, mask if buckets is None else buckets))
 
     def fill_all(self) -> None:
         """Let all fills end, one after the other."""
         for _ in range(20):
-            filling = {each.filling for each in self.view.groups if each.filling is not None}
+            filling = {group.filling for group in self.view.groups if group.filling is not None}
             if not filling:
                 return
             self.fill(min(filling))
@@ -352,5 +352,5 @@ def group(*members: int, filling: int | None = None, buckets: int = 1) -> ChainG
 
 
 def filled(version: int, target: int, buckets: int) -> events.Event:
-    """The report of a server, on any connection, that the one behind it has these buckets."""
+    """Report on any connection of the primary that its successor in the chain has these buckets."""
     return MessageReceived(None, messages.Filled(version, target, to_bytes(buckets)))

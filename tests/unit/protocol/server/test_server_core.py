@@ -161,7 +161,10 @@ def test_a_worker_in_no_view_does_not_join() -> None:
 
 
 def test_a_workers_messages_are_handled_in_order() -> None:
-    """Its word that it takes no part, by a newer view, came before it joined: handled behind, nobody waited for it."""
+    """Its departure, by a newer view, arrived before its join.
+
+    If it were handled later, no server would wait for it.
+    """
     driver = alone(Sequential())
     assert driver.core.time(TimingClass.SYNCED, FIRST, 2) is Timing.EARLY
     driver.core.early.postpone(Timing.EARLY, FIRST, "synced")
@@ -189,7 +192,7 @@ def test_a_departed_worker_is_rejected_and_not_waited_for() -> None:
     assert driver.feed(Read("again", SECOND, 0)) == [RejectExpelled("again")]
 
 
-def test_a_worker_that_died_before_joining_is_not_expected() -> None:
+def test_a_worker_dead_before_joining_is_not_expected() -> None:
     driver = Driver(BoundedDelay(tau=0))
     driver.feed(view(1, (ME,)))
     driver.join(FIRST)
@@ -197,14 +200,14 @@ def test_a_worker_that_died_before_joining_is_not_expected() -> None:
     assert Serve("read") in driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2))
 
 
-def test_a_worker_that_a_new_scheduler_may_lack_is_not_excluded() -> None:
+def test_a_worker_possibly_missing_at_a_new_scheduler_is_not_excluded() -> None:
     driver = alone(Eventual())
     driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2, last=FIRST))
     assert not driver.core.workers.is_excluded(SECOND)
     assert SECOND in driver.core.workers.named
 
 
-def test_a_worker_joins_where_the_others_are() -> None:
+def test_a_worker_joins_at_the_current_iteration() -> None:
     driver = alone(Sequential())
     driver.feed(WorkerTicked(FIRST, 3), WorkerTicked(SECOND, 3))
     driver.feed(view(1, (ME,), workers=(FIRST, SECOND, 12), epoch=2, last=12))
@@ -219,7 +222,7 @@ def test_a_leap_over_many_iterations_is_rejected() -> None:
         Driver(Sequential()).feed(ClocksReceived(Clocks(((FIRST, 0, 2_000_000, True),), 0, 0)))
 
 
-def test_a_retired_worker_is_not_waited_for_and_its_unfinished_pushes_are_dropped() -> None:
+def test_no_iteration_waits_for_a_retired_worker_and_unfinished_pushes_are_dropped() -> None:
     driver = alone(Sequential())
     driver.push("first", FIRST, 0, 0)
     driver.push("second", SECOND, 0, 0)
@@ -228,7 +231,7 @@ def test_a_retired_worker_is_not_waited_for_and_its_unfinished_pushes_are_droppe
     assert driver.feed(WorkerRetired(SECOND)) == []
 
 
-def test_a_worker_that_never_took_part_sends_a_resync() -> None:
+def test_a_worker_without_iterations_sends_a_resync() -> None:
     driver = Driver(Eventual())
     driver.feed(view(1, (ME,)))
     driver.feed(Synced("synced", FIRST, 0, 1, 0, has_joined=False, counts=False))
@@ -271,7 +274,7 @@ def test_ticked_pushes_of_a_retired_worker_count() -> None:
     assert driver.core.push(99, 0, 0, BUCKETS).route is Route.ALONE
 
 
-def test_a_read_waits_for_the_gate_and_no_longer_than_its_deadline() -> None:
+def test_a_read_waits_for_the_gate_until_the_deadline() -> None:
     driver = alone(BoundedDelay(tau=0))
     assert driver.core.is_readable(0)
     assert not driver.core.is_readable(1)
@@ -292,14 +295,14 @@ def test_requests_of_a_lost_connection_are_dropped() -> None:
     assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == [Serve("read")]
 
 
-def test_reads_that_wait_are_refused_when_the_view_changes() -> None:
+def test_waiting_reads_are_refused_when_the_view_changes() -> None:
     driver = alone(BoundedDelay(tau=0))
     driver.feed(Read("read", FIRST, 1))
     assert driver.feed(view(2, (ME,)))[0] == Stale("read")
     assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == []
 
 
-def test_a_call_counts_for_its_own_buckets_and_apart_from_pushes() -> None:
+def test_a_call_counts_for_the_named_buckets_and_separately_from_pushes() -> None:
     driver = alone(Eventual())
     caller = FIRST | CALLS
     assert Apply("call", 0b0001) in driver.push("call", caller, 7, 0, 0b0001)
@@ -396,32 +399,32 @@ def test_a_new_server_waits_for_the_clocks() -> None:
     assert driver.feed(StateReceived("state", OTHER, 2, 0, ())) != []
 
 
-def test_a_sum_that_is_on_its_way_is_acknowledged_though_the_server_begins_where_another_is() -> None:
+def test_a_sum_in_flight_is_acknowledged_although_the_server_begins_later() -> None:
     driver = first_of_two(Sequential())
     driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1))
     out = driver.feed(view(2, (OTHER, ME, THIRD), workers=()), LinkUp(THIRD))
-    forwards = [each for each in out if isinstance(each, Forward)]
+    forwards = [action for action in out if isinstance(action, Forward)]
     driver.feed(ClocksReceived(Clocks((), 0, 1)))
     iterations = driver.core.progress.iterations
     assert iterations is not None
     assert iterations.durable == 0
-    driver.feed(*(Acknowledged(each.target, each.number) for each in forwards))
+    driver.feed(*(Acknowledged(forward.target, forward.number) for forward in forwards))
     assert iterations.durable == 1
 
 
-def test_a_fill_is_reported_when_all_that_is_here_alone_is_in_the_chain() -> None:
+def test_a_fill_is_reported_when_the_chain_has_all_pending_data() -> None:
     driver = alone(Sequential())
     driver.push("push", FIRST, 0, 0)
     driver.feed(view(2, (ME,), filling=OTHER))
     assert driver.feed(LinkUp(OTHER))[0] == SendClocks(OTHER)
     for _ in range(4):
         number, _, _ = driver.core.replication.next_fill(OTHER) or (0, 0, ())
-        assert not any(isinstance(each, Filled) for each in driver.feed(Confirmed(OTHER, number)))
+        assert not any(isinstance(action, Filled) for action in driver.feed(Confirmed(OTHER, number)))
     for worker in (FIRST, SECOND):
         driver.feed(Synced("synced", worker, 0, 2, 0, has_joined=True, counts=True))
     out = driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1))
-    forward = next(each for each in out if isinstance(each, Forward))
-    assert not any(isinstance(each, Filled) for each in out)
+    forward = next(action for action in out if isinstance(action, Forward))
+    assert not any(isinstance(action, Filled) for action in out)
     assert driver.feed(Acknowledged(OTHER, forward.number)) == [Filled(2, OTHER, to_bytes(BUCKETS))]
 
 
@@ -429,7 +432,7 @@ def test_a_server_in_no_chain_forgets_the_workers() -> None:
     driver = alone(Sequential())
     driver.push("push", FIRST, 0, 0)
     out = driver.feed(view(2, (OTHER,)))
-    assert {FIRST, SECOND} == {each.worker for each in out if isinstance(each, ForgetWorker)}
+    assert {FIRST, SECOND} == {action.worker for action in out if isinstance(action, ForgetWorker)}
     assert DropAllBuffered() in out
     assert driver.core.workers.known_clocks() == Clocks((), 0, 0)
     assert driver.core.time(TimingClass.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS

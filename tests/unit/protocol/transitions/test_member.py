@@ -18,14 +18,17 @@ from .watching import Sight, Watch
 
 START_S = 100.0
 RARE = (35, 41, 133, 747, 1313, 1420, 1779, 1882, 3684)
-"""The seeds of runs that have, between them, what fewer than one in fifty have; others are tried should that change."""
+"""Seeds of runs that together contain the cases of fewer than one run in fifty.
+
+Other seeds are tried if this changes.
+"""
 
 Cause: TypeAlias = events.Event | str
-Told: TypeAlias = tuple[Cause, events.Instruction | None]
+CausedInstruction: TypeAlias = tuple[Cause, events.Instruction | None]
 
 
 class Watched(Scheduler):
-    """A scheduler of which every event is watched: what becomes of each incarnation by it."""
+    """A scheduler whose events are recorded, with their effect on each incarnation."""
 
     def __init__(self, watch: Watch, cluster: str, **options: int | bool) -> None:
         super().__init__(cluster, now_s=START_S, **options)
@@ -52,11 +55,11 @@ class Watched(Scheduler):
             self.looked_s = int(self.now_s - START_S)
         cause: Cause = event
         if phase is not self.core.phase is Phase.LEADING:
-            has_taken_over = any(isinstance(each, events.TakenOver) for each in instructions)
+            has_taken_over = any(isinstance(instruction, events.TakenOver) for instruction in instructions)
             cause = "form" if self.core.is_established and not has_taken_over else "take over"
         elif phase is Phase.RECOVERING is not self.core.phase:
             cause = "give up"
-        told = self.told(cause, instructions)
+        instructions_of = self.instructions_of(cause, instructions)
         if cause == "form":
             before, self.known = {}, set()  # its incarnations are those of another cluster
         members = self.core.membership.members
@@ -66,7 +69,7 @@ class Watched(Scheduler):
         self.seen = self.sights()
         for incarnation, after in self.seen.items():
             former = before.get(incarnation, (OUTSIDE,))
-            by, instruction = told.get(incarnation, (cause, None))
+            by, instruction = instructions_of.get(incarnation, (cause, None))
             if after[0] == "gone":
                 self.watch.saw(former, "take over" if cause == "take over" else by, after, instruction)
             else:
@@ -74,35 +77,35 @@ class Watched(Scheduler):
                 self.watch.saw(after, by, after, instruction)
         return instructions
 
-    def told(self, cause: Cause, instructions: list[events.Instruction]) -> dict[int, Told]:
-        """What each incarnation is told, if it is, and why."""
-        told: dict[int, Told] = {}
-        for each in instructions:
-            match each:
+    def instructions_of(self, cause: Cause, instructions: list[events.Instruction]) -> dict[int, CausedInstruction]:
+        """Return the instruction to each incarnation, if any, and its cause."""
+        instructions_of: dict[int, CausedInstruction] = {}
+        for instruction in instructions:
+            match instruction:
                 case events.Publish():
                     cause = "publish"
                 case events.Reject():
-                    self.watch.saw((OUTSIDE,), cause, (OUTSIDE,), each)
+                    self.watch.saw((OUTSIDE,), cause, (OUTSIDE,), instruction)
                 case events.Admit(_, member):
-                    told[member.incarnation] = "welcome", each
+                    instructions_of[member.incarnation] = "welcome", instruction
                 case events.DeclareDead(peer) | events.ReleaseServer(peer):
                     assert isinstance(peer, Wire)
                     incarnation = self.core.incarnation_of(peer) or peer.node.incarnation
                     stays = self.core.membership.find(incarnation) is not None
-                    told[incarnation] = "publish" if stays else cause, each
+                    instructions_of[incarnation] = "publish" if stays else cause, instruction
                     self.known.add(incarnation)
                 case events.Removed(member):
-                    told.setdefault(member.incarnation, (cause, None))
+                    instructions_of.setdefault(member.incarnation, (cause, None))
                 case events.TakenOver(_, dead):
                     for member in dead:
-                        told.setdefault(member.incarnation, (cause, None))
+                        instructions_of.setdefault(member.incarnation, (cause, None))
                     self.known |= {member.incarnation for member in dead}
                 case _:
                     pass
-        return told
+        return instructions_of
 
     def entry(self, cause: Cause, former: Sight, incarnation: int) -> Cause:
-        """What has an incarnation come in: its own event, or a view for which it has waited."""
+        """Return the event by which an incarnation joins: its own event, or a view for which it waited."""
         member = self.core.membership.find(incarnation)
         assert member is not None
         if former != (OUTSIDE,):
@@ -133,9 +136,9 @@ class Run:
         node.rank, node.is_extra = rank, role is Role.SERVER and self.scheduler.core.is_established
         self.scheduler.feed(MessageReceived(self.scheduler.connect(node), node.registration()))
 
-    def some(self, *, connected: bool | None = None) -> list[Node]:
-        living = [each for each in self.nodes if each.is_alive]
-        return [each for each in living if connected is None or (each.wire is not None) is connected]
+    def living_nodes(self, *, connected: bool | None = None) -> list[Node]:
+        living = [node for node in self.nodes if node.is_alive]
+        return [node for node in living if connected is None or (node.wire is not None) is connected]
 
     def step(self) -> None:
         """Do something, and let everything happen that follows."""
@@ -169,31 +172,33 @@ class Run:
         self.scheduler.tell(events.Flush())
 
     def join(self) -> None:
-        if len(self.some()) < 8:
-            is_silent = self.random.random() < 0.2  # it does not hear its welcome
+        if len(self.living_nodes()) < 8:
+            is_silent = self.random.random() < 0.2  # it does not receive its welcome
             self.start(self.random.choice(list(Role)), self.random.choice((None, None, -1, 0, 1)), is_silent=is_silent)
 
     def fill(self) -> None:
-        filling = [each.filling for each in self.scheduler.view.groups if each.filling is not None]
+        filling = [group.filling for group in self.scheduler.view.groups if group.filling is not None]
         if filling:
             self.scheduler.fill(self.random.choice(filling))
 
     def stop_or_go_on(self) -> None:
-        for node in self.random.sample(self.some(), min(len(self.some()), self.random.choice((1, 1, 3)))):
+        for node in self.random.sample(
+            self.living_nodes(), min(len(self.living_nodes()), self.random.choice((1, 1, 3)))
+        ):
             node.prepares = self.random.random() < 0.7
             node.is_silent = not node.is_silent
             if not node.is_silent:
                 self.scheduler.wake(node)
 
     def cut(self) -> None:
-        if self.some(connected=True):
-            wire = self.random.choice(self.some(connected=True)).wire
+        if self.living_nodes(connected=True):
+            wire = self.random.choice(self.living_nodes(connected=True)).wire
             assert wire is not None
             wire.cut()
 
     def come(self) -> None:
         """A disconnected process reconnects."""
-        lost = [each for each in self.some(connected=False) if not each.is_silent]
+        lost = [node for node in self.living_nodes(connected=False) if not node.is_silent]
         if lost:
             node = self.random.choice(lost)
             if node.member is None:
@@ -203,14 +208,14 @@ class Run:
 
     def go(self) -> None:
         """One leaves, or a server drains."""
-        node = self.random.choice(self.some(connected=True) or [None])
+        node = self.random.choice(self.living_nodes(connected=True) or [None])
         if node is None or node.member is None or node.wire is None:
             return
         if node.role is Role.SERVER and self.random.random() < 0.8:
             wire = node.wire
             node.is_leaving, node.is_silent = True, self.random.random() < 0.3
             self.scheduler.feed(MessageReceived(wire, messages.Drain()))
-            if self.random.random() < 0.5:  # it does not hear its release
+            if self.random.random() < 0.5:  # it does not receive its release
                 wire.cut()
         else:
             self.scheduler.feed(MessageReceived(node.wire, messages.Leave()))
@@ -218,11 +223,11 @@ class Run:
             node.wire.cut()
 
     def kill(self) -> None:
-        if self.some():
-            node = self.random.choice(self.some())
-            if self.is_ours(node) and self.random.random() < 0.2:  # before its connection breaks
+        if self.living_nodes():
+            node = self.random.choice(self.living_nodes())
+            if self.is_of_cluster(node) and self.random.random() < 0.2:  # before its connection breaks
                 self.scheduler.feed(events.ProcessEnded(node.incarnation))
-            self.scheduler.kill(node, is_known=self.is_ours(node) and self.random.random() < 0.7)
+            self.scheduler.kill(node, is_known=self.is_of_cluster(node) and self.random.random() < 0.7)
 
     def doubt(self) -> None:
         core = self.scheduler.core
@@ -230,7 +235,7 @@ class Run:
         for member in self.random.sample(members, min(len(members), 2)):
             self.scheduler.feed(events.Doubted(member.incarnation))
 
-    def is_ours(self, node: Node) -> bool:
+    def is_of_cluster(self, node: Node) -> bool:
         """Whether a node may be a member of the scheduler's cluster."""
         core = self.scheduler.core
         return node.member is not None and (node.cluster == core.name or core.phase is Phase.RECOVERING)
@@ -242,7 +247,7 @@ class Run:
             return
         for wire in list(former.wires):
             wire.cut()
-        for node in self.some():  # those of a cluster before end
+        for node in self.living_nodes():  # members of an earlier cluster end
             node.is_alive = node.member is None or node.cluster == former.core.name
             node.is_silent &= self.random.random() < 0.5
         name = f"the one after {former.core.name}"

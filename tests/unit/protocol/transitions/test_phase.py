@@ -10,13 +10,13 @@ from paceline.protocol.transitions import OUTSIDE
 from .watching import check_table
 
 
-def test_each_event_leads_to_one_phase() -> None:
+def test_every_event_leads_to_one_phase() -> None:
     check_table(PHASE)
     for row in PHASE.transitions:
         if row.source != OUTSIDE:
             assert Phase(row.source).after(row.event) is Phase(row.target)
 
 
-def test_nothing_follows_on_an_event_that_cannot_be() -> None:
+def test_nothing_follows_on_an_impossible_event() -> None:
     with pytest.raises(ValueError, match="unpack"):
         Phase.SUPERSEDED.after("form")

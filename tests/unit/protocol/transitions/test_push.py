@@ -28,13 +28,13 @@ from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Watch
 
-ME, OTHERS = 1, (2, 3, 4)
+ME, PEERS = 1, (2, 3, 4)
 NUM_BUCKETS = 3
 ENDS = {Acknowledge: "acknowledged", Withhold: "withheld", RefusePush: "refused", Forget: "forgotten"}
 
 
 class Run:
-    """One server. Every push is a token, and what becomes of it is told by the instructions that name it."""
+    """One server. Every push is a token, and the instructions that name the token show its fate."""
 
     def __init__(self, random: Random, watch: Watch, min_replicas: int = 0) -> None:
         self.random, self.watch = random, watch
@@ -48,8 +48,8 @@ class Run:
         self.next_token = 0
 
     def step(self) -> None:
-        what = [self.change, self.push, self.answer, self.link, self.fill, self.state, self.give_up]
-        event = self.random.choices(what, self.weights)[0]()
+        actions = [self.change, self.push, self.answer, self.link, self.fill, self.state, self.give_up]
+        event = self.random.choices(actions, self.weights)[0]()
         if event is not None:
             self.feed(event)
 
@@ -63,45 +63,45 @@ class Run:
 
     def feed(self, event: Event | Pushed) -> None:
         """Record the new state of each push after an event."""
-        told: dict[object, object] = {}
-        for each in handle(self.replication, event):
-            if isinstance(each, Forward):
-                self.forwards[each.token, each.target] = each.number
-                told.setdefault(each.token, each)
-            elif isinstance(each, Acknowledge | Withhold | RefusePush | Forget):
-                assert not isinstance(told.get(each.token), tuple(ENDS)), "two answers to one token"
-                told[each.token] = each
+        replies: dict[object, object] = {}
+        for action in handle(self.replication, event):
+            if isinstance(action, Forward):
+                self.forwards[action.token, action.target] = action.number
+                replies.setdefault(action.token, action)
+            elif isinstance(action, Acknowledge | Withhold | RefusePush | Forget):
+                assert not isinstance(replies.get(action.token), tuple(ENDS)), "two answers to one token"
+                replies[action.token] = action
         new = [event.token] if isinstance(event, Pushed | Forwarded) else []
         for token in [*self.states, *new]:
             before = self.states.pop(token, OUTSIDE)
-            told_of = told.pop(token, None)
-            after = self.after(before, event, told_of)
-            self.watch.saw((before,), "push" if isinstance(event, Pushed) else event, (after,), told_of)
+            token_reply = replies.pop(token, None)
+            after = self.after(before, event, token_reply)
+            self.watch.saw((before,), "push" if isinstance(event, Pushed) else event, (after,), token_reply)
             if after in ("pending", "left", "withheld"):
                 self.states[token] = after
-        self.forwards = {each: number for each, number in self.forwards.items() if each[0] in self.states}
-        assert all(isinstance(each, Forget) for each in told.values()), "told of a push that is not here"
+        self.forwards = {push: number for push, number in self.forwards.items() if push[0] in self.states}
+        assert all(isinstance(action, Forget) for action in replies.values()), "a reply to a push that is not pending"
         assert self.replication.pushes.num_pending == len([s for s in self.states.values() if s in ("pending", "left")])
 
-    def after(self, before: str, event: Event | Pushed, told: object) -> str:
+    def after(self, before: str, event: Event | Pushed, reply: object) -> str:
         for kind, end in ENDS.items():
-            if isinstance(told, kind):
+            if isinstance(reply, kind):
                 return end
         if isinstance(event, Change) and before == "pending" and event.version == self.replication.version:
-            return "left" if told else before
+            return "left" if reply else before
         if before == OUTSIDE:
-            assert told, "nothing became of a push"
+            assert reply, "nothing became of a push"
             return "pending"
         return before
 
     def change(self) -> Event:
-        """Any chains, but often the same ones for several buckets; this server is among the first of them."""
+        """Change to random chains, often equal chains for several buckets; this server is among their first members."""
         version = self.replication.version + self.random.choice([0, 1, 1, 1, 2])
         servers: list[int] = []
         groups = []
         for bucket in range(NUM_BUCKETS):
             if not servers or self.random.random() < 0.5:
-                servers = self.random.sample(OTHERS, self.random.randrange(4))
+                servers = self.random.sample(PEERS, self.random.randrange(4))
                 servers.insert(self.random.randrange(2), ME)
             is_filled = len(servers) > 1 and self.random.random() < 0.4
             members, filling = (servers[:-1], servers[-1]) if is_filled else (servers, None)
@@ -122,18 +122,18 @@ class Run:
         led = self.replication.primary & pushes[sequence]
         if led and self.random.random() < 0.5:
             return Pushed(self.next_token, incarnation, sequence, led)
-        source = self.random.choice(OTHERS)
+        source = self.random.choice(PEERS)
         before = sum(1 << bucket for bucket, chain in enumerate(self.chains) if [source, ME] == chain[:2])
         return Forwarded(self.next_token, source, incarnation, sequence, version, pushes[sequence] & before or 1)
 
     def answer(self) -> Event:
         if not self.forwards:
             return self.link()
-        each = self.random.choice(list(self.forwards))
-        return Acknowledged(each[1], self.forwards.pop(each))
+        key = self.random.choice(list(self.forwards))
+        return Acknowledged(key[1], self.forwards.pop(key))
 
     def link(self) -> Event:
-        return LinkUp(self.random.choice(OTHERS))
+        return LinkUp(self.random.choice(PEERS))
 
     def fill(self) -> Event:
         for target in sorted(self.replication.filling):
@@ -145,22 +145,22 @@ class Run:
         return self.link()
 
     def state(self) -> Event:
-        source, bucket = self.random.choice(OTHERS), self.random.randrange(NUM_BUCKETS)
+        source, bucket = self.random.choice(PEERS), self.random.randrange(NUM_BUCKETS)
         return StateReceived("state", source, self.replication.version, bucket, ())
 
 
 def rare(run: Run) -> None:
-    """What chance seldom finds: of a push that is left some buckets come again, and nobody is behind in the others."""
+    """Create a rare case: some buckets of an abandoned push come again, and the other buckets have no replica."""
     steady = (((ME, 2), None, 0b1), ((ME,), 3, 0b10), ((4, ME, 2), None, 0b1000), ((4, ME), 3, 0b10000))
-    run.feed(Change(1, tuple(chain_group(*each) for each in (*steady, ((ME,), None, 0b100)))))
+    run.feed(Change(1, tuple(chain_group(*chain) for chain in (*steady, ((ME,), None, 0b100)))))
     for sequence, buckets in enumerate([0b101, 0b101, 0b11, 0b11, 0b111]):
         run.feed(Pushed(sequence, 9, sequence, buckets))
     run.feed(Forwarded(5, 4, 9, 5, 1, 0b11000))
-    run.feed(Change(2, tuple(chain_group(*each) for each in (*steady, ((4,), None, 0b100)))))
+    run.feed(Change(2, tuple(chain_group(*chain) for chain in (*steady, ((4,), None, 0b100)))))
     run.feed(Pushed("0 again", 9, 0, 0b1))
     run.feed(Forwarded("1 again", 2, 9, 1, 2, 0b1))
     run.feed(Forwarded("2 again", 2, 9, 2, 2, 0b1))
-    # The last three come to wait for a bucket that is on its way, and the connection that it is on breaks.
+    # The last three pushes wait for a bucket that is being sent, and its connection breaks.
     run.feed(LinkUp(3))
     assert run.replication.next_fill(3)
     run.feed(LinkUp(2))
@@ -178,8 +178,8 @@ def rare(run: Run) -> None:
 
 
 def half_again(run: Run) -> None:
-    """Of a push that is left the buckets come again that have a replica; in the others it is too short of them."""
-    chains = tuple(chain_group(*each) for each in (((ME, 2), None, 0b1), ((ME,), None, 0b10)))
+    """Repeat an abandoned push with the buckets that have a replica; the other buckets have too few replicas."""
+    chains = tuple(chain_group(*chain) for chain in (((ME, 2), None, 0b1), ((ME,), None, 0b10)))
     run.feed(Change(1, chains))
     run.feed(Pushed("whole", 9, 0, 0b11))
     run.feed(Change(2, chains))
@@ -187,7 +187,7 @@ def half_again(run: Run) -> None:
     assert run.states == {"whole": "withheld", "half": "pending"}
 
 
-def test_a_server_follows_its_table() -> None:
+def test_a_server_follows_the_table() -> None:
     watch, random = Watch(PUSH), Random(5)
     rare(Run(random, watch))
     rare(Run(random, watch, min_replicas=2))

@@ -41,10 +41,10 @@ class Run:
 
     def do(self, name: str, action: Callable[[], Sequence[object] | None]) -> None:
         before = self.sight()
-        told = [each for each in action() or [] if self._is_told(each)]
-        self.watch.saw(before, name, self.sight(), told[0] if told else None)
+        relevant = [message for message in action() or [] if self._is_relevant(message)]
+        self.watch.saw(before, name, self.sight(), relevant[0] if relevant else None)
 
-    def _is_told(self, instruction: object) -> bool:
+    def _is_relevant(self, instruction: object) -> bool:
         if isinstance(instruction, Transmit):
             return instruction.request is self.request or any(piece is self.request for piece, _ in instruction.pieces)
         return isinstance(instruction, Discard) and instruction.request is self.request
@@ -65,7 +65,7 @@ class Run:
                     self.answer(name, *found)
 
     def any_in_flight(self) -> tuple[ServerSession, Request] | None:
-        under_way = [(each, request) for each in self.core.sessions.values() for request in each.unanswered()]
+        under_way = [(session, request) for session in self.core.sessions.values() for request in session.unanswered()]
         return self.random.choice(under_way) if under_way else None
 
     def answer(self, name: str, session: ServerSession, request: Request) -> None:
@@ -77,19 +77,19 @@ class Run:
             self.do(name, lambda: [session.answered(request)][:0])
 
     def change(self, version: int, first: int | None = None) -> Sequence[object]:
-        """Any view; in one of three there are no replicas, so that nothing must be retained."""
-        behind = self.random.choice([(), (8,), (9,)])
+        """Change to a random view; a third of the views have no replicas, so that no push has to be retained."""
+        replicas = self.random.choice([(), (8,), (9,)])
         leaders = [first or self.random.choice([*SERVERS, 1, None]) for _ in range(2)]
-        chains = [() if leader is None else (leader, *behind) for leader in leaders]
+        chains = [() if leader is None else (leader, *replicas) for leader in leaders]
         out = self.core.change(version, tuple(chain_group(chain, None, 1 << b) for b, chain in enumerate(chains)))
-        for each in out:
-            if isinstance(each, Transmit):
-                each.request.payload = SimpleNamespace(buckets=sum(buckets for _, buckets in each.pieces))
-                self.core.sessions[each.request.server].start(each.request)
+        for message in out:
+            if isinstance(message, Transmit):
+                message.request.payload = SimpleNamespace(buckets=sum(buckets for _, buckets in message.pieces))
+                self.core.sessions[message.request.server].start(message.request)
         return out
 
 
-def test_a_client_follows_its_table() -> None:
+def test_a_client_follows_the_table() -> None:
     watch, random = Watch(REQUEST), Random(6)
     for _ in range(500):
         run = Run(random, watch)

@@ -62,18 +62,18 @@ class Run:
             self.planner.restore(self.planner.groups, [(group.filling, group.buckets)])
             self.planner.servers_changed(self.servers, self.leaving & self.servers.keys())
             return "filled"
-        what = self.random.choice(["join", "join", "die", "leave", "restart"])
-        if what == "join":
+        action = self.random.choice(["join", "join", "die", "leave", "restart"])
+        if action == "join":
             free = set(range(1, 6)) - set(self.servers.values())
             if free:
                 self.servers[self.next_server] = min(free)
                 self.next_server += 1
-        elif what == "die":
+        elif action == "die":
             for server in self.random.sample(sorted(self.servers), min(len(self.servers), self.random.choice([1, 2]))):
                 del self.servers[server]
-        elif what == "leave" and self.servers:
+        elif action == "leave" and self.servers:
             self.leaving ^= {self.random.choice(sorted(self.servers))}
-        else:  # it goes on with the chains as they are, and is told who lives as ever
+        else:  # it continues with the same chains, and receives the living members as always
             groups, version = self.planner.groups, self.planner.version
             self.planner = Planner.rebuild(groups, version, self.servers, self.replicas, self.leaving)
             return "servers_changed"
@@ -81,7 +81,7 @@ class Run:
         return "servers_changed"
 
 
-def test_the_planner_follows_its_table() -> None:
+def test_the_planner_follows_the_table() -> None:
     watch, random = Watch(SERVER), Random(2)
     for _ in range(150):
         run = Run(random, watch)

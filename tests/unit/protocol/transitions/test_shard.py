@@ -34,10 +34,10 @@ class Run:
         sizes = self.shards.sizes
         found: dict[Key, Sight] = {key: ("returned" if key in self.leased else "free",) for key in KEYS}
         found.update(dict.fromkeys(self.shards.done(), ("done",)))
-        for each in self.granted:
-            key = self.shards.shard_of(each.lease)
+        for grant in self.granted:
+            key = self.shards.shard_of(grant.lease)
             if key is not None:
-                found[key] = "open", each.lease, each.worker
+                found[key] = "open", grant.lease, grant.worker
         return {key: found[key] if key[2] < (sizes[key[1]] or 5) else (OUTSIDE,) for key in KEYS}
 
     def step(self) -> None:
@@ -46,18 +46,18 @@ class Run:
             self.restart()
             return
         before, event = self.sights(), self.event()
-        granted = [each for each in handle(self.shards, event) if isinstance(each, Granted)]
+        granted = [grant for grant in handle(self.shards, event) if isinstance(grant, Granted)]
         self.granted += granted
-        told = {(each.epoch, each.file, each.shard): each for each in granted}
-        self.leased.update(told)
+        grants = {(grant.epoch, grant.file, grant.shard): grant for grant in granted}
+        self.leased.update(grants)
         for key, after in self.sights().items():
             former = before[key]
-            if key in told:
-                if former[0] == "open":  # taken back, and leased at once to who waits
+            if key in grants:
+                if former[0] == "open":  # returned, and leased immediately to a waiting worker
                     self.watch.saw(former, NAMES[type(event)], ("returned",))
                     former = ("returned",)
-                # Maybe it was asked for before, and the event made an answer possible.
-                self.watch.saw(former, "want", after, told[key])
+                # The event may have enabled a reply to an earlier request.
+                self.watch.saw(former, "want", after, grants[key])
             else:
                 self.watch.saw(former, NAMES[type(event)], after)
 
@@ -67,32 +67,32 @@ class Run:
         worker = self.random.randrange(3)
         events: list[Event] = [ShardWanted(worker), ShardWanted(worker), WorkerLost(worker)]
         if self.granted:
-            each = self.random.choice(self.granted[-4:])
-            if self.shards.shard_of(each.lease) is not None:
-                events += [Done(each.worker, each.lease)] * 2
+            grant = self.random.choice(self.granted[-4:])
+            if self.shards.shard_of(grant.lease) is not None:
+                events += [Done(grant.worker, grant.lease)] * 2
         return self.random.choice(events)
 
     def restart(self) -> None:
         """A new pool receives the finished shards, and some leases."""
         done, sizes = list(self.shards.done()), self.shards.sizes
-        self.granted = [each for each in self.granted if self.random.random() < 0.8]
+        self.granted = [grant for grant in self.granted if self.random.random() < 0.8]
         self.shards = Shards.restore(
             sizes,
             2,
             "strided" if self.strided else "first-come",
             2,
             done=done,
-            held=[each for each in self.granted if self.shards.shard_of(each.lease) is not None],
-            last_lease=max((each.lease for each in self.granted), default=-1),
+            held=[grant for grant in self.granted if self.shards.shard_of(grant.lease) is not None],
+            last_lease=max((grant.lease for grant in self.granted), default=-1),
         )
-        held = (self.shards.shard_of(each.lease) for each in self.granted)
+        held = (self.shards.shard_of(grant.lease) for grant in self.granted)
         self.leased = {key for key in held if key is not None}
         for after in self.sights().values():
             if after != (OUTSIDE,):
                 self.watch.saw((OUTSIDE,), "restore", after)
 
 
-def test_the_pool_follows_its_table() -> None:
+def test_the_pool_follows_the_table() -> None:
     watch, random = Watch(SHARD), Random(4)
     for _ in range(80):
         run = Run(random, watch)

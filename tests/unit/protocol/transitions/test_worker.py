@@ -23,19 +23,19 @@ def sight(gate: Gate, worker: int) -> Sight:
     return "counting" if worker in gate.lagging(1000) else "finished", clock
 
 
-def test_the_gate_follows_its_table() -> None:
+def test_the_gate_follows_the_table() -> None:
     watch, random = Watch(WORKER), Random(1)
     for _ in range(100):
         gate = Gate(random.choice(CONSISTENCIES), random.randrange(3))
         for _ in range(60):
             worker = random.choice(WORKERS)
             clock = gate.clocks.get(worker, 0) + random.choice([-1, 0, 1, 1, 1, 3])
-            others: list[Event] = [Finish(worker), Resume(worker), Depart(worker)]
-            event = random.choice([Join(worker, max(clock, 0)), Tick(worker, clock), Tick(worker, clock), *others])
-            before = [sight(gate, each) for each in WORKERS]
-            joined = next((each for each in handle(gate, event) if isinstance(each, Joined)), None)
-            after = [sight(gate, each) for each in WORKERS]
+            departures: list[Event] = [Finish(worker), Resume(worker), Depart(worker)]
+            event = random.choice([Join(worker, max(clock, 0)), Tick(worker, clock), Tick(worker, clock), *departures])
+            before = [sight(gate, worker) for worker in WORKERS]
+            joined = next((action for action in handle(gate, event) if isinstance(action, Joined)), None)
+            after = [sight(gate, worker) for worker in WORKERS]
             watch.saw(before[worker], type(event).__name__.lower(), after[worker])
             assert joined is None or joined.worker == worker
-            assert [each for each in WORKERS if before[each] != after[each]] in ([], [worker])
+            assert [worker for worker in WORKERS if before[worker] != after[worker]] in ([], [worker])
     watch.ends()

@@ -16,11 +16,11 @@ class Watch:
         self._seen: set[tuple[object, str, object, str]] = set()
 
     def saw(self, before: Sight, event: object, after: Sight, instruction: object = None) -> None:
-        """Note what an event (or the name of a call) did to a thing, and the instruction that told of it."""
+        """Record the effect of an event (or of a call, by name) on an object, and the instruction that reported it."""
         if before != after or instruction is not None:
-            told = "" if instruction is None else type(instruction).__name__
+            instruction_name = "" if instruction is None else type(instruction).__name__
             name = event if isinstance(event, str) else type(getattr(event, "message", event)).__name__
-            self._seen.add((before[0], name, after[0], told))
+            self._seen.add((before[0], name, after[0], instruction_name))
 
     @property
     def has_seen_all(self) -> bool:

@@ -11,7 +11,7 @@ from paceline.transport import Channel, Header, Peer, unpack_header
 
 @dataclass
 class Sent:
-    """A frame as it was sent, or the error that answers a request."""
+    """A sent frame, or the error that answers a request."""
 
     kind: int = 0
     request: int = 0

@@ -18,7 +18,7 @@ def lease_done(lease: int) -> messages.LeaseDone:
     return messages.LeaseDone(job=1, lease=lease)
 
 
-def test_a_frame_has_its_number_and_the_lowest_pending_call() -> None:
+def test_a_frame_has_a_number_and_the_lowest_pending_call() -> None:
     outgoing, end = MemberEnd(), End()
     messages_sent = [
         add(outgoing, messages.GetJob(after=0), answer=Future()),
@@ -27,7 +27,7 @@ def test_a_frame_has_its_number_and_the_lowest_pending_call() -> None:
     ]
     for message in messages_sent:
         send(outgoing, end.channel, message)
-    assert [(each.kind, each.request, each.sequence, each.clock) for each in end.take()] == [
+    assert [(message.kind, message.request, message.sequence, message.clock) for message in end.take()] == [
         (CALL, 1, 1, 1),
         (NOTICE, 0, 2, 1),
         (NOTICE, 0, 0, 1),

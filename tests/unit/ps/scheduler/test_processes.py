@@ -30,10 +30,10 @@ class Watched:
         self.failures: list[BaseException] = []
         self.watch = ProcessWatch(self.ended.append, self.doubted.append, self.failures.append)
 
-    async def wait_for(self, is_there: Callable[[], object]) -> None:
+    async def wait_for(self, condition: Callable[[], object]) -> None:
         until_s = time.monotonic() + LONG_S
-        while not is_there():
-            assert time.monotonic() < until_s, f"nothing was told in {LONG_S:g} s"
+        while not condition():
+            assert time.monotonic() < until_s, f"no report within {LONG_S:g} s"
             await asyncio.sleep(0.01)
 
 
@@ -73,29 +73,29 @@ def other_child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def process_of(child: subprocess.Popen[bytes]) -> ProcessIdentity:
-    begun = started(child.pid)
-    assert begun is not None
-    return ProcessIdentity(own_host(), child.pid, begun)
+    start_ticks = started(child.pid)
+    assert start_ticks is not None
+    return ProcessIdentity(own_host(), child.pid, start_ticks)
 
 
 def member(incarnation: int, process: ProcessIdentity, address: Endpoint | None = None) -> Member:
     return Member("member", Role.WORKER, 0, incarnation, address, process)
 
 
-def test_this_process_is_known_by_its_kernel() -> None:
+def test_the_kernel_identifies_the_process() -> None:
     process = own_process()
     assert (process.pid, process.started) == (os.getpid(), started(os.getpid()))
     assert process == own_process()
 
 
-def test_one_that_has_only_to_be_reaped_has_ended(child: subprocess.Popen[bytes]) -> None:
+def test_an_unreaped_process_has_ended(child: subprocess.Popen[bytes]) -> None:
     assert started(child.pid) is not None
     child.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     assert started(child.pid) is None
 
 
-def test_a_process_that_ends_is_reported_once_its_connection_is_broken(child: subprocess.Popen[bytes]) -> None:
+def test_an_ended_process_is_reported_after_a_broken_connection(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         watched.watch.watch(member(3, process_of(child)), connected=True)
         watched.watch.disconnected(3)
@@ -109,7 +109,7 @@ def test_a_process_that_ends_is_reported_once_its_connection_is_broken(child: su
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there are no process descriptors")
-def test_a_process_that_ends_is_reported_though_its_connection_does_not_break(child: subprocess.Popen[bytes]) -> None:
+def test_an_ended_process_is_reported_without_a_broken_connection(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         watched.watch.watch(member(3, process_of(child)), connected=True)
         child.kill()
@@ -119,7 +119,7 @@ def test_a_process_that_ends_is_reported_though_its_connection_does_not_break(ch
     run(scenario)
 
 
-def test_another_process_of_its_number_is_not_the_same() -> None:
+def test_another_process_with_the_same_pid_is_different() -> None:
     async def scenario(watched: Watched) -> None:
         process = own_process()
         watched.watch.watch(member(3, ProcessIdentity(process.host, process.pid, process.started + 1)), connected=False)
@@ -140,7 +140,7 @@ def test_an_unwatched_process_is_not_reported(child: subprocess.Popen[bytes]) ->
     run(scenario)
 
 
-def test_an_incarnation_that_another_process_gets_stands_for_that(
+def test_an_incarnation_assigned_again_stands_for_the_new_process(
     child: subprocess.Popen[bytes], other_child: subprocess.Popen[bytes]
 ) -> None:
     """The next cluster gives the same ones to others."""
@@ -156,7 +156,7 @@ def test_an_incarnation_that_another_process_gets_stands_for_that(
     run(scenario)
 
 
-def test_only_those_that_are_kept_are_reported(child: subprocess.Popen[bytes]) -> None:
+def test_only_watched_processes_are_reported(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         for incarnation in (3, 4):
             watched.watch.watch(member(incarnation, process_of(child)), connected=False)
@@ -172,8 +172,8 @@ def endpoint(port: int) -> Endpoint:
     return Endpoint(Address.parse(f"tcp://127.0.0.1:{port}"))
 
 
-def test_no_listener_on_this_host_is_an_end() -> None:
-    """The process is of another host as far as it says: of a container here, say."""
+def test_a_missing_listener_on_the_same_host_is_an_end() -> None:
+    """The process claims another host, for example a container on this host."""
 
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
@@ -201,7 +201,7 @@ def test_no_listener_on_another_host_is_a_doubt(monkeypatch: pytest.MonkeyPatch)
     run(scenario)
 
 
-def test_one_that_is_back_is_not_looked_for() -> None:
+def test_a_reconnected_process_is_not_probed() -> None:
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]

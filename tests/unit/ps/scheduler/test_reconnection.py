@@ -10,7 +10,7 @@ def test_a_lost_connection_reopens_immediately_and_a_rejected_one_after_a_pause(
     assert retry.lost(10.0, heartbeat_s=1.0) == 0.0
     assert retry.remaining_s(15.0) == 55.0
     retry.connected(15.0)
-    assert retry.lost(15.5, heartbeat_s=1.0) > 0.0  # it was broken at once
+    assert retry.lost(15.5, heartbeat_s=1.0) > 0.0  # it broke immediately
     assert retry.remaining_s(15.5) == 54.5
     retry.connected(16.0)
     assert retry.lost(18.0, heartbeat_s=1.0) == 0.0  # it has lasted

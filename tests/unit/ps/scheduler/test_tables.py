@@ -19,7 +19,7 @@ def spec(name: str, *, lr: float = 0.1, dim: int = 1) -> TableSpec:
     return TableSpec(name=name, kind="sparse", dim=dim, update=to_fields(SGD(lr=lr)), initializer=to_fields(Zeros()))
 
 
-def test_a_table_keeps_its_number() -> None:
+def test_a_table_keeps_the_number() -> None:
     tables = Tables()
     assert [tables.declare(spec(name)).number for name in ("a", "b", "a")] == [1, 2, 1]
     assert tables.specs == [spec("a"), spec("b")]
@@ -73,7 +73,7 @@ def test_of_two_tables_of_one_number_or_name_the_first_counts(second: KnownTable
     assert tables.specs == [spec("a")]
 
 
-def test_there_are_no_more_tables_than_numbers() -> None:
+def test_the_number_of_tables_is_limited() -> None:
     tables = Tables()
     tables.restore([known(MAX_TABLES, spec("last"))])
     with pytest.raises(UsageError, match="at most"):

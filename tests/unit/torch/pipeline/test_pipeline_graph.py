@@ -73,7 +73,7 @@ def traced(module: nn.Module, x: Tensor) -> LayerGraph:
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
-def test_layers_are_the_modules_that_are_called() -> None:
+def test_layers_are_the_called_modules() -> None:
     graph = traced(Net(), X)
     assert [layer.name for layer in graph.layers] == [
         "first",
@@ -94,12 +94,12 @@ def test_layers_are_the_modules_that_are_called() -> None:
         (["first"], "is the first one"),
     ],
 )
-def test_names_that_no_stage_can_begin_with(names: list[str], message: str) -> None:
+def test_invalid_first_names_of_stages(names: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cuts_by_name(traced(Net(), X), names, Net())
 
 
-def test_a_forward_that_decides_by_values_is_named() -> None:
+def test_a_forward_depending_on_values_is_named() -> None:
     with pytest.raises(UsageError, match=r"Gate cannot be cut: its forward \(.*test_pipeline_graph"):
         traced(Gate(), X)
 
@@ -119,7 +119,7 @@ class Variadic(nn.Module):
         return {"y": self.last(y) * seen, "count": len(xs), "cache": object()}
 
 
-def test_a_forward_that_decides_by_sizes_becomes_operations() -> None:
+def test_a_forward_depending_on_sizes_becomes_operations() -> None:
     model = Variadic()
     called = bind(model, (X, X), {"more": {"y": X}})
     assert list(called.values) == ["xs[0]", "xs[1]", "named['more']['y']"]
@@ -131,14 +131,14 @@ def test_a_forward_that_decides_by_sizes_becomes_operations() -> None:
     assert graph.captured.check([X, torch.randn(3, 5), X]) is not None
     partition = cut(graph, [1], [0, 1], model)
     crossing = [route.value for route in partition.routes.routes]
-    assert len(crossing) == 1  # what depends on sizes alone does not travel
+    assert len(crossing) == 1  # values that depend on sizes alone are not sent
     assert partition.preludes[1]
     made, _ = Stage(model, partition, 0, seed=0).forward({}, values, 1, 0)
     _, output = Stage(model, partition, 1, seed=0).forward(made, values, 1, 0)
     torch.testing.assert_close(output["y"], model(X, X, more={"y": X})["y"])
 
 
-def test_layers_are_found_within_modules_that_cannot_be_traced() -> None:
+def test_layers_are_found_within_untraceable_modules() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +152,7 @@ def test_layers_are_found_within_modules_that_cannot_be_traced() -> None:
     assert cuts_by_name(graph, ["inner.last"], Outer()) == [1]
 
 
-def test_modules_that_stay_whole_are_known() -> None:
+def test_undivided_modules_are_listed() -> None:
     class Hiding(Gate):
         def __init__(self) -> None:
             super().__init__()
@@ -204,14 +204,14 @@ class WeightedState(nn.Module):
         return output, state[0] + weight[:, None, None]
 
 
-def test_a_whole_argument_as_long_as_a_microbatch() -> None:
+def test_a_complete_argument_with_the_length_of_a_microbatch() -> None:
     module, batch = WeightedState(), {"x": torch.randn(8, 3, 4), "weight": torch.randn(2)}
     shapes = RowShapes(trace(module, bind(module, tuple(batch.values()), {})), batch)
     assert [shapes.output_dimension(leaf) for leaf in range(2)] == [0, 1]
 
 
 class Described(nn.Module):
-    """Returns numbers that are no tensors, before one."""
+    """A model that returns numbers other than tensors, before a tensor."""
 
     def __init__(self, describe: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Described(nn.Module):
         (lambda x: x.shape[1], False),
     ],
 )
-def test_numbers_that_are_no_tensors_may_not_depend_on_the_batch(
+def test_numbers_other_than_tensors_may_not_depend_on_the_batch(
     describe: Callable[[Tensor], Any], depends: bool
 ) -> None:
     graph = traced(Described(describe), X)
@@ -241,7 +241,7 @@ def test_numbers_that_are_no_tensors_may_not_depend_on_the_batch(
     assert type(graph.captured.output.fill(lambda node: node)) is defaultdict
 
 
-def test_objects_known_by_their_address_are_refused() -> None:
+def test_objects_identified_by_address_are_refused() -> None:
     module = Described(lambda x: x)
     with pytest.raises(UsageError, match=r"called with _\[0\], an object of type object"):
         _ = bind(module, (X, object()), {}).kind
@@ -275,7 +275,9 @@ def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward:
         grads: list[Any] = list(sums) or [torch.ones_like(output)]
         stages[number].backward(saved[number], grads)
         stages[number].backward_weights(saved[number])
-    return output, torch.cat([each.grad.flatten() for each in module.parameters() if each.grad is not None])
+    return output, torch.cat(
+        [parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("split_backward", [False, True])
@@ -284,7 +286,7 @@ def test_stages_compute_the_same_as_the_model(split_backward: bool) -> None:
     whole = Net().eval()
     expected = whole(X)
     expected.sum().backward()
-    grads = torch.cat([each.grad.flatten() for each in whole.parameters() if each.grad is not None])
+    grads = torch.cat([parameter.grad.flatten() for parameter in whole.parameters() if parameter.grad is not None])
     for cuts in ([4], [1, 3, 8]):
         whole.zero_grad()
         output, found = run_stages(whole, cuts, X, split_backward=split_backward)
@@ -351,7 +353,7 @@ def test_measuring_leaves_no_trace() -> None:
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in layers)
     assert layers[0].parameter_bytes == 80
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
-    assert all(each.grad is None for each in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -372,7 +374,7 @@ def test_updates_are_measured_on_copies(make: Callable[[Any], torch.optim.Optimi
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
-def test_updates_that_cannot_be_measured_take_no_time() -> None:
+def test_unmeasurable_updates_take_no_time() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     layers, _ = measure_layers(model, traced(model, X), {"input": X}, optimizer=torch.optim.LBFGS(model.parameters()))
     assert [layer.update_s for layer in layers] == [0.0, 0.0]
@@ -393,11 +395,11 @@ def test_gradients_elsewhere_have_norms_and_nothing_else() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     absent = AbsentGrad(parameter, "far.weight", lambda name, order: 4.0)
     parameter.grad = absent
-    here = nn.Parameter(torch.zeros(2))
-    here.grad = torch.tensor([0.0, 3.0])
-    assert float(nn.utils.clip_grad_norm_([here, parameter], 1.0)) == 5.0
-    assert here.grad.tolist() == pytest.approx([0.0, 0.6])
-    nn.utils.clip_grad_value_([here, parameter], 0.5)
-    assert here.grad.tolist() == [0.0, 0.5]
+    own_parameter = nn.Parameter(torch.zeros(2))
+    own_parameter.grad = torch.tensor([0.0, 3.0])
+    assert float(nn.utils.clip_grad_norm_([own_parameter, parameter], 1.0)) == 5.0
+    assert own_parameter.grad.tolist() == pytest.approx([0.0, 0.6])
+    nn.utils.clip_grad_value_([own_parameter, parameter], 0.5)
+    assert own_parameter.grad.tolist() == [0.0, 0.5]
     with pytest.raises(UsageError, match=r"the gradient of 'far\.weight', which is on another process"):
         absent.sum()

@@ -18,21 +18,21 @@ ROWS, PARTS = 7, 3
 
 
 class Recording:
-    """A forward that keeps what it is asked for."""
+    """A forward that records its arguments."""
 
     def __init__(self, output: Tensor) -> None:
         self.rows = ROWS
         self.output = output
         self.trained: list[PartialLoss] = []
         self.factor: Any = None
-        self.asked = 0
+        self.num_calls = 0
 
     @property
     def is_forward_done(self) -> bool:
         return False
 
     def values(self) -> Sequence[Tensor]:
-        self.asked += 1
+        self.num_calls += 1
         return [self.output]
 
     def train(self, terms: Sequence[PartialLoss], factor: Any) -> None:
@@ -50,7 +50,7 @@ class Recording:
         return torch.stack(parts).sum()
 
 
-def awaited(output: Tensor) -> tuple[Recording, Any]:
+def recorded(output: Tensor) -> tuple[Recording, Any]:
     forward = Recording(output)
     stand_in: Any = forward
     return forward, PendingOutput(stand_in, 0, shape=output.shape, dtype=output.dtype)
@@ -79,12 +79,12 @@ LOSSES: list[tuple[Tensor, Callable[[Any], Any]]] = [
 @pytest.mark.parametrize("number", range(len(LOSSES)))
 def test_the_parts_of_a_loss_add_up_to_it(number: int) -> None:
     output, loss_of = LOSSES[number]
-    forward, out = awaited(output)
+    forward, out = recorded(output)
     loss = loss_of(out)
     assert isinstance(loss, PendingLoss)
     assert loss.requires_grad
     loss.backward()
-    assert forward.asked == 0
+    assert forward.num_calls == 0
     torch.testing.assert_close(forward.summed(), loss_of(output))
     assert loss.item() == pytest.approx(float(loss_of(output)), rel=1e-5)
 
@@ -101,23 +101,23 @@ def test_the_parts_of_a_loss_add_up_to_it(number: int) -> None:
     ],
 )
 def test_other_losses_take_the_values(loss_of: Callable[[Any], Any]) -> None:
-    forward, out = awaited(LOGITS)
+    forward, out = recorded(LOGITS)
     torch.testing.assert_close(loss_of(out), loss_of(LOGITS))
-    assert forward.asked > 0
+    assert forward.num_calls > 0
 
 
 def test_metadata_need_no_values() -> None:
-    forward, out = awaited(WORDS)
+    forward, out = recorded(WORDS)
     assert (out.shape, out.size(0), out.dim(), len(out), out.dtype) == (WORDS.shape, ROWS, 3, ROWS, torch.float32)
     assert out.view(-1, 5).shape == (ROWS * 4, 5)
     assert isinstance(out, torch.Tensor)
-    assert forward.asked == 0
+    assert forward.num_calls == 0
     assert out.argmax(-1).equal(WORDS.argmax(-1))
-    assert forward.asked == 1
+    assert forward.num_calls == 1
 
 
 def test_a_gradient_given_to_backward_is_a_factor() -> None:
-    forward, out = awaited(LOGITS)
+    forward, out = recorded(LOGITS)
     (F.cross_entropy(out, CLASSES) / 4).backward(torch.tensor(8.0))
     assert float(forward.factor) == 8.0
     assert [term.scale for term in forward.trained] == [0.25]

@@ -1,4 +1,4 @@
-"""Numbers that a model returns: the parts of microbatches, weighted, make up that of the batch."""
+"""Numbers that a model returns: the weighted numbers of microbatches add up to the number of the batch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_numbers_of_which_it_is_not_known(number: Callable[[Tensor, Any], Any]) 
         rule_of(shapes.output_node(0), graph, shapes)
 
 
-def test_a_sum_of_losses_is_refused_where_their_weights_differ() -> None:
+def test_a_sum_of_losses_is_refused_if_the_weights_differ() -> None:
     model = Scored(lambda x, y: F.cross_entropy(x, y) + x.mean(), exports=False)
     graph = trace(model, bind(model, (X, CLASSES), {}))
     shapes = RowShapes(graph, {"x": X, "y": CLASSES})

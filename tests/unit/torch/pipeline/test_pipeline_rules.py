@@ -64,12 +64,14 @@ def test_the_split_is_the_best_of_all() -> None:
         times = [rng.random() for _ in range(count)]
         crossing = [0.0, *(rng.random() / 2 for _ in range(count - 1)), 0.0]
         cuts = split_layers(layers_of(times), stages, lambda cut, costs=crossing: costs[cut])  # type: ignore[misc]
-        best = min(slowest(times, crossing, each) for each in itertools.combinations(range(1, count), stages - 1))
+        best = min(
+            slowest(times, crossing, combination) for combination in itertools.combinations(range(1, count), stages - 1)
+        )
         assert len(cuts) == stages - 1
         assert slowest(times, crossing, tuple(cuts)) == pytest.approx(best)
 
 
-def test_a_split_keeps_the_memory_limit_or_names_the_layer_that_does_not_fit() -> None:
+def test_a_split_keeps_the_memory_limit_or_names_the_oversized_layer() -> None:
     layers = layers_of([9.0, 1.0, 1.0, 1.0], parameter_bytes=1 << 20)
     assert split_layers(layers, 2, lambda cut: 0.0) == [1]
     limits = StageLimits(memory_bytes=4 << 20, bytes_per_parameter_byte=2.0)
@@ -139,13 +141,13 @@ def test_a_split_backward_needs_splittable_layers() -> None:
     assert [times.of(Action(kind, 0, 0)) for kind in ("F", "B", "I", "W")] == [1.0, 6.0, 1.75, 4.5]
 
 
-def test_orders_that_wait_for_one_another_are_found() -> None:
+def test_deadlocked_orders_are_found() -> None:
     orders = ((Action("B", 0, 0), Action("F", 0, 0)),)
     with pytest.raises(ValueError, match="wait for one another"):
         play(orders, [0], [StageTimes(forward_s=1, backward_s=1)], lambda stage: 0.0)
 
 
-def test_a_value_travels_once_to_each_process() -> None:
+def test_a_value_is_sent_once_to_every_process() -> None:
     made = {"a": 0, "b": 1, "c": 2}
     used = [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("b", 2), ("c", 3), ("a", 3)]
     routes = route_values(made, used, [0, 1, 1, 0])
@@ -191,7 +193,7 @@ def measured(times: list[float]) -> Measured:
     return Measured({4: layers}, {4: [0] + [1 << 10] * (len(times) - 1)})
 
 
-def test_a_plan_is_the_fastest_that_is_predicted() -> None:
+def test_a_plan_is_the_fastest_predicted() -> None:
     link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
     plan = make_plan(measured([1.0] * 8), options_of(stages=2), 32, link, 2.0, lambda stages: None)
     assert plan.microbatches == 16  # with free messages smaller microbatches only win
@@ -217,14 +219,14 @@ def test_measured_times_are_shown_next_to_predictions() -> None:
     ranks = [Measurements(2), Measurements(2)]
     assert describe_measured(plan, found) is None
     for _ in range(6):
-        for rank, each in enumerate(ranks):
-            each.add(10.0, {f"F{rank}": 2.0, f"B{rank}": 6.0}, 2, is_whole=True)
-            found.by_rank[rank] = each.own
-    for rank, each in enumerate(ranks):
-        each.begin_update()
-        each.end_update()
-        assert each.own[1] > 40.0
-        found.by_rank[rank] = [4, 40.0, each.own[2]]
+        for rank, entry in enumerate(ranks):
+            entry.add(10.0, {f"F{rank}": 2.0, f"B{rank}": 6.0}, 2, is_whole=True)
+            found.by_rank[rank] = entry.own
+    for rank, entry in enumerate(ranks):
+        entry.begin_update()
+        entry.end_update()
+        assert entry.own[1] > 40.0
+        found.by_rank[rank] = [4, 40.0, entry.own[2]]
     text = describe_measured(plan, found)
     assert text is not None
     assert "measured over 4 steps: step 10000.00 ms" in text

@@ -31,7 +31,7 @@ class Output(OrderedDict):  # type: ignore[type-arg]
     """As transformers' outputs are: a dictionary, and a dataclass."""
 
     hidden: object = None
-    rest: object = None
+    remainder: object = None
 
     def __post_init__(self) -> None:
         self.update({name: value for name, value in vars(self).items() if value is not None})
@@ -44,16 +44,16 @@ def test_classes_of_tuples_and_dictionaries_arrive_as_such() -> None:
     description, tensors = take_apart(value, "a value")
     description = json.loads(json.dumps(description))
     found = put_together(description, tensors)
-    assert [type(each) for each in found] == [Pair, Output, OrderedDict, dict, defaultdict]
+    assert [type(value) for value in found] == [Pair, Output, OrderedDict, dict, defaultdict]
     assert found[0].first is x
     assert found[0].second == (1, "a")
     assert found[1].hidden is y
-    assert found[1].rest is None
+    assert found[1].remainder is None
     assert [shape for _, shape, _ in tensors_of(description)] == [[2], [3], [2]]
 
 
 @pytest.mark.parametrize("name", ["Missing", "take_apart"])
-def test_a_class_that_is_not_here_is_named(name: str) -> None:
+def test_a_missing_class_is_named(name: str) -> None:
     with pytest.raises(UsageError, match=f"another stage sent a value of the class .*values.{name}"):
         put_together({"n": ["paceline.torch.strategies.pipeline.run.values", name, {"d": {}}]}, [])
 

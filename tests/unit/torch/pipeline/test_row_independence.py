@@ -68,7 +68,7 @@ def test_models_with_independent_rows_pass_unchanged(model: nn.Module) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     check(model, X)
-    assert all(each.training for each in model.modules())
+    assert all(module.training for module in model.modules())
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert state.equal(torch.get_rng_state())
 
@@ -76,14 +76,14 @@ def test_models_with_independent_rows_pass_unchanged(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "model", [nn.TransformerEncoderLayer(6, 2, 16), Recurrent(batch_first=False), Own(lambda x: x - x.mean(0))]
 )
-def test_a_batch_in_another_dimension_is_refused_by_the_name_of_its_argument(model: nn.Module) -> None:
+def test_a_batch_in_another_dimension_is_refused_by_the_name_of_the_argument(model: nn.Module) -> None:
     with pytest.raises(UsageError, match=r"rows of (src|x) \[8, 5, 6\] depends .*batch_first=True"):
         check(model, X)
-    assert all(each.training for each in model.modules())
+    assert all(module.training for module in model.modules())
     check(model, X, part=8)  # one microbatch
 
 
-def test_the_argument_that_rows_share_is_named() -> None:
+def test_the_argument_shared_by_rows_is_named() -> None:
     with pytest.raises(UsageError, match=r"rows of keys \[8, 6\] depends on other rows"):
         check(Contrast(), X[:, 0], keys=X[:, 1])
 
@@ -126,7 +126,7 @@ class Skipping(nn.Module):
         (Skipping().eval(), "draws from Python's"),
     ],
 )
-def test_a_forward_that_python_changes_is_refused(model: nn.Module, words: str) -> None:
+def test_a_forward_changed_by_python_is_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(UsageError, match=f"the forward of .*{words}.*: .*a pipeline"):
         check_repeatable(model, bind(model, (X,), {}))
 
@@ -134,8 +134,8 @@ def test_a_forward_that_python_changes_is_refused(model: nn.Module, words: str) 
 @pytest.mark.parametrize(
     "model", [Noisy(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(30), nn.Dropout(0.5)), Counting("")]
 )
-def test_a_forward_that_draws_by_torch_stays_as_it_was(model: nn.Module) -> None:
-    state, before = torch.get_rng_state(), {name: each.clone() for name, each in model.state_dict().items()}
+def test_a_forward_with_random_numbers_of_torch_is_unchanged(model: nn.Module) -> None:
+    state, before = torch.get_rng_state(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     check_repeatable(model, bind(model, (X,), {}))
     assert state.equal(torch.get_rng_state())
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())

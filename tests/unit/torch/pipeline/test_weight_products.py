@@ -1,4 +1,4 @@
-"""Gradients of weights that are added in place, or later, equal those of autograd."""
+"""Gradients of weights that are added in place, or later, equal the gradients of autograd."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def gradients(defers: bool | None, shape: tuple[int, ...]) -> list[Tensor | None
         if defers:
             assert model.first.weight.grad is before
         products.finish()
-    return [each.grad for each in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("defers", [False, True])
-def test_gradients_are_those_of_autograd(defers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_equal_the_gradients_of_autograd(defers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.torch.strategies.pipeline.run.weights._LARGE_BYTES", 0)
     torch.testing.assert_close(gradients(defers, (2, 3)), gradients(None, (2, 3)))
 
 
-def test_a_gradient_that_a_forward_takes_is_right() -> None:
+def test_a_gradient_computed_in_a_forward_is_right() -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(3, 1), torch.randn(5, 3, requires_grad=True)
 
