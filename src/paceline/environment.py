@@ -56,6 +56,12 @@ class Environment:
     """``MASTER_ADDR``: the host of rank 0."""
     master_port: int | None = None
     """``MASTER_PORT``: port of the rendezvous on rank 0."""
+    nnodes: int | None = None
+    """``PET_NNODES``: number of machines, set by Kubeflow like the other variables ``PET_``."""
+    node_rank: int | None = None
+    """``PET_NODE_RANK``: number of this machine."""
+    nproc_per_node: int | None = None
+    """``PET_NPROC_PER_NODE``: number of ranks on this machine; ``None`` for ``auto``, ``cpu`` and ``gpu``."""
     has_agent_store: bool = False
     """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself serves at ``MASTER_PORT``."""
     run_id: str | None = None
@@ -118,7 +124,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     runtime_dir = found.get("XDG_RUNTIME_DIR")
     launcher = next((launcher for launcher in _LAUNCHERS if found.get(launcher)), "RANK")
     rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in _LAUNCHERS[launcher])
-    run_id = found.get("TORCHELASTIC_RUN_ID")
+    run_id, processes = found.get("TORCHELASTIC_RUN_ID"), found.get("PET_NPROC_PER_NODE")
     job = "/".join(found[name] for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID") if found.get(name))
     if launcher == _HYDRA and local_world_size == world_size:
         job = f"{job}/{_starter()}"
@@ -134,8 +140,11 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        master_addr=found.get("MASTER_ADDR") or None,
-        master_port=_integer(found, "MASTER_PORT"),
+        master_addr=found.get("MASTER_ADDR") or found.get("PET_MASTER_ADDR") or None,
+        master_port=_integer(found, "MASTER_PORT" if found.get("MASTER_PORT") else "PET_MASTER_PORT"),
+        nnodes=_integer(found, "PET_NNODES"),
+        node_rank=_integer(found, "PET_NODE_RANK"),
+        nproc_per_node=None if processes in ("auto", "cpu", "gpu") else _integer(found, "PET_NPROC_PER_NODE"),
         has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
         run_id=f"{run_id}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}" if run_id else None,
         job=job or None,

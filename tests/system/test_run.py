@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from tests.free_ports import free_port
 from tests.warm.processes import RANKS
 
@@ -303,6 +304,47 @@ def test_two_nodes(forking: Commands, tmp_path: Path) -> None:
         finished = running.wait()
         assert (finished.status, finished.err) == (0, ""), finished
         assert finished.out == f"[rank {node}] sequential:mean [-1.5, -1.5, -1.5, -1.5]\n"
+
+
+@pytest.mark.parametrize("kind", ["job", "trainjob"])
+def test_the_commands_of_manifests_run_as_pods_would_run_them(
+    forking: Commands, paceline: Commands, tmp_path: Path, kind: str
+) -> None:
+    """The engine inserts the pod's number into the command (job), or sets variables (trainjob)."""
+    name = script(tmp_path, _CONNECT)
+    options = ("--nnodes", "2", "--strategy", "parameter-server", "--servers", "2")
+    written = paceline.succeed("manifests", "--image", "image", "--kind", kind, "run", *options, name)
+    last = [*yaml.safe_load_all(written.out)][-1]["spec"]
+    container = last["trainer"] if kind == "trainjob" else last["template"]["spec"]["containers"][0]
+    port, nodes = str(two_free_ports()), []
+    forking.environment["PACELINE_TOKEN"] = "a token for tests"
+    for node in ("0", "1"):
+        values = {"$(JOB_COMPLETION_INDEX)": node, "paceline-0.paceline": "127.0.0.1", "29500": port}
+        command = [values.get(word, word) for word in container["command"]]
+        if kind == "trainjob":
+            master = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+            variables = {"PET_NNODES": "2", "PET_NODE_RANK": node, "PET_NPROC_PER_NODE": "auto", **master}
+            forking.environment.update(variables)
+        nodes.append(forking.start(*command[1:]))
+    for rank, running in enumerate(nodes):
+        finished = running.wait()
+        assert (finished.status, finished.err) == (0, ""), finished
+        assert finished.out == f"[rank {rank}] sequential:mean [-1.5, -1.5, -1.5, -1.5]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("predict",), "paceline: predict: expected run, scheduler or train, "),
+        (("run", "--node-rank", "1", "train.py"), "paceline: --node-rank: leave it out, "),
+        (("run", "--no-such-option", "train.py"), "paceline: unknown option --no-such-option"),
+        (("train", "--scheduler", "a:1", __file__), "paceline: --scheduler: leave it out, "),
+    ],
+)
+def test_wrong_commands_for_manifests(paceline: Commands, words: tuple[str, ...], expected: str) -> None:
+    finished = paceline.run("manifests", "--image", "image", *words)
+    assert (finished.status, finished.out, finished.err.count("\n")) == (2, "", 1), finished
+    assert finished.err.startswith(expected)
 
 
 def test_a_master_port_in_use_is_one_sentence(paceline: Commands, tmp_path: Path) -> None:

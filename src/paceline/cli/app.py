@@ -9,7 +9,7 @@ import typer
 from paceline.launch.run.options import RunOptions
 from paceline.version import __version__
 
-from . import bench, data, model, roles, train
+from . import bench, data, manifests, model, roles, train
 from .parameters import PanelCommand, expand_flags
 
 _RUN_CONTEXT = {
@@ -57,6 +57,7 @@ app.command("serve", no_args_is_help=True)(model.serve)
 app.command("scheduler")(roles.scheduler)
 app.command("server")(roles.server)
 app.command("worker")(roles.worker)
+app.command("manifests", no_args_is_help=True, context_settings={"allow_interspersed_args": False})(manifests.manifests)
 app.command("doctor")(bench.doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")

@@ -24,8 +24,8 @@ class PushFlags:
         min=0,
     )
     non_finite: str | None = option(
-        "Pushes, writes and loads that would leave infinities or NaN in a table are refused, or accepted and counted "
-        "them; default refuse."
+        "Pushes, writes and loads that would leave infinities or NaN in a table are refused, or accepted and counted; "
+        "default refuse."
     )
 
     def make_settings(self, *, consistency: str, stale: str | None, **settings: Any) -> ClusterSettings:

@@ -1,0 +1,211 @@
+"""Manifests for Kubernetes, as plain dictionaries.
+
+- ``job``: a Job with the completion mode Indexed, and a headless Service, through which the pods find pod 0
+- ``jobset``: a JobSet (``jobset.x-k8s.io/v1alpha2``), which restarts all pods together
+- ``trainjob``: a TrainJob of Kubeflow Trainer (``trainer.kubeflow.org/v1alpha1``), whose pods have ``PET_`` variables
+
+A cluster that stands has a Deployment and a Service for the scheduler, a StatefulSet of servers and a Deployment of
+workers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from paceline.command_options import option
+from paceline.errors import UsageError
+
+Manifest: TypeAlias = dict[str, Any]
+
+KINDS: Final = ("job", "jobset", "trainjob")
+_PORT: Final = 29500
+_SCHEDULER_PORT: Final = 7337
+_TLS_FOLDER: Final = "/etc/paceline/tls"
+_TLS_FILES: Final = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}  # those of cert-manager
+_GRACE_S: Final = 600
+"""Time for a server to move its rows to other servers after SIGTERM."""
+_START_S: Final = 600
+"""Time for the scheduler's image to arrive, while servers and workers wait."""
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodOptions:
+    """The options of ``paceline manifests`` before the command. Raises UsageError for invalid values."""
+
+    image: str = option("Container image with Paceline, your script and its packages.", default=...)
+    name: str = option("Name of all objects; default paceline.", default="paceline")
+    namespace: str | None = option("Namespace; default: that of kubectl.")
+    kind: str = option("Kind of object for run: job (Indexed Job), jobset or trainjob (Kubeflow).", default="job")
+    cpus: str | None = option("Cores of each pod, such as 4 or 500m.")
+    memory: str | None = option("Memory of each pod, such as 8Gi.")
+    gpus: int | None = option("NVIDIA GPUs of each pod.", min=1)
+    volume: list[str] | None = option(
+        "PersistentVolumeClaim for every pod, as CLAIM:/path; may be given several times."
+    )
+    secret: str | None = option("Secret with the token (key token); default: a new Secret with a random token.")
+    tls_secret: str | None = option("Secret with tls.crt, tls.key and ca.crt (as from cert-manager); turns TLS on.")
+    restarts: int = option("How often a failed pod (jobset: all pods) is started again.", default=0, min=0)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"--kind {self.kind}: expected one of {', '.join(KINDS)}")
+        for flag, name in (("--name", self.name), ("--secret", self.secret), ("--tls-secret", self.tls_secret)):
+            if name is not None and not _NAME.fullmatch(name):
+                raise UsageError(
+                    f"{flag} {name}: expected a name of Kubernetes: at most 40 lower-case letters, digits and hyphens, "
+                    "with a letter first and no hyphen last"
+                )
+        for flag, quantity in (("--cpus", self.cpus), ("--memory", self.memory)):
+            if quantity is not None and not _QUANTITY.fullmatch(quantity):
+                raise UsageError(f"{flag} {quantity}: expected a quantity of Kubernetes, such as 4, 500m or 8Gi")
+        for volume in self.volume or ():
+            claim, _, path = volume.partition(":")
+            if not claim or not path.startswith("/"):
+                raise UsageError(f"--volume {volume}: expected the name of a claim and a path, such as data:/data")
+        if self.kind == "trainjob" and (self.volume or self.tls_secret):
+            raise UsageError("--kind trainjob: --volume and --tls-secret belong into the training runtime of Kubeflow")
+
+
+def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequence[str]) -> list[Manifest]:
+    """Return the manifests for ``paceline run`` on several pods; `command` are the arguments after ``run``.
+
+    The `token` is unused if the options name a Secret, or if there is one pod.
+    """
+    one_pod = nnodes == 1
+    secret = [] if one_pod or pods.secret else [_secret(pods, token)]
+    host = f"{pods.name}-node-0-0.{pods.name}" if pods.kind == "jobset" else f"{pods.name}-0.{pods.name}"
+    node = ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--master-addr", host, "--master-port", str(_PORT)]
+    has_variables = one_pod or pods.kind == "trainjob"
+    pod = _pod(pods, ["run", *([] if has_variables else node), *command], has_token=not one_pod)
+    if pods.kind == "trainjob":
+        return [*secret, _train_job(pods, nnodes, pod["containers"][0])]
+    job = {
+        "completionMode": "Indexed",
+        "completions": nnodes,
+        "parallelism": nnodes,
+        "backoffLimit": pods.restarts if pods.kind == "job" else 0,
+        "template": {"metadata": {"labels": _labels(pods)}, "spec": {**pod, "subdomain": pods.name}},
+    }
+    if pods.kind == "jobset":
+        jobs = [{"name": "node", "replicas": 1, "template": {"spec": job}}]
+        del job["template"]["spec"]["subdomain"]  # type: ignore[index]
+        network = {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True}
+        specification = {"network": network, "failurePolicy": {"maxRestarts": pods.restarts}, "replicatedJobs": jobs}
+        return [*secret, _object(pods, "jobset.x-k8s.io/v1alpha2", "JobSet", pods.name, specification)]
+    service = [] if one_pod else [_headless(pods, pods.name, _labels(pods))]
+    return [*secret, *service, _object(pods, "batch/v1", "Job", pods.name, job)]
+
+
+def manifests_of_cluster(
+    pods: PodOptions, token: str, num_servers: int, num_workers: int, command: Sequence[str]
+) -> list[Manifest]:
+    """Return the manifests for a cluster that stands; `command` are the arguments after ``scheduler``."""
+    address = f"{pods.name}-scheduler:{_SCHEDULER_PORT}"
+    join = ["--scheduler", address, "--wait", str(_START_S)]
+    # A scheduler that is started again waits for the members of its predecessor, and takes over the cluster.
+    scheduler = _pod(pods, ["scheduler", "--host", "0.0.0.0", "--replaces", *command], role="scheduler")
+    scheduler["containers"][0]["ports"] = [{"containerPort": _SCHEDULER_PORT}]
+    server = _pod(pods, ["server", "--host", "0.0.0.0", *join], role="server")
+    server["terminationGracePeriodSeconds"] = _GRACE_S
+    worker = _pod(pods, ["worker", *join], role="worker")
+    service = {
+        "selector": _labels(pods, "scheduler"),
+        "ports": [{"port": _SCHEDULER_PORT}],
+        "publishNotReadyAddresses": True,
+    }
+    servers = {"serviceName": f"{pods.name}-server", "podManagementPolicy": "Parallel"}
+    return [
+        *([] if pods.secret else [_secret(pods, token)]),
+        _object(pods, "v1", "Service", f"{pods.name}-scheduler", service),
+        _replicated(pods, "Deployment", "scheduler", 1, scheduler, {"strategy": {"type": "Recreate"}}),
+        _headless(pods, f"{pods.name}-server", _labels(pods, "server")),
+        _replicated(pods, "StatefulSet", "server", num_servers, server, servers),
+        _replicated(pods, "Deployment", "worker", num_workers, worker, {}),
+    ]
+
+
+def manifests_of_training(pods: PodOptions, command: Sequence[str]) -> list[Manifest]:
+    """Return a Job for ``paceline train`` on the cluster of this name; `command` are the arguments after ``train``."""
+    address = f"{pods.name}-scheduler:{_SCHEDULER_PORT}"
+    pod = _pod(pods, ["train", "--scheduler", address, *command], role="train")
+    job = {
+        "backoffLimit": pods.restarts,
+        "template": {"metadata": {"labels": _labels(pods, "train")}, "spec": {**pod, "restartPolicy": "Never"}},
+    }
+    return [_object(pods, "batch/v1", "Job", f"{pods.name}-train", job)]
+
+
+def _labels(pods: PodOptions, role: str = "node") -> dict[str, str]:
+    labels = {"name": "paceline", "instance": pods.name, "component": role}
+    return {f"app.kubernetes.io/{name}": value for name, value in labels.items()}
+
+
+def _object(pods: PodOptions, version: str, kind: str, name: str, specification: Mapping[str, Any]) -> Manifest:
+    metadata: dict[str, Any] = {"name": name}
+    if pods.namespace is not None:
+        metadata["namespace"] = pods.namespace
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(specification)}
+
+
+def _secret(pods: PodOptions, token: str) -> Manifest:
+    manifest = _object(pods, "v1", "Secret", f"{pods.name}-token", {})
+    del manifest["spec"]
+    return {**manifest, "stringData": {"token": token}}
+
+
+def _headless(pods: PodOptions, name: str, labels: Mapping[str, str]) -> Manifest:
+    specification = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(labels)}
+    return _object(pods, "v1", "Service", name, specification)
+
+
+def _replicated(
+    pods: PodOptions, kind: str, role: str, number: int, pod: Manifest, settings: Mapping[str, Any]
+) -> Manifest:
+    labels = _labels(pods, role)
+    specification = {
+        "replicas": number,
+        "selector": {"matchLabels": labels},
+        **settings,
+        "template": {"metadata": {"labels": dict(labels)}, "spec": {**pod, "restartPolicy": "Always"}},
+    }
+    return _object(pods, "apps/v1", kind, f"{pods.name}-{role}", specification)
+
+
+def _pod(pods: PodOptions, arguments: Sequence[str], *, role: str = "node", has_token: bool = True) -> Manifest:
+    container: dict[str, Any] = {"name": role, "image": pods.image, "command": ["paceline", *arguments]}
+    variables: list[dict[str, Any]] = []
+    if has_token:
+        key = {"name": pods.secret or f"{pods.name}-token", "key": "token"}
+        variables.append({"name": "PACELINE_TOKEN", "valueFrom": {"secretKeyRef": key}})
+    mounts: list[dict[str, Any]] = []
+    volumes: list[dict[str, Any]] = []
+    for number, volume in enumerate(pods.volume or ()):
+        claim, _, path = volume.partition(":")
+        mounts.append({"name": f"volume{number}", "mountPath": path})
+        volumes.append({"name": f"volume{number}", "persistentVolumeClaim": {"claimName": claim}})
+    if pods.tls_secret is not None:
+        variables += [
+            {"name": f"PACELINE_TLS_{name}", "value": f"{_TLS_FOLDER}/{file}"} for name, file in _TLS_FILES.items()
+        ]
+        mounts.append({"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True})
+        volumes.append({"name": "tls", "secret": {"secretName": pods.tls_secret}})
+    quantities = {"cpu": pods.cpus, "memory": pods.memory, "nvidia.com/gpu": pods.gpus and str(pods.gpus)}
+    resources = {name: quantity for name, quantity in quantities.items() if quantity}
+    container |= {"env": variables} if variables else {}
+    container |= {"resources": {"requests": resources, "limits": dict(resources)}} if resources else {}
+    container |= {"volumeMounts": mounts} if mounts else {}
+    return {"restartPolicy": "Never", "containers": [container], **({"volumes": volumes} if volumes else {})}
+
+
+def _train_job(pods: PodOptions, nnodes: int, container: Mapping[str, Any]) -> Manifest:
+    trainer = {"image": container["image"], "numNodes": nnodes, "command": container["command"]}
+    trainer |= {"env": container["env"]} if "env" in container else {}
+    trainer |= {"resourcesPerNode": container["resources"]} if "resources" in container else {}
+    specification = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+    return _object(pods, "trainer.kubeflow.org/v1alpha1", "TrainJob", pods.name, specification)

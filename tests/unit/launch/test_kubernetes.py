@@ -1,0 +1,121 @@
+"""Manifests for Kubernetes are valid, and their commands are those of `paceline`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from kubeflow_trainer_api import models
+
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.launch.engines.kubernetes import (
+    PodOptions,
+    manifests_of_cluster,
+    manifests_of_run,
+    manifests_of_training,
+)
+
+PODS = PodOptions(
+    image="me/train:1", name="demo", namespace="ml", cpus="4", memory="8Gi", gpus=1, volume=["data:/data", "out:/out"],
+    tls_secret="tls", restarts=2,
+)  # fmt: skip
+SMALL = PodOptions(image="me/train:1")
+CUSTOM = {
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "JobSet": models.JobsetV1alpha2JobSet,
+}
+
+
+def check(manifests: list[dict[str, Any]]) -> None:
+    """Validate against the schemas of Kubernetes 1.30, or of the custom resource; unknown fields are errors."""
+    for manifest in manifests:
+        custom = CUSTOM.get(manifest["kind"])
+        if custom is None:
+            kubernetes_validate.validate(manifest, "1.30", strict=True)
+        else:
+            found = custom.from_dict(manifest)
+            assert found is not None
+            assert found.to_dict() == manifest
+
+
+def by_kind(manifests: list[dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
+    return {manifest["kind"]: manifest for manifest in manifests}
+
+
+@pytest.mark.parametrize("pods", [PODS, SMALL], ids=["all options", "no options"])
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("nnodes", [1, 4])
+def test_manifests_of_a_script_are_valid(pods: PodOptions, kind: str, nnodes: int) -> None:
+    if kind == "trainjob":
+        pods = dataclasses.replace(pods, volume=None, tls_secret=None)
+    check(manifests_of_run(dataclasses.replace(pods, kind=kind), "token", nnodes, ["--nnodes", "4", "train.py"]))
+
+
+@pytest.mark.parametrize("pods", [PODS, SMALL], ids=["all options", "no options"])
+def test_manifests_of_a_cluster_are_valid(pods: PodOptions) -> None:
+    manifests = manifests_of_cluster(pods, "token", 3, 6, ["--servers", "3", "--workers", "6"])
+    check(manifests)
+    check(manifests_of_training(pods, ["/data/day1.tsv"]))
+    replicas = {each["metadata"]["name"]: each["spec"].get("replicas") for each in manifests if "spec" in each}
+    name = pods.name
+    assert replicas == {f"{name}-scheduler": 1, f"{name}-server": 3, f"{name}-worker": 6}
+
+
+def test_an_unknown_field_is_found() -> None:
+    """The check of this test itself."""
+    (job,) = manifests_of_run(SMALL, "token", 1, ["train.py"])
+    job["spec"]["template"]["spec"]["restartPolice"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check([job])
+
+
+@pytest.mark.parametrize(("kind", "host"), [("job", "demo-0.demo"), ("jobset", "demo-node-0-0.demo")])
+def test_pods_find_pod_0(kind: str, host: str) -> None:
+    manifests = by_kind(manifests_of_run(dataclasses.replace(PODS, kind=kind), "t", 4, ["--nnodes", "4", "train.py"]))
+    job = manifests["Job"] if kind == "job" else manifests["JobSet"]["spec"]["replicatedJobs"][0]["template"]
+    pod = job["spec"]["template"]["spec"]
+    command = " ".join(pod["containers"][0]["command"])
+    assert f"--node-rank $(JOB_COMPLETION_INDEX) --master-addr {host} " in command
+    assert command.endswith("--nnodes 4 train.py")
+    if kind == "job":
+        assert pod["subdomain"] == manifests["Service"]["metadata"]["name"] == "demo"
+        assert manifests["Service"]["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
+
+
+def test_a_secret_that_exists_is_used() -> None:
+    manifests = manifests_of_run(dataclasses.replace(PODS, secret="mine"), "t", 2, ["train.py"])
+    assert "Secret" not in by_kind(manifests)
+    container = by_kind(manifests)["Job"]["spec"]["template"]["spec"]["containers"][0]
+    assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "token"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "pod"}, "--kind pod: expected one of job, jobset, trainjob"),
+        ({"name": "Demo"}, "--name Demo: "),
+        ({"name": "a" * 41}, "--name aaa"),
+        ({"secret": "a_b"}, "--secret a_b: "),
+        ({"cpus": "four"}, "--cpus four: expected a quantity"),
+        ({"memory": "8 GB"}, "--memory 8 GB: expected a quantity"),
+        ({"volume": ["data"]}, "--volume data: "),
+        ({"volume": ["data:relative"]}, "--volume data:relative: "),
+        ({"kind": "trainjob", "volume": ["data:/data"]}, "--kind trainjob: "),
+    ],
+)
+def test_invalid_options(wrong: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        PodOptions(image="me/train:1", **wrong)
+
+
+def test_kubeflows_variables() -> None:
+    variables = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8"}
+    found = environment({**variables, "PET_MASTER_ADDR": "demo-node-0-0.demo", "PET_MASTER_PORT": "29500"})
+    assert (found.nnodes, found.node_rank, found.nproc_per_node) == (4, 2, 8)
+    assert (found.master_addr, found.master_port) == ("demo-node-0-0.demo", 29500)
+    assert environment({"PET_NPROC_PER_NODE": "auto"}).nproc_per_node is None
