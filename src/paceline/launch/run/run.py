@@ -9,7 +9,6 @@ import contextlib
 import os
 import socket
 import sys
-import time
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from paceline.launch.local import Share, wait_cluster
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.elastic import ElasticRun
 from paceline.launch.run.loop import RunLoop, Signals
+from paceline.launch.run.node import wait_host, with_variables
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
     ClusterFile,
@@ -49,7 +49,6 @@ from paceline.transport.addresses import bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_token
 
 _PATIENCE_S = 300.0
-_NAME_PAUSE_S = 1.0
 _OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # scripts rarely have options with these names
 _DATA_SUFFIXES = {".csv", ".gz", ".jsonl", ".npy", ".npz", ".parquet", ".svm", ".tsv", ".txt", ".vw", ".zst"}
 _MOST_SCRIPT_BYTES = 16 << 20
@@ -301,7 +300,7 @@ def _plan_node(options: RunOptions) -> _Setup:
     for name, value in (("--job", options.job), ("--index", options.index)):
         if value is not None:
             raise UsageError(f"{name} {value} is for --cluster FILE. Pass --cluster too, or leave {name} out")
-    options = _with_variables(options)
+    options = with_variables(options)
     nnodes = 1 if options.nnodes is None else options.nnodes
     layout = lay_out_node(
         nproc_per_node=_num_processes(options, nnodes),
@@ -330,7 +329,7 @@ def _plan_node(options: RunOptions) -> _Setup:
     share = None
     if choice.consistency is not None:
         scheduler = Address("tcp", layout.master_addr, layout.master_port + 1)
-        host = _wait_host(layout.master_addr)
+        host = wait_host(layout.master_addr, _PATIENCE_S)
         own_address = Address("tcp", host, 0).netloc
         bind = Address("tcp", host, scheduler.port)
         if layout.node == 0:
@@ -343,31 +342,6 @@ def _plan_node(options: RunOptions) -> _Setup:
             patience_s=_PATIENCE_S,
         )
     return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=layout.world_size, share=share)
-
-
-def _wait_host(master_addr: str) -> str:
-    """Return this machine's address for node 0. Waits until the name of node 0 is known, as engines add names late."""
-    end_s, is_noted = time.monotonic() + _PATIENCE_S, False
-    while True:
-        try:
-            return own_host(master_addr)
-        except AddressError as error:
-            if time.monotonic() >= end_s:
-                raise
-            if not is_noted:
-                print(f"paceline run: {error}; trying again for {_PATIENCE_S:g} s", file=sys.stderr, flush=True)
-            is_noted = True
-            time.sleep(_NAME_PAUSE_S)
-
-
-def _with_variables(options: RunOptions) -> RunOptions:
-    """Return the options with the node's settings from the environment (Kubeflow), unless --nnodes differs."""
-    variables = environment()
-    if variables.nnodes is None or options.nnodes not in (None, variables.nnodes):
-        return options
-    names = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
-    missing = {name: getattr(variables, name) for name in names if getattr(options, name) is None}
-    return replace(options, **missing)
 
 
 def _num_processes(options: RunOptions, nnodes: int) -> int:

@@ -1,0 +1,39 @@
+"""The settings of one machine among several, from the environment, and its address."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+from paceline.environment import environment
+from paceline.errors import AddressError
+from paceline.launch.run.options import RunOptions
+from paceline.meeting.rendezvous import own_host
+
+_PAUSE_S = 1.0
+
+
+def wait_host(master_addr: str, patience_s: float) -> str:
+    """Return this machine's address for node 0. Waits until the name of node 0 is known, as engines add names late."""
+    end_s, is_noted = time.monotonic() + patience_s, False
+    while True:
+        try:
+            return own_host(master_addr)
+        except AddressError as error:
+            if time.monotonic() >= end_s:
+                raise
+            if not is_noted:
+                print(f"paceline run: {error}; trying again for {patience_s:g} s", file=sys.stderr, flush=True)
+            is_noted = True
+            time.sleep(_PAUSE_S)
+
+
+def with_variables(options: RunOptions) -> RunOptions:
+    """Return the options with the node's settings from the environment (Kubeflow), unless --nnodes differs."""
+    variables = environment()
+    if variables.nnodes is None or options.nnodes not in (None, variables.nnodes):
+        return options
+    names = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
+    missing = {name: getattr(variables, name) for name in names if getattr(options, name) is None}
+    return replace(options, **missing)
