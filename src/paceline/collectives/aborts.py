@@ -1,4 +1,7 @@
-"""Define the reason why a group has ended. Ranks send this reason to other ranks, to raise the same error. Pure."""
+"""Define the reason why a group has ended.
+
+Ranks send the reason to each other, so that all raise the same error. Pure.
+"""
 
 from __future__ import annotations
 

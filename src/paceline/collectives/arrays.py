@@ -1,8 +1,8 @@
 """Access the memory of NumPy arrays and CPU tensors, without importing torch.
 
 Contiguous arrays (including the dtypes of `ml_dtypes`) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used
-in place; other arrays are copied. An invalid array for results is rejected before the first message, because a later
-error would leave the other ranks waiting.
+in place; other arrays are copied. An invalid array for results is rejected before the first message, because the other
+ranks would wait after a later error.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def empty_like(array: Any, shape: Sequence[int]) -> Any:
 
 
 def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview:
-    """Return memory as writable bytes, which keep `owner` alive. Without `owner`, the caller keeps the memory valid."""
+    """Return memory as writable bytes, which keep `owner` alive.
+
+    Without `owner`, the caller must keep the memory valid.
+    """
     if not num_bytes:
         return memoryview(bytearray())
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address)

@@ -15,7 +15,7 @@ import msgspec
 from paceline.errors import MismatchError, name_ranks
 
 _MOST_NUMBERS: Final = 128
-"""Largest number of sizes in a call, because message headers and shared segments have room for about 1.7 KB."""
+"""Largest number of sizes in a call; a message header or a shared segment has room for a call of about 1.7 KB."""
 _SHOWN_NUMBERS: Final = 20
 
 

@@ -40,7 +40,7 @@ class Connections:
         self._world, self._timeout_s, self._on_failure = world, timeout_s, on_failure
         self.layout = GroupLayout(name, ranks, world.rank, world.infos)
         self.at: tuple[int, CollectiveCall | None] = (-1, None)
-        """The number of the current call and the call; between calls, the number of the last call and None."""
+        """The number of the current call, and the call; between calls, the number of the last call, and None."""
         self._executor: ScheduleExecutor | None = None
         self._network: NetworkEngine | None = None
         self._point_to_point: PointToPoint | None = None

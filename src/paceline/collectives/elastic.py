@@ -1,4 +1,4 @@
-"""A group whose ranks may die and join while it works: every exchange is made by all its ranks, or by none.
+"""A group whose ranks may die and join during a training: either all ranks complete an exchange, or none does.
 
 The rules are in :mod:`paceline.protocol.quorum`. The ranks of each quorum form a new :class:`Group`.
 """
@@ -38,7 +38,7 @@ from paceline.transport.security.authentication import Hello
 
 _Result = TypeVar("_Result")
 _MOST_REPETITIONS: Final = 5
-"""Attempts of one exchange by the same members, without a death, before its error is raised."""
+"""The number of repetitions of an exchange by the same members. If the last one fails, its error is raised."""
 _LEAVE_S: Final = 5.0
 
 
@@ -47,7 +47,7 @@ class _NoNewcomersError(Exception):
 
 
 class ElasticGroup(Closing):
-    """The ranks of an elastic training, from the view of one of them.
+    """The ranks of an elastic training, as one rank uses them.
 
     Before :meth:`enter` it is a group of this process alone. All ranks make the same calls in the same order. If a rank
     dies during a call, the other ranks repeat the call without it. A newcomer enters in :meth:`admit` of the other
@@ -59,7 +59,7 @@ class ElasticGroup(Closing):
     def __init__(
         self, address: Address, token: str, member: int, *, is_newcomer: bool, tls: TLS | None, timeout: timedelta
     ) -> None:
-        """Connect to the coordinator. `member` is the incarnation of this process, `timeout` that of all calls."""
+        """Connect to the coordinator. `member` is the incarnation of this process; `timeout` limits each call."""
         self._token, self._tls, self.timeout = token, tls, timeout
         hello = Hello(role="rank", rank=member, incarnation=member, to=COORDINATOR)
         self._store = NetworkStore(address, token, hello, timeout_s=timeout.total_seconds(), tls=tls)
@@ -69,7 +69,7 @@ class ElasticGroup(Closing):
         self.members: tuple[int, ...] = (member,)
         """The incarnations of the ranks, in rank order."""
         self.contributors: tuple[int, ...] = self.members
-        """The ranks whose data are in the result of the last exchange."""
+        """The incarnations of the ranks whose data are in the result of the last exchange."""
         self.source = 0
         """The rank that sends the training's state to newcomers."""
         self.has_newcomers = False
@@ -107,11 +107,11 @@ class ElasticGroup(Closing):
         return True
 
     def admit(self, epoch: int) -> None:
-        """Let newcomers in that wait in `epoch`. All ranks call it between the same two exchanges."""
+        """Let in the newcomers that wait in `epoch`. All ranks call this method between the same two exchanges."""
         self._recover(self._rules.report(epoch))
 
     def exchange(self, run: Callable[[Group], _Result]) -> _Result:
-        """Call `run` with a group, until all ranks of it succeed; return this rank's result.
+        """Call `run` with a group until it succeeds on all ranks of the group; return this rank's result.
 
         `run` must not change its inputs, because it may be called again. Raises MismatchError, and errors of `run` that
         are not a CollectiveError.
@@ -140,7 +140,7 @@ class ElasticGroup(Closing):
             return result
 
     def transfer(self, share: Callable[[Group, int], None]) -> bool:
-        """Call ``share(group, source)`` on all ranks until it succeeds; return False if no newcomer is left."""
+        """Call ``share(group, source)`` on all ranks until all succeed; return False if no newcomer is left."""
 
         def run(group: Group) -> None:
             if not self.has_newcomers:
@@ -171,7 +171,7 @@ class ElasticGroup(Closing):
 
     def _recover(self, report: QuorumReport) -> bool:
         """Enter the next quorum; return whether the prepared step is committed."""
-        self._group.abort()  # so that no other rank waits for this one
+        self._group.abort()  # so that no other rank waits for this rank
         return self._start(self._request(report))
 
     def _start(self, start: StartQuorum | RetryJoin) -> bool:
@@ -255,13 +255,13 @@ class ElasticGroup(Closing):
                 leave = LeaveNotice(self._rules.member, self._rules.step)
                 request_quorum(self._store, leave, timedelta(seconds=_LEAVE_S))
             except PacelineError:
-                pass  # the launcher sees the end of this process
+                pass  # without a message, the launcher detects the end of this process
         self._group.close()
         self._store.close()
 
 
 def load_kernels() -> None:
-    """Load the compiled code of a group with two ranks, which takes longer than a group's first call may wait."""
+    """Load the compiled code of a group with two ranks, so that no first call exceeds its timeout meanwhile."""
     store, token = MemoryStore(), make_token()
 
     def work(rank: int) -> None:

@@ -98,7 +98,7 @@ class Founding:
         return engine
 
     def agree_on_layers(self, shared: SharedMemory | None, deadline: float) -> bool:
-        """Return whether hierarchical calls are possible: on several hosts, if all share memory among their ranks."""
+        """Return whether hierarchical calls are possible: on several hosts, if the ranks of each host share memory."""
         if len(set(self._layout.hosts)) in (1, self._layout.size):
             return False
         alone = len(self._layout.local_ranks) == 1

@@ -117,7 +117,7 @@ class Grid:
         return (*split, *(slice(0, n) for n in global_shape[len(self.shape) :]))
 
     def exchange_halos(self, array: _Array, width: int = 1, *, corners: bool = False) -> None:
-        """Fill the ghost layers of this rank's block from its neighbours' cells, in place.
+        """Fill the ghost layers of this rank's block with cells of the neighbours' blocks, in place.
 
         `array` is a writable NumPy array whose first axes are the axes of the grid. Along each of these axes it has
         `width` ghost layers on both sides, and at least `width` own cells between them. Further axes, such as
@@ -324,7 +324,7 @@ def split_evenly(n: int, parts: int) -> list[slice]:
 
 
 def _even_factors(size: int, num_factors: int, most: int) -> tuple[int, ...] | None:
-    """Return the lexically first non-increasing factorization whose factors are at most `most`; None without one."""
+    """Return the lexically first non-increasing factors of `size`, each at most `most`; None if there are none."""
     if not num_factors:
         return () if size == 1 else None
     for first in range(1, min(size, most) + 1):

@@ -58,7 +58,7 @@ class Group(Closing):
         self._sequence = 0
         self._failure: str = ""
         self._unreported: CollectiveError | None = None
-        """The error of a failed message, as long as no operation has raised this error. The next call raises it."""
+        """The error of a failed message that no operation has raised yet. The next call raises this error."""
         self._reporter: threading.Thread | None = None
         self._lock = threading.RLock()
         self._submitting = threading.Lock()

@@ -257,7 +257,10 @@ class Operations:
     def _exchange_sizes(
         self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
-        """Return the number of rows from every rank. The signature of `call` reveals ranks that make another call."""
+        """Exchange the numbers of rows; return the number from every rank.
+
+        Ranks with another `call` cause a MismatchError.
+        """
         numbers = np.array([sends, sends], np.int64)  # row 0 is sent, row 1 is received
         if self.size > 1:
             source_area, target_area = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)

@@ -147,7 +147,7 @@ class MessageTicket(CollectiveTicket):
 
 
 def no_waiting_in_callbacks() -> UsageError:
-    """Return the error for a callback that waits for a call which its own thread can only run later."""
+    """Return the error for a callback that waits for a call, although the callback's thread must run this call."""
     return UsageError(
         "a callback of a group's ticket waits for another call of the group, which its own thread runs later; "
         "make the call asynchronous without waiting, or wait in another thread"

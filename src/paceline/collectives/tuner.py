@@ -1,10 +1,10 @@
 """Choose the algorithm of each operation of a group, and explain the choice.
 
 On one host the algorithms are ``shared`` (data passes through slots of a shared segment) and, for large all-reduces,
-``direct`` (a rank reads the other ranks' arrays). Both algorithms are timed once, because the distance of the cores
-determines which one is faster. Between hosts the tuner chooses the schedule with the shortest predicted time in the
-model α + nβ + nγ. The ranks measure α, β and γ together, once, in 10 ms to 1 s. All ranks use the values of the slowest
-rank, so that their choices are equal.
+``direct`` (a rank reads the other ranks' arrays). The faster algorithm depends on the distance of the cores, so both
+algorithms are timed once. Between hosts the tuner chooses the schedule with the shortest predicted time in the model α
++ nβ + nγ. The ranks measure α, β and γ together, once, in 10 ms to 1 s. All ranks use the values of the slowest rank,
+so that their choices are equal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NUM_RECENT: Final = 32
 
 
 class Model(NamedTuple):
-    """Cost of moving and reducing data between the ranks of a group."""
+    """The cost of messages and reductions between the ranks of a group."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -70,7 +70,7 @@ class Tuner:
     """Chooses the algorithms of one group."""
 
     def __init__(self, connections: Connections, timeout_s: float, algorithm: str | None) -> None:
-        """If `algorithm` is not None, the tuner chooses it for every operation that it supports."""
+        """If `algorithm` is not None, every operation uses this algorithm if the algorithm supports it."""
         self.forced = algorithm
         self.model: Model | None = None
         """The measured constants α, β and γ; None before the first operation between hosts."""

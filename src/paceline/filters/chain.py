@@ -127,8 +127,6 @@ class FilterChain:
     def describe(self) -> list[dict[str, Any]]:
         return [chosen.describe() for chosen in self.filters]
 
-    # Requests.
-
     def encode(
         self,
         keys: Keys,
@@ -221,8 +219,6 @@ class FilterChain:
         if form & STORED and lists is not None:
             lists.add(digest_of(keys), len(keys), keys.copy())
 
-    # Replies to pulls.
-
     def encode_values(self, values: Floats, seed: int) -> Bytes:
         body = np.empty(HEAD_BYTES + num_bytes_of(self.values, len(values)), np.uint8)
         write_values(self.values, values, seed, body[HEAD_BYTES:])
@@ -234,8 +230,6 @@ class FilterChain:
             raise _malformed(f"{num_values} values, {len(out)} were requested")
         data = self._unpacked(body[HEAD_BYTES:], is_packed, num_bytes_of(self.values, num_values))
         read_values(self.values, data, out)
-
-    # Requests and replies.
 
     def _packed(self, body: Bytes, num_keys: int, num_values: int, key_bytes: int, form: int) -> Bytes:
         is_packed = False

@@ -60,8 +60,6 @@ class DensePart(TablePart):
     def _num_elements(self, buckets: Buckets) -> int:
         return sum(stop - start for start, stop in runs_in(self._size, buckets))
 
-    # Changes of buckets.
-
     @override
     def hold(self, buckets: Buckets) -> None:
         code, seed = self.initializer.code, np.uint64(self.spec.seed & (2**64 - 1))
@@ -117,8 +115,6 @@ class DensePart(TablePart):
             self.hold(1 << bucket)
             self._primary = primary
             self.write_records(keys, records)
-
-    # Requests.
 
     @override
     def num_values(self, selection: Selection) -> int:
@@ -264,8 +260,6 @@ class DensePart(TablePart):
     def _check_count(self, unit: str, floats: Floats, expected: int) -> None:
         if len(floats) != expected:
             raise UsageError(f"{len(floats)} {unit} for {expected} elements of dense table {self.spec.name!r}")
-
-    # Records.
 
     def _check_records(self, keys: Keys, records: Floats) -> None:
         self._check_count("words of records", records.reshape(-1), len(keys) * self.record_words)

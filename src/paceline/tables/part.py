@@ -111,8 +111,6 @@ class TablePart(ABC):
     @abstractmethod
     def num_bytes(self) -> int: ...
 
-    # Changes of buckets.
-
     @abstractmethod
     def hold(self, buckets: Buckets) -> None:
         """Add these buckets with initial values; buckets that are already held do not change."""
@@ -135,8 +133,6 @@ class TablePart(ABC):
         """Set the buckets that requests for a range use; all of them must be held."""
         assert not buckets & ~self._held
         self._primary = buckets
-
-    # Requests.
 
     @property
     def pass_number(self) -> int:

@@ -116,8 +116,6 @@ class WatchedPart:
         self.moment: Moment | None = None
         """The earlier moment that the snapshot in progress must show; None if the snapshot shows the current rows."""
 
-    # For snapshots.
-
     def unchanged_since(self, snapshot: SnapshotId) -> Buckets:
         return self._written.get(snapshot, 0)
 
@@ -134,8 +132,6 @@ class WatchedPart:
             self._written[known] &= ~buckets
             if not self._written[known]:
                 del self._written[known]
-
-    # Writes.
 
     def _touch(self, selection: Selection) -> None:
         if not self._written and self.moment is None:

@@ -129,8 +129,6 @@ class SparsePart(TablePart):
     def erase(self, keys: Keys) -> int:
         return self.store.erase(keys)
 
-    # Passes over the data.
-
     def begin_pass(self, number: int, rows_of: int) -> None:
         """See :func:`paceline.tables.passes.begin_pass`.
 

@@ -91,8 +91,6 @@ class StreamChannel(Channel):
     def _set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of later reads."""
 
-    # Sending.
-
     @override
     def send(self, *parts: Buffer) -> None:
         self._bytes_sent += self._write(parts) if self._sending is None else self._write_sealed(parts)
@@ -115,8 +113,6 @@ class StreamChannel(Channel):
                 seal.update(piece)
                 sent += self._write((piece,))
         return sent + self._write((seal.end(),))
-
-    # Receiving.
 
     @override
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
@@ -262,8 +258,6 @@ class StreamChannel(Channel):
     @override
     def statistics(self) -> Statistics:
         return Statistics(self._bytes_received, self._bytes_sent, self._frames_received, self._frames_sent)
-
-    # Methods for subclasses and this class.
 
     def _fill_frame(self, view: memoryview) -> None:
         """Fill ``view`` with the next bytes of the frame; sealed bytes are hashed while more arrive."""

@@ -46,8 +46,6 @@ class Connection(FrameReceiver):
             self.stop_receiving()
             self.transport.close()
 
-    # Methods that asyncio calls.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
@@ -84,8 +82,6 @@ class Connection(FrameReceiver):
             )
             reason.__cause__ = exc
         self._peer_lost(peer, reason)
-
-    # Methods for subclasses.
 
     def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
         try:

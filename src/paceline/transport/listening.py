@@ -75,8 +75,6 @@ class AcceptedConnection(Connection):
         self._leave_unauthenticated()
         super().connection_lost(exc)
 
-    # Methods that the receiver calls.
-
     def frame_failed(self, header: Header, error: Exception) -> None:
         """Reply with an ERROR frame; before the end of the handshake, close the connection."""
         if self._peer is None:
@@ -105,8 +103,6 @@ class AcceptedConnection(Connection):
         if num_skipped is not None:
             more = f" (and {num_skipped} earlier ones of unauthenticated peers, not logged)" if num_skipped else ""
             _logger.warning("closing the connection to %s: %s%s", self._address, error, more)
-
-    # The handshake.
 
     def _hello_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind != FrameKind.HELLO:

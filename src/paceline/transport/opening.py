@@ -103,8 +103,6 @@ class OpenedConnection(Connection):
         else:
             self._failure = reason
 
-    # Methods that the receiver calls.
-
     def frame_failed(self, header: Header, error: Exception) -> None:
         """Close the connection, because the peer expects no reply to this frame and its failure would be lost."""
         peer = self._peer
@@ -138,8 +136,6 @@ class OpenedConnection(Connection):
             self._fail(ProtocolError(f"{server} is not a Paceline server: {error}"))
         self.transport.close()
 
-    # The handshake.
-
     def _handshake_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         handshake = self._handshake
         self._lost_early = None
@@ -170,8 +166,6 @@ class OpenedConnection(Connection):
         cause = f" ({exc})" if exc is not None else ""
         lost = ConnectionLostError(f"the connection to the server at {self._address} was closed{cause}")
         return self._lost_early or self._handshake.explain(lost)
-
-    # After the handshake.
 
     def _received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         peer = self._peer

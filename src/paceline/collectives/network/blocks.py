@@ -1,4 +1,7 @@
-"""Map the block numbers of a schedule to memory. Overlaps are found by address, as input and output may be the same."""
+"""Map the block numbers of a schedule to memory.
+
+Overlaps are found by address, because input and output may overlap.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Find the ranks that cause a delay. The awaited rank is often not the cause, because it waits for another rank.
+"""Find the ranks that cause a delay.
 
-The causes of a late call are the ranks that do not answer a poll, and the ranks that have not made the call and do not
-wait in another. Without such ranks, the causes are the ranks that are still in an earlier call. The causes of a late
-message are at the end of the chain of ranks that wait for each other.
+The awaited rank is often not the cause, because the awaited rank waits for another rank. A late call is caused by the
+ranks that do not answer a poll, and by ranks that have not made the call and wait in no other call. Without such ranks,
+the ranks in an earlier call are the cause. A late message is caused by the last ranks in the chain of ranks that wait
+for each other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     """The number of the current call; between calls, the number of the last call; -1 before the first call."""
     call: CollectiveCall | None
     waiting_for: tuple[int, ...]
-    """During a call, the ranks that the last sleep waited for; between calls, the other ranks of pending messages."""
+    """During a call, the ranks awaited in the last sleep; between calls, the other ranks of pending messages."""
     abort: Abort | None = None
 
 
@@ -59,7 +60,7 @@ class Search:
                 rank = self._pending.pop()
             try:
                 status = self._request_status(rank)
-            except Exception:  # an error of any kind counts as no answer
+            except Exception:  # every error counts as no answer
                 status = None
             with self._lock:
                 self._answers[rank] = status
@@ -91,7 +92,7 @@ def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Seq
             pending += status.waiting_for
     if guilty:
         return dict(sorted(guilty.items()))
-    cycle = sorted(seen - {own})  # without an end of the chain, the ranks wait in a cycle
+    cycle = sorted(seen - {own})  # if the chain has no end, the ranks wait in a cycle
     return {rank: f"waits for {name_ranks(answers[rank].waiting_for)}" for rank in cycle}  # type: ignore[union-attr]
 
 

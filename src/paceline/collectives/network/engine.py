@@ -28,10 +28,10 @@ Choose = Callable[[str, int], str]
 
 
 class Layered:
-    """Runs all-reduces for hosts with several ranks each, in which only one rank per host uses the network.
+    """Runs all-reduces for hosts with several ranks each.
 
-    A host's first rank is its leader. The steps are a reduce to the leader in shared memory, an all-reduce among the
-    leaders, and a broadcast from the leader.
+    Only the first rank of each host, its leader, uses the network. The steps are a reduce to the leader in shared
+    memory, an all-reduce among the leaders, and a broadcast from the leader.
     """
 
     def __init__(
@@ -82,7 +82,10 @@ class NetworkEngine(Engine):
         choose: Choose,
         layered: Layered | None = None,
     ) -> None:
-        """`hosts` has the number of each rank's host. `layered` runs hierarchical all-reduces; None: not supported."""
+        """`hosts` has the number of each rank's host.
+
+        `layered` runs hierarchical all-reduces; None if they are impossible.
+        """
         self.rank, self.size = links.rank, links.size
         self._links = links
         self._executor = executor
@@ -118,7 +121,7 @@ class NetworkEngine(Engine):
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
         sizes = [source.num_bytes for source in sources]
         start, total = sources[0].address, sum(sizes)
-        work = bytearray(view_bytes(start, total))  # schedules write to their memory; the input must not change
+        work = bytearray(view_bytes(start, total))  # a copy, because schedules overwrite memory
         blocks = Blocks([(memoryview(work), sizes)])
         self.run(order, "reduce_scatter", blocks, total, reduction=reduction)
         own = sum(sizes[: self.rank])
@@ -207,7 +210,7 @@ class NetworkEngine(Engine):
         self.run(order, collective, blocks, total, root=root, algorithm=algorithm)
 
     def _agree(self, order: Order) -> None:
-        """Run a barrier before the call, because a rank that only sends data would not detect a mismatch."""
+        """Run a barrier before the call, because ranks that only send data would not detect different calls."""
         self.execute(order, self._schedule("barrier", "dissemination", 0, 1), Blocks([]), None)
 
     def _only(self, own: Area) -> list[Area]:

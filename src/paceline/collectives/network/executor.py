@@ -46,7 +46,7 @@ class ScheduleExecutor:
         self._request_status = request_status
         self._peers: dict[int, PeerMessages] = {}
         self._linked: dict[int, Schedule] = {}
-        """The schedules whose links are connected, by ``id``. They are kept alive so that their ids stay unique."""
+        """The schedules whose links are connected, by ``id``. The references keep the ids unique."""
         self._loop = RoundLoop()
         self._scratch = Scratch()
         self._status = Status(-1, None, ())
@@ -141,7 +141,7 @@ class ScheduleExecutor:
         for peer in self._peers.values():
             try:
                 peer.peek()
-            except LinkBroken:  # ignore it: the rank may have finished; otherwise a later step fails
+            except LinkBroken:  # ignore the error: the rank may have finished; otherwise a later step fails
                 pass
 
     def _fail(self, signal: UnexpectedMessage | LinkBroken | CallEnded, patience: Patience) -> NoReturn:

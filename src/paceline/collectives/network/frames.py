@@ -5,10 +5,10 @@ A message is a header of 32 bytes, a text (msgpack) and the body (raw bytes of b
     0       2         3      4            8          16          24       32
     | magic | version | kind | text_bytes | sequence | signature | nbytes | text, padded to 16 | body |
 
-All fields are unsigned and little-endian. The text of a DATA message is the sender's call. The text adds about 60 bytes
-to each message, but the receiver of an unexpected message can report both calls. The receiver knows which header it
-expects, so it compares 32 bytes instead of parsing them. The text of ABORT is an :class:`Abort`. ABORT has no body and
-is the last message of a link. ``nbytes`` counts the body only.
+All fields are unsigned and little-endian. The text of a DATA message is the sender's call. With this text, which adds
+about 60 bytes to each message, the receiver of an unexpected message can report both calls. The receiver knows the
+header to expect, so it compares the 32 bytes and does not parse them. The text of ABORT is an :class:`Abort`. ABORT has
+no body and is the last message of a link. ``nbytes`` counts the body only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Heads:
 
 
 class Scanner:
-    """Parses the bytes received after an error: keeps the headers of frames and skips their bodies."""
+    """Parses the bytes that arrive after an error: keeps the heads of messages and skips their bodies."""
 
     def __init__(self, skip: int = 0) -> None:
         self.frames: deque[Head] = deque()

@@ -1,7 +1,7 @@
 """Receive the messages of one link, and decide when their bytes may be written to memory.
 
-All sends of a round send the memory as it was at the beginning of the round. So received bytes wait in scratch memory,
-piece by piece, until the bytes that they overwrite have been sent. Receives into the same memory are applied in the
+A round sends the contents that memory has at the beginning of the round. So received bytes wait in scratch memory,
+piece by piece, until the contents that they replace have been sent. Receives into the same memory are applied in the
 order of the schedule's actions, so that floating-point sums are equal in every run.
 """
 
@@ -128,7 +128,7 @@ class PeerMessages:
         try:
             self.peek()
         except LinkBroken:
-            if self.sends:  # with nothing left to send, the peer may have finished and closed the link
+            if self.sends:  # otherwise the link may end, because the peer has finished
                 raise
 
     def _is_data(self) -> bool:

@@ -14,8 +14,8 @@ from paceline.transport.spinning import Spinner
 
 _IN = select.POLLIN
 _OUT = select.POLLOUT
-_MOVED = (-1, 0)  # stands for an event without a descriptor, if trying the links has already moved bytes
-_MAX_TRIED = 3  # with more links than this, one poll is cheaper than trying each link
+_MOVED = (-1, 0)  # stands for an event without a descriptor, if bytes were moved before the poll
+_MAX_TRIED = 3  # one poll is cheaper than an attempt on each of more links
 
 
 class RoundLoop:
@@ -105,6 +105,6 @@ def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[P
     for peer in round_.sending:
         if ready.get(peer.link.fileno(), 0) & ~_OUT and not peer.receives:
             peer.peek()
-    if sending:  # received bytes on any link may wait for these sends
+    if sending:  # bytes received on any link may wait for these sends
         return sending, round_.receiving
     return sending, [peer for peer in round_.receiving if peer.link.fileno() in ready]

@@ -60,7 +60,10 @@ class OutgoingMessage:
 
 
 class LateCopy:
-    """A local copy that conflicts with a message. The source is saved now; the target is written when it is free."""
+    """A local copy that conflicts with a message.
+
+    It saves the source now, and writes the target when no message needs it.
+    """
 
     def __init__(self, sources: Sequence[memoryview], targets: Sequence[memoryview], ranges: Ranges) -> None:
         self._saved = memoryview(b"".join(sources))

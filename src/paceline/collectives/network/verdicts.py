@@ -51,7 +51,7 @@ def failed(current: CurrentCall, error: BaseException) -> Abort:
 
 
 def of_error(current: CurrentCall, error: BaseException) -> Abort:
-    """Return the ABORT for an error. The text of a CollectiveError is used as it is."""
+    """Return the ABORT for an error. The text of a CollectiveError stays unchanged."""
     if isinstance(error, CollectiveError):
         return msgspec.structs.replace(Abort.of(error), sequence=current.sequence)
     return failed(current, error)

@@ -126,7 +126,7 @@ class Streams(ConnectionReceiver):
             self._connectors.discard(threading.current_thread())
 
     def send_abort(self) -> None:
-        self._progress.close("given up")  # after this, no other thread uses the connections
+        self._progress.close("given up")  # then no other thread uses the connections
         message = memoryview(self.abort_message)
         closing = []
         with self._progress.lock:
@@ -153,5 +153,5 @@ class Streams(ConnectionReceiver):
                 self.drop(incoming)
             connectors = list(self._connectors)
         deadline = time.monotonic() + _LINGER_S
-        for connector in connectors:  # a connector that still waits for a stopped rank ends by itself later
+        for connector in connectors:  # a connector may wait for a stopped rank; it ends at its own timeout
             connector.join(max(deadline - time.monotonic(), 0.0))

@@ -73,8 +73,10 @@ class Matching:
         return False
 
     def has_room(self, message: Message) -> bool:
-        """Return whether to buffer the message. Above the limit, a message waits in the network. But it is buffered if
-        a receive waits for another message from the same rank, because that message may be behind this one.
+        """Return whether to buffer the message.
+
+        Above the limit, a message waits in the network. It is buffered nevertheless if a receive waits for another
+        message from the same rank, because the awaited message may come after this one.
         """
         buffered = self._buffered_bytes.get(message.source, 0)
         return buffered + message.nbytes <= self._max_buffered_bytes or bool(self.awaiting(message.source))

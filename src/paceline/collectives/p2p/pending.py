@@ -16,7 +16,7 @@ from paceline.errors import CollectiveError, MismatchError, ProtocolError, RankL
 from paceline.transport import read_meta
 
 HEADER: Final = struct.Struct("<2sBB4xqQ40s")
-"""Magic number, kind, length of ``description``, tag, length of the message in bytes, ``description``."""
+"""The header: magic number, kind, length of ``description``, tag, length of the message in bytes, ``description``."""
 MAGIC: Final = b"PM"
 MESSAGE: Final = 1
 ABORT: Final = 2

@@ -4,8 +4,9 @@ Each pair of communicating ranks has one connection per direction, created at th
 from one rank are received in the order of sending. Messages without a receive are buffered, up to 64 MB from each rank;
 then the sender waits for a matching receive.
 
-The first failed message ends the group: the rank sends the reason on all its connections, and every receiver does the
-same. Before a timeout the rank polls all ranks, to report the rank that causes the delay and not a neighbour.
+The first failed message ends the group: the rank sends the reason on all its connections, and every rank that receives
+the reason does the same. Before a timeout the rank polls all ranks, because the awaited rank may not be the cause of
+the delay.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Move the bytes of sends and receives in a waiting thread, or in a background thread if no thread waits.
 
 Waking another thread takes more time than moving a small message, so a waiting thread runs the selector loop itself
-(leader and followers, Schmidt et al. 2000). A receive that is posted before its wait does not start the background
-thread. Otherwise each wait would have to take the loop over from the background thread, and a step with 16 messages of
-16 KB would take 18 ms instead of 10 ms. Round trips of 8 bytes and 1 MB between two processes over Unix sockets on two
-cores: 24 and 162 µs, but 143 and 447 µs if the background thread always runs the loop.
+(leader and followers, Schmidt et al. 2000). A posted receive does not start the background thread before its wait.
+Otherwise each wait would take the loop over from the background thread, and a step with 16 messages of 16 KB would take
+18 ms instead of 10 ms. Round trips of 8 bytes and 1 MB between two processes over Unix sockets on two cores: 24 and 162
+µs, but 143 and 447 µs if the background thread always runs the loop.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ProgressLoop:
             self._selector.unregister(watched.connected)
 
     def kick(self) -> None:
-        """Wake the leader, or a thread that becomes the leader, so that it applies changes."""
+        """Wake the leader, or a thread that becomes the leader, to apply changes."""
         if self._is_selecting:
             if not self._is_woken:
                 self._is_woken = True

@@ -84,7 +84,7 @@ class Incoming(Watched):
             self._ends.incoming_lost(self, error)
 
     def resume(self) -> None:
-        """Check again whether the waiting message has a receive or space, because a receive was posted."""
+        """Check again whether the waiting message has a receive or room, because a receive was posted."""
         if self.is_paused:
             self.is_paused = False
             try:
@@ -233,7 +233,7 @@ class Outgoing(Watched):
         except BlockingIOError:
             pass
         except OSError as error:
-            self._read()  # received bytes may contain the other rank's reason
+            self._read()  # received bytes may contain the reason for the other rank's end
             if self.is_connected:
                 self._ends.outgoing_lost(self, error)
             return

@@ -4,8 +4,8 @@ If there are ``extra`` ranks more than a power of two, each even rank below ``2 
 rank, which takes part for both ranks and returns the result. This adds two rounds, ``2 (α + n β) + n γ``.
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
-section on all-reduce, non-power-of-two sizes). In Rabenseifner 2004 both ranks of a pair add half of the vector:
-that saves ``n/2 γ`` and costs one more round.
+section on all-reduce, non-power-of-two sizes). In Rabenseifner 2004 both ranks of a pair add half of the vector, which
+saves ``n/2 γ`` and costs one more round.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A vector is divided into pieces that follow each other up the tree (reduce), down the tree (broadcast), or up and then
 down (all-reduce). Each edge has a step at which the first piece (number 0) passes; piece k passes k steps later. A
 rank's rounds are its actions in the order of steps. Both ends of a message have the same step. Therefore the ranks
-cannot deadlock, even if a send waits for its receive: ranks whose current step is the smallest can always finish this
+cannot deadlock, even if a send waits for its receive: the ranks at the earliest current step can always finish this
 step. Two children never send the same piece to their parent at the same step, because the parent adds one piece at a
 time.
 """
@@ -43,7 +43,7 @@ def tree_of(parents: Sequence[int]) -> Tree:
         if parent != NO_RANK:
             children[parent].append(rank)
     order = [parents.index(NO_RANK)]
-    for rank in order:  # the loop itself extends the list, with children after their parents
+    for rank in order:  # the loop appends the children of each rank, so parents come before children
         order.extend(children[rank])
     assert len(order) == num_ranks, "the parents make no tree"
     weights, ready = [1] * num_ranks, [0] * num_ranks

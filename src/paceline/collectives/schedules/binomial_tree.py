@@ -56,7 +56,7 @@ def _tree(size: int, root: int) -> Tree:
 
 
 def _subtree(rank: int, size: int, root: int) -> Spans:
-    """Return the blocks of the subtree of ``rank``, which are consecutive if counted from the root."""
+    """Return the blocks of the ranks in the subtree of ``rank``; counted from the root, they are consecutive."""
     distance = (rank - root) % size
     reach = distance & -distance if distance else size
     return wrapped(rank, min(reach, size - distance), size)

@@ -1,11 +1,11 @@
 """Bruck's algorithms: all-gather and all-to-all in a logarithmic number of rounds, at every size.
 
-All-gather: in round k each rank receives all blocks that the rank 2^k after it has: ``ceil(log2 p) α + (p - 1)/p n β``,
-where n is the gathered vector. Good for short blocks, with the minimal number of bytes.
+All-gather: in round k each rank receives all blocks that the rank 2^k after it has. The time is ``ceil(log2 p) α + (p -
+1)/p n β``, where n is the gathered vector. Good for short blocks; no algorithm sends fewer bytes.
 
-All-to-all: the block for the rank at distance o makes a hop of 2^k for each bit k of o: ``ceil(log2 p) (α + n/2 β)``,
-where n is one rank's input. All-to-all sends more bytes than the pairwise algorithm, but far fewer messages: good for
-short blocks. Blocks must have equal sizes, because ranks forward blocks of other ranks.
+All-to-all: the block for the rank at distance o makes a hop of 2^k for each bit k that is set in o. The time is
+``ceil(log2 p) (α + n/2 β)``, where n is one rank's input. All-to-all sends more bytes than the pairwise algorithm, but
+far fewer messages: good for short blocks. Blocks must have equal sizes, because ranks forward blocks of other ranks.
 
 Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997 "Efficient algorithms for all-to-all communications in multiport
 message-passing systems" (the sections on the index and the concatenation operation). The first and last step of the

@@ -1,9 +1,9 @@
 """Central: all data goes through one rank, as in a parameter server.
 
-The root's port carries p - 1 messages, so the times grow linearly: reduce takes about ``α + (p - 1) n β`` and
-``(p - 1) n γ``, broadcast ``α + (p - 1) n β``, all-reduce both; gather and scatter ``α + (p - 1)/p n β``,
-all-gather and reduce-scatter ``2 α`` and about ``p n β``. With ``pieces``, incoming and outgoing data overlap. Good for
-very few ranks, for gather and scatter of long blocks, and as a baseline.
+The root's port carries p - 1 messages, so the times grow linearly: reduce takes about ``α + (p - 1) n β`` and ``(p - 1)
+n γ``, broadcast ``α + (p - 1) n β``, all-reduce the sum of both; gather and scatter ``α + (p - 1)/p n β``, all-gather
+and reduce-scatter ``2 α`` and about ``p n β``. With ``pieces``, incoming and outgoing data overlap. Good for very few
+ranks, for gather and scatter of long blocks, and as a baseline.
 
 Source: Li et al. 2014 "Scaling Distributed Machine Learning with the Parameter Server" (OSDI'14); the
 linear algorithms of Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication: theory, practice,

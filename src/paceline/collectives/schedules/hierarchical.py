@@ -3,9 +3,9 @@
 A binomial tree reduces within each host to its leader (the lowest rank), the leaders run an all-reduce, and each leader
 broadcasts within its host. For h hosts of g ranks, with links inside that cost α', β': ``2 log2(g) (α' + n β') +
 log2(g) n γ`` and the all-reduce of h ranks. Each host's network port carries one rank's data only. The leaders use
-halving-doubling if their number is a power of two, else the ring. Both move the same number of bytes; halving-doubling
-has fewer rounds, but needs two additional rounds at other sizes. Good if links within a host are much faster than links
-between hosts.
+halving-doubling if their number is a power of two, else the ring. Both move the same number of bytes. Halving-doubling
+has fewer rounds for a power of two, and needs two additional rounds with the whole vector for other sizes. Good if
+links within a host are much faster than links between hosts.
 
 Source: Karonis et al. 2000 "Exploiting hierarchy in parallel computer networks to optimize collective operation
 performance" (the sections on multilevel trees).

@@ -3,7 +3,7 @@
 Every block is sent directly to its target: ``(p - 1) α + (p - 1)/p n β``, and ``(p - 1)/p n γ`` for the reduce-scatter,
 where n is one rank's whole vector. No algorithm sends fewer bytes; each rank sends p - 1 messages. Good for all-to-all
 of long blocks. All-gather and reduce-scatter cost as much as the ring, but no round depends on data of the previous
-one, and one rank adds each block, in a fixed order.
+round, and each block is added by one rank, in a fixed order.
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 sections on all-to-all and reduce-scatter).

@@ -51,7 +51,7 @@ class Algorithm:
     hierarchical: bool = False
     powers_of_two_only: bool = False
     equal_blocks_only: bool = False
-    """Whether all blocks must have the same size, because ranks forward blocks of other ranks with unknown sizes."""
+    """Whether all blocks must have the same size, because ranks forward blocks whose sizes they do not know."""
 
     @property
     def rooted(self) -> bool:

@@ -1,8 +1,8 @@
 """Ring: every rank sends to the next rank and receives from the previous one.
 
-Reduce-scatter takes p - 1 rounds of n/p bytes, all-gather the same, and all-reduce is both in sequence: ``2 (p - 1) (α
-+ n/p β) + (p - 1) n/p γ``. No algorithm moves fewer bytes, and each rank has only two neighbours, but the number of
-rounds grows with p. Good for long vectors and few ranks.
+Reduce-scatter takes p - 1 rounds of n/p bytes each, all-gather takes as many, and all-reduce is both in sequence: ``2
+(p - 1) (α + n/p β) + (p - 1) n/p γ``. No algorithm moves fewer bytes, and each rank has only two neighbours, but the
+number of rounds grows with p. Good for long vectors and few ranks.
 
 Source: Chan, Heimlich, Purkayastha and van de Geijn 2007 "Collective communication: theory, practice, and
 experience" (the section on bucket algorithms); Patarasuk and Yuan 2009 "Bandwidth optimal all-reduce algorithms

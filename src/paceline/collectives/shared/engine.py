@@ -1,7 +1,7 @@
 """Run collectives on one host with kernels on a shared segment (`kernels.shared`).
 
-A waiting kernel returns every few milliseconds, so that the engine can check the clock, the other processes and
-signals. The first failing rank writes the reason into the segment's header, and the other ranks raise the same error.
+A waiting kernel returns every few milliseconds. Then the engine checks the timeout, the other processes and signals.
+The first failing rank writes the reason into the segment's header, and the other ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class SharedMemory(Engine):
                 return
             self._is_closing = True
         steps.publish_word(np.uint64(self.control + steps.LEFT), np.uint64(1))
-        if self._in_use.acquire(timeout=_CLOSE_S):  # wait for a running kernel, which returns every few milliseconds
+        if self._in_use.acquire(timeout=_CLOSE_S):  # wait until a running kernel returns
             with self._mapping:
                 self._segment.close()
             self._faults.close()

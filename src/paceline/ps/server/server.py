@@ -156,8 +156,6 @@ class Server(Handler):
         self.runtime.close()
         self.tables.memory.read_ahead.close()
 
-    # Events of the transport and the scheduler link.
-
     @override
     @must_succeed
     def connected(self, peer: Peer) -> None:
