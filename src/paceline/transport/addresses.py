@@ -19,8 +19,8 @@ from paceline.errors import AddressError, UsageError
 _WILDCARDS = ("", "0.0.0.0", "::")
 _PORT_ATTEMPTS = 16  # attempts to find a port that is free on all addresses of a host
 _UNAVAILABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-# Documentation addresses (RFC 5737, RFC 3849). A datagram socket connected to one sends nothing, but reveals
-# this machine's outgoing address.
+# Documentation addresses (RFC 5737, RFC 3849). A datagram socket connected to one sends nothing, but reveals this
+# machine's outgoing address.
 _PROBES = ((socket.AF_INET6, "2001:db8::1"), (socket.AF_INET, "192.0.2.1"))
 
 
@@ -45,7 +45,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse an address. ``host:port`` is TCP; IPv6 hosts need brackets. Raises AddressError."""
+        """Parse an address. ``host:port`` is TCP; IPv6 hosts need brackets. Raises AddressError for any other text."""
         scheme, found, remainder = text.partition("://")
         if not found:
             scheme, remainder = "tcp", text
@@ -129,8 +129,7 @@ def namespace(kind: str) -> str:
 def bind_tcp(address: Address) -> list[socket.socket]:
     """Return TCP sockets that listen on all addresses of the host name, with the same port.
 
-    Addresses that this machine does not have are skipped. Raises AddressError if the port is unavailable on one
-    address.
+    Addresses of other machines are skipped. Raises AddressError if the port is in use on one of the addresses.
     """
     netloc = address.netloc
     try:
@@ -175,7 +174,7 @@ def _bind(family: socket.AddressFamily, sockaddr: Any, has_both: bool) -> socket
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if has_both and family == socket.AF_INET6:  # otherwise the IPv6 socket would also bind the IPv4 port
+        if has_both and family == socket.AF_INET6:  # otherwise the IPv6 socket would occupy the IPv4 port too
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(sockaddr)
         listening.listen(512)

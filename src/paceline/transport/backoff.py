@@ -16,7 +16,7 @@ class Backoff:
     def __init__(self, first_s: float, longest_s: float, *, spread: float = 0.0) -> None:
         self._first_s, self._longest_s, self._spread = first_s, longest_s, spread
         self._pause_s = first_s
-        self._random = secrets.SystemRandom()  # lost connections must not affect the program's seeded random numbers
+        self._random = secrets.SystemRandom()  # not the random module: pauses must not change a seeded program
 
     def next_s(self, left_s: float = math.inf) -> float:
         """Return the next pause, limited to the remaining time."""

@@ -1,8 +1,9 @@
 """Define the interfaces of transports: Handler, Peer and Listener for servers, Channel for clients.
 
 A server is one event loop, which calls a :class:`Handler` for every frame and never blocks. A client is a thread that
-blocks on a :class:`Channel`, or an event loop that opens a :class:`Peer`. :class:`Transport` creates all of them.
-`sockets` implements them. `paceline.testing.check_transport` is the conformance test.
+blocks on a :class:`Channel`, or an event loop that opens a :class:`Peer`. A :class:`Transport` creates channels, peers
+and listeners. The module `sockets` implements the interfaces, and `paceline.testing.check_transport` tests an
+implementation.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Peer(ABC):
     def send(self, *parts: Buffer) -> None:
         """Send one frame, given as its parts (`frame_parts`) or as one bytes object. Never blocks.
 
-        The parts of a small frame are copied. The unsent parts of a larger frame are queued *without a copy*, so do not
-        change their memory before :attr:`write_backlog_bytes` is 0.
+        The parts of a small frame are copied. Unsent parts of a larger frame are queued *without a copy*, so do not
+        change the memory of these parts before :attr:`write_backlog_bytes` is 0.
         """
 
     @abstractmethod
@@ -62,7 +63,7 @@ class Peer(ABC):
     @property
     @abstractmethod
     def write_backlog_bytes(self) -> int:
-        """Return the number of sent bytes that this process still buffers.
+        """Return the number of bytes passed to :meth:`send` that this process still buffers.
 
         Above ``Limits.max_backlog_bytes``, a listener stops reading the client's requests. A connection that this
         process opened continues to read, because otherwise both ends could wait for each other. The caller must limit
@@ -73,7 +74,7 @@ class Peer(ABC):
     def pause_receiving(self) -> None:
         """Stop reading from the peer until :meth:`resume_receiving` (backpressure). Idempotent.
 
-        Partly received frames may still arrive. A lost connection is not detected.
+        Partly received frames may still arrive. During the pause a lost connection is not detected.
         """
 
     @abstractmethod
@@ -133,7 +134,10 @@ class Channel(ABC):
     """The meta of the last frame received by :meth:`receive`."""
 
     def error_header(self) -> Header | None:
-        """Return the header of the last frame if it was an ERROR frame; it has the number of the failed request."""
+        """Return the header of the last frame if it was an ERROR frame.
+
+        The header has the number of the failed request.
+        """
         header = self.last_header
         return header if header is not None and header.kind == FrameKind.ERROR else None
 
@@ -167,7 +171,7 @@ class Channel(ABC):
 
     @abstractmethod
     def poll(self, timeout_s: float) -> bool:
-        """Wait for data or a closed connection; return False after the timeout."""
+        """Wait until data arrives or the connection is closed; return False after the timeout."""
 
     @abstractmethod
     def has_ended(self) -> bool:
@@ -228,7 +232,8 @@ class Transport(ABC):
         ``handler.frame_received`` receives all frames from the server: replies, and ERROR frames with the request's
         header (``error_of(meta)`` returns the exception). ``handler.disconnected`` is called once, when either end
         closes the connection; ``handler.connected`` is not called. The first call of the handler comes after this
-        coroutine has returned the peer. If the connection is lost before, only this coroutine raises.
+        coroutine has returned the peer. If the connection is lost before, this coroutine raises the error, and the
+        handler is not called.
 
         ``timeout_s`` limits the time to connect, and then the handshake. Raises the errors of :meth:`connect`.
         """

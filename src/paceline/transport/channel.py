@@ -33,7 +33,7 @@ from paceline.transport.receiving import allocate
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
 
-_ERROR = int(FrameKind.ERROR)  # a constant, because an enum lookup takes as much time as unpacking a header
+_ERROR = int(FrameKind.ERROR)  # read once, because an enum lookup takes as much time as unpacking a header
 
 SMALL_BYTES = 1 << 12
 """Frames up to this size are copied, which is cheaper than sendmsg and recvmsg_into."""
@@ -318,7 +318,7 @@ class StreamChannel(Channel):
         return DeadlineError(f"no answer from {self._peer_name()} within {self._timeout_s:g} s")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
-        self.close()  # close now, because a TLS server waits until the client closes
+        self.close()  # close now, because a TLS server waits for this
         cause = f" ({error})" if error is not None else ""
         return ConnectionLostError(f"the connection to {self._peer_name()} was closed{cause}")
 

@@ -34,7 +34,8 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 100))
 def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> socket.socket:
     """Return a connected socket in blocking mode. Raises AddressError or DeadlineError.
 
-    If not ``enlarge``, the system sizes the buffers, which for TCP adapts to the path.
+    With ``enlarge``, the socket gets large buffers. Otherwise the system sizes the buffers; for TCP it adapts them to
+    the path.
     """
     try:
         if address.scheme == "unix":

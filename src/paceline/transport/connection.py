@@ -50,7 +50,7 @@ class Connection(FrameReceiver):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         enlarge_socket_buffers(transport.get_extra_info("socket"))
-        if transport.get_extra_info("ssl_object") is None:  # not for TLS, which has its own buffer limits
+        if transport.get_extra_info("ssl_object") is None:  # asyncio's TLS has its own buffer limits
             transport.set_write_buffer_limits(high=0)
         self._begin()
 
@@ -93,7 +93,7 @@ class Connection(FrameReceiver):
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            return  # a transport of tests without a loop, whose peers are never slow
+            return  # a transport of tests, without a loop and without slow peers
         self._timer = loop.call_later(timeout_s, call)
 
     def _cancel_timer(self) -> None:

@@ -1,4 +1,4 @@
-"""Decoding of peers' messages, and exceptions on the wire. Every malformed message becomes a ProtocolError."""
+"""Decode peers' messages, and encode and decode exceptions. A malformed message raises ProtocolError."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if hasattr(os, "register_at_fork"):
 def register_type(kind: _Kind) -> _Kind:
     """Register a type with msgspec and return it. Call this before the first decoding of the type.
 
-    msgspec collects the fields of a type at its first use. If two threads then decode the type at the same time, the
-    process crashes (msgspec 0.22). A lock prevents this.
+    msgspec collects the fields of a type at the first use of the type. If two threads do this at the same time, the
+    process crashes (msgspec 0.22). This function does it under a lock.
     """
     if kind not in _known:
         with _lock:

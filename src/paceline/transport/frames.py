@@ -127,7 +127,7 @@ def frame_bytes(header: Header) -> int:
 
 def view_of(buffer: Buffer) -> memoryview:
     """Return the memory of a buffer as bytes."""
-    given: Any = buffer  # Any, because before Python 3.12 the type of arrays does not have the buffer protocol
+    given: Any = buffer  # Any, because arrays have the buffer protocol in their type only since Python 3.12
     return memoryview(given).cast("B") if size_of(buffer) else memoryview(b"")
 
 

@@ -57,7 +57,7 @@ class AcceptedConnection(Connection):
     """The server's end of a connection. Exceptions of the handler are sent back as ERROR frames."""
 
     def __init__(self, service: Service, accepted: socket.socket | None = None) -> None:
-        """``accepted``: the socket, if it counts among the service's unauthenticated connections."""
+        """``accepted``: the socket, if the service counts it as an unauthenticated connection."""
         super().__init__(service.handler, service.limits, service.pool)
         self._service = service
         self._socket = accepted
@@ -115,7 +115,7 @@ class AcceptedConnection(Connection):
         self._send_meta(FrameKind.WELCOME, handshake.welcome(binding))
         try:
             hello = handshake.identify()
-        except PacelineError as error:  # the client accepts the reason, because WELCOME was sent first
+        except PacelineError as error:  # WELCOME was sent first, so the client trusts this reason
             self._complain(error)
             self.close()
             return
@@ -193,7 +193,7 @@ class SocketListener(Listener):
             connection.close()
         deadline = asyncio.get_running_loop().time() + _LINGER_S
         while connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.001)  # the loop sends the backlog meanwhile
+            await asyncio.sleep(0.001)  # during this pause the loop sends the backlog
         for connection in list(connections):
             connection.transport.abort()
         while connections:

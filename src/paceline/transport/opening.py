@@ -30,7 +30,7 @@ class OpenedConnection(Connection):
     """The client's end of a connection, in an event loop.
 
     The first call of the handler comes after :meth:`wait_authenticated` has returned the peer. Frames that arrive
-    earlier are queued. If the connection is lost before, :meth:`wait_authenticated` raises the error.
+    earlier are queued. If the connection is lost before this call, :meth:`wait_authenticated` raises the error.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class OpenedConnection(Connection):
         super().connection_lost(exc)
 
     def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
-        """Notify the handler, or the waiting caller if it does not have the peer yet."""
+        """Notify the handler, or the caller of :meth:`wait_authenticated` if the call has not returned the peer yet."""
         if self._is_known:
             super()._peer_lost(peer, reason)
         else:
             self._failure = reason
 
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Close the connection, because the peer expects no reply to this frame and its failure would be lost."""
+        """Close the connection: the peer expects no reply to this frame, so the failure would stay unnoticed."""
         peer = self._peer
         if peer is None:
             self._fail(error)

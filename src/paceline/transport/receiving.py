@@ -1,4 +1,4 @@
-"""Receive frames in an event loop: bytes are received in place, and frames are passed on as views.
+"""Receive frames in an event loop: bytes are received in place, and the handler gets views of the frames.
 
 A buffer for small frames receives many pipelined frames in one system call. The rest of a larger frame is received in
 place into a large buffer, so only the first part is copied. Both kinds of buffers come from a pool shared by all
@@ -46,7 +46,7 @@ def allocate(size: int) -> memoryview:
 
 
 class BufferPool:
-    """Reusable buffers, because new pages would cost as much as copying data into them."""
+    """Reusable buffers. New buffers would cost more: the first write to a new page takes as long as the copied data."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
@@ -158,7 +158,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         """Ignore all bytes received so far and later, and free their memory."""
         self._stopped = True
         self.deliver = self._ignore
-        self._buffer = None  # not returned to the pool, because the caller may still use a frame in it
+        self._buffer = None  # not returned to the pool, because the caller may use a frame in this buffer
         if self._large is not None:
             self._pool.give(self._large.memory)
             self._large = None

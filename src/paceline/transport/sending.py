@@ -1,7 +1,7 @@
 """Send frames from an event loop, without blocking and without copying large frames.
 
-asyncio before 3.12 copies the bytes that the socket does not accept immediately. Therefore large frames are queued as
-views and written in chunks, each after the previous chunk was sent. asyncio then copies at most one chunk.
+Before Python 3.12, asyncio copies the bytes that the socket does not accept immediately. Therefore large frames are
+queued as views and written in chunks, each after the previous chunk was sent. asyncio then copies at most one chunk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Reading:
         self._max_backlog_bytes = max_backlog_bytes
 
     def update(self, waiting_bytes: int) -> None:
-        """Pause or resume reading. Reading resumes when half of the backlog is sent."""
+        """Pause or resume reading, given the backlog. Reading resumes when half of the backlog is sent."""
         is_full = waiting_bytes > (self._max_backlog_bytes if self.is_on else self._max_backlog_bytes // 2)
         is_on = not self.is_paused and not is_full
         if is_on != self.is_on and not self._transport.is_closing():
@@ -104,7 +104,7 @@ class TransportPeer(Peer):
             self._enqueue_parts(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            frame = join(parts)  # join before the seal is updated, because the join may fail
+            frame = join(parts)  # join first: if this fails, the seal has not changed
             self._write(join((frame, seal.tag((frame,)))))
 
     @override
@@ -161,7 +161,7 @@ class TransportPeer(Peer):
         return Statistics(receiver.bytes_received, self._bytes_sent, receiver.frames_received, self._frames_sent)
 
     def pause(self) -> None:
-        """Queue later frames, because the socket is full."""
+        """Queue later frames, because the socket's buffer is full."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -191,7 +191,7 @@ class TransportPeer(Peer):
 
     def _drain(self) -> None:
         while self._waiting and not self._is_paused:
-            if self._transport.is_closing():  # asyncio logs every write to a lost connection
+            if self._transport.is_closing():  # avoid a write, because asyncio logs writes to a lost connection
                 self.abandon()
                 return
             data = self._waiting.popleft()

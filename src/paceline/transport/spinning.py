@@ -1,10 +1,10 @@
 """Poll briefly before sleeping.
 
-Waking a process on an idle core takes 20 µs or more, because a virtual core has to be started again. Most requests take
-less time, so a wait begins with a few microseconds of polling. If polling finds nothing (because the reply takes
-longer, or needs this core), polling becomes rare: each unsuccessful poll doubles the number of waits without polling.
-If slightly longer polling would have found the reply, as for a push that is forwarded to a replica, the next polls are
-longer until one of them is unsuccessful.
+Waking a process on an idle core takes 20 µs or more, because a virtual core has to be started again. Most replies come
+earlier, so a wait begins with a few microseconds of polling. If a poll finds no reply (because the reply takes longer,
+or needs this core), polls become rare: each unsuccessful poll doubles the number of waits without a poll. If a slightly
+longer poll would have found the reply, as for a push that is forwarded to a replica, the next polls are longer until a
+poll is unsuccessful.
 
 Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs without
 polling, 20 µs if the client polls, 8 µs if both poll. A push of one key to a server with a replica (three processes on
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 SPIN_S = 50e-6
 _LONG_SPIN_S = 200e-6
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
-_MAX_MISSES = 6  # after this number of misses, only one in 64 waits polls, for 50 µs
+_MAX_MISSES = 6  # after this number of unsuccessful polls, only one in 64 waits polls, for 50 µs
 
 
 class Spinner:

@@ -1,7 +1,7 @@
-"""Authenticate sockets whose later bytes are not frames.
+"""Authenticate sockets on which the caller sends other data than frames after the handshake.
 
-Blocking threads at both ends do the usual handshake (see `authentication`). Neither end reads beyond the handshake,
-because later bytes on the socket belong to the caller.
+A blocking thread at each end does the usual handshake (see `authentication`). Neither end reads bytes after the
+handshake, because these bytes belong to the caller.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _welcome(
     try:
         client_hello = handshake.identify()
     except PacelineError:
-        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # authenticates the reason for the rejection
+        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # proves that the reason comes from this server
         raise
     if expect is not None:
         expect(client_hello)

@@ -1,7 +1,7 @@
 """Unix sockets for peers of the same user on one host: bind, remove, check the user.
 
 A socket in Linux's abstract namespace has no permissions, so every process in the same network namespace can connect.
-Therefore both ends get the other end's user from the kernel before they read a byte. Peers of another user need TCP.
+Therefore each end gets the other end's user from the kernel before it reads a byte. Peers of another user need TCP.
 """
 
 from __future__ import annotations

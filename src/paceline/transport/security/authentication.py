@@ -7,8 +7,9 @@
 
 The token is never sent. An attacker cannot replay a recorded exchange, because each end chooses a nonce. It cannot
 reflect an exchange, because the labels differ, and it cannot alter a field, because every field has a length prefix. A
-relay gains nothing, because the proof names its recipient. On connections with a possible intermediary, every later
-frame is sealed with a key derived from the token and this handshake (`sealing`).
+relay cannot use a proof for another server, because the proof includes the address and the listener. On connections
+with a possible intermediary, every later frame is sealed with a key derived from the token and this handshake
+(`sealing`).
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def read_token(path: str | os.PathLike[str]) -> str:
 def check_token(token: str, source: str = "the token") -> str:
     """Return the token. Raises UsageError if it is too short.
 
-    Every peer and intermediary of a client receives a proof, and can use it to test guesses of the token unnoticed.
+    A short token is not safe: every peer and intermediary of a client receives a proof, and can test guesses of the
+    token with the proof.
     """
     if len(token) < MIN_TOKEN_CHARS:
         raise UsageError(

@@ -10,9 +10,9 @@ hash. Therefore large frames are hashed in pieces, while earlier pieces are in f
 
 Channel bindings (RFC 5056) detect whether both ends have the same connection. A relay has two connections, one with
 each end. Each end therefore includes in its proof a value that only the two ends of one connection share: the host for
-a Unix socket, the host and both ports for a loopback connection, the server's certificate for TLS. Equal values exclude
-an intermediary that could alter frames. On other connections, and with an intermediary (address translation, tunnel,
-proxy), frames are sealed.
+a Unix socket, the host and both ports for a loopback connection, the server's certificate for TLS. If both values are
+equal, no intermediary can alter frames. If they differ (address translation, tunnel, proxy), or if a connection has no
+such value, frames are sealed.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class ServerHandshake:
     def welcome(self, binding: bytes) -> bytes:
         """Return the meta of the WELCOME; ``binding`` is the channel binding of this end.
 
-        Send the WELCOME even if :meth:`identify` rejects the client, because it authenticates the reason.
+        Send the WELCOME even if :meth:`identify` rejects the client. It proves that the reason comes from the server.
         """
         own_hello = encode_hello(self._hello)
         view = msgspec.msgpack.encode(ConnectionIdentity(binding=binding, listener=self._listener))
@@ -86,7 +86,7 @@ class ServerHandshake:
 def wrong_server_reason(
     client: Hello, client_identity: ConnectionIdentity, server: Hello, server_identity: ConnectionIdentity
 ) -> str:
-    """Return the reason why this is not the server that the client expects; empty if it is the expected server."""
+    """Return the reason why this server is not the server that the client expects; empty if it is."""
     if client_identity.listener and client_identity.listener != server_identity.listener:
         return "another process listens there now, because the previous one has ended"
     if client.to and client.to != server.role:

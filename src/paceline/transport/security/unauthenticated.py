@@ -1,8 +1,9 @@
 """Limit the number of unauthenticated connections per listener.
 
-If a listener waited for a free slot, a few silent connections could block it. Without a limit it would run out of file
-descriptors. Therefore the listener accepts all connections. Above the limit it drops the oldest connection from the
-source with the most connections. A handshake takes milliseconds, so an honest client is rarely the oldest.
+If a listener waited for a free slot, a few silent connections could block the listener. Without a limit the listener
+would run out of file descriptors. Therefore the listener accepts all connections. Above the limit it drops the oldest
+connection from the source with the most connections. A handshake takes milliseconds, so an honest client is rarely the
+oldest.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class LogRateLimit:
         self._num_skipped = 0
 
     def record(self, time_s: float) -> int | None:
-        """Return the number of events that were skipped since the last line; None if this event must be skipped too."""
+        """Return the number of events without a line since the last line; None if this event gets no line either."""
         self._left = min(self._left + max(time_s - self._at_s, 0.0) / self._pause_s, float(self._burst))
         self._at_s = time_s
         if self._left < 1.0:

@@ -60,7 +60,7 @@ class TLSChannel(StreamChannel):
             got = self._socket.recv_into(view)
         except TimeoutError:
             raise self._late() from None
-        except OSError as error:  # includes ssl.SSLError
+        except OSError as error:  # ssl.SSLError is a subclass
             raise self._ended(error) from None
         if not got:
             raise self._ended(None)
@@ -103,14 +103,14 @@ def wrap_tls(connected: socket.socket, context: ssl.SSLContext, address: Address
     except OSError as error:
         raise no_tls(address, error, timeout_s) from None
     finally:
-        connected.close()  # release this object, because wrap_socket has detached its descriptor or failed
+        connected.close()  # wrap_socket has failed, or has taken the descriptor from this object
 
 
 def client_not_trusted(address: Address) -> AuthenticationError:
     """Return the error for a TLS connection that ends before the server's first frame.
 
-    In TLS 1.3 the client's handshake ends before the server checks the client's certificate. If the server rejects the
-    certificate, it closes the connection at this point, without a reason if it uses asyncio.
+    In TLS 1.3 the client's handshake ends before the server checks the client's certificate. A server that rejects the
+    certificate closes the connection at this point; a server with asyncio sends no reason.
     """
     return AuthenticationError(
         f"the server at {address} closed the TLS connection before its first frame. Probably it "

@@ -64,6 +64,6 @@ class TLS:
                 context.load_cert_chain(self.cert, self.key)
             if self.ca is not None:
                 context.load_verify_locations(self.ca)
-        except OSError as error:  # includes ssl.SSLError
+        except OSError as error:  # ssl.SSLError is a subclass
             files = ", ".join(str(file) for file in (self.cert, self.key, self.ca) if file is not None)
             raise UsageError(f"cannot use the TLS files {files}: {error}") from None

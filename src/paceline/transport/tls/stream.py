@@ -18,7 +18,7 @@ _LINGER_S: Final = 2.0
 
 
 def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
-    """Return a socket that transfers its bytes through a TLS connection, and then owns the connection."""
+    """Return a socket whose bytes pass through a TLS connection, which is closed together with the socket."""
     caller_end, pump_end = socket.socketpair()
     pump = _Pump(encrypted, pump_end)
     threading.Thread(target=pump.run, name="paceline-tls", daemon=True).start()
