@@ -149,7 +149,7 @@ def be_rank(folder: Path, plan: Plan) -> None:
     outcomes: dict[str, Outcome] = {}
     for name, idioms in plan.items():
         for idiom in idioms:
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(outcomes))  # its own part of the store
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(outcomes))  # a separate part of the store for this call
             options = {"timeout": timedelta(seconds=20), **SEVERAL[name]}
             outcomes[f"{name}: {idiom}"] = run_idiom(name, idiom, options)
     (folder / f"rank {os.environ['RANK']}").write_text(json.dumps(outcomes))

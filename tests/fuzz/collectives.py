@@ -87,7 +87,7 @@ class HeadsEpisode(Episode):
         self.last = [*self.last[-3:], data]
         with contextlib.suppress(ProtocolError):
             at = 0
-            while at < len(data):  # as it comes from a socket: in pieces
+            while at < len(data):  # as from a socket: in pieces
                 step = self.random.choice((len(data), len(data), 1, 40))
                 self.scanner.feed(data[at : at + step])
                 at += step

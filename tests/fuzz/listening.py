@@ -48,7 +48,7 @@ class Line:
         return not (self._channel._is_ended or self._channel._is_closed)
 
     def close(self) -> None:
-        """Close it, in whatever frame it is."""
+        """Close the connection, within any frame."""
         self._channel.close()
 
     def answers(self) -> Iterator[tuple[Header, bytes, bytes]]:

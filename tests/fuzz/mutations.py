@@ -13,7 +13,7 @@ import msgspec
 from paceline.transport import HEADER, MAGIC, PROTOCOL_VERSION, padded
 
 FIELDS = {"flags": 16, "table": 16, "request": 32, "epoch": 32, "clock": 32, "sequence": 64}
-"""Of a header, and the bits that each has."""
+"""The fields of a header, and the number of bits of each."""
 INTEGERS = (
     0, 1, -1, 2, 3, 7, 8, 63, 64, 127, 128, 255, 256, 511, 512, 1 << 12, 65535, 65536, 65537, (1 << 20) + 1,
     (1 << 31) - 1, 1 << 31, (1 << 32) - 3, (1 << 32) - 2, (1 << 32) - 1, 1 << 32, 1 << 40, (1 << 40) + 1, 1 << 53,
@@ -59,7 +59,7 @@ class Frame:
     magic: int = MAGIC
     version: int = PROTOCOL_VERSION
     more_meta: int = 0
-    """By how much the header's length of the meta is wrong; then `more_body`."""
+    """The error in the header's length of the meta, then in ``more_body``."""
     more_body: int = 0
 
     def encode(self) -> bytes:

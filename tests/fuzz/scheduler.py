@@ -87,7 +87,7 @@ class Honest:
 
 
 class SchedulerEpisode(Episode):
-    """One that leads a cluster."""
+    """A scheduler that leads a cluster."""
 
     name = "scheduler"
     weight = 5

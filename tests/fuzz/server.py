@@ -68,7 +68,7 @@ CHAINS: dict[tuple[tuple[int, ...], int | None], range] = {
     ((NEIGHBOUR,), SERVER): range(384, 448),
     ((SERVER,), NEIGHBOUR): range(448, 512),
 }
-"""Members and who is being filled, and their buckets."""
+"""A view's members, the server that is being filled, and their buckets."""
 
 
 def _spec(name: str, rule: UpdateRule, **fields: Any) -> messages.TableSpec:

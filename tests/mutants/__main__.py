@@ -41,9 +41,9 @@ class Limits:
     """How many seeds are played at most."""
 
     seeds: int = 500
-    """Of the protocol."""
+    """The limits of the simulation of the protocol."""
     runs: int = 50
-    """Of the product."""
+    """The limits of the simulation of the product."""
 
     def of(self, simulation: Simulation) -> int:
         """How many of one kind."""
@@ -56,7 +56,7 @@ class Finding:
 
     defect: Defect
     seeds: int | None
-    """None also if no seed has shown it."""
+    """The seed that showed the defect; None without such a seed."""
     limit: int
     """How many seeds were played at most."""
     unit: bool | None
@@ -88,7 +88,9 @@ def planted(*defects: Defect) -> Iterator[Path]:
     """A folder with a copy of the product that has the defects; the simulator is next to it."""
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as folder:
         source = Path(folder, "src")
-        shutil.copytree(_ROOT / "src", source, copy_function=shutil.copy2)  # with the times that Numba's cache goes by
+        shutil.copytree(
+            _ROOT / "src", source, copy_function=shutil.copy2
+        )  # with the modification times that Numba's cache compares
         for defect in defects:
             path = source / "paceline" / defect.module
             path.write_text(defect.apply(path.read_text()))
@@ -149,7 +151,7 @@ def _run(source: Path, *arguments: str, compiles: bool = True) -> subprocess.Com
 
 
 def run_checks(defect: Defect, limits: Limits) -> Finding:
-    """Return who finds a defect."""
+    """Run the tests of a defect; return which of them find it."""
     limit = limits.of(defect.simulation)
     with planted(defect) as source:
         unit = fails(source, defect.unit, compiles=not defect.alters_kernels)
@@ -207,7 +209,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--write needs all defects and a clean checkout: leave the names out, and commit your changes")
     commit = _git("log", "-1", "--format=%h (%cs)") if options.write else ""
     began_s = time.monotonic()
-    _run(_ROOT / "src", "-c", "from paceline.launch import prepare_kernels; prepare_kernels()")  # else every copy would
+    _run(
+        _ROOT / "src", "-c", "from paceline.launch import prepare_kernels; prepare_kernels()"
+    )  # otherwise every copy would compile them
     print(_HEAD, flush=True)
     findings = []
     with ThreadPoolExecutor(options.jobs) as pool:

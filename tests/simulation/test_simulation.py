@@ -39,8 +39,10 @@ def test_nothing_promised_is_broken() -> None:
 
 
 def test_storms() -> None:
-    """Found by the first three: two schedulers publish; a filler has missed that a server forgot the workers; who takes
-    over while one server is dead and one drains waits for the dead one.
+    """Three seeds found errors.
+
+    Two schedulers published; a server that filled another one missed a removal of workers; a new scheduler waited for
+    a dead server while another server drained.
     """
     for seed in (11383, 11093, 60, *range(12)):
         outcome = ProtocolCluster(seed, num_faults=24).run()
@@ -65,7 +67,7 @@ def test_no_server_treats_a_live_worker_as_departed() -> None:
 
 
 def test_a_removed_worker_stays_removed() -> None:
-    """Found by this seed: only a worker, whose views name no workers, had seen the former scheduler's newest view."""
+    """This seed found an error: only a worker, whose views have no workers, had the scheduler's newest view."""
     assert ProtocolCluster(10214).run().violation is None
 
 

@@ -27,7 +27,7 @@ class _Session:
 
 @pytest.fixture(scope="session")
 def session() -> Iterator[_Session]:
-    """At the session's end no process and no temporary file of ours is left, nor a thread."""
+    """Check that no process, temporary file or thread of the tests is left at the end of the session."""
     # Short, so that Unix sockets find room in it and do not go elsewhere.
     session = _Session(secrets.token_hex(8), Path(tempfile.mkdtemp(prefix="pt-", dir="/tmp")))
     threads = set(threading.enumerate())
@@ -45,7 +45,7 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
     """Runs commands; after the test every process of theirs has ended, and nothing lies in the temporary folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     environment |= {MARK: session.mark, "TMPDIR": str(session.temporary), "COLUMNS": "200"}
-    environment["OPENBLAS_NUM_THREADS"] = "1"  # nothing here needs its threads, and each process would start them
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # the tests do not need its threads, and each process would start them
     commands = Commands(environment, tmp_path, [])
     yield commands
     for running in commands.started:
@@ -55,7 +55,7 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
     try:
         wait_until(lambda: not our_processes(session.mark), "processes are left")
         wait_until(lambda: not os.listdir(session.temporary), f"left behind: {os.listdir(session.temporary)}")
-    finally:  # so that the next test does not fail for it too
+    finally:  # so that the next test does not fail too
         for process in our_processes(session.mark):
             process.kill()
         for left in session.temporary.iterdir():

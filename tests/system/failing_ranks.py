@@ -72,7 +72,7 @@ def _fail(failure: str, operation: str, group: Group) -> None:
         raise ZeroDivisionError
     elif failure == "calls another":
         (group.barrier if operation != "barrier" else lambda: group.all_reduce(np.ones(3)))()
-    signal.pause()  # it stays away
+    signal.pause()  # it does not come
 
 
 def _rank(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _rank(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
             _fail(case["failure"], case["operation"], group)
         start = time.monotonic()
         try:
-            for _ in range(2):  # of the first a rank that only gives may have done its part
+            for _ in range(2):  # a rank that only sends may have finished its part of the first call
                 OPERATIONS[case["operation"]](group)
             group.barrier()
         except PacelineError as error:

@@ -124,7 +124,7 @@ class Running:
             try:
                 options = json.loads(child.cmdline()[-1])
             except (psutil.Error, IndexError, ValueError):
-                continue  # it has ended, or only begins
+                continue  # it has ended, or is just starting
             if isinstance(options, dict) and options["role"] == role:
                 found.append((options.get("rank", 0), child))
         return [child for _, child in sorted(found, key=lambda entry: entry[0])]
@@ -163,7 +163,7 @@ class Commands:
     kind: str = "plain"
     """The process from which commands are forked."""
     afresh: bool = False
-    """Whether commands are started as a person starts them, and not forked from a process that has loaded all."""
+    """Whether commands start a new interpreter, instead of a fork of a process with loaded modules."""
 
     def start(self, *arguments: str | Path, within: Path | None = None) -> Running:
         """Start a command; `within` is the file of a namespace."""
@@ -176,7 +176,7 @@ class Commands:
         return self.start(*arguments).wait()
 
     def succeed(self, *arguments: str | Path) -> Finished:
-        """Run a command that is to end well."""
+        """Run a command that must succeed."""
         finished = self.run(*arguments)
         assert finished.status == 0, finished
         return finished

@@ -29,7 +29,10 @@ def test_a_truncated_gzip_file(paceline: Commands, click_log: tuple[Path, Path],
 
 
 def test_malformed_lines(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """Counted once, however many workers and passes; the first are named, with --strict the first ends it."""
+    """Each malformed row counts once, for any number of workers and passes.
+
+    The first ones are named; with --strict the first one ends the training.
+    """
     lines = lines_of(click_log[0])
     for at in (10, 2000, 2001, 5000, 7000, 11_999):
         lines[at] = b"7" + lines[at][1:]

@@ -117,7 +117,7 @@ class Programs:
 
 @pytest.fixture
 def programs() -> Iterator[Programs]:
-    """Whatever happens to the ranks, neither processes nor files nor shared memory are left."""
+    """No process, file or shared memory is left, in every case of the failing ranks."""
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     started = Programs(Path(tempfile.mkdtemp(prefix="pc-", dir="/tmp")))
     try:

@@ -44,7 +44,7 @@ def train(paceline: Commands, *options: str) -> Finished:
 
 
 def test_a_deep_model_is_trained_and_used(paceline: Commands, tmp_path: Path) -> None:
-    """With weights and a validation file."""
+    """A training with weights and a validation file."""
     paceline = replace(paceline, kind="torch")
     trained = train(paceline, "--validation", "eval.csv", "--progressive")
     assert trained.json["auc"] > 0.88  # the truth's is 0.9

@@ -21,9 +21,9 @@ class Disk:
     """A file system of 2 MiB in a mount namespace."""
 
     folder: Path
-    """Where it is, for those."""
+    """Its path in the namespace."""
     seen: Path
-    """Where it is for all others."""
+    """Its path outside of the namespace."""
     within: Path
     """The namespace."""
 
@@ -34,7 +34,7 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """One that goes with the test."""
+    """A disk that is removed after the test."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["unshare", "--mount", "sh", "-c", _HOLD, str(folder)]

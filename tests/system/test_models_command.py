@@ -95,7 +95,7 @@ def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None
 
 @pytest.mark.thorough
 def test_factorization_machine(paceline: Commands, tmp_path: Path) -> None:
-    """It learns a label that depends on pairs of features, on two servers; its three tables are saved and loaded."""
+    """Learn a label that depends on pairs of features, on two servers; save and load the three tables."""
     for name, seed in (("train.svm", 0), ("eval.svm", 1)):
         rng = np.random.default_rng(seed)
         pairs = rng.integers(0, 6, (8000, 2))

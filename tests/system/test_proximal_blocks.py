@@ -132,7 +132,7 @@ def test_printed_progress(paceline: Commands, tmp_path: Path) -> None:
     settings = {"solver": "proximal-blocks", "l1": 1.0, "l2": 0.0, "max_delay": 0, "max_passes": 3}
     assert settings.items() <= found.json["settings"].items()
     assert "alpha" not in found.json["settings"]
-    # Of negatives that are passed over, others count more: the mean loss is one of all rows.
+    # The remaining negatives have larger weights, so the mean loss is one of all rows.
     kept = paceline.succeed(*common, "--l1", "1000", "--keep-negatives", "0.2", "--json")
     assert kept.json["examples"] == found.json["examples"]
     assert kept.json["train_log_loss"] < 0.75

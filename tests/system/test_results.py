@@ -63,7 +63,7 @@ def test_a9a(paceline: Commands, real_data: Path) -> None:
 
 
 def test_agaricus(paceline: Commands, real_data: Path) -> None:
-    """So few rows want more passes, and smaller minibatches, than the defaults for click logs."""
+    """So few rows need more passes and smaller minibatches than click logs, for which the defaults are chosen."""
     folder = real_data / "agaricus"
     result = paceline.succeed(
         "train", folder / "agaricus.txt.train", "--eval", folder / "agaricus.txt.test",

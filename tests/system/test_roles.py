@@ -88,7 +88,7 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert finished.status == 130
     assert "the unfinished model is saved in unfinished" in finished.err
 
-    # Workers are free again for the next job, which starts with an empty table, whatever its hyperparameters.
+    # Workers take the next job, which starts with an empty table and any hyperparameters.
     first = train_once(paceline, *joining, "--lr", "0.03", "--l1", "0.5", data=click_log)
     result = train_once(paceline, *joining, "--save", "model", data=click_log)
     again = train_once(paceline, *joining, data=click_log)
@@ -179,7 +179,7 @@ def test_a_dying_driver_frees_the_workers(paceline: Commands, click_log: tuple[P
     assert paceline.succeed("train", click_log[0], "--epochs", "1", *joining, "--json", "-q").json["examples"] == 12_000
     long = paceline.start("train", click_log[0], "--epochs", "100000", "--progressive", *joining)
     long.wait_trains()
-    server.signal(signal.SIGTERM)  # a server that leaves takes its part of the model with it
+    server.signal(signal.SIGTERM)  # a server that leaves loses its part of the model
     finished = long.wait()
     assert finished.status == 1
     assert "server 0 was lost, and with it a part of the model" in finished.err

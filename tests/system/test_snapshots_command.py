@@ -42,7 +42,7 @@ def complete_snapshots(folder: Path) -> list[Path]:
 def kill_all(running: Running) -> None:
     """Kill the driver and its whole cluster, as in a power failure."""
     processes = [child for role in ("scheduler", "server", "worker") for child in running.children(role)]
-    running.process.send_signal(signal.SIGSTOP)  # so that it cannot tell anybody
+    running.process.send_signal(signal.SIGSTOP)  # so that it cannot notify another process
     for process in processes:
         process.kill()
     running.kill()
@@ -76,7 +76,7 @@ def test_another_cluster_continues_after_a_kill_of_all_processes(
     shards = EPOCHS * sum(size or 0 for size in snapshot.account.files)
     assert f"snapshot-{snapshot.number:06d}: {done} of {shards} shards done" in finished.err
     result: dict[str, Any] = finished.json
-    assert result["examples"] == ROWS * EPOCHS  # each shard once in each epoch, over both runs
+    assert result["examples"] == ROWS * EPOCHS  # each shard once in each epoch of both runs
     assert result["eval_examples"] == 4_000
     assert result["auc"] == pytest.approx(UNDISTURBED["auc"], abs=0.02)
     assert result["log_loss"] == pytest.approx(UNDISTURBED["log_loss"], abs=0.03)
@@ -166,7 +166,7 @@ def test_ctrl_c_while_snapshots_are_taken(
 def test_ctrl_c_while_resuming(
     click_log: tuple[Path, Path], taken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while a server still reads its part, and is obeyed then: not when all is loaded, nor later."""
+    """The signal arrives while a server still reads its part, and takes effect immediately, not after the load."""
     polls: list[int] = []
     printed: list[str] = []
     load_state = snapshot_loading.load_state

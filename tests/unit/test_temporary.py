@@ -80,7 +80,7 @@ def test_a_fork_removes_nothing_and_keeps_it_in_use(tmp_path: Path) -> None:
 
 
 def test_a_folder_under_removal_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its making and its lock, another process took it for one that was left."""
+    """Between the creation and the lock of a folder, another process took the folder for an abandoned one."""
     make = tempfile.mkdtemp
     taken: list[tuple[Path, int]] = []
 

@@ -22,9 +22,12 @@ from paceline.launch.fork_server import CHILD, Forked, ForkServer
 from .zygote import MODULES
 
 _PLACE = "WARM_PROCESSES_OF_TESTS"
-"""In the environment: the folder with the zygotes' sockets."""
+"""The environment variable of the folder with the zygotes' sockets."""
 RANKS = "WARM_RANKS_OF_TESTS"
-"""In the environment of ``paceline run``: the kind that ranks are forked from. Without it they are started afresh."""
+"""The environment variable of ``paceline run`` for the kind of process that ranks are forked from.
+
+Without it ranks are started as new processes.
+"""
 PROGRAMS = "tests.warm.programs"
 """The process from which all except workers are forked."""
 _PATIENCE_S = 120.0

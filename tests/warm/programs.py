@@ -94,7 +94,7 @@ def _fork_rank(command: list[str], **options: Any) -> WarmProcess:
 
 
 def _show_mark() -> None:
-    """Have the system show the mark of this session as if this process had been started with it."""
+    """Show the mark of this session, as if this process had been started with it."""
     mark = os.environ.get(MARK)
     with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as stat:
         start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[47:49])

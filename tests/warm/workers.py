@@ -18,7 +18,7 @@ import pytest
 from . import processes, programs
 
 COLLECTED = "WARM_COLLECTED_TESTS"
-"""In the environment: the arguments that say which tests are collected, as JSON."""
+"""The environment variable with the arguments that select the collected tests, as JSON."""
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def _nothing_left() -> Iterator[None]:
 
 
 def failures(function: Callable[[Group], object], **options: Any) -> list[PacelineError]:
-    """Run a function that is to fail on every rank; return the errors. Afterwards every group refuses work."""
+    """Run a function that must fail on every rank; return the errors. Afterwards every group refuses work."""
 
     def run(group: Group) -> PacelineError:
         try:
@@ -161,7 +161,7 @@ def test_the_error_names_the_missing_rank(options: dict[str, Any]) -> None:
             return error
         finally:
             num_over.release()
-            is_over.wait(60)  # its going would tell
+            is_over.wait(60)  # a closed connection would show the death
         return None
 
     errors = run_ranks(function=call, timeout=_SHORT, within=timedelta(seconds=20), **options)
@@ -177,7 +177,7 @@ def test_a_leaving_rank_is_named(options: dict[str, Any]) -> None:
     def call(group: Group) -> PacelineError | None:
         group.all_reduce(np.ones(4))
         if group.rank == 1:
-            return None  # its group is closed
+            return None  # the group is closed
         with pytest.raises(RankLostError) as lost:
             group.all_reduce(np.ones(4))
         return lost.value
@@ -190,7 +190,7 @@ def test_a_leaving_rank_is_named(options: dict[str, Any]) -> None:
 
 @engines
 def test_an_interrupted_rank_is_reported(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the error strikes must not matter: here it is after the engine's work, in the group's own."""
+    """The place of the error does not matter: here it occurs in the group, after the engine's work."""
 
     def call(group: Group) -> BaseException | None:
         group.all_reduce(np.ones(4))

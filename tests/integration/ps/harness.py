@@ -74,7 +74,7 @@ class ServerNode:
 
     @property
     def netloc(self) -> str:
-        """Where it listens on TCP."""
+        """The TCP address of the listener."""
         assert self.served is not None
         return self.served.endpoint.tcp.netloc
 
@@ -177,7 +177,7 @@ class Cluster:
             if expected_servers is None:
                 in_threads(*[node.join for node in self.nodes])
             else:
-                for node in self.nodes:  # they are waiting for others
+                for node in self.nodes:  # they are waiting for other members
                     node.link.start(node.registration, messages.Welcome)
         except BaseException:
             self._stack.close()
@@ -241,7 +241,7 @@ class Cluster:
         nodes = [node for node in self.nodes if node.served is not None and not node.failures]
         newest = (
             self.scheduler.core.cluster.newest.version
-        )  # by an older map buckets may still be filled: these are left out
+        )  # an older map may have buckets that are still being filled: these are left out
         wait_until(lambda: all(node.server.core.replication.version >= newest for node in nodes))
         checks = [node.server.replicator.checks for node in nodes]
         compared, received = sum(check.num_compared for check in checks), sum(check.num_received for check in checks)

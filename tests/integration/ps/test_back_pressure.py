@@ -23,7 +23,7 @@ RECEIVED_BYTES = 1 << 19  # may be in the receiving buffer when reading stops
 
 @contextmanager
 def stopped(node: ServerNode) -> Iterator[None]:
-    """Let a server do nothing at all, as if by SIGSTOP."""
+    """Stop a server completely, as SIGSTOP does."""
     assert node.served is not None
     go_on, has_begun = threading.Event(), threading.Event()
 

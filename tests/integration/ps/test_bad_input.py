@@ -1,4 +1,4 @@
-"""Each mistake gives the right class and a sentence that names things, and changes nothing."""
+"""Each mistake raises the right class with a sentence that names the objects, and changes nothing."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_another_rule_for_a_table() -> None:
 
 
 def exchange(channel: Channel, kind: int, **fields: Any) -> Any:
-    channel.send(*frame_parts(kind, request=1, **{"epoch": 1, **fields}))  # of the first map
+    channel.send(*frame_parts(kind, request=1, **{"epoch": 1, **fields}))  # from the first map
     return channel.receive_frame(10)
 
 
@@ -325,7 +325,7 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
         for request, body, error, message in calls:
             with pytest.raises(error, match=message):
                 call(channel, request, body, sequence=1)
-        assert not caplog.records  # none was an internal error
+        assert not caplog.records  # no error was internal
         call(channel, messages.Retire())
         channel.close()
         assert not client.statistics()[0].tables["w"].pushes
@@ -409,7 +409,7 @@ def test_a_closed_client() -> None:
         ticket = table.push([1, 2, 3], floats(1, 1, 1))
         client.close()
         client.close()
-        ticket.wait()  # it was finished before
+        ticket.wait()  # it had ended before
         attempts: list[Callable[[], object]] = [
             lambda: table.push([1], floats(1)), lambda: table.pull([1]), lambda: dense.push(ONES), dense.pull,
             lambda: len(table), lambda: table.erase([1]), client.tick, client.retire, client.join, client.flush,

@@ -143,7 +143,7 @@ def test_malformed_forwarded_pushes(caplog: pytest.LogCaptureFixture) -> None:
         ]
         for operation, buckets, pieces, body, message in wrong:
             refused(channel, FORWARD, [1 << 39, operation, buckets, pieces], body, message)
-        assert not caplog.records  # none was an internal error
+        assert not caplog.records  # no error was internal
 
 
 def test_malformed_buckets(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,7 +63,7 @@ def count(client: Client) -> None:
     table = client.sparse_table("counts", update=SGD(lr=1.0))
     for _ in range(ITERATIONS):
         table.push(KEYS, -np.ones((300, 1), np.float32), tick=True).wait()
-        time.sleep(0.003)  # so that there is a middle
+        time.sleep(0.003)  # so that the cut happens in the middle
     client.flush()
 
 
@@ -139,14 +139,14 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
         links.watch(period_s)
         links.want({7: endpoint}, Hello(role="server"))
         try:
-            assert set(await watch(0.6)) == {()}  # it answers
+            assert set(await watch(0.6)) == {()}  # it replies
             peer = links.peer(7)
             assert peer is not None
             assert ups == [7]
             handler.answers, handler.pause_s = False, 0.1
             for _ in range(18):
                 peer.send(*frame_parts(FORWARD, body=bytes(size)))
-            while peer.write_backlog_bytes > 2 * size:  # it takes
+            while peer.write_backlog_bytes > 2 * size:  # the peer reads
                 assert await watch(2 * period_s) == [(), ()]
             assert (await watch(1.5))[-1] == (7,)  # the data is read, and no reply arrives
             handler.answers, handler.pause_s = True, 0.0

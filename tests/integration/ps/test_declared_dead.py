@@ -48,7 +48,7 @@ def test_a_death_is_reported_with_the_reason(reports_ends: bool) -> None:
         lasting = member(cluster, 3, is_well=False)
         cluster.served.call(lambda: scheduler.end("the test ends the scheduler"))
         incarnation = lasting.state.welcome.incarnation if lasting.state.welcome is not None else 0
-        cluster.served.call(lambda: scheduler.process_ended(incarnation))  # as processes do then
+        cluster.served.call(lambda: scheduler.process_ended(incarnation))  # as ended processes do
         lasting.close()
     assert notes == expected
 

@@ -262,7 +262,7 @@ def test_a_repeated_change_does_not_undo_the_push_between(servers: int, replicas
 
 @pytest.mark.parametrize("change", ["write", "erase"])
 def test_a_server_dies_in_the_middle_of_a_change(change: str) -> None:
-    """Its replica has applied the change, and does not apply the repeat: the push between them stays."""
+    """The replica has applied the change and does not apply the repetition: the push between them stays."""
     with Cluster(servers=2, replicas=1) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
         table, other_table = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, other))
@@ -284,7 +284,7 @@ def test_a_server_dies_in_the_middle_of_a_change(change: str) -> None:
 
 
 def test_a_push_after_a_later_change_is_applied() -> None:
-    """As one does that a server has rejected because of its view."""
+    """Repeat the push, as a client does after a rejection because of the server's view."""
     with Cluster() as cluster:
         client = cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))

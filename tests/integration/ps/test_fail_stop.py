@@ -128,7 +128,7 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 def test_an_impossible_map_ends_the_server() -> None:
-    """It served by a version that it had not carried out."""
+    """Otherwise the server would use a version whose changes it had not applied."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
         table_of(client).push(KEYS, ONES).wait()
@@ -166,7 +166,7 @@ def test_a_failing_scheduler_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waiting_calls_report_the_failed_connection_to_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread ended with the exception, and calls waited until their time was over."""
+    """Otherwise its thread would end with the exception, and calls would wait until their timeout."""
     seen: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
 

@@ -81,7 +81,7 @@ def test_pushes_and_pulls(filters: list[Filter], servers: int, consistency: Cons
         values = table.pull(again)
         np.testing.assert_array_equal(values[: len(KEYS)][::-1], found)
         np.testing.assert_array_equal(values[len(KEYS) :], found[:7])
-        # A push and pull in one takes all rows, in whatever order.
+        # A combined push and pull returns all rows, in any order.
         before = table.pull(KEYS)
         found = table.push_pull(KEYS[::-1], np.ascontiguousarray(grads[::-1]), tick=True)
         np.testing.assert_array_equal(found, (before - grads)[::-1])
@@ -170,7 +170,7 @@ def test_a_cut_connection_resends_values(when: Any, step: int, replicas: int) ->
 
 
 def count_calls(frames: FilteredFrames, calls: list[int]) -> None:
-    """Count the frames that come while one is to come again."""
+    """Count the frames that arrive while a rejected frame has to be sent again."""
     original = frames._receive_in_order
 
     def counted(*frame: Any) -> None:
@@ -189,7 +189,7 @@ def test_a_server_without_cached_lists_receives_all_again_in_order(
     with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
         clients = cluster.connect_all()
         for node in cluster.nodes:
-            node.server.filters.max_key_bytes = 8 * len(KEYS)  # of both workers
+            node.server.filters.max_key_bytes = 8 * len(KEYS)  # the pushes of both workers
 
         def work(rank: int) -> None:
             table = clients[rank].sparse_table("w", update=SGD(lr=1.0), filters=[about_keys, Quantize(4)])
@@ -309,7 +309,7 @@ def test_rows_fixed_at_0_are_held_back() -> None:
 
 
 def test_filters_change_while_a_pull_waits() -> None:
-    """Its answer is none that the new filters would read, or the old ones misread."""
+    """The answer must not be read with the old or the new filters."""
     with Cluster(consistency=Sequential(), workers=2) as cluster:
         first, second = cluster.connect(rank=0), cluster.connect(rank=1)
         table = first.sparse_table("w", update=SGD(lr=1.0), filters=[Float16()])
@@ -368,7 +368,7 @@ def test_rounding_errors_are_sent_with_the_next_push(bits: int) -> None:
             dense.push(elements[600:], keys=np.arange(600, 700)).wait()
         for found, exact in ((-rows.pull(KEYS), grads), (-dense.pull(), elements)):
             error = np.abs(found / rounds - exact)
-            assert error.max() < 0.2  # by chance alone, of 40 roundings each, some would be off by 0.5
+            assert error.max() < 0.2  # otherwise the chance of 40 roundings would give differences of 0.5
             assert error.mean() < 0.04
         before = rows.pull(KEYS)
         rows.push_pull(KEYS, np.zeros_like(grads))  # sends no delayed rows

@@ -115,7 +115,7 @@ def test_an_iteration_is_applied_once_whatever_it_is_made_of() -> None:
         tables[0].push(ones[:600])
         tables[0].push(ones[:3], keys=keys_of(0, 999, 500))
         tables[1].push(ones[:700], start=300)
-        assert not tables[0].pull().any()  # of this iteration nothing shows
+        assert not tables[0].pull().any()  # this iteration has no visible effect
         assert not tables[1].push_pull(ones[:1], start=5).any()
         clients[0].tick()
         tables[1].push(ones[:1], start=7, tick=True)
@@ -228,7 +228,7 @@ def test_a_leaving_worker_opens_the_gate(consistency: Sequential | BoundedDelay,
         table, other = (client.sparse_table("w", update=SGD(lr=1.0)) for client in (lives, goes))
         keys, ones = np.arange(50, dtype=np.uint64), np.ones(50, np.float32)
         other.push(keys, ones, tick=True).wait()
-        other.push(keys, 4 * ones).wait()  # of an iteration that it will not finish
+        other.push(keys, 4 * ones).wait()  # of an iteration that it does not finish
         table.push(keys, ones, tick=True)
         table.push(keys, ones, tick=True)
         table.push(keys, ones, tick=True)
@@ -265,7 +265,7 @@ def test_a_silent_worker_is_expelled_and_notified() -> None:
         silent = cluster.connect(rank=1, on_notice=notices.append)
         table, other = (client.sparse_table("w", update=SGD(lr=1.0)) for client in (lives, silent))
         other.push(keys_of(1), floats(8)).wait()
-        silent.link.state.heartbeat_s = 1000.0  # as if it was stopped
+        silent.link.state.heartbeat_s = 1000.0  # as a stopped process
         table.push(keys_of(1), floats(1), tick=True)
         assert table.pull(keys_of(1)) == -1  # once it counts as dead
         wait_until(lambda: any(isinstance(notice, messages.Expelled) for notice in notices))

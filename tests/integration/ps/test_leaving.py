@@ -102,7 +102,7 @@ def test_closed_within_the_block() -> None:
 @pytest.mark.parametrize("is_missed", [False, True])
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)], ids=str)
 def test_a_server_in_no_chain_drops_the_clocks_and_receives_new_ones(consistency: Consistency, is_missed: bool) -> None:
-    """Also from a server that has missed the map by which it was in no chain, and has a connection to it."""
+    """Also from a server that missed the map without its chains, and still has a connection to it."""
     with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster:
         first, second = clients = cluster.connect_all()
         for client in clients:

@@ -172,7 +172,7 @@ def test_an_overflowing_compensated_gradient_is_refused() -> None:
         a.pull(keys_of(1))
         b.push(keys_of(1), 1e3)
         with pytest.raises(NonFiniteError, match="a push of worker 0 to server 0 holds -inf"):
-            a.push(keys_of(1), 1e19)  # its square times the change is beyond the greatest float32
+            a.push(keys_of(1), 1e19)  # its square times the change exceeds the largest float32
         assert a.pull(keys_of(1)) == [-1e3]
 
 
@@ -182,7 +182,9 @@ def test_a_non_finite_row_does_not_affect_other_rows() -> None:
         node = cluster.nodes[0]
         table.push(keys_of(1), 1)
         part = node.server.tables.by_number[1].part
-        node.call(lambda: part.write_records(keys_of(1), floats(np.inf).reshape(1, 1)))  # as a version before let it in
+        node.call(
+            lambda: part.write_records(keys_of(1), floats(np.inf).reshape(1, 1))
+        )  # as an earlier version permitted
         table.push(keys_of(2), 1)
         with pytest.raises(NonFiniteError, match="makes nan in the row of 1 "):
             table.push(keys_of(1, 2), 1, 1)

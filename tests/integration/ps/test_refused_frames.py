@@ -13,7 +13,7 @@ from .harness import Cluster, key_of
 
 
 def test_refused_pushes_are_resent_with_the_tables(caplog: pytest.LogCaptureFixture) -> None:
-    """It was only logged: the push was never acknowledged."""
+    """Otherwise the error would only be logged, and the push would never be acknowledged."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))

@@ -76,7 +76,7 @@ def test_a_server_dies_and_nothing_is_lost(consistency: Consistency, kind: str) 
 
 @pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
 def test_one_after_the_other_is_replaced(consistency: Consistency) -> None:
-    """None of the first servers is left in the end: values, filter and clocks have moved with the buckets."""
+    """None of the first servers is left at the end: values, filters and clocks have moved with the buckets."""
     with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         clients, observer = cluster.connect_all(), cluster.connect(observer=True)
 
@@ -247,7 +247,7 @@ def test_a_waiting_read_is_refused_when_the_buckets_move() -> None:
         change(3, *other.members)
         wait_until(lambda: read.done() or client.servers.watch.must_follow)
         assert not read.done()
-        last = change(4, *one.members)  # so that all comes to its end
+        last = change(4, *one.members)  # so that all calls end
         for member in cluster.nodes:
             member.call(partial(member.server.view_changed, last))
         client.follower.take(last)

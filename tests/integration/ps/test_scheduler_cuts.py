@@ -90,7 +90,7 @@ def test_a_former_member_reports_an_unreachable_scheduler(timeout_s: float, reco
 
 
 def test_a_rejected_member_does_not_retry_forever(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor without a pause."""
+    """The scheduler is also cut without a pause."""
     connected: list[Any] = []
 
     def hang_up(peer: Any, *frame: Any) -> None:
@@ -169,7 +169,7 @@ def test_requests_before_the_cut_are_answered_after_it(cluster: Cluster) -> None
 
 
 def test_the_scheduler_waits_for_a_server_with_a_long_cut() -> None:
-    """It alone has its rows: to give it up would be to lose them, and nothing would be gained."""
+    """It has the only copy of its rows. If it were declared dead, they would be lost without any benefit."""
     with Cluster(servers=3, workers=1, heartbeat_timeout_s=1.5) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -191,7 +191,7 @@ def test_the_scheduler_waits_for_a_server_with_a_long_cut() -> None:
 
 
 def test_leave_arrives_while_the_scheduler_sends() -> None:
-    """Else its writing fails, it reads no more, and the others wait for who has left until the time-out is over."""
+    """Otherwise it reads no messages after a failed write, and the others wait for the departed worker."""
     with Cluster(servers=1, workers=1) as cluster:
         link = cluster.link()
         incarnation = link.state.welcome.incarnation if link.state.welcome else 0

@@ -68,7 +68,7 @@ def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
         assert state(poster, number).done == step + 1
     assert sorted(seen) == [(e, f, s) for e in range(2) for f, n in enumerate((3, 2)) for s in range(n)]
     assert [take(worker, number).lease for worker in workers] == [ALL_DONE, ALL_DONE]
-    assert not state(poster, number).finished  # they may still have something to say
+    assert not state(poster, number).finished  # they may still have messages to send
     for worker in workers:
         wait_for_work(worker, number)
     ended = state(poster, number)
@@ -234,7 +234,7 @@ def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink
     assert second == first + 1
     assert waiting().lease == ALL_DONE
     assert resting().number == second
-    # Who is still at the old one finds it over, and is none the worse.
+    # A worker that is still at the old job gets its end, without any harm.
     done(works, first, lease)
     works.call(messages.Report(job=first, fields={}))
     works.call(messages.FileEnded(job=first, file=0, num_shards=9))
@@ -284,7 +284,7 @@ def test_a_strided_job_does_not_wait_for_a_dead_worker(cluster: Cluster, poster:
 
 
 def test_a_strided_job_distributes_the_share_of_an_absent_worker(cluster: Cluster, poster: SchedulerLink) -> None:
-    only = cluster.link(rank=1)  # of two that are expected
+    only = cluster.link(rank=1)  # one of two expected workers
     job = post(poster, 3, assignment="strided")
     shards = []
     for _ in range(3):

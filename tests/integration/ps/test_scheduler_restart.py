@@ -242,7 +242,7 @@ def test_pending_requests_are_sent_again(cluster: Restartable, poster: Scheduler
     assert waiting().lease == ALL_DONE
     number = post(poster, 1)
     assert number > job
-    next_of = [worker.start(messages.GetJob(after=job), Job) for worker in (works, waits)]  # it begins with all
+    next_of = [worker.start(messages.GetJob(after=job), Job) for worker in (works, waits)]  # it begins with all leases
     assert [call().number for call in (idle, *next_of)] == [number] * 3
 
 
@@ -322,7 +322,7 @@ def test_reports_are_neither_lost_nor_repeated(cluster: Restartable, poster: Sch
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_shard_with_a_lost_report_is_read_again(cluster: Restartable, poster: SchedulerLink, taken: bool) -> None:
-    """Its worker is dead, and the scheduler dies: with the report, unless the poster has it."""
+    """Its worker dies, and then the scheduler dies with the report, unless the poster has it."""
     lives, dies = cluster.member(0), cluster.member(1)
     job = post(poster, 1)
     for worker in (lives, dies):
@@ -420,7 +420,7 @@ def test_a_worker_is_expelled_if_it_returns_too_late() -> None:
 
 
 def test_a_late_server_is_readmitted_with_the_rows() -> None:
-    """It alone has its buckets: nothing would be gained without it."""
+    """It has the only copy of its buckets: the cluster would gain nothing without it."""
     notes: list[str] = []
     with Restartable(servers=2, workers=1) as cluster:
         client = cluster.connect()
@@ -587,7 +587,7 @@ def test_training_goes_on_and_tables_are_remembered() -> None:
         cluster.replace()
         cluster.wait_back()
         assert [spec.update["lr"] for spec in client.tables()] == [0.5]
-        assert client.sparse_table("w", update=SGD(lr=1.0)) is table  # as declared first
+        assert client.sparse_table("w", update=SGD(lr=1.0)) is table  # as first declared
         assert client.sparse_table("v", update=SGD(lr=1.0)).number == table.number + 1
         table.push([1], floats(1.0))
         assert table.pull([1]).tolist() == [[-2.0]]

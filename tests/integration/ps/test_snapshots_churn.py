@@ -76,7 +76,7 @@ class Counting:
 @pytest.mark.thorough
 @pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=["eventual", "sequential"])
 def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_snapshots, "PAUSE", 10.0)  # so that servers come and go while one is taken
+    monkeypatch.setattr(server_snapshots, "PAUSE", 10.0)  # so that servers join and leave during a snapshot
     monkeypatch.setattr(parts, "PART_BYTES", 20_000)
     with Cluster(servers=3, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         joined = stack.enter_context(ExitStack())

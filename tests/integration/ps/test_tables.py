@@ -75,7 +75,7 @@ def test_duplicates_are_summed_and_applied_once(servers: int) -> None:
     with Cluster(servers=servers) as cluster:
         table = cluster.connect().sparse_table("w", update=Adagrad(lr=1.0))
         values = table.push_pull(keys, grads)
-        # Adagrad's first step is lr whatever the gradient: a gradient for every duplicate would show.
+        # Adagrad's first step is lr with any gradient, so a separate gradient for every duplicate would be visible.
         assert values.ravel() == pytest.approx([-1] * 6)
         momentum = cluster.connect().sparse_table("v", update=SGD(lr=1.0))
         momentum.push(keys, grads)
@@ -295,7 +295,7 @@ def _steps(servers: int, rule: UpdateRule, dim: int) -> tuple[Floats, Floats]:
         table = client.sparse_table("w", dim=dim, update=rule, initializer=start, seed=3)
         dense = client.dense_table("d", size=1500, update=rule, initializer=start, seed=3)
         for _ in range(6):
-            batch = random.choice(keys, 200)  # with duplicates
+            batch = random.choice(keys, 200)  # keys with duplicates
             table.push(batch, random.standard_normal((200, dim), np.float32))
             first, last = sorted(random.integers(0, 1501, 2).tolist())
             dense.push(random.standard_normal(last - first, np.float32), start=first)

@@ -45,7 +45,7 @@ def test_a_worker_in_no_view_delays_no_other_worker(consistency: Consistency) ->
 def test_a_worker_does_not_join_if_it_left_before_the_first_view() -> None:
     with Cluster(consistency=BoundedDelay(tau=1), workers=1) as cluster:
         client = cluster.connect()
-        number = client.servers.newest()[0].session.server  # of a server: known, and no worker
+        number = client.servers.newest()[0].session.server  # of a server, which is known and is no worker
         channel = connect(cluster, number)
         channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         with pytest.raises(PeerError, match="left the cluster or was declared dead"):

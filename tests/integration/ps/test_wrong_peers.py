@@ -41,7 +41,7 @@ def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> No
         channel = cluster.raw()
         channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         channel.receive_frame(10)
-        keys = random_keys(np.random.default_rng(0), 100)  # of buckets of both servers
+        keys = random_keys(np.random.default_rng(0), 100)  # buckets of both servers
         ones = np.ones(len(keys), np.float32)
         channel.send(*frame_parts(PUSH, request=2, epoch=1, sequence=1, table=table.number, body=(keys, ones)))
         with pytest.raises(StaleEpochError, match="the view of the cluster has changed"):
@@ -92,7 +92,7 @@ def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
         refused(CALL, meta=messages.encode(messages.JoinClock(rank=7, clock=far)))
         channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         channel.receive_frame(10)
-        client.retire()  # it alone counts now
+        client.retire()  # only it counts now
         refused(TICK, clock=far)
         refused(SYNCED, clock=far, sequence=7, flags=1)
         refused(PUSH, clock=far, sequence=1, flags=TICKS, table=table.number, body=(keys_of(1), floats(1)))
@@ -104,7 +104,9 @@ def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
 
 
 def test_a_server_does_not_report_a_worker_far_ahead() -> None:
-    with Cluster(servers=2, expected_servers=3, consistency=Sequential()) as cluster:  # it leads nothing yet
+    with Cluster(
+        servers=2, expected_servers=3, consistency=Sequential()
+    ) as cluster:  # it has no buckets as a primary yet
         served = cluster.nodes[0].served
         assert served is not None
         cluster.nodes[0].call(lambda: cluster.nodes[0].server.joined(Hello(role="server", incarnation=1), 9.0))

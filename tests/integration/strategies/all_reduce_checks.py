@@ -88,7 +88,7 @@ def _flat(strategy: Strategy) -> Tensor:
 
 
 def is_equal_on_ranks(strategy: Strategy, values: Tensor) -> bool:
-    """Whether all ranks have the same."""
+    """Whether all ranks have the same values."""
     return torch.equal(strategy.reduce(values, "max"), strategy.reduce(values, "min"))
 
 

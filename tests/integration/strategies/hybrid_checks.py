@@ -117,7 +117,7 @@ def check_compiled_after(rank: int, size: int) -> None:
 
 
 def check_unequal_numbers_of_batches(rank: int, size: int) -> None:
-    """Who has run out is waited for no more, and is back in the next epoch."""
+    """No rank waits for a rank without batches, which takes part again in the next epoch."""
     with Hybrid(join=True) as strategy:
         model = _Clicks("unequal")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -81,7 +81,7 @@ class Recurrent(nn.Module):
 
 
 class Shifting(nn.Module):
-    """Its output has no rows of its first argument."""
+    """A layer whose output has no rows of its first argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def check_ignored_targets(rank: int, size: int, schedule: str = "1f1b") -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
         nothing, partial = torch.full_like(x, -1), x.clone()
-        partial[: rows // 2] = -1  # all of a microbatch's
+        partial[: rows // 2] = -1  # all values of a microbatch
         assert model(x, nothing)[1].isnan()
         logits = model(x, x)[0]
         outside = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), nothing.reshape(-1), ignore_index=-1)

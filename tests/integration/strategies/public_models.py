@@ -43,7 +43,7 @@ class AttentionBlock(nn.Module):
 
 
 class LossWithin(nn.Module):
-    """As nanoGPT is: checks the length, takes targets or not, and returns a loss."""
+    """A model like nanoGPT: it checks the length, has optional targets, and returns a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Labelled(nn.Module):
-    """As Hugging Face's models are: everything optional, `**kwargs`, a decorator, an output class, a mask of shapes."""
+    """A model like Hugging Face's: optional arguments, `**kwargs`, a decorator, an output class, a mask of shapes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def main(module: str, folder: Path) -> None:
     with (folder / f"rank {rank}").open("w") as report:
         prefixes = tuple(os.environ["CHECKS"].split())
         for number, name in enumerate(name for name in list(checks) if name.startswith(prefixes)):
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # its own part of the store
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # a separate part of the store for this rank
             traceback_text = ""
             try:
                 checks[name](rank, size)

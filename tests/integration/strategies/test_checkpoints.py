@@ -77,7 +77,7 @@ def prepared(chosen: Strategy, make: Callable[[Net], Optimizer] = adam) -> tuple
     """Return the original model, the prepared model, the optimizer and the scheduler."""
     net = Net()
     optimizer = make(net)
-    # Its milestones have numbers for keys: one before the checkpoint, one after.
+    # Its milestones have numbers as keys: one before the checkpoint and one after.
     scheduler = MultiStepLR(optimizer, [BEFORE - 2, BEFORE + 2], 0.5)
     return net, *chosen.prepare(net, optimizer, scheduler=scheduler)
 
@@ -372,7 +372,7 @@ def test_invalid_checkpoints_are_rejected(kept: Path, tmp_path: Path) -> None:
 
 
 def test_schedulers_go_on(tmp_path: Path) -> None:
-    """Whatever their state is made of: infinity, counters, schedulers in one another; tensors for rates."""
+    """State of any kind: infinity, counters, nested schedulers, and tensors as learning rates."""
     makers: list[Callable[[Optimizer], Any]] = [
         lambda optimizer: ReduceLROnPlateau(optimizer, patience=1),
         lambda optimizer: MultiStepLR(optimizer, [2, 4, 5, 5]),

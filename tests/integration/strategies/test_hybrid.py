@@ -72,7 +72,7 @@ def test_rows_are_requested_an_iteration_ahead() -> None:
             rows.sum().backward()
             optimizer.step()
         assert client.clock == 5
-        # Where keys are was learned from the first batch, too late for the second.
+        # The positions of keys were known after the first batch, too late for the second.
         assert seen == [0, -1, -1, -2, -3]
         assert embedding(torch.tensor([7])).item() == -5
         table = embedder.tables["embedding"]

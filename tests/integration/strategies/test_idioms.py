@@ -23,7 +23,7 @@ SAMPLE_CELLS = {
     for strategies in (conformance.ONE_PROCESS, conformance.SEVERAL)
     for number, name in enumerate(strategies)
 }
-"""Each idiom under one strategy of one process and under one of several."""
+"""Each idiom under a strategy of one process and under a strategy of several processes."""
 
 
 def run_idioms(plan: conformance.Plan) -> dict[str, dict[str, str]]:

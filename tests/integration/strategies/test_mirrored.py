@@ -23,7 +23,7 @@ MakeOptimizer = Callable[[Any], Optimizer]
 
 
 class CopyingMirrored(Mirrored):
-    """As on several devices: each replica has copies of its own."""
+    """Each replica has separate copies, as on several devices."""
 
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
         values = super().replica_values(optimizers)
@@ -32,7 +32,7 @@ class CopyingMirrored(Mirrored):
 
 
 class CopyingStorage(CentralStorage):
-    """As with the storage on another device than the replicas."""
+    """The storage is on another device than the replicas."""
 
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
         values = super().replica_values(optimizers)

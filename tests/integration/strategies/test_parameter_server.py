@@ -320,7 +320,7 @@ def test_bfloat16_parameters_are_float32_on_the_servers(cluster: LocalCluster) -
         nn.init.ones_(model.weight)
         with ParameterServer() as strategy:
             prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-            for _ in range(8):  # each too little for bfloat16 to see
+            for _ in range(8):  # each change is too small for bfloat16
                 optimizer.zero_grad()
                 backward(prepared(torch.ones(1, 8, dtype=torch.bfloat16)).sum())
                 optimizer.step()
@@ -404,7 +404,7 @@ def test_a_program_may_name_the_servers(cluster: LocalCluster) -> None:
         assert message in str(caught.value)
     with cluster.connect(observer=True) as observer:
         members = observer.link.get_view()
-    assert members.of_role(Role.WORKER) == ()  # who was refused has left
+    assert members.of_role(Role.WORKER) == ()  # the refused rank has left
 
 
 @pytest.mark.parametrize("cluster", [(MEAN, 1)], indirect=True)

@@ -253,7 +253,7 @@ def test_parameters_are_written_before_the_first_step_under_bounded_delay(monkey
         def check(rank: int) -> None:
             with ParameterServer() as strategy:
                 model, optimizer = strategy.prepare(*make())
-                nn.init.constant_(model[0].bias, 100.0)  # where tanh is flat
+                nn.init.constant_(model[0].bias, 100.0)  # in the flat part of tanh
                 train((model, optimizer), lambda *_: None, rank)
                 assert torch.equal(model[0].bias, torch.full((16,), 100.0))
                 strategy.barrier()  # from here on gradients are not zero

@@ -62,7 +62,7 @@ def check_waiting_with_a_timeout(rank: int, size: int) -> None:
     dist.barrier()
     if rank == 0:
         assert work is not None
-        work.wait()  # it has gone on
+        work.wait()  # it has continued
     else:
         dist.all_reduce(tensor, group=group)
     assert tensor.item() == size

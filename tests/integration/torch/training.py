@@ -52,7 +52,7 @@ def check_data_parallel(rank: int, size: int) -> None:
 
 
 def _bf16_compress(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """By its own name, PyTorch allows it with NCCL only."""
+    """PyTorch permits it with NCCL only, by the name of the backend."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 

@@ -44,7 +44,7 @@ from paceline.transport.decoding import error_of
 
 TOKEN = "the-token-of-tests"
 WORKER = Hello(role="worker")
-_TCP_REPAIR = 19  # of Linux: a socket in this mode is closed without a packet
+_TCP_REPAIR = 19  # on Linux, a socket in this mode is closed without a packet
 
 
 class Bystander:
@@ -139,7 +139,7 @@ def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest
         accepted, _ = future.accept()
         with accepted, client:
             accepted.sendall(challenge)
-            assert unpack_header(accepted.recv(40)).kind == FrameKind.HELLO  # so that this end can say so as well
+            assert unpack_header(accepted.recv(40)).kind == FrameKind.HELLO  # so that this end can report it too
             out, _ = client.communicate(timeout=60)
     assert b"VersionError" in out
     assert b"version 9" in out

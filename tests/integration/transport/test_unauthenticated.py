@@ -63,7 +63,7 @@ def test_the_oldest_unauthenticated_connection_is_closed(
         wait_until(lambda: process.num_fds() <= before + len(silent) + LIMIT)
         silent[0].settimeout(10)
         while silent[0].recv(1 << 12):
-            pass  # its challenge, and the end
+            pass  # its challenge, and the end of the stream
         echo(transport, served.endpoint)
         known.send(*frame_parts(ECHO, body=b"still here"))
         assert bytes(known.receive_frame(10).body) == b"still here"

@@ -26,7 +26,7 @@ from .scenario import Outcome, Run
 
 _MODES = ("eventual", "bounded", "sequential", "lockstep")
 _ENCLOSED = ["unshare", "--pid", "--fork", "--kill-child", "--net", "--mount", "--mount-proc"]
-_LONGEST_S = 600.0  # that a run may take, whatever happens in it
+_LONGEST_S = 600.0  # the longest duration of a run
 
 
 def choose(seed: int, options: argparse.Namespace, folder: Path, *, is_network: bool) -> Settings:

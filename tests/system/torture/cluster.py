@@ -27,7 +27,7 @@ from .worker import Part
 
 HEARTBEAT_TIMEOUT_S = 3.0
 TIMEOUT_S = 30.0
-"""Of each operation of a client: beyond that it hangs."""
+"""The timeout of an operation of a client. A longer operation counts as a hang."""
 _SCHEDULER_PORT = 7400
 _MOST_HOSTS = 40
 
@@ -47,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 3
     replicas: int = 1
     is_network: bool = True
-    """Whether there are network namespaces; else all hosts are addresses of the loopback device."""
+    """Whether the system has network namespaces; otherwise all hosts are addresses of the loopback device."""
     is_apart: bool = False
     """Whether each host has separate process ids, as real machines have.
 
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def consistency(self) -> str:
-        """As the command takes it."""
+        """In the notation of the command."""
         return {"bounded": "bounded:2", "lockstep": "sequential"}.get(self.mode, self.mode)
 
 
@@ -90,7 +90,7 @@ class Node:
         return f"{self.role} {self.number}"
 
     def is_alive(self) -> bool:
-        """Whether it runs, if only stopped."""
+        """Whether the process runs, stopped or not."""
         return self.process.poll() is None
 
     def signal(self, number: int) -> None:
@@ -222,7 +222,7 @@ class Cluster:
 
     @property
     def scheduler_address(self) -> str:
-        """Where the scheduler is."""
+        """The address of the scheduler."""
         return f"{self.address(1)}:{_SCHEDULER_PORT}"
 
     def doom(self, node: Node, why: str) -> None:

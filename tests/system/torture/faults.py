@@ -29,7 +29,7 @@ _MOST_SERVERS = 6
 
 @dataclass
 class Fault:
-    """One that was made."""
+    """A fault."""
 
     kind: str
     at: float

@@ -41,7 +41,7 @@ class Load:
     name: str
     rule: paceline.UpdateRule
     num_keys: int
-    """Of one worker; or, if it is shared, of all together."""
+    """The values of one worker, or of all workers together if `is_shared`."""
     dim: int = 1
     is_dense: bool = False
     is_shared: bool = False
@@ -105,7 +105,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def is_range(keys: Keys) -> bool:
-    """Whether keys follow on each other."""
+    """Whether the keys are consecutive."""
     return bool((np.diff(keys) == 1).all())
 
 
@@ -118,9 +118,9 @@ LOADS = (
     Load("weights", paceline.Adam(lr=0.01), 64, is_dense=True),
 )
 TICKS = Load("ticks", paceline.SGD(lr=1.0), 1)
-"""Each worker pushes to its own key once in every iteration: so it shows how stale a read is."""
+"""Each worker pushes to its own key once in every iteration, so the value shows the staleness of a read."""
 GROWN = Load("grown", paceline.SGD(lr=1.0), 1, dim=16)
-"""Each key is pushed to once: it grows."""
+"""Each key gets one push, so the table grows."""
 
 
 def grown_keys(worker: int, push: int) -> Keys:
@@ -163,11 +163,11 @@ class Ledger:
                 file.truncate(size * 8)
         memory: Integers = np.memmap(path, np.int64, "r+", shape=(size,))
         self.stop = memory[:1]
-        """Whether workers are to end."""
+        """Whether workers must end."""
         self.board = memory[1:num_board].reshape(MOST_WORKERS, _COLUMNS)
         counts = memory[num_board:].reshape(shape)
         self.sent: dict[str, Integers] = {}
-        """By table: [worker, key]."""
+        """By table: array of [worker, key]."""
         self.acknowledged: dict[str, Integers] = {}
         start = 0
         for load in (*LOADS, TICKS):

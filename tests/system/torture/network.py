@@ -70,7 +70,7 @@ class Network:
         return len(self._names)
 
     def namespace(self, host: int) -> Path | None:
-        """Return the file of a host's namespace; None of this process's own."""
+        """Return the file of a host's namespace; None for this process's namespace."""
         return Path("/run/netns", self._names[host]) if host else None
 
     def set_way(self, source: int, target: int, way: Way | None) -> None:
@@ -223,5 +223,5 @@ def checksum(data: bytes) -> int:
 
 
 def run(*words: str) -> None:
-    """Run a command that is to end well."""
+    """Run a command that must succeed."""
     subprocess.run(words, check=True, capture_output=True, text=True)

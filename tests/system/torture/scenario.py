@@ -32,7 +32,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     violations: list[str]
     operations: int
     faults: list[tuple[str, float]]
-    """Each one's kind, and for how long the worst operation of the time until the next one took, in s."""
+    """The kind of each fault, and the time of the slowest operation until the next fault, in s."""
     seconds: float
 
 

@@ -67,7 +67,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     iterations: int = 0
     """Lockstep: how many it takes part in."""
     visits: bool = False
-    """Whether it only comes by: to connect, to push once, to read that, to leave."""
+    """Whether the worker only connects, pushes once, reads the value and leaves."""
 
 
 class WrongError(Exception):
@@ -298,7 +298,7 @@ def main() -> int:
             board_row[BUSY_SINCE] = int(time.monotonic() * 1000)
             board_row[STATE] = max(board_row[STATE], GOING)
         board_row[STATE] = LEFT
-        for load in (*LOADS, TICKS):  # it has waited until all is safe
+        for load in (*LOADS, TICKS):  # it has waited until all pushes are safe
             ledger.acknowledged[load.name][part.number] = ledger.sent[load.name][part.number]
         board_row[GROWN_ACKNOWLEDGED] = board_row[GROWN_SENT]
         board_row[BUSY_SINCE] = 0

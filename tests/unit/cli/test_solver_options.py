@@ -43,7 +43,7 @@ _VALUES = {
 def test_options_of_the_other_solver_are_rejected(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever its value, with one sentence that names it, before there is a look at any file or cluster."""
+    """With any value: one sentence names the option before any file or cluster is opened."""
     option = "--" + name.replace("_", "-")
     solver = "minibatches" if name in OF_BLOCKS else "proximal-blocks"
     (tmp_path / "rows.svm").write_text("1 7:1\n0 8:1\n")

@@ -71,7 +71,7 @@ class PairLinks(Mesh):
 
 
 class _Board:
-    """Where the ranks leave the other ends."""
+    """The store of the ranks' connections."""
 
     def __init__(self, buffer_bytes: int | None, lazy: bool) -> None:
         self._buffer_bytes = buffer_bytes
@@ -103,7 +103,7 @@ class _Board:
 
 
 def make_meshes(size: int, *, buffer_bytes: int | None = None, lazy: bool = False) -> list[PairLinks]:
-    """Return the links of each rank, all connected already unless ``lazy``; each is to be closed."""
+    """Return the links of each rank, all connected unless ``lazy``. The caller closes them."""
     board = _Board(buffer_bytes, lazy)
     meshes = [PairLinks(rank, size, board) for rank in range(size)]
     if not lazy:

@@ -21,7 +21,7 @@ CALL = CollectiveCall("barrier")
     [
         ({1: Status(17, CALL, (2,)), 2: Status(16, None, ()), 3: Status(17, CALL, (1,))}, (2,)),
         ({1: Status(17, CALL, (2,)), 2: None, 3: Status(16, None, ())}, (2, 3)),
-        # Still in the call before: guilty is who has not even come there.
+        # This rank is still in the earlier call; the rank that did not join that call is at fault.
         ({1: Status(16, CALL, (2,)), 2: Status(15, None, ()), 3: Status(17, CALL, (1,))}, (2,)),
         ({1: Status(16, CALL, (2,)), 2: Status(16, CALL, ()), 3: Status(17, CALL, (1,))}, (2,)),
         ({1: Status(16, CALL, (2,)), 2: Status(16, CALL, (1,)), 3: Status(17, CALL, (1,))}, (1, 2)),

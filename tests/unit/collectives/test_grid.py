@@ -104,7 +104,7 @@ def test_split_evenly() -> None:
         split_evenly(3, 0)
 
 
-# who is where
+# the position of each rank
 
 
 def test_a_grid_numbers_ranks_row_by_row() -> None:

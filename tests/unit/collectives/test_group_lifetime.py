@@ -34,7 +34,7 @@ def test_an_abort_ends_everything_and_names_the_rank(options: dict[str, Any]) ->
             assert is_over.wait(10)
             tickets = [
                 group.all_reduce_async(np.ones(3)) for _ in range(2)
-            ]  # of the first rank 0 may have done its part
+            ]  # rank 0 of the first group may have finished its part
             with pytest.raises(RankLostError, match="rank 0") as lost:
                 _wait_for_all(tickets)
             assert lost.value.ranks == (0,)

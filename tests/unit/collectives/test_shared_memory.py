@@ -1,4 +1,4 @@
-"""The engine alone: two ranks in one process, on one segment, without a world."""
+"""The engine alone: two ranks in one process, with one segment and no world."""
 
 from __future__ import annotations
 

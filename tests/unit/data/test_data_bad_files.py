@@ -137,7 +137,7 @@ def test_missing_empty_folder_unreadable(tmp_path: Path) -> None:
 
 
 def test_zstd_files(tmp_path: Path) -> None:
-    """Of several frames, with one to be skipped between them; cut off, damaged, or none at all."""
+    """Several frames with a skippable frame between them: truncated, damaged, or empty."""
     zstandard = pytest.importorskip("zstandard")
     pack = zstandard.ZstdCompressor().compress
     text = b"".join(b"%d %d:1\n" % (i % 2, i) for i in range(100_000))

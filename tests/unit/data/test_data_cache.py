@@ -305,7 +305,7 @@ def test_the_cache_is_readable_by_the_user_only(source: Path, folder: Path) -> N
 )
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_forged_cache(tmp_path: Path, folder: Path, change: dict[str, Any], ragged: bool) -> None:
-    """Its numbers lead no kernel beyond the arrays: the source is parsed again."""
+    """Invalid numbers lead no kernel beyond the arrays: the source is parsed again."""
     source = tmp_path / "x.svm"
     source.write_bytes(b"".join(b"1 %d:1 2:1%s\n" % (i + 3, b" 9999:1" * (ragged and i % 2)) for i in range(100)))
     plain = read(open_dataset(source, cache_dir=folder))

@@ -146,7 +146,7 @@ def test_csv_categories_alone_have_no_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard_bytes", [7, 100, 5000, 70_000, 10**6])
 @pytest.mark.parametrize("how", ["plain", "quoted", "carriage returns", "no last newline", "gz"])
 def test_csv_shards_have_every_row_once(tmp_path: Path, shard_bytes: int, how: str) -> None:
-    """Whatever stands in quotes, wherever shards begin, in whatever order they are read."""
+    """Quotes, shard borders and the order of reading do not change the rows."""
     count = 40 if shard_bytes < 1000 else 9000
     ads = [f'a{i}\n0,"b",{i}' if how == "quoted" and i % 5 == 0 else f"a{i}" for i in range(count)]
     lines = [("click", "site", "ad", "price"), *((str(i % 2), f"s{i}", ad, str(i)) for i, ad in enumerate(ads))]
@@ -354,7 +354,7 @@ def test_without_pyarrow_csv_is_read_and_parquet_names_the_package(
 
 
 def test_csv_has_the_keys_and_values_of_an_arrow_table(tmp_path: Path) -> None:
-    """So models that were saved when Arrow read csv stay valid."""
+    """Models that were saved when Arrow read CSV stay valid."""
     cells = ["a", "exactly8", "longer than eight", "", "NA", "ä€", 'quo"ted', "two\nlines", " blank "]
     numbers = ["1", "-2.5", "", "nan", "1e-3", "12345678", "123456789", "+7", " 3 ", "0.1"]
     data = [[str(i % 2), cells[i % 9], cells[i * 7 % 9], numbers[i % 10]] for i in range(90)]

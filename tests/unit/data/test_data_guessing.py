@@ -148,7 +148,7 @@ def write_column(path: Path, cells: list[str]) -> Path:
 
 @pytest.mark.parametrize("missing", ["?", ".", "N/A"])
 def test_numbers_with_a_mark_for_missing_values_are_numbers(tmp_path: Path, missing: str) -> None:
-    """As in the files of UCI and of SAS: looked at, and read."""
+    """Files in the forms of UCI and of SAS are described and read."""
     path = write_column(tmp_path / "x.csv", [missing if row % 5 == 0 else f"{row / 8}" for row in range(100)])
     columns = sample_data([path], reading=ReadOptions(label="y")).columns
     assert columns is not None

@@ -140,7 +140,7 @@ def test_rising_shards_of_a_gzip_file_are_unpacked_once(tmp_path: Path, monkeypa
         assert keys_of(dataset, 0, 2)[0] > 0  # an earlier one starts over
         assert len(text) < unpacked < 2 * len(text)
         again = unpacked
-        assert keys_of(dataset, 0, 5)[0] > 0  # a later one does not, though some are left out
+        assert keys_of(dataset, 0, 5)[0] > 0  # a later one does not, although some rows are left out
         assert unpacked < again + len(text)
 
 

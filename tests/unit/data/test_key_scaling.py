@@ -132,7 +132,7 @@ def nonlinear_scaling() -> KeyScaling:
 
 @given(st.data())
 def test_logarithms_and_bins(data: st.DataObject) -> None:
-    """Of keys that are small numbers too, whose bins differ all; absent numbers are 0 where a key is filled."""
+    """Keys that are also small numbers, with different bins; absent numbers are 0 for a key that is filled."""
     n = data.draw(st.integers(1, 5))
     rows = [data.draw(st.lists(st.sampled_from([1, 2, 7, 9]), unique=True)) for _ in range(n)]
     numbers = st.sampled_from([-5.0, -1.0, -0.0, 0.0, 1.5, 2.0, 5.0, 1e9])

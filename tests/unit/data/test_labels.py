@@ -86,7 +86,7 @@ def test_the_positive_label_of_words() -> None:
     [
         (["malignant", " benign", "", "benign", "NA"], ("benign", "malignant")),
         ([">50K", "<=50K"], ("<=50K", ">50K")),
-        (["F", "M"], ("F", "M")),  # F alone is a word for false
+        (["F", "M"], ("F", "M")),  # F alone means false
         (["yes", "unclear"], ("unclear", "yes")),
         (["no", "lost"], ("no", "lost")),
         (["spam", "not spam"], ("not spam", "spam")),

@@ -32,7 +32,7 @@ def bgzf(data: bytes, size: int = 10_000) -> bytes:
 
 
 def zstd_frames(data: bytes, size: int = 30_000) -> bytes:
-    """Frames of several kinds, and between them such as are to be skipped, as pzstd writes them."""
+    """Frames of several kinds, with skippable frames between them, as pzstd writes them."""
     zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'paceline[zstd]'")
     frames = []
     for number, at in enumerate(range(0, len(data), size)):

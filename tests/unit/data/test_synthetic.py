@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 GOLDEN_SHA256 = "2257de38ed9d9d5503800ec2d1d53b267b1f270bcfb8904442eb1a7a8991f066"
 GOLDEN_AUC = 0.7802166016480189
-"""Of 20,000 rows from seed 7; a change breaks comparisons of figures over versions."""
+"""20,000 rows of seed 7. A change of these rows breaks comparisons between versions."""
 
 
 def read(path: Path) -> tuple[Array, Array]:
@@ -38,7 +38,7 @@ def read(path: Path) -> tuple[Array, Array]:
 
 
 def true_probabilities(model: synthetic.ClickModel, path: Path) -> Array:
-    """From the text of the file alone, by the reader's rules and the model's weight of each key."""
+    """The probability follows from the text of the file, the reader's rules and the model's weight of each key."""
     weight_of: dict[int, int] = {}
     for number, field in enumerate(model.fields, 1):
         for text, weight in zip(field.text.tolist(), field.weight.tolist(), strict=True):
@@ -100,7 +100,7 @@ def test_vocabularies_run_from_tens_to_a_hundred_thousand_and_follow_a_power_law
     _, keys = read(tmp_path / "log.tsv")
     distinct = [len(np.unique(keys[:, field])) for field in range(39)]
     assert min(distinct[13:]) <= 16
-    assert max(distinct[13:]) > 20_000  # of 100,000: most of the tail waits for more rows
+    assert max(distinct[13:]) > 20_000  # of 100,000 values: most rare values need more rows
     assert all(6 <= count < 250 for count in distinct[:13])
     counts = np.sort(np.unique(keys[:, 15], return_counts=True)[1])[::-1]
     assert counts[0] > 4 * counts[9] > 16 * counts[99]

@@ -27,7 +27,7 @@ def bucket() -> Iterator[str]:
     yield "memory://bucket"
     system.rm("/bucket", recursive=True)
     fsspec.get_filesystem_class("simplecache").clear_instance_cache()
-    gc.collect()  # its copies go with it
+    gc.collect()  # its copies are removed with it
 
 
 def store(url: str, data: bytes) -> str:

@@ -204,14 +204,14 @@ def test_chains_have_a_text() -> None:
 
 @pytest.mark.parametrize(("bits", "pulled"), [(8, 8), (4, 4), (2, 4), (1, 4)])
 def test_pulls_keep_four_bits_by_default(bits: int, pulled: int) -> None:
-    """Of pulled values no error is kept, so fewer bits would be a model of noise."""
+    """Pulled values have no error feedback, so fewer bits would give a noisy model."""
     requests = [KeyCaching(), Quantize(bits=bits)]
     assert str(TableFilters(requests).answers) == f"quantize:{pulled}"
     assert str(TableFilters(requests, [Quantize(bits=bits)]).answers) == f"quantize:{bits}"
 
 
 def own(kind: Any, **members: Any) -> Any:
-    """Return a user's filter `own` that differs by these members from one that changes nothing."""
+    """Return a user's filter `own` with these members; all others change nothing."""
     defaults: dict[type[Filter], dict[str, Any]] = {
         ValueFilter: {
             "num_bytes": lambda self, count: 4 * count,

@@ -192,7 +192,7 @@ def test_rows_at_0_are_sent_when_a_change_is_possible() -> None:
         keys, found = selection.choose(np.arange(3, dtype=np.uint64), values.reshape(-1), 0, 0, l1=1.0)
         return dict(zip(keys.tolist(), found.reshape(-1, 2).round(6).tolist(), strict=True))
 
-    assert len(sent(rows)) == 3  # nothing is known of their weights
+    assert len(sent(rows)) == 3  # their weights are unknown
     selection.note_pulled(np.arange(3, dtype=np.uint64), np.array([0, 0, 0, 0, 0, 0.5], np.float32))
     assert sorted(sent(rows)) == [1, 2]
     assert sorted(sent(rows)) == [0, 1, 2]  # the first row with its residual; the second row was sent after the pull

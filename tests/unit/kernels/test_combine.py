@@ -144,7 +144,7 @@ def test_halves_are_rounded_once(dtype: str) -> None:
     one, small = (0x3C00, 0x0C00) if dtype == "float16" else (0x3F80, 0x3B00)  # a quarter of an ulp of 1
     sources = [np.full(70, bits, np.uint16).view(numpy_dtype(dtype)) for bits in (one, small, small, small)]
     assert_same(dtype, combined(dtype, SUM, sources), reference(dtype, SUM, sources, 1.0))
-    assert (combined(dtype, SUM, sources).view(np.uint16) == one + 1).all()  # each alone would be lost
+    assert (combined(dtype, SUM, sources).view(np.uint16) == one + 1).all()  # each value alone would be lost
 
 
 @pytest.mark.parametrize("op", [MIN, MAX])
@@ -182,7 +182,7 @@ def test_every_half_is_rounded_to_nearest_even(half: tuple[str, int], scale: flo
     dtype, address = half
     values = ALL_BITS.view(numpy_dtype(dtype))
     target = np.empty_like(values)
-    for size in (len(values), 63):  # in whole steps, and element by element
+    for size in (len(values), 63):  # in complete steps, and element by element
         target[:] = 0
         for start in range(0, len(values), size):
             run(address, target[start : start + size], [values[start : start + size]], SUM, scale)

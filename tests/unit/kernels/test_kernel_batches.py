@@ -34,7 +34,7 @@ def test_dedup_of_any_keys(keys: list[int]) -> None:
 
 
 def test_dedup_of_colliding_keys() -> None:
-    keys = reference.unmix(np.arange(1000, dtype=np.uint64) << np.uint64(32))  # all at home in one place
+    keys = reference.unmix(np.arange(1000, dtype=np.uint64) << np.uint64(32))  # all with the same first slot
     scratch = np.empty(dedup.scratch_size(1000), np.int32)
     unique, inverse = np.empty(1000, np.uint64), np.empty(1000, np.int32)
     assert dedup.dedup(keys, scratch, unique, inverse) == 1000

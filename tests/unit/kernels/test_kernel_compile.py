@@ -87,7 +87,7 @@ def test_both_halves_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compile, name, partial(done.append, name))
     monkeypatch.setattr(compile, "is_compiled", lambda: False)
     printed: list[str] = []
-    before = psutil.Process().children()  # of the tests before
+    before = psutil.Process().children()  # of the earlier tests
     for program in (sys.executable, "/no/such/program", None):
         monkeypatch.setattr(sys, "executable", program)
         prepare_kernels(printed.append)

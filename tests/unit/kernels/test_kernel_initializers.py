@@ -43,7 +43,7 @@ def test_insertion_and_order_change_nothing(kind: Initializer, dim: int) -> None
 
 @pytest.mark.parametrize("kind", [ZEROS, CONSTANT, UNIFORM, NORMAL])
 def test_dense_values_do_not_depend_on_where_a_range_lies(kind: int) -> None:
-    array = parameters(SGD(lr=0.1), Uniform(low=-0.5, high=0.75))  # of the other kinds two numbers, too
+    array = parameters(SGD(lr=0.1), Uniform(low=-0.5, high=0.75))  # the other kinds have two numbers too
     whole, part = np.empty(100, np.float32), np.empty(60, np.float32)
     kernels.dense_start(SGD.code, whole, 100, 0, 100, 0, kind, np.uint64(2**63 + 5), array)
     kernels.dense_start(SGD.code, part, 60, 10, 60, 50, kind, np.uint64(2**63 + 5), array)

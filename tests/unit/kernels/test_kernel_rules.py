@@ -332,7 +332,7 @@ def test_l1_is_a_proximal_step(rule: SGD | Adagrad | Adam, dim: int) -> None:
 
 @pytest.mark.parametrize("rule", [SGD(lr=0.2, l1=0.5), Adagrad(lr=0.3, l1=0.5), Adam(lr=0.02, l1=0.5)], ids=repr)
 def test_l1_has_the_optimum_of_the_lasso(rule: UpdateRule) -> None:
-    """Of (w - a)² / 2 + l1 · |w|: a less l1, and exactly 0 for a within l1."""
+    """The optimum of (w - a)² / 2 + l1 · |w| is a reduced by l1, and exactly 0 for |a| up to l1."""
     targets = np.array([-2.0, -0.6, -0.4, 0.0, 0.3, 0.45, 1.5], np.float32)
     record, array = dense_record(rule, np.ones(len(targets), np.float32))
     for _ in range(1500):

@@ -297,7 +297,7 @@ def test_parse_floats(texts: list[str]) -> None:
 def test_numbers_of_up_to_15_digits_equal_the_numbers_of_python(
     parts: list[tuple[str, str, int]], exponent: int
 ) -> None:
-    """To the last bit, wherever the point is: both digits and power of ten are exact (Clinger 1990)."""
+    """Equal to the last bit, because digits and power of ten are exact (Clinger 1990)."""
     texts = []
     for sign, digits, point in parts:
         text = digits if point >= len(digits) else f"{digits[:point]}.{digits[point:]}"

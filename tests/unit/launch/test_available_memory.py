@@ -20,7 +20,7 @@ def test_the_lowest_limit_counts(tmp_path: Path) -> None:
     groups, own = tmp_path / "cgroup", tmp_path / "own"
     own.write_text("0::/jobs/mine\n")
     (groups / "jobs").mkdir(parents=True)
-    assert available_memory(groups, own) > 1 << 20  # nothing is known of groups
+    assert available_memory(groups, own) > 1 << 20  # without control groups
     group(groups / "jobs" / "mine", "max", 100, 0)
     group(groups / "jobs", "5000", 3000, 500)
     assert available_memory(groups, own) == 2500

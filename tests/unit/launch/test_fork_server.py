@@ -95,7 +95,7 @@ def test_how_forks_end_is_reported(fork: Callable[..., Forked], capfd: pytest.Ca
     assert killed.wait(20.0) == -signal.SIGTERM
     killed.send_signal(signal.SIGTERM)  # no process receives it
     assert waiting.stdin is not None
-    waiting.stdin.close()  # as when this process is killed
+    waiting.stdin.close()  # as after the death of this process
     assert waiting.wait(20.0) == 7
     assert not psutil.pid_exists(waiting.pid)  # its parent has noticed
 
@@ -129,7 +129,7 @@ def test_no_call_waits_for_a_stopped_fork_server(server: ForkServer, fork: Calla
     stopped.suspend()
     try:
         process.send_signal(signal.SIGKILL)
-        assert process.wait(20.0) == 255  # it cannot say
+        assert process.wait(20.0) == 255  # it cannot report it
     finally:
         stopped.resume()
 

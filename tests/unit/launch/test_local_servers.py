@@ -66,10 +66,10 @@ def test_a_failing_server_is_started_again_after_a_pause(
             wait_until(lambda: len(statuses) == 1 and len(local.pids("server")) == 1)
             time.sleep(0.5)
             assert statuses == [-signal.SIGTERM]  # and not 1, which is how the second one ended
-            assert local.dead_children("server") == []  # another one is to come
+            assert local.dead_children("server") == []  # another one follows
             since = time.monotonic()
             local.close()
-            assert time.monotonic() - since < 8.0  # whatever the pause
+            assert time.monotonic() - since < 8.0  # after any pause
     output = capfd.readouterr().err
     assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in output
     assert output.count("\n") == 1

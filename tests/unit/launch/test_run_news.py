@@ -39,7 +39,7 @@ def test_two_simultaneous_deaths_wait_for_two_servers() -> None:
     news.take_servers([3], is_lost=False)
     news.take_servers([3, 4], is_lost=False)
     assert news.take_lines() == ["0 died"]
-    news.take_servers([3, 4, 1], is_lost=False)  # it was there before
+    news.take_servers([3, 4, 1], is_lost=False)  # it was running before
     assert news.take_lines() == []
     news.take_servers([3, 4, 5], is_lost=False)
     assert news.take_lines() == ["1 died"]

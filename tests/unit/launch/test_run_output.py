@@ -1,4 +1,4 @@
-"""Whole lines of pieces; which rank is to blame; when tracebacks are shown."""
+"""Complete lines from pieces; the choice of the failed rank; the time at which tracebacks are printed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TestLines:
         splitter = LineSplitter()
         assert splitter.feed(b"\r10%") == []
         assert splitter.glimpse() == [b"10%\n"]
-        assert splitter.glimpse() == []  # it has not moved
+        assert splitter.glimpse() == []  # no new output
         assert splitter.feed(b"\r50%\r") == []
         assert splitter.glimpse() == [b"50%\n"]
         assert splitter.feed(b"100%\nnext\r\n") == [b"100%\n", b"next\n"]
@@ -136,7 +136,7 @@ class TestBlame:
             ([(0, LOST_TO_1)], [], (0, 1.0)),
             ([(0, LOST_TO_1)], [2], (0, 1.0)),
             ([(0, LOST)], [1, 2], (0, 10.0)),
-            # All are consequences: the names lead to the first rank of the chain.
+            # All are consequences: the named ranks lead to the first rank of the chain.
             ([(0, LOST_TO_1), (1, traceback(b"ConnectionResetError: x"))], [], (1, 1.0)),
             ([(0, LOST_TO_1), (1, lost_to(2)), (2, traceback(b"BrokenPipeError: x"))], [3], (2, 1.0)),
             ([(0, LOST_TO_1), (1, lost_to(2))], [2], (1, 10.0)),

@@ -55,7 +55,7 @@ def test_servers_and_replicas_are_reported() -> None:
     assert plan.environment["PACELINE_SCHEDULER"] == "tcp://h:1"
     choice = choose_strategy("hybrid", processes=1, servers=2, replicas=1)
     (plan,) = plan_ranks(layout, choice, {}, token="t", scheduler="tcp://h:1", threads=None, cores=8)
-    assert "PACELINE_REPLICAS" not in plan.environment  # it is the servers' business
+    assert "PACELINE_REPLICAS" not in plan.environment  # the servers' option
 
 
 def test_filters_are_reported() -> None:

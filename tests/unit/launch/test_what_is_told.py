@@ -60,8 +60,8 @@ def test_no_staleness_at_all() -> None:
 def test_the_running_loss_forgets_the_beginning() -> None:
     running = RunningLoss()
     assert running.add(0, 0.0, 0.0) is None
-    assert running.add(10_000, 14_000.0, 20_000.0) == 0.7  # each counts twice
-    assert running.add(60_000, 54_000.0, 120_000.0) == 0.4  # of the last 50,000
+    assert running.add(10_000, 14_000.0, 20_000.0) == 0.7  # each shard counts twice
+    assert running.add(60_000, 54_000.0, 120_000.0) == 0.4  # of the last 50,000 examples
     assert running.add(120_000, 90_000.0, 240_000.0) == 0.3
     assert running.add(119_000, 89_400.0, 238_000.0) is None  # a worker died: the sums begin again
     assert running.add(129_000, 95_400.0, 258_000.0) == 0.3

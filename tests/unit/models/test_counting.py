@@ -50,7 +50,7 @@ def test_counts_are_never_too_small_and_seldom_too_large() -> None:
         push(sketch, features[part], num_cells, times[part])
     found = estimates(sketch, features, num_cells)
     assert (found >= times).all()
-    # Of blocks with as many others as there are on average, n: all three cells are others' too.
+    # In blocks with the average number n of other features, all three cells are shared with other features.
     collisions = len(features) * BLOCK / num_cells
     assert np.mean(found > times) < 1.5 * (1 - (1 - DEPTH / BLOCK) ** collisions) ** DEPTH
     assert max(sketch) < num_cells // BLOCK

@@ -59,7 +59,7 @@ def margin(model: DeepModel, vectors: Array, layers: list[Array]) -> float:
 
 @pytest.mark.parametrize("name", DEEP)
 def test_outputs_of_deep_models(name: str) -> None:
-    """With numbers that are missing, and a feature that is too rare for factors."""
+    """With missing numbers, and a feature that is too rare for factors."""
     model = make_deep(name, dim=2, hidden=(4, 3), layout=LAYOUT, factor_min_count=5, offset=0.25)
     x, y, z = (name_seed(column) for column in LAYOUT.numeric)
     keys = np.array([7, 8, x, y, z, 7, 9, z], np.uint64)
@@ -106,7 +106,7 @@ def test_layers_are_learned_where_features_are_counted(name: str) -> None:
     minibatch = model.prepare_training(batch, KeyScratch(), is_first_pass=False)
     rows = zip(minibatch.keys, model.tables, strict=True)
     minibatch.gradients([np.ones((len(keys), table.dim), np.float32) for keys, table in rows])
-    assert [len(keys) for keys in minibatch.gradient_keys[:2]] == [1, 0]  # the bias alone: all have occurred once
+    assert [len(keys) for keys in minibatch.gradient_keys[:2]] == [1, 0]  # the bias alone: every key has occurred once
     assert [keys.tolist() for keys in minibatch.gradient_keys[3:-1]] == [keys.tolist() for keys in model.layer_keys]
 
 

@@ -46,7 +46,7 @@ def test_nonlinear_interactions() -> None:
 
 
 def test_features_without_a_weight_have_no_factors() -> None:
-    """Neither rows nor a part in predictions."""
+    """The feature has no rows and no part in predictions."""
     model = SparseFactorizationMachine(dim=4, factor_min_count=0)
     _, stores = train(model, make_pairs(0), FTRL(l1=1e6), epochs=6)
     assert [len(store) for store in stores] == [2 * NUM_VALUES + 1, 0, 0]

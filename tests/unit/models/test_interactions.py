@@ -57,7 +57,9 @@ def test_no_crosses(text: str, message: str) -> None:
     with pytest.raises(UsageError, match="libsvm has no columns to cross"):
         Interactions(text="a:b").of_columns("libsvm", None)
     with pytest.raises(UsageError, match="jsonl has no columns to cross"):
-        Interactions(text="a:b").of_columns("jsonl", Columns("y", ("a", "b"), is_open=True))  # nothing seen in rows
+        Interactions(text="a:b").of_columns(
+            "jsonl", Columns("y", ("a", "b"), is_open=True)
+        )  # no pair occurs in the rows
     for alone in ("a:*", "*:*", "*:*:*"):
         with pytest.raises(UsageError, match=r"too few columns to cross: a$"):
             Interactions(text=alone).of_columns("csv", Columns("y", ("a",)))
@@ -121,7 +123,7 @@ FIELDS = ("ad", "user", "", "device", "display")
     [
         ("ad:user", [(0, 1)]),
         ("user:user", [(1, 1)]),
-        ("ad:d", [(0, 3), (0, 4)]),  # as -q ad, of letters that names begin with
+        ("ad:d", [(0, 3), (0, 4)]),  # as -q ad of Vowpal Wabbit: first letters of names
         ("(no name):user:u", [(1, 1, 2)]),
         ("*:ad", [(0, 1), (0, 2), (0, 3), (0, 4)]),
     ],
@@ -134,7 +136,7 @@ def test_which_fields(text: str, crosses: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("has_values", [True, False])
 def test_fields_with_several_features(has_values: bool) -> None:
-    """All pairs and triples, and of a field with itself each set once, in whatever order its features come."""
+    """All pairs and triples, and pairs within a field once per set, in any order of the features."""
     interactions = Interactions(text="ad:user,user:user,ad:user:user,device:ad:user,ad:ad:ad").of_columns(
         "vw", None, FIELDS
     )

@@ -99,7 +99,7 @@ def test_no_better_than_the_share_of_positives() -> None:
     assert base_log_loss((3, 1)) == pytest.approx(log_loss([1, 0, 0, 0], [0.25] * 4))
     assert base_log_loss((4, 0)) == base_log_loss((0, 4)) == 0
     assert find_useless(0.56, (3, 1)) is None
-    assert find_useless(0.7, (4, 0)) is None  # nothing is to be learned where all are of one class
+    assert find_useless(0.7, (4, 0)) is None  # no training is possible with one class
     warning = find_useless(0.57, (3, 1))
     assert warning is not None
     assert all(number in warning for number in ("0.5700", "0.5623", "0.75, 0.25"))

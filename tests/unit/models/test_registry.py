@@ -57,7 +57,7 @@ def test_settings_travel(name: str) -> None:
     model = make_model(name, **SETTINGS.get(name, {}))
     assert read_model_settings(json.loads(json.dumps({**model.describe(), "finished": True}))) == model.with_defaults()
     assert describe_settings(model.describe()).startswith(name)
-    assert name in inspect.getsource(ModelFlags)  # its help text, which must be there without numba
+    assert name in inspect.getsource(ModelFlags)  # its help text, which must be available without numba
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])

@@ -183,7 +183,7 @@ def test_rate_ignores_counts_before_the_window() -> None:
 def test_rate_falls_while_nothing_happens_and_samples_are_rare() -> None:
     meter = RateMeter(timedelta(seconds=2))
     meter.add(0, 0)
-    meter.add(10, 1000)  # longer than the window, and all there is to know
+    meter.add(10, 1000)  # longer than the window, and the only information
     assert meter.per_s == 100.0
 
 

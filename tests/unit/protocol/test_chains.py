@@ -180,7 +180,7 @@ def test_a_fill_stops_when_it_is_not_wanted() -> None:
     servers[101] = 1
     planner.servers_changed(servers)
     servers[102] = 2
-    version = planner.version  # in some chains the second newcomer ranks first: it waits
+    version = planner.version  # in some chains the second new server ranks first: it waits
     planner.servers_changed(servers)
     assert planner.version == version
     assert held(planner, 101) == (1 << 64) - 1
@@ -257,10 +257,10 @@ def test_a_silent_server_stays_in_chains_of_silent_servers() -> None:
     assert planner.version == 2
     assert planner.member_of(100) == own_buckets
     assert lost_buckets(planner.groups) == 0
-    for bucket in buckets_in(own_buckets):  # who is to have it next waits for it
+    for bucket in buckets_in(own_buckets):  # the next server of the bucket waits for it
         assert planner.chains[bucket].members == (100,)
         assert planner.chains[bucket].filling in (101, 102)
-    planner.servers_changed(servers)  # it comes back
+    planner.servers_changed(servers)  # it returns
     assert planner.version == 3
     assert planner.chains == placed(servers, 32, 0)
 
@@ -394,7 +394,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def follow(self, before: tuple[Chain, ...]) -> None:
         assert (self.planner.version > self.version) == (self.planner.chains != before)
         self.version = self.planner.version
-        # Who is in a bucket's chain no more drops its data; who died has none.
+        # A server that leaves a bucket's chain drops its data; a dead server has none.
         self.full = {(s, b) for s, b in self.full if held(self.planner, s) >> b & 1}
         self.lost = sum(1 << b for b in range(MACHINE_BUCKETS) if not any((s, b) in self.full for s in self.servers))
 

@@ -78,7 +78,7 @@ def test_a_departed_worker_counts_until_the_last_tick() -> None:
 
 def test_after_a_takeover_all_send_again_before_anything_is_completed_or_read() -> None:
     replication, iterations = server(C, A)
-    push = Forwarded("sum", C, AGGREGATE, 1, 1, 0b01)  # of iteration 0, one bucket has come
+    push = Forwarded("sum", C, AGGREGATE, 1, 1, 0b01)  # one bucket of iteration 0 has arrived
     replication.handle(push)
     assert iterations.complete(0, (1, 2)) == []
     change(replication, 2, chain_group((A,), None, ALL))
@@ -108,8 +108,8 @@ def test_a_takeover_does_not_wait_for_departed_or_synced_workers() -> None:
 
 
 def test_a_resent_push_counts_without_a_tick_at_the_gate() -> None:
-    # Found by the simulation: a new server's gate begins where the others stand, and so does not know who has ticked
-    # the incomplete iterations; the workers' pushes for them were dropped.
+    # Found by the simulation: a new server's gate begins at the current iteration, without the ticks of the incomplete
+    # iterations, so the workers' pushes for them were dropped.
     replication, iterations = server(C, A, first_clock=5)
     assert iterations.durable == 5
     change(replication, 2, chain_group((A,), None, ALL))
@@ -173,17 +173,17 @@ def filled_chain(*workers: int) -> tuple[Replication, Iterations]:
 def test_a_fill_is_reported_when_workers_retain_pushes() -> None:
     replication, iterations = filled_chain(1, 2)
     iterations.synced(1, 2)
-    iterations.synced(2, 1)  # by an older map, by which it does not keep
+    iterations.synced(2, 1)  # by an older map, with which it does not retain
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     assert not iterations.may_report(ALL)
     admit(iterations, 2, 0, 1, ALL)
     iterations.synced(2, 2)
-    assert not iterations.may_report(ALL)  # of iteration 1 something came that is not kept
+    assert not iterations.may_report(ALL)  # a part of iteration 1 arrived that is not retained
     push_sums(replication, iterations, iterations.complete(1, (1, 2)))
     assert iterations.may_report(ALL)
     admit(iterations, 1, 1, 2, ALL)
     assert iterations.may_report(ALL)
-    # It stays so while it has a successor; a new worker retains from the beginning.
+    # This holds while it has a successor; a new worker retains from the beginning.
     change(replication, 3, chain_group((A,), C, 0b01), chain_group((B,), None, 0b10))
     iterations.lead(3, 0b01, (1, 2, 3))
     assert iterations.may_report(0b01)
@@ -206,7 +206,7 @@ def test_a_fill_is_reported_although_workers_leave_or_finish() -> None:
     _, iterations = filled_chain(1, 2)
     iterations.synced(1, 2)
     assert not iterations.may_report(ALL)
-    iterations.forget(1, 0)  # it has not ticked: its pushes never count
+    iterations.forget(1, 0)  # it has no tick: its pushes never count
     iterations.left(2)
     assert iterations.may_report(ALL)
     _, iterations = filled_chain(1, 2)

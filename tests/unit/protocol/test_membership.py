@@ -121,7 +121,7 @@ def test_rebuild_continues_with_the_living_members_and_reuses_nothing() -> None:
     assert not membership.record_heartbeat(3, 51.0)
     assert overdue_at(membership, 55.0) == []
     assert overdue_at(membership, 55.5) == ["s", "a"]
-    assert membership.last_incarnation == 99  # so b is known to be gone
+    assert membership.last_incarnation == 99  # so the departure of b is known
     b = membership.register("b", Role.WORKER, 51.0)
     assert (b.rank, b.incarnation) == (1, 100)
 
@@ -149,9 +149,9 @@ def test_a_member_in_no_view_is_readmitted_unless_the_rank_is_occupied() -> None
     assert overdue_at(membership, 6.1) == ["a"]
     assert not membership.readmit(Member("a", Role.WORKER, 3, 8), 1.0)
     assert not membership.readmit(Member("b", Role.WORKER, 0, 8), 1.0)
-    assert not membership.readmit(Member("c", Role.WORKER, 3, 100), 1.0)  # one that was never given
+    assert not membership.readmit(Member("c", Role.WORKER, 3, 100), 1.0)  # a number that was never assigned
     assert membership.register("d", Role.WORKER, 1.0).rank == 1
-    # Of observers no rank is known to anybody else.
+    # Observers have no rank that other members know.
     for incarnation, rank in ((8, 0), (9, 1)):
         observer = membership.readmit(Member(f"o{incarnation}", Role.OBSERVER, 0, incarnation), 1.0)
         assert observer is not None

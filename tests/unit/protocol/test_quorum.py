@@ -1,4 +1,4 @@
-"""Elastic quorums: steps are committed by all surviving ranks or by none, whatever dies, joins or is lost."""
+"""Elastic quorums: steps are committed by all surviving ranks or by none, with any deaths, joins and losses."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Elastic(RuleBasedStateMachine):
         self.members: dict[int, tuple[int, ...]] = {}
         self.has_announced: set[int] = set()
         self.decisions: dict[tuple[int, int], bool] = {}
-        """By quorum and step: whether the coordinator's next quorum commits it."""
+        """By quorum and step: whether the coordinator's next quorum commits the step."""
         self.applied: dict[int, set[int]] = {}
         """Members that have committed, by step."""
         self.highest = 0

@@ -37,10 +37,10 @@ def run(
     ("complaints", "goes"),
     [
         ({}, None),
-        ({1: (2,)}, Unreachable(2, (1,))),  # of two the younger one
+        ({1: (2,)}, Unreachable(2, (1,))),  # the younger one of two
         ({2: (1,)}, Unreachable(2, (1,))),  # whichever server reports it
         ({1: (2,), 2: (1,)}, Unreachable(2, (1,))),  # a pair counts once
-        ({1: (2, 3)}, Unreachable(1, (2, 3))),  # who is at odds with most
+        ({1: (2, 3)}, Unreachable(1, (2, 3))),  # the server with the most conflicts
         ({2: (1,), 3: (1,), 4: (1,)}, Unreachable(1, (2, 3, 4))),
         ({1: (2, 3), 2: (1,), 3: (1,)}, Unreachable(1, (2, 3))),
         ({1: (2,), 3: (4,)}, Unreachable(4, (3,))),  # one at a time
@@ -122,7 +122,11 @@ def test_a_stopped_server_has_time_to_answer() -> None:
         ({1: (2,)}, [(2,), (1,)], None),  # they wait for their cable
         ({1: (2,), 3: (4,)}, [(2, 4), (1, 3)], 4),
         ({1: (2,), 3: (4,)}, [(4,), (1, 3)], 3),
-        ({1: (2, 3)}, [(1,)], 3),  # it has most against it, and may not go: so the peers do, one by one
+        (
+            {1: (2, 3)},
+            [(1,)],
+            3,
+        ),  # it has the most complaints and may not be expelled, so its peers are expelled one by one
         ({1: (2, 3)}, [(1,), (2, 3)], 3),
         ({1: (2, 3)}, [(1,), (2,), (3,)], None),
         ({1: (2, 3), 4: (5,)}, [(1,), (4, 5)], 5),  # this pair does not depend on the other one
@@ -138,7 +142,7 @@ def test_the_last_server_with_a_bucket_is_never_expelled(
 
 
 def test_a_silent_server_does_not_count_as_a_copy() -> None:
-    """1 and 2 have each its buckets with 3; 3 dies while 1 and 2 are at odds: either alone has them, and stays."""
+    """Server 3 dies while 1 and 2 are in conflict: each has the only copy of its buckets, and stays."""
     rule = Reachability(PATIENCE_S)
     groups = (chain_group((1, 3), None, 0b01), chain_group((3, 2), None, 0b10))
     for beat in range(12):

@@ -322,7 +322,7 @@ def test_a_server_is_filled_and_reported() -> None:
     assert handle(first, Pushed("push", 9, 1, 0b11)) == [Forward("push", B, 2, 0b01), Apply("push", 0b11)]
     assert handle(new, Forwarded("copy", A, 9, 1, 1, 0b01)) == [Acknowledge("copy"), Apply("copy", 0b01)]
     assert handle(new, Forwarded("too much", A, 9, 2, 1, 0b11)) == [Forget("too much")]
-    assert handle(first, Confirmed(B, number)) == []  # more is to come
+    assert handle(first, Confirmed(B, number)) == []  # more parts follow
     last = first.next_fill(B)
     assert last is not None
     assert first.next_fill(B) is None

@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 
 SIZE = 1200  # three elements in a bucket: 400 buckets have some
 START = 0.25
-FEW = (0, 1, 2, 5, 6, 99, 399, 400, 511)  # of the buckets, so that they meet
+FEW = (0, 1, 2, 5, 6, 99, 399, 400, 511)  # of the buckets, so that they overlap
 EVERY_RULE = [
     rule() if rule is FTRL else rule(lr=0.1)  # type: ignore[call-arg]
     for rule in RULES.values()
@@ -163,7 +163,7 @@ def test_a_read_bucket_is_a_copy(kind: str, dim: int, rule: UpdateRule, bucket: 
     np.testing.assert_array_equal(records, kept_records)
     changed = part.read_bucket(bucket)[1]
     assert not np.array_equal(changed, records)
-    records[:] = 0  # and who has it may write to it
+    records[:] = 0  # and its owner may write to it
     np.testing.assert_array_equal(part.read_bucket(bucket)[1], changed)
 
 
@@ -254,7 +254,7 @@ def test_ranges_are_restricted_to_the_elements(
         assert part.keys_of(restricted).tolist() == expected
         assert part.buckets_of(restricted) == bucket_set(e // 3 for e in expected)
         assert (restricted is selection and rows is grads) == (len(expected) == len(grads))
-        assert replica.num_values(restricted.copy()) == len(expected)  # whatever that server is primary of
+        assert replica.num_values(restricted.copy()) == len(expected)  # any buckets of that server
         selection, grads = restricted, rows  # a part of a part
     replica.push(selection, grads)
     part.push(selection, grads)

@@ -133,7 +133,7 @@ class FakeLink:
         return messages.KnownTable(number=number, declared=message.spec, spec=message.spec)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class World:
@@ -167,7 +167,7 @@ class World:
         return client
 
     def map(self, version: int, leads: Mapping[int, int], filling: int | None = None) -> messages.View:
-        """Return a map in which each server leads some buckets; who is not named is dead."""
+        """Return a map in which each server leads some buckets; a server without buckets is dead."""
         named = 0
         groups = []
         for incarnation, buckets in leads.items():
@@ -289,7 +289,7 @@ def test_a_pull_is_split_again_and_the_values_are_joined(stack: ExitStack) -> No
         assert not any(frame.flags for frame in frames[:-1])
         push, ranged_push = (frame for frame in frames if frame.kind == PUSH)
         assert kinds[:2] == [PUSH, PULL]
-        assert (push.clock, frames[1].clock) == (0, 1)  # it ticked
+        assert (push.clock, frames[1].clock) == (0, 1)  # it sent a tick
         assert push.keys == push.grads
         assert buckets_of_keys(np.array(push.keys, np.uint64)) & ~server.leads == 0
         assert all(server.leads >> key // width & 1 for key in ranged_push.keys)
@@ -424,7 +424,7 @@ def test_answered_pushes_are_retained_until_stable(stack: ExitStack, kind: str) 
 
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_resent_pushes_are_retained_unchanged(stack: ExitStack, is_answered: bool) -> None:
-    """Whatever its first memory holds since: the caller's is the caller's again, a copy's may be another copy's."""
+    """The first memory may be reused: the caller's arrays by the caller, and a copy's memory by another copy."""
     world = World(stack, {11: ALL}, 13, consistency="sequential")
     client = world.connect()
     table = client.dense_table("d", size=DENSE, update=SGD(lr=1.0))

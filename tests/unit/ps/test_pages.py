@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # withou
 
 
 class MapWithoutRemap(mmap.mmap):
-    """As on systems that have no mremap."""
+    """As on systems without mremap."""
 
     resized = 0
 

@@ -38,7 +38,7 @@ def test_the_age_of_a_row_is_the_age_of_the_last_push(dim: int, rule: UpdateRule
     every = np.concatenate([[0], random.integers(0, 2**64, 20_000, np.uint64)]).astype(np.uint64)
     for store in (part, plain):
         push(store, every[:6000])
-    assert unseen(part, 1) == set()  # nothing is noted yet
+    assert unseen(part, 1) == set()  # no pass is recorded yet
     last.update(dict.fromkeys(every[:6000].tolist(), 3))
     for number in range(4, 12):
         part.begin_pass(number, 3)

@@ -38,7 +38,7 @@ def test_rules_travel_as_fields(rule: UpdateRule) -> None:
     assert from_fields(RULES, fields) == rule
     as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     assert from_fields(RULES, as_json) == rule
-    assert fields == to_fields(rule)  # from_fields left them alone
+    assert fields == to_fields(rule)  # from_fields did not change them
 
 
 @pytest.mark.parametrize("start", STARTS)

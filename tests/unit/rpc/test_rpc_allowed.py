@@ -134,7 +134,7 @@ def test_the_main_script_has_one_name_in_all_processes(monkeypatch: pytest.Monke
     def scale() -> int:
         return 8
 
-    scale.__module__, scale.__qualname__ = "__mp_main__", "scale"  # as multiprocessing names it
+    scale.__module__, scale.__qualname__ = "__mp_main__", "scale"  # in the form of multiprocessing
     assert qualified_name(scale) == "__main__:scale"
     monkeypatch.setattr(sys.modules["__main__"], "scale", scale, raising=False)
     for entry in ("__main__", "__mp_main__"):

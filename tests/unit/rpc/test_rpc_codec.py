@@ -189,7 +189,7 @@ def test_other_objects_of_torch() -> None:
     assert largest.indices.tolist() == [0, 0]
     round_trip(Step(1, largest))
     key = torch.ones(2)
-    (found, item), *_ = round_trip({key: torch.zeros(3)}).items()  # as get_gradients gives it
+    (found, item), *_ = round_trip({key: torch.zeros(3)}).items()  # in the form of get_gradients
     assert torch.equal(found, key)
     assert torch.equal(item, torch.zeros(3))
     state = torch.nn.Linear(2, 3).state_dict()

@@ -300,7 +300,7 @@ def test_large_bodies_go_through_memory_once_it_is_mapped() -> None:
         assert bytes(received.meta) == b"m"
         np.testing.assert_array_equal(np.frombuffer(received.body, np.uint8), body)
         through.append(bool(received.header.flags))
-    # Not the first one, by which it was offered, nor small ones, nor those larger than a slot.
+    # Not the first body, which offered the segment, nor small bodies, nor bodies larger than a slot.
     assert through == [False, True, True, False, True, False, True, True, True, False, True, False]
     right.send(20, b"", [sent[1]], request=7, deadline=soon)  # and back
     assert left.receive().header.flags

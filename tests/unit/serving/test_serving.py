@@ -72,7 +72,7 @@ def test_rows_by_key(numbered: Path) -> None:
     expected = 1 / (1 + np.exp(-np.array([0.75, 0.25, 0.25])))
     np.testing.assert_allclose(client.predict(rows), expected, rtol=1e-6)
     assert client.predict([]) == []
-    many = client.predict(rows * 2000)  # so large that it is predicted in a thread
+    many = client.predict(rows * 2000)  # large enough for a prediction in a thread
     np.testing.assert_allclose(many, np.tile(expected, 2000), rtol=1e-6)
 
 
@@ -122,7 +122,7 @@ def test_incomplete_requests_are_answered_when_the_server_ends(numbered: Path) -
     async def client() -> Any:
         task = asyncio.create_task(service.predict(Request({"type": "http", "method": "POST"}, receive)))
         await asyncio.sleep(0)
-        task.cancel()  # as uvicorn does when it has waited
+        task.cancel()  # as uvicorn does after a timeout
         return await task
 
     response = asyncio.run(client())
@@ -160,7 +160,7 @@ def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path, caplog
     assert after[0] < before[0]
     whole = (numbered / "manifest.json").read_text()
     (numbered / "manifest.json").write_text(whole[:100])
-    for _ in range(2):  # it is not tried again while it is the same
+    for _ in range(2):  # it is not tried again while it is unchanged
         source.refresh()
     assert (source.reloads, source.failures) == (1, 1)
     assert client.predict([{"3": 1}]) == after

@@ -88,7 +88,7 @@ GIVEN: dict[str, Any] = {"factor_lr": 0.1, "factor_l2": 0.5, "factor_min_count":
         pytest.param(FactorizationMachine(**GIVEN, epochs=4, l1=0.0), marks=pytest.mark.thorough),
         pytest.param(LinearRegression(epochs=8), marks=pytest.mark.thorough),
         pytest.param(PoissonRegressor(epochs=8), marks=pytest.mark.thorough),
-        pytest.param(LogisticRegression(), marks=pytest.mark.thorough),  # it tries more
+        pytest.param(LogisticRegression(), marks=pytest.mark.thorough),  # it tries more settings
     ],
 )
 def test_it_passes_the_checks_of_scikit_learn(estimator: Any) -> None:

@@ -190,7 +190,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     folder.commit(manifest_of(number, use(part_of(folder.path, number, 1))))
     with pytest.raises(UsageError, match=rf"use by another run \(process {os.getpid()} on .*Use another directory"):
         SnapshotDirectory(folder.path)
-    assert read_newest(folder.path).manifest.number == number  # who only reads is not in the way
+    assert read_newest(folder.path).manifest.number == number  # a reader does not block it
     folder.close()
     folder.close()
     assert sorted(os.listdir(folder.path)) == [folder_name(number)]

@@ -1,4 +1,4 @@
-"""The backend by its name alone: no program imports Paceline here."""
+"""The backend by its name: the programs of these tests do not import Paceline."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_zero_grad_and_accumulation(set_to_none: bool) -> None:
         loss_of(module(fifth)).backward()  # added to the earlier gradients
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.step()  # nothing to apply
+        optimizer.step()  # no updates to apply
         with torch.no_grad():
             loss_of(module(first))
         optimizer.zero_grad()
@@ -390,7 +390,7 @@ def test_replicated_tables_equal_the_tables_of_one_process() -> None:
         for number, step in enumerate(steps):
             keys, grads = step[group.rank]
             if number == 3 and group.rank == 1:
-                tables.push([])  # it has run out of data
+                tables.push([])  # it has no further data
                 continue
             tables.push([(deep, keys, grads[: len(keys)])])
         assert len(wide) == 0

@@ -297,7 +297,7 @@ class Noise(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Its first layer learns nothing, and how often it was called is counted."""
+    """A model whose first layer learns nothing, and whose calls are counted."""
 
     def __init__(self) -> None:
         super().__init__()

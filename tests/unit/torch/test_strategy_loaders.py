@@ -30,7 +30,7 @@ _Pair = namedtuple("_Pair", "x y")
 
 
 class FakeStrategy:
-    """As much of a strategy as a loader sees; the other ranks are only counted."""
+    """The part of a strategy that a loader uses; the other ranks are only a number."""
 
     name = "fake"
     takes_uneven = False

@@ -78,7 +78,7 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with x.csv, and out, which is converted from it."""
+    """A folder with x.csv, and `out`, which is converted from x.csv."""
     folder = tmp_path_factory.mktemp("converted")
     (folder / "x.csv").write_text(SOURCES["csv"])
     convert(folder / "x.csv", folder / "out", COLUMNS)
@@ -133,7 +133,7 @@ def test_numbers_are_brought_to_the_requested_scales(source: Path, out: Path) ->
         )
     unweighted = sample_data([out]).columns
     assert unweighted is not None
-    assert [scale.unit > 0 for scale in unweighted.scales] == [False, True]  # as the labels tell
+    assert [scale.unit > 0 for scale in unweighted.scales] == [False, True]  # as the labels show
     assert read_all(open_dataset(out, columns=unweighted.unweighted)).weights is None
 
 

@@ -85,7 +85,7 @@ def test_a_better_pass_of_a_former_run() -> None:
 
 
 def test_the_best_pass_of_another_training_is_none(tmp_path: Path) -> None:
-    """Nor is one that other files have judged, or the one of a directory that holds no model."""
+    """A pass with other validation files does not count, nor a directory without a model."""
     kept = {"best_pass": 3, "best_loss": 0.1, "origin": {"run": "a", "validation": [["v", 10]]}}
     save_model(tmp_path, [], kept)
     for origin, number in (

@@ -1,4 +1,4 @@
-"""Each hyperparameter that the user gives is the trainer's, of every model, from the command line and of estimators."""
+"""Every hyperparameter of the user reaches the trainer, for every model, from the command line and from estimators."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_a_large_penalty_is_taken_where_few_of_many_features_matter_and_not_by_c
     usual, sparse = FTRL(alpha=0.05, l1=1.0), [FTRL(alpha=0.05, l1=100.0), FTRL(alpha=0.1, l1=100.0)]
     for informative, is_better in ((2, True), (200, False), (0, False)):
         sample = make_dense_sample(max(informative, 1))
-        if not informative:  # nothing to learn: a model without weights is best, and of no use
+        if not informative:  # without information: a model without weights is the best, and useless
             sample.batch.labels = np.random.default_rng(2).permutation(sample.batch.labels)
         found = tune(sample, 0.0, 8, [usual], sparse=sparse, is_mixed=False)
         assert (found[0].rule in sparse) == is_better
@@ -243,7 +243,7 @@ def test_small_gains_on_few_examples_are_ignored() -> None:
 
 
 def test_few_examples_are_learned_better_with_an_l2_penalty() -> None:
-    """Of 400 examples of 100 features; on fresh ones, over ten sets, by the rules that are found."""
+    """400 examples of 100 features; the losses are those on new examples, over ten sets, with the chosen rules."""
     means = []
     for penalties in ((0.0,), suggested_l2(make_sample(400))):
         rules = [FTRL(alpha=rate / 5**0.5, l1=1.0, l2=l2) for rate in (0.35, 0.7) for l2 in penalties]
@@ -293,7 +293,9 @@ def test_few_examples_do_not_change_the_offset(num_examples: int) -> None:
 def test_an_offset_is_corrected_by_the_significant_part() -> None:
     labels = np.tile([1, 0, 0, 0], 10_000).astype(np.float32)
     exact = SparseLogisticRegression(offset=float(np.log(1 / 3)))
-    off = np.full(40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32)  # by 0.05, a standard error is 0.0115
+    off = np.full(
+        40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32
+    )  # by 0.05, with a standard error of 0.0115
     corrected = exact.calibrated(labels, off).offset - exact.offset
     assert -0.05 < corrected < -0.045
     little, much = (
@@ -305,14 +307,14 @@ def test_an_offset_is_corrected_by_the_significant_part() -> None:
 
 @pytest.mark.parametrize("num_positives", [25, 200])
 def test_the_bias_on_all_of_the_data_is_corrected_in_full(num_positives: int) -> None:
-    """As by a fitted intercept, also below a standard error; 200 of 8,000 labels have one of 0.07."""
+    """Like a fitted intercept, also below a standard error (0.07 for 200 of 8,000 labels)."""
     labels = np.zeros(8000, np.float32)
     labels[:: 8000 // num_positives] = 1
     model = SparseLogisticRegression().starting_from(labels)
     low = np.full(8000, 1 / (1 + np.exp(0.06 - model.offset)), np.float32)
     assert model.calibrated(labels, low).offset == pytest.approx(model.offset, abs=0.01)
     found = model.calibrated(labels, low, None, Optimism(0.1, 0.2), is_complete=True)
-    assert found.offset - model.offset == pytest.approx(0.06, abs=0.03)  # it starts half a click too high
+    assert found.offset - model.offset == pytest.approx(0.06, abs=0.03)  # the start is half a click too high
     nothing = model.calibrated(np.zeros(8000, np.float32), low, is_complete=True)  # one class gives little information
     assert -1 < nothing.offset - model.offset <= 0
     poisson = PoissonRegression().starting_from(labels)

@@ -26,7 +26,7 @@ def decoded(meta: bytes) -> Proof:
 
 
 class Handshake:
-    """Both halves, with whatever is to be altered in between."""
+    """Run both halves of a handshake, with any changes in between."""
 
     def __init__(self, *, asking: Hello = WORKER, answering: Hello = SERVER, listener: str = "", token: str = TOKEN):
         self.client = ClientHandshake(ADDRESS, token, asking, listener=listener)

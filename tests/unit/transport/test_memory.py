@@ -22,7 +22,7 @@ def test_direct_transport_needs_no_thread_and_no_loop() -> None:
     channel = transport.connect("memory://here", WORKER)
     assert [peer.hello.rank for peer in handler.peers] == [2]
     channel.send(*frame_parts(SILENT))
-    assert handler.num_frames == 1  # by the time that send returns
+    assert handler.num_frames == 1  # when send returns
     assert not channel.poll(0)
     channel.send(*frame_parts(ECHO, body=b"x" * 1_000_000))
     assert channel.poll(0)
@@ -71,7 +71,7 @@ def test_open_direct_peers_need_no_loop() -> None:
     assert [peer.hello.rank for peer in echo.peers] == [5]
     channel = transport.connect("memory://first", WORKER)
     channel.send(*frame_parts(ECHO, body=b"x" * 500_000))
-    assert chain.story == ["16 begins", "16 ends", "32 begins", "32 ends"]  # none within another
+    assert chain.story == ["16 begins", "16 ends", "32 begins", "32 ends"]  # no frame within another frame
     assert channel.poll(0)
     assert channel.receive_frame(1).header.body_bytes == 500_000
     for target, token, kind in (

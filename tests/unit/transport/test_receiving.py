@@ -89,7 +89,7 @@ def test_the_pool_reuses_and_lets_go() -> None:
 
 
 def test_an_idle_connection_holds_no_buffer() -> None:
-    """Of many connections of a loop, those within a frame have one each, and all others none."""
+    """Of many connections of a loop, only the connections within a frame have a buffer each."""
     pool = BufferPool()
     connections = [Collector(pool=pool) for _ in range(100)]
     small, large = join(frame_parts(20, body=bytes(1000))), join(frame_parts(20, body=bytes(2 * BUFFER_BYTES)))

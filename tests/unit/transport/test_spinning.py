@@ -58,8 +58,8 @@ def test_spinning_grows_after_short_waits(monkeypatch: pytest.MonkeyPatch) -> No
     assert took_sleep(100e-6)  # twice as long as it looks at first
     assert not took_sleep(100e-6)
     assert not took_sleep(150e-6)
-    assert took_sleep(1e-3)  # that did not pay
-    assert took_sleep(30e-6)  # so this one is not looked for
+    assert took_sleep(1e-3)  # longer spinning would not have helped
+    assert took_sleep(30e-6)  # so spinning is skipped here
     assert took_sleep(100e-6)
     assert not took_sleep(100e-6)
     assert asleep == [5.0] * 4

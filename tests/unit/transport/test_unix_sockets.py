@@ -62,7 +62,7 @@ def test_the_kernel_identifies_the_peer(monkeypatch: pytest.MonkeyPatch) -> None
             end.close()
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as tcp:
         assert not is_other_user(tcp)
-    assert is_other_user(ends[0])  # it has gone
+    assert is_other_user(ends[0])  # it has ended
 
 
 _CONNECT_AS_ANOTHER = """

@@ -203,7 +203,7 @@ def test_rank_0_may_come_late() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(meet, 1, 2, port)
         with pytest.raises(DeadlineError):
-            meet(1, 2, port, timeout_s=0.1)  # by now the other has tried too
+            meet(1, 2, port, timeout_s=0.1)  # the other rank has tried by now
         first = meet(0, 2, port)
         waiting.result(PATIENCE_S).close()
         first.close()

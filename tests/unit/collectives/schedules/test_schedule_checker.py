@@ -147,7 +147,7 @@ def test_a_barrier_with_a_missing_wait_is_found() -> None:
 
 
 def test_a_deadlock_of_waiting_sends_is_found() -> None:
-    # With buffers this would end, and with the right result: it must not rely on them.
+    # With buffers this would end with the right result, but a schedule must not rely on buffers.
     rounds: list[list[Round]] = [[(Send(peer, ALL),), (Receive(peer, ALL, reduce=True),)] for peer in (1, 0)]
     with pytest.raises(ScheduleError, match=r"rank 0 in round 0 waits forever for rank 1 in round 1.*\[0, 1\]"):
         check("all_reduce", two_ranks(rounds[0], rounds[1]))

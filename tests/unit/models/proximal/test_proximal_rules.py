@@ -140,7 +140,7 @@ def test_training_ends_when_a_pass_over_all_columns_changes_little() -> None:
     run.note_pass(49.99)
     assert (run.is_over_all, run.has_converged) == (True, False)  # the filter may have hidden something
     run.note_pass(45.0)
-    assert (run.is_over_all, run.has_converged) == (False, False)  # as it had
+    assert (run.is_over_all, run.has_converged) == (False, False)  # the filter had hidden something
     run.note_pass(44.99)
     run.note_pass(44.98)
     assert run.has_converged
@@ -191,7 +191,7 @@ def by_column(batch: Batch) -> ExampleColumns:
 @num_examples(25)
 @given(seed=st.integers(0, 10_000))
 def test_a_step_within_the_radii_lowers_the_loss_as_bounded(seed: int, ones: bool, weighted: bool) -> None:
-    """Whatever the columns, and however they meet: so a pass without delay never raises the objective."""
+    """With any columns and any common rows, a pass without delay never raises the objective."""
     batch, dense = examples(seed, ones=ones, weighted=weighted)
     columns, random = by_column(batch), np.random.default_rng(seed)
     assert columns.keys[-1] == BIAS_KEY

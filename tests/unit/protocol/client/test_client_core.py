@@ -152,7 +152,7 @@ def test_a_request_sent_twice_has_two_answers() -> None:
     runtime.view(2, {1: 1})
     assert [session.orphan_answered(request.number) for request in (first, second, pull, pull)] == [True] * 4
     assert not any(session.orphan_answered(request.number) for request in (first, second, pull))
-    assert session.num_bodies == 1  # of the pull in the place of the former
+    assert session.num_bodies == 1  # the pull replaces the former one
 
     [third], [fourth] = runtime.push(1), runtime.push(1)
     session.repeat_from(third)
@@ -168,7 +168,7 @@ def test_a_reading_push_at_the_end_of_an_iteration_becomes_a_push_and_a_pull() -
     runtime = joined(None, s1=0b0011, s2=0b1100)
     parts = runtime.make(RequestKind.PUSH_PULL, 0b1111, ends_iteration=True)
     runtime.view(2, {1: 0b0101, 2: 0b1010})
-    for server, buckets in ((1, 0b0101), (2, 0b1010)):  # of the push one frame for each server
+    for server, buckets in ((1, 0b0101), (2, 0b1010)):  # one frame of the push per server
         pulls = runtime.sent[server][1:-1]
         assert runtime.sent[server][0] == (RequestKind.PUSH, 1, 0, buckets)
         assert pulls == [(RequestKind.PULL, 1, 1, buckets & 0b0011), (RequestKind.PULL, 1, 1, buckets & 0b1100)]
@@ -184,7 +184,10 @@ def test_views_upon_views() -> None:
     first, second = runtime.push(0b11)
     runtime.view(2, {2: 0b10, 3: 0b01})
     runtime.view(3, {2: 0b11})
-    assert runtime.sent[2] == [(RequestKind.PUSH, 1, 0, 0b11), Resync(2, 3, 0, True)]  # one frame, though it was in two
+    assert runtime.sent[2] == [
+        (RequestKind.PUSH, 1, 0, 0b11),
+        Resync(2, 3, 0, True),
+    ]  # one frame, although it was in two
     runtime.view(3, {3: 0b11})
     assert runtime.sent == {3: []}  # no newer one
     runtime.answer(2)
@@ -225,7 +228,7 @@ def test_calls_outlive_a_view_unless_the_server_leaves() -> None:
 @pytest.mark.parametrize("is_worker", [True, False])
 def test_only_workers_send_clocks(is_worker: bool) -> None:
     runtime = Runtime(is_worker=is_worker)
-    runtime.view(1, {1: 1})  # the first too: a server that leads by it waits for all workers that it names
+    runtime.view(1, {1: 1})  # the first too: a server with this view waits for all workers in it
     assert runtime.sent[1] == [Resync(1, 1, 0, False)] * is_worker
     runtime.view(2, {1: 0b01, 2: 0b10})
     expected = [Resync(server, 2, 0, False) for server in (1, 2) if is_worker]
@@ -243,7 +246,7 @@ def test_a_worker_joins_at_the_latest_reported_iteration() -> None:
     runtime.execute(core.joined(1, 1, 0))
     runtime.execute(core.joined(2, 1, 7))
     assert runtime.join_requests[2:] == [RequestJoin(1, 2, 7), RequestJoin(2, 2, 7)]
-    runtime.execute(core.joined(1, 1, 0))  # of a round that is over
+    runtime.execute(core.joined(1, 1, 0))  # of an earlier round
     runtime.execute(core.joined(1, 2, 7))
     assert core.is_joining
     runtime.sent = {1: [], 2: []}
@@ -253,7 +256,7 @@ def test_a_worker_joins_at_the_latest_reported_iteration() -> None:
     assert runtime.sent == {1: [], 2: [Resync(2, 1, 0, False)]}, "the first counts this worker"
     runtime.execute(core.joined(2, 2, 7))
     assert (core.is_joining, core.takes_part, core.clock) == (False, True, 7)
-    # One that has not seen this view yet would wait for the worker when it does.
+    # A server without this view would wait for the worker when it receives the view.
     assert [sent[-1:] for sent in runtime.sent.values()] == [[Resync(1, 1, 7, True)], [Resync(2, 1, 7, True)]]
 
 

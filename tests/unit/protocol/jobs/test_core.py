@@ -26,7 +26,7 @@ class Cluster:
     def send_request(
         self, incarnation: int, request: messages.JobRequest | messages.CountersReceived
     ) -> list[tuple[object, object]]:
-        """Return who is answered what."""
+        """Return the recipients and their replies."""
         received = ReceivedRequest(incarnation, incarnation, incarnation, request)
         return [(answer.call, answer.content) for answer in self.core.handle(received, self.membership, 1.0)]
 
@@ -35,7 +35,7 @@ class Cluster:
 
 
 def test_the_next_job_waits_for_workers_of_the_previous_job() -> None:
-    """They may wait for iterations of all others, which would wait for them at the beginning of the next."""
+    """They may wait for iterations of all other workers, which would wait for them at the beginning of the next job."""
     cluster = Cluster(2)
     first, second = (worker.incarnation for worker in cluster.workers)
     cluster.post()
@@ -86,7 +86,7 @@ def test_the_next_scheduler_restores_busy_workers() -> None:
 
 
 def test_a_job_number_is_never_reused() -> None:
-    """Its poster may reconnect late, and would count shards of one job for the other."""
+    """Its poster may reconnect late, and would count the shards of one job for another."""
     cluster = Cluster(1)
     cluster.core.restore([remembered(cluster.workers[0])], [], 1.0, term=7)
     ((_, number),) = cluster.post()
@@ -98,7 +98,7 @@ def test_a_job_number_is_never_reused() -> None:
 
 
 def test_a_departed_worker_gets_no_job_and_counts_nothing() -> None:
-    """Its connection may outlive it; the next job would wait for it forever."""
+    """Its connection may outlive it, and the next job would wait for it forever."""
     cluster = Cluster(2)
     lives, dead = cluster.workers
     cluster.post()
@@ -115,7 +115,7 @@ def test_a_departed_worker_gets_no_job_and_counts_nothing() -> None:
 
 
 def test_many_workers_end_a_strided_job_in_no_time() -> None:
-    """Each worker searched each stride for each other worker."""
+    """Otherwise each worker would search each stride for each other worker."""
     num_workers = 300
     cluster = Cluster(num_workers)
     cluster.send_request(10**6, messages.PostJob(spec=replace(SPEC, files=(num_workers,), assignment="strided")))

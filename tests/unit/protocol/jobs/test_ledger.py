@@ -268,7 +268,7 @@ def test_members_records_restore_the_ledger() -> None:
 @pytest.mark.parametrize("assignment", ["first-come", "strided"])
 @pytest.mark.parametrize("files", [(), (0,), (None,)])
 def test_a_job_without_shards_ends_under_another_scheduler_too(assignment: str, files: tuple[int | None, ...]) -> None:
-    """Its workers may have been through with it: they ask for the next job, and for no shard of this one."""
+    """Its workers may have finished it: they request the next job, and no shard of this one."""
     record = JobRecord(number=1, num_workers=2, ended={0: 0} if files == (None,) else {})
     workers = [Worker(0), Worker(1)]
     posters = JobMemory(record=record, posted=spec(files, assignment=assignment))

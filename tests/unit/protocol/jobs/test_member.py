@@ -42,7 +42,7 @@ def test_a_worker_records_leases_and_finished_shards() -> None:
         give_lease(ledger, 3, lease, 10 + lease)
     give_lease(ledger, 3, NONE_FREE, 0)
     ledger.sent(messages.LeaseDone(job=3, lease=1, progress={"job": 3, "examples": 7.0}))
-    ledger.sent(messages.LeaseDone(job=2, lease=2))  # of a job that is over
+    ledger.sent(messages.LeaseDone(job=2, lease=2))  # of a finished job
     ledger.counted({"job": 3, "examples": 9.0})
     ledger.sent(messages.FileEnded(job=3, file=4, num_shards=2))
     memory = memory_of(ledger)

@@ -27,7 +27,7 @@ from paceline.protocol.membership import Membership
 
 
 class Cluster:
-    """Some workers and one who posts jobs, each with a session."""
+    """Some workers and a poster, each with a session."""
 
     def __init__(self, num_workers: int = 1) -> None:
         self.jobs = JobCore(num_workers)

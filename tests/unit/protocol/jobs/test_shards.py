@@ -82,7 +82,7 @@ def test_the_end_of_a_stream() -> None:
     shards = Shards([None, 1], epochs=2)
     feed(shards, ShardWanted(0), Done(0, 0), ShardWanted(0), ShardWanted(1), ShardWanted(2))
     assert shards.progress() == (1, None)
-    feed(shards, Done(2, 3))  # it read nothing there
+    feed(shards, Done(2, 3))  # it read no rows there
     assert feed(shards, ShardCountFound(0, 2)) == []
     assert shards.progress() == (1, 6)
     assert feed(shards, Done(1, 2)) == []  # leased past the end: over already

@@ -126,7 +126,7 @@ def test_a_second_registration_during_the_forming_is_one_member() -> None:
     a = server("a")
     scheduler.register(a)
     former = a.wire
-    a.wire = None  # it gave up that connection, and the scheduler has not seen it break
+    a.wire = None  # it closed that connection, and the scheduler has not noticed yet
     scheduler.register(a)
     assert scheduler.core.newest.num_waiting == 1
     assert former is not None
@@ -186,7 +186,7 @@ def test_a_joining_server_is_welcomed_at_the_commit_and_then_filled() -> None:
     b = scheduler.register(server("b"), is_extra=True)
     assert b.member is None
     a.prepares = True
-    scheduler.rejoin(a)  # it gets the view again that it did not prepare
+    scheduler.rejoin(a)  # it receives the view again that it did not prepare
     assert b.member is not None
     moving = sum(group.buckets for group in scheduler.view.groups if group.filling == b.incarnation)
     assert moving
@@ -546,7 +546,7 @@ def test_servers_all_draining_are_all_released() -> None:
     scheduler.drain(b)
     assert isinstance(a.fate, events.ReleaseServer)
     assert isinstance(b.fate, events.ReleaseServer)
-    assert scheduler.all(events.BucketsLost) == []  # they have not gone yet
+    assert scheduler.all(events.BucketsLost) == []  # they have not left yet
 
 
 def test_a_draining_server_stays_when_the_successors_die() -> None:
@@ -567,7 +567,7 @@ def test_a_returning_draining_server_is_released_again() -> None:
     scheduler, (a, b), _ = started(2)
     assert a.wire is not None
     a.wire.cut()
-    a.is_leaving = True  # it could not say so
+    a.is_leaving = True  # it could not report it
     scheduler.drain(b)
     assert b.fate is None
     scheduler.rejoin(a)

@@ -26,7 +26,7 @@ MAX_NODES = 14
 
 
 class Run:
-    """One cluster. `num_schedulers` in all, one after the other; the former may live on if `is_split`."""
+    """One cluster. `num_schedulers` schedulers follow one another; the former one may live on if `is_split`."""
 
     def __init__(self, seed: int, *, num_schedulers: int, is_split: bool) -> None:
         self.random = Random(seed)
@@ -213,7 +213,7 @@ class Run:
             self.random.choice(wires).cut()
 
     def come(self) -> None:
-        """One that has lost its connection comes again."""
+        """Reconnect a member that has lost its connection."""
         lost = [node for node in self.alive if node.wire is None and not node.is_silent]
         if lost:
             self.connect(self.random.choice(lost))

@@ -39,7 +39,7 @@ def deliver_only(scheduler: Scheduler, *nodes: Node) -> None:
                 wire.deliver_to_scheduler()
 
 
-# Who is waited for.
+# The awaited members.
 
 
 def test_it_takes_over_when_all_members_are_back() -> None:
@@ -122,7 +122,7 @@ def test_with_accept_minority_missing_members_count_as_dead() -> None:
     lose(former)
     scheduler = successor(num_servers=3, accepts_minority=True)
     scheduler.rejoin(a)
-    assert scheduler.core.phase is Phase.RECOVERING  # they may still come
+    assert scheduler.core.phase is Phase.RECOVERING  # they may still return
     scheduler.pass_time(TIMEOUT_S)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation}
@@ -133,7 +133,7 @@ def test_with_accept_minority_missing_members_count_as_dead() -> None:
 
 
 def test_minority_mode_does_not_take_over_from_workers_alone() -> None:
-    """Else every row would be lost to a server that comes a moment later."""
+    """Otherwise every row would be lost to a server that joins a moment later."""
     former, (a, b), (w,) = started(2, 1, num_buckets=16)
     lose(former)
     scheduler = successor(num_servers=2, accepts_minority=True)
@@ -164,7 +164,7 @@ def test_minority_mode_needs_a_voter_of_every_possible_newest_view() -> None:
 
 
 def test_minority_mode_skips_voters_only_if_necessary() -> None:
-    """With a majority there is nothing to accept: a server that is missing may still come."""
+    """With a majority nothing has to be accepted: a missing server may still return."""
     former, (a, b, c), _ = started(3, num_buckets=16)
     held = holders(former.view, c)
     lose(former)
@@ -256,7 +256,7 @@ def test_after_the_end_of_all_servers_members_are_dismissed_and_the_cluster_is_n
 
 
 def test_ended_members_of_the_former_cluster_are_not_in_a_new_one() -> None:
-    """It gives the same incarnations, and its views need as many servers as any."""
+    """It assigns the same incarnations, and its views need as many servers as any other view."""
     former, servers, (w,) = started(3, 1, replicas=1)
     lose(former)
     scheduler = successor(num_servers=3, replicas=1, replaces=True)
@@ -315,10 +315,10 @@ def test_workers_alone_are_passed_over_for_a_new_cluster() -> None:
     assert new.cluster == "next"
     assert len(scheduler.all(events.SendElsewhere)) == 1
     assert w.is_alive
-    assert w.wire is None  # its own may come back
+    assert w.wire is None  # its own worker may return
 
 
-# Who comes later.
+# Members that return later.
 
 
 def test_an_absent_indispensable_server_stays_a_member() -> None:
@@ -354,7 +354,7 @@ def test_a_late_worker_in_no_view_is_admitted() -> None:
     scheduler.tell(events.Flush())
     assert new.fate is None
     assert scheduler.member(new) == new.member
-    assert isinstance(rival.fate, events.DeclareDead)  # its place is taken
+    assert isinstance(rival.fate, events.DeclareDead)  # its rank is occupied
 
 
 def end_with_unpublished_worker() -> tuple[Node, Node]:
@@ -369,7 +369,7 @@ def end_with_unpublished_worker() -> tuple[Node, Node]:
 
 
 def test_a_worker_in_no_view_is_rejected_after_new_grants_of_the_leases() -> None:
-    """Else its shards are done, and counted, by it and by others."""
+    """Otherwise its shards would be done, and counted, by it and by other workers."""
     a, new = end_with_unpublished_worker()
     new.has_worked = True
     scheduler = successor()
@@ -704,7 +704,7 @@ def test_every_takeover_has_a_higher_term() -> None:
 
 
 def test_a_partly_abandoned_scheduler_cannot_commit_after_the_next_one() -> None:
-    """One that had come to the next scheduler goes back to the first, before it has prepared anything there."""
+    """A member of the next scheduler returns to the first before it has prepared a view of the next one."""
     former, (a, b, c, d), (w,) = started(4, 1, replicas=1, num_buckets=16)
     assert len(former.view.voters) == 4
     scheduler = successor(num_servers=4, replicas=1)
@@ -741,7 +741,7 @@ def test_a_scheduler_informed_of_an_end_cannot_commit_after_the_next_one() -> No
 
 
 def test_a_take_over_from_an_uncommitted_view_needs_voters_of_the_earlier_view() -> None:
-    """By the view that was prepared there is a third voter; by the one before one of two can commit another view."""
+    """The prepared view has a third voter; the view before it permits one of two servers to commit another view."""
     former, (a, b), _ = started(2)
     c = former.register(server("c"), is_extra=True)
     before = former.view.voters

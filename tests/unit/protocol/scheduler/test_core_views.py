@@ -82,7 +82,7 @@ def test_no_server_joins_a_chain_before_it_is_informed() -> None:
 def test_a_view_by_which_a_server_joins_does_not_wait_for_it() -> None:
     scheduler, _, _ = started(1)
     b = join(scheduler, "b", prepares=False)
-    assert b.incarnation in scheduler.view.servers  # it has nothing to lose yet
+    assert b.incarnation in scheduler.view.servers  # it has no rows to lose yet
 
 
 def test_a_proposal_is_replaced_when_servers_change() -> None:
@@ -170,10 +170,10 @@ def test_a_fill_of_a_silent_server_is_planned_again_when_it_returns() -> None:
     view = scheduler.view
     moving = sum(group.buckets for group in view.groups if group.filling == b.incarnation)
     b.is_silent = True
-    scheduler.fill(b)  # its last word, and it did not prepare
+    scheduler.fill(b)  # its last message, without a preparation
     assert scheduler.view is view
     a.prepares = False
-    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)  # it is to go
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)  # it must leave
     assert b.incarnation not in scheduler.last(events.Prepare).view.servers
     assert scheduler.view is view
     a.prepares = True

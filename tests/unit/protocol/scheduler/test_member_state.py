@@ -20,7 +20,7 @@ def test_a_prepared_view_is_acknowledged_and_applied_at_the_commit() -> None:
     assert state.take(first) == (first, None)
     assert state.take(messages.PrepareView(second)) == (None, messages.Prepared(1, 2))
     assert state.views.committed is first
-    assert state.take(messages.CommitView(1, 1)) == (None, None)  # it has that one
+    assert state.take(messages.CommitView(1, 1)) == (None, None)  # it has that view
     assert state.take(messages.CommitView(1, 2)) == (second, None)
     assert state.take(first) == (None, None)  # an old one
 

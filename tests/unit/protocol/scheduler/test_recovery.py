@@ -90,7 +90,7 @@ def test_a_member_on_another_connection_is_one_member() -> None:
     first = coming.back("s1", view(4, "s1", "s2"))
     coming.back("s1", view(5, "s1"))
     assert len(coming.evidence.returned) == 1
-    coming.recovery.forget(first)  # the former connection, which breaks late
+    coming.recovery.forget(first)  # the former connection, whose break is reported late
     assert coming.evidence.is_complete(NO_MEMBERS)
 
 
@@ -159,7 +159,7 @@ def test_recovery_waits_for_the_poster_of_the_latest_job() -> None:
 
 
 def test_it_waits_for_a_poster_where_all_workers_have_ended() -> None:
-    """Servers know of no job: it was over for its poster, who came a moment later."""
+    """Servers have no record of jobs: the job would be over for its poster, which returned a moment later."""
     coming = Coming()
     seen = view(1, "s1", "w2")
     coming.back("s1", seen)

@@ -1,4 +1,4 @@
-"""A session: each message counts once and each call is answered, however often the connection breaks."""
+"""A session: each message counts once and each call gets a reply, with any number of broken connections."""
 
 from __future__ import annotations
 

@@ -73,10 +73,10 @@ def test_new_workers_need_no_votes(after: View, is_more: bool) -> None:
 def test_quorums_by_example() -> None:
     assert [commit_quorum(voters, 0) for voters in range(6)] == [0, 1, 1, 2, 2, 3]
     assert [commit_quorum(voters, 2) for voters in range(6)] == [0, 1, 1, 1, 2, 3]
-    # To take over it is a majority, or more than may fail.
+    # A takeover needs a majority, or more than the number of tolerated failures.
     needed = {voters: next(n for n in range(9) if may_take_over(range(voters), (), range(n), 1)) for voters in range(6)}
     assert needed == {0: 0, 1: 1, 2: 2, 3: 2, 4: 3, 5: 3}
-    # Who has ended is not waited for, and does not count.
+    # An ended voter is not awaited, and does not count.
     assert not may_commit({1, 2, 3}, {3}, {3}, 0)
     assert may_commit({1, 2, 3}, {1, 3}, {2}, 0)
     assert not may_commit({1, 2, 3}, {1, 3}, {1, 3}, 0)
@@ -161,7 +161,7 @@ def test_no_member_gains_a_bucket_without_the_view() -> None:
     assert not one.is_accepted(())
     one.prepared.add(2)
     assert one.is_accepted(())
-    # Nor if all that had it before have ended.
+    # The same holds if all former owners have ended.
     assert not proposal(view(group(1, filling=2)), view(group(2))).is_accepted({1})
 
 
@@ -196,7 +196,7 @@ def test_a_member_applies_committed_views_and_stores_prepared_ones() -> None:
     assert [known.committed, known.prepared, known.newest] == [first, second, second]
     assert known.prepare(second)  # again, as the first answer may be lost
     assert known.commit(third)
-    assert not known.commit(second)  # it came late
+    assert not known.commit(second)  # it arrived late
     assert [known.committed, known.prepared, known.newest] == [third, second, third]
 
 

@@ -72,9 +72,9 @@ class Node:
         """The requested rank."""
         self.is_alive = True
         self.is_silent = False
-        """Whether it is stopped: it gives no sign of life and takes nothing, though it lives and is connected."""
+        """Whether the process is stopped: it sends and receives nothing, although it lives and is connected."""
         self.has_worked = False
-        """Whether it was given shards of a job."""
+        """Whether it received shards of a job."""
         self.prepares = True
         """Whether it stores the views that it is requested to prepare, and replies."""
         self.has_prepared: set[tuple[int, int]] = set()
@@ -160,7 +160,7 @@ class Scheduler:
         return self.core.committed
 
     def member(self, node: Node) -> Member | None:
-        """Who a node is to this scheduler."""
+        """The scheduler's identity of a node."""
         return None if node.member is None else self.core.membership.find(node.incarnation)
 
     # Execution of the core's instructions.
@@ -333,7 +333,7 @@ def started(
 
 
 def chains(view: View) -> dict[int, tuple[tuple[int, ...], int | None]]:
-    """The chain of each bucket: its members, and who is being filled."""
+    """The chain of each bucket: its members, and the server that is being filled."""
     return {
         bucket: (group.members, group.filling)
         for group in view.groups

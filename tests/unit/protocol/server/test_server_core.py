@@ -179,7 +179,7 @@ def test_an_older_view_is_left_aside() -> None:
     assert driver.core.workers.counted == {FIRST, SECOND}
 
 
-# Who takes part.
+# Participants.
 
 
 def test_a_departed_worker_is_rejected_and_not_waited_for() -> None:

@@ -24,7 +24,7 @@ class Watch:
 
     @property
     def has_seen_all(self) -> bool:
-        """Whether all that the table has was seen."""
+        """Whether all transitions of the table occurred."""
         return self._rows <= self._seen
 
     @property

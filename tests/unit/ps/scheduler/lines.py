@@ -49,7 +49,7 @@ class End:
         return cast(Channel, self)
 
     def take(self) -> list[Sent]:
-        """All that was sent since the last time."""
+        """Return all frames since the last call."""
         sent = list(self.sent)
         self.sent.clear()
         return sent

@@ -105,7 +105,7 @@ def test_a_forward_depending_on_values_is_named() -> None:
 
 
 class Variadic(nn.Module):
-    """Takes whatever comes, decides by sizes, and returns a structure."""
+    """A model that accepts any input, decides by sizes, and returns a structure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Recurrent(nn.Module):
 
 
 def test_the_batch_is_found_in_any_dimension() -> None:
-    x = torch.randn(2, 5, 4)  # as many rows as the LSTM has layers
+    x = torch.randn(2, 5, 4)  # as many rows as layers of the LSTM
     shapes = RowShapes(traced(Recurrent(), x), {"x": x})
     assert [shapes.output_dimension(leaf) for leaf in range(3)] == [0, 1, 0]
 
@@ -295,7 +295,7 @@ def test_stages_compute_the_same_as_the_model(split_backward: bool) -> None:
 
 
 class Frozen(nn.Module):
-    """Its first layer learns nothing, and its noise is new in each call: a trace by torch.fx would lose both."""
+    """A model with a first layer without training and new noise in each call: torch.fx would lose both."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ def test_a_step_has_sends_first_gradients_and_an_update() -> None:
 
     assert step_s(plain) == 9.0
     assert step_s(replace(plain, update_s=0.5)) == 9.5
-    assert step_s(replace(plain, first_s=0.25)) == 9.25  # of rank 1; rank 0 waits in the time of its own
+    assert step_s(replace(plain, first_s=0.25)) == 9.25  # of rank 1; rank 0 waits during its own part
     # While rank 1 sends its first gradient back it does not go forward with the second microbatch.
     assert step_s(plain, transfer_s=1.0) == 11.0
     assert step_s(plain, transfer_s=1.0, sending_s=0.5) == 11.5
@@ -196,7 +196,7 @@ def measured(times: list[float]) -> Measured:
 def test_a_plan_is_the_fastest_predicted() -> None:
     link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
     plan = make_plan(measured([1.0] * 8), options_of(stages=2), 32, link, 2.0, lambda stages: None)
-    assert plan.microbatches == 16  # with free messages smaller microbatches only win
+    assert plan.microbatches == 16  # with free messages, smaller microbatches are always faster
     slow = MessageCost(latency_s=100.0, seconds_per_byte=0.0)
     other = make_plan(measured([1.0] * 8), options_of(stages=2), 32, slow, 2.0, lambda stages: None)
     assert (other.schedule, other.microbatches) == ("1f1b", 2)

@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Output(OrderedDict):  # type: ignore[type-arg]
-    """As transformers' outputs are: a dictionary, and a dataclass."""
+    """Outputs like those of transformers: a dictionary and a dataclass."""
 
     hidden: object = None
     remainder: object = None
