@@ -41,9 +41,9 @@ class Limits:
     """How many seeds are played at most."""
 
     seeds: int = 500
-    """The limits of the simulation of the protocol."""
+    """For the simulation of the protocol."""
     runs: int = 50
-    """The limits of the simulation of the product."""
+    """For the simulation of the product."""
 
     def of(self, simulation: Simulation) -> int:
         """How many of one kind."""
@@ -52,11 +52,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for a defect: the number of failing seeds, and whether the tests fail (None: not run)."""
+    """The result for a defect: the number of seeds until one failed, and whether the tests fail (None: not run)."""
 
     defect: Defect
     seeds: int | None
-    """The seed that showed the defect; None without such a seed."""
+    """The number of seeds until one failed; None if no seed failed."""
     limit: int
     """How many seeds were played at most."""
     unit: bool | None
@@ -88,9 +88,8 @@ def planted(*defects: Defect) -> Iterator[Path]:
     """A folder with a copy of the product that has the defects; the simulator is next to it."""
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as folder:
         source = Path(folder, "src")
-        shutil.copytree(
-            _ROOT / "src", source, copy_function=shutil.copy2
-        )  # with the modification times that Numba's cache compares
+        # with the modification times that Numba's cache compares
+        shutil.copytree(_ROOT / "src", source, copy_function=shutil.copy2)
         for defect in defects:
             path = source / "paceline" / defect.module
             path.write_text(defect.apply(path.read_text()))
@@ -209,9 +208,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--write needs all defects and a clean checkout: leave the names out, and commit your changes")
     commit = _git("log", "-1", "--format=%h (%cs)") if options.write else ""
     began_s = time.monotonic()
-    _run(
-        _ROOT / "src", "-c", "from paceline.launch import prepare_kernels; prepare_kernels()"
-    )  # otherwise every copy would compile them
+    # otherwise every copy would compile them
+    _run(_ROOT / "src", "-c", "from paceline.launch import prepare_kernels; prepare_kernels()")
     print(_HEAD, flush=True)
     findings = []
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -174,9 +174,8 @@ def _kill(children: list[int]) -> None:
 if __name__ == "__main__":
     from paceline.testing import run_ranks
 
-    run_ranks(
-        2, lambda group: group.all_reduce(np.ones(_LARGE))
-    )  # the children inherit the kernels that are compiled here
+    # the children inherit the kernels that are compiled here
+    run_ranks(2, lambda group: group.all_reduce(np.ones(_LARGE)))
     gc.freeze()  # and do not visit, and so copy, the shared objects
     print("ready", flush=True)
     for line in sys.stdin:

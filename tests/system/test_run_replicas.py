@@ -189,9 +189,8 @@ def test_a_node_replaces_local_servers(replicated: Commands, tmp_path: Path) -> 
     second = replicated.start(*command, "1", name)
     first.wait_line("waits")
     second.wait_line("waits")
-    second.children("server")[0].send_signal(
-        signal.SIGSTOP
-    )  # a stopped server does not end by itself when it is declared dead
+    # a stopped server does not end by itself when it is declared dead
+    second.children("server")[0].send_signal(signal.SIGSTOP)
     second.wait_line("another server replaces it")
     (tmp_path / "go").touch()
     finished = first.wait()

@@ -189,7 +189,7 @@ def test_a_server_without_cached_lists_receives_all_again_in_order(
     with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
         clients = cluster.connect_all()
         for node in cluster.nodes:
-            node.server.filters.max_key_bytes = 8 * len(KEYS)  # the pushes of both workers
+            node.server.filters.max_key_bytes = 8 * len(KEYS)  # for both workers
 
         def work(rank: int) -> None:
             table = clients[rank].sparse_table("w", update=SGD(lr=1.0), filters=[about_keys, Quantize(4)])
@@ -309,7 +309,7 @@ def test_rows_fixed_at_0_are_held_back() -> None:
 
 
 def test_filters_change_while_a_pull_waits() -> None:
-    """The answer must not be read with the old or the new filters."""
+    """The reply to a waiting pull is never decoded with other filters than it was encoded with."""
     with Cluster(consistency=Sequential(), workers=2) as cluster:
         first, second = cluster.connect(rank=0), cluster.connect(rank=1)
         table = first.sparse_table("w", update=SGD(lr=1.0), filters=[Float16()])

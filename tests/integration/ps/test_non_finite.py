@@ -182,9 +182,8 @@ def test_a_non_finite_row_does_not_affect_other_rows() -> None:
         node = cluster.nodes[0]
         table.push(keys_of(1), 1)
         part = node.server.tables.by_number[1].part
-        node.call(
-            lambda: part.write_records(keys_of(1), floats(np.inf).reshape(1, 1))
-        )  # as an earlier version permitted
+        # as an earlier version permitted
+        node.call(lambda: part.write_records(keys_of(1), floats(np.inf).reshape(1, 1)))
         table.push(keys_of(2), 1)
         with pytest.raises(NonFiniteError, match="makes nan in the row of 1 "):
             table.push(keys_of(1, 2), 1, 1)

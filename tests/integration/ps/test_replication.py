@@ -215,9 +215,8 @@ def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_a_retired_worker() 
         goes.flush()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         time.sleep(0.5)
-        wait_until(
-            lambda: bool(cluster.nodes[0].server.core.progress._reports)
-        )  # it has the rows, but the scheduler is not notified
+        # it has the rows, but the scheduler is not notified
+        wait_until(lambda: bool(cluster.nodes[0].server.core.progress._reports))
         assert not is_whole(observer, 2, 0)
         goes.retire()
         wait_until(lambda: is_whole(observer, 2, 0))

@@ -170,9 +170,8 @@ def main(folder: Path, clusters: dict[str, str]) -> None:
     for name, (scheduler, token) in zip(SEVERAL, surroundings, strict=True):
         os.environ["PACELINE_SCHEDULER"], os.environ["PACELINE_TOKEN"] = scheduler, token
         for make_optimizer in OPTIMIZERS:
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(
-                len(results)
-            )  # each strategy uses a separate part of the store
+            # each strategy uses a separate part of the store
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(results))
             values = train(name.split(",")[0], make_optimizer, rank, SIZE)
             results[f"{name}, {make_optimizer.__name__}"] = values.tolist()
         for compiled in COMPILED:

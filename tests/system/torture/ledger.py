@@ -41,7 +41,7 @@ class Load:
     name: str
     rule: paceline.UpdateRule
     num_keys: int
-    """The values of one worker, or of all workers together if `is_shared`."""
+    """The keys of one worker, or of all workers together if `is_shared`."""
     dim: int = 1
     is_dense: bool = False
     is_shared: bool = False

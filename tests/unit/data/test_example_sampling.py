@@ -39,9 +39,8 @@ def test_more_than_may_be_is_thinned_evenly(tmp_path: Path, pack: bool) -> None:
     assert not sample.is_whole
     assert sample.num_examples == 20_000
     assert sample.batch.labels.mean() == pytest.approx(0.5, abs=0.1)
-    assert np.all(
-        np.diff(sample.batch.keys[sample.batch.indptr[:-1]].astype(np.int64)) > 0
-    )  # in the order of the files
+    # in the order of the files
+    assert np.all(np.diff(sample.batch.keys[sample.batch.indptr[:-1]].astype(np.int64)) > 0)
 
 
 def test_pairs_are_bounded_too(tmp_path: Path) -> None:

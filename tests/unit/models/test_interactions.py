@@ -57,9 +57,8 @@ def test_no_crosses(text: str, message: str) -> None:
     with pytest.raises(UsageError, match="libsvm has no columns to cross"):
         Interactions(text="a:b").of_columns("libsvm", None)
     with pytest.raises(UsageError, match="jsonl has no columns to cross"):
-        Interactions(text="a:b").of_columns(
-            "jsonl", Columns("y", ("a", "b"), is_open=True)
-        )  # no pair occurs in the rows
+        # no pair occurs in the rows
+        Interactions(text="a:b").of_columns("jsonl", Columns("y", ("a", "b"), is_open=True))
     for alone in ("a:*", "*:*", "*:*:*"):
         with pytest.raises(UsageError, match=r"too few columns to cross: a$"):
             Interactions(text=alone).of_columns("csv", Columns("y", ("a",)))

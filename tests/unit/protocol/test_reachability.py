@@ -122,11 +122,12 @@ def test_a_stopped_server_has_time_to_answer() -> None:
         ({1: (2,)}, [(2,), (1,)], None),  # they wait for their cable
         ({1: (2,), 3: (4,)}, [(2, 4), (1, 3)], 4),
         ({1: (2,), 3: (4,)}, [(4,), (1, 3)], 3),
+        # it has the most complaints and may not be expelled, so its peers are expelled one by one
         (
             {1: (2, 3)},
             [(1,)],
             3,
-        ),  # it has the most complaints and may not be expelled, so its peers are expelled one by one
+        ),
         ({1: (2, 3)}, [(1,), (2, 3)], 3),
         ({1: (2, 3)}, [(1,), (2,), (3,)], None),
         ({1: (2, 3), 4: (5,)}, [(1,), (4, 5)], 5),  # this pair does not depend on the other one

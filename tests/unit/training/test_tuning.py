@@ -293,9 +293,8 @@ def test_few_examples_do_not_change_the_offset(num_examples: int) -> None:
 def test_an_offset_is_corrected_by_the_significant_part() -> None:
     labels = np.tile([1, 0, 0, 0], 10_000).astype(np.float32)
     exact = SparseLogisticRegression(offset=float(np.log(1 / 3)))
-    off = np.full(
-        40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32
-    )  # by 0.05, with a standard error of 0.0115
+    # by 0.05, with a standard error of 0.0115
+    off = np.full(40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32)
     corrected = exact.calibrated(labels, off).offset - exact.offset
     assert -0.05 < corrected < -0.045
     little, much = (
@@ -419,6 +418,5 @@ def test_the_error_of_a_shift_allows_for_neighbours_with_equal_labels() -> None:
     none, counts = np.zeros(8000), np.ones(8000)
     plain = log_odds_shift(none, repeated, counts)[1]
     assert log_odds_shift(none, independent, counts, runs)[1] == pytest.approx(plain, rel=0.1)
-    assert log_odds_shift(none, repeated, counts, runs)[1] == pytest.approx(
-        4 * plain, rel=0.1
-    )  # 16 labels count as one
+    # 16 labels count as one
+    assert log_odds_shift(none, repeated, counts, runs)[1] == pytest.approx(4 * plain, rel=0.1)

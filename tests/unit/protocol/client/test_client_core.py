@@ -184,10 +184,11 @@ def test_views_upon_views() -> None:
     first, second = runtime.push(0b11)
     runtime.view(2, {2: 0b10, 3: 0b01})
     runtime.view(3, {2: 0b11})
+    # one frame, although it was in two
     assert runtime.sent[2] == [
         (RequestKind.PUSH, 1, 0, 0b11),
         Resync(2, 3, 0, True),
-    ]  # one frame, although it was in two
+    ]
     runtime.view(3, {3: 0b11})
     assert runtime.sent == {3: []}  # no newer one
     runtime.answer(2)

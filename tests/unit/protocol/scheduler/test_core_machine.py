@@ -317,9 +317,8 @@ class Run:
             return
         assert scheduler.core.phase is Phase.LEADING
         assert scheduler.core.needed == ()
-        members_of_cluster = [
-            node for node in self.alive if node.cluster in ("", scheduler.core.name)
-        ]  # others wait for theirs
+        # members of other clusters wait for their own scheduler
+        members_of_cluster = [node for node in self.alive if node.cluster in ("", scheduler.core.name)]
         members = {node.incarnation for node in members_of_cluster if node.member is not None}
         assert {member.incarnation for member in scheduler.view.members} == members
         for node in members_of_cluster:
