@@ -214,7 +214,7 @@ class ElasticGroup(Closing):
             return
 
     def _request(self, request: JoinRequest | QuorumReport) -> StartQuorum | RetryJoin:
-        # The coordinator declares silent members lost after `timeout`, so its answer comes earlier than twice that.
+        # The coordinator declares silent members lost after `timeout`, so it answers within twice this time.
         patience = 2 * self.timeout if isinstance(request, QuorumReport) else timedelta(days=365)
         answer = request_quorum(self._store, request, patience)
         if answer is None:

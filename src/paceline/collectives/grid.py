@@ -227,8 +227,8 @@ class Grid:
             cut = [
                 slice(width, array.shape[other] - width)
                 if not corners or other > axis
-                # Include ghost cells of earlier axes, except beyond an edge, where the neighbour has no values for
-                # them.
+                # Include ghost cells of earlier axes. Beyond an edge, the neighbour has no values for ghost cells, so
+                # leave them out.
                 else slice(
                     width if self.neighbour(other, _LOW) is None else 0,
                     array.shape[other] - (width if self.neighbour(other, _HIGH) is None else 0),
@@ -255,7 +255,7 @@ class Grid:
             raise GroupClosedError(
                 f"{self!r} refuses further exchanges because an earlier one failed; create a new group and grid"
             )
-        # After a failure the tickets still use the buffers, so keep the tickets.
+        # Keep the tickets: after a failure they still use the buffers.
         tickets = self._pending
         try:
             for side, array in zip(sides, incoming, strict=True):

@@ -417,7 +417,7 @@ class Group(Closing):
             ):
                 return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
         except RankLostError as error:
-            # A subgroup may fail because a rank is late, and the program may try again. But if all ranks agreed on the
+            # If a subgroup fails only because a rank is late, the program may try again. But if all ranks agreed on the
             # subgroup in a call of this group (`label`), or if a rank has ended, this group fails too.
             if label or (isinstance(error, EndedError) and set(error.ranks) & set(self.ranks)):
                 self._subgroup_failed(error)

@@ -1,4 +1,4 @@
-"""Define the interfaces of filters, which are frozen dataclasses that change messages, and their registry.
+"""Define the interfaces and the registry of filters: frozen dataclasses that change messages.
 
 Each filter is a file of this package or of a user (:mod:`paceline.filters.modules`). Defining its class registers it in
 :data:`FILTERS`. A message between a worker and a server has keys (uint64 [n]), values (float32 [n, dim]), or both: a
@@ -79,7 +79,7 @@ class RowFilter(Filter, is_abstract=True):
     stage: ClassVar[int] = 1
     keeps_residual: ClassVar[bool]
     needs_l1: ClassVar[bool] = False
-    """Whether the filter needs tables with an L1 penalty in their update rule, and calls of :meth:`choose_zeros`."""
+    """Whether the filter needs tables whose update rule has an L1 penalty, and implements :meth:`choose_zeros`."""
 
     @abstractmethod
     def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
@@ -100,7 +100,7 @@ class RowFilter(Filter, is_abstract=True):
 
 @dataclasses.dataclass(frozen=True)
 class ShareFilter(RowFilter, is_abstract=True):
-    """Sends a `share` of the rows, above 0 and at most 1. Raises UsageError."""
+    """Sends a `share` of the rows. Raises UsageError unless the share is above 0 and at most 1."""
 
     share: float
 
@@ -111,7 +111,7 @@ class ShareFilter(RowFilter, is_abstract=True):
 
 
 class KeyFilter(Filter, is_abstract=True):
-    """Encodes keys in fewer bytes. Abstract for this package only, because chains have code for each key filter."""
+    """Encodes keys in fewer bytes. Users cannot add key filters, because chains have code for each key filter."""
 
     stage: ClassVar[int] = 2
     preserves: ClassVar[Preserves] = "exact"
@@ -134,19 +134,18 @@ class ValueFilter(Filter, is_abstract=True):
 
     @abstractmethod
     def num_bytes(self, count: int) -> int:
-        """Return the number of bytes for `count` values."""
+        """Return the size in bytes of `count` encoded values."""
 
     @abstractmethod
     def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         """Write values (float32 [count]) to `out` (uint8). Randomness depends only on `seed` (64 bits).
 
-        Without a seed, values are rounded to nearest, because the sender keeps the error, which must be smaller than
-        the values.
+        Without a seed, values are rounded to nearest: the sender keeps the error, which must be smaller than the value.
         """
 
     @abstractmethod
     def decode(self, data: Bytes, out: Floats) -> None:
-        """Write the decoded values to `out`, which must be equal in every call and on every host."""
+        """Write the decoded values to `out`. The values must be equal in every call and on every host."""
 
 
 class ByteFilter(Filter, is_abstract=True):
@@ -161,9 +160,10 @@ class ByteFilter(Filter, is_abstract=True):
 
     @abstractmethod
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
-        """Return the `num_bytes` decompressed bytes. Raises ValueError for input not from :meth:`pack`.
+        """Return the `num_bytes` decompressed bytes.
 
-        The input is untrusted, so memory use must stay within `num_bytes`.
+        Raises ValueError for input that :meth:`pack` did not return. The input is untrusted, so the result may not take
+        more memory than `num_bytes`.
         """
 
 

@@ -69,7 +69,7 @@ class KeyMemory:
 
 
 class UnknownKeysError(Exception):
-    """A message refers to keys that the receiver does not have, so the sender must send them."""
+    """A message refers to keys that the receiver does not have, so the sender must resend the message with the keys."""
 
 
 class Decoded(NamedTuple):
@@ -177,7 +177,7 @@ class FilterChain:
         `max_bytes`.
         """
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
-        least = 0 if form == KNOWN else num_keys  # a key takes at least one byte
+        least = 0 if form == KNOWN else num_keys  # otherwise each key takes at least one byte
         most = 10 * num_keys + DIGEST_BYTES
         if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or not least <= key_bytes <= most:
             raise _malformed(
@@ -252,7 +252,7 @@ class FilterChain:
         if is_packed and self.bytes is not None:
             try:
                 data = unpacked_by(self.bytes, data, num_bytes)
-            except UsageError:  # the filter failed, which does not mean that the message is invalid
+            except UsageError:  # the filter has failed, so the message may be valid
                 raise
             except ValueError as error:
                 raise _malformed(str(error)) from None

@@ -1,4 +1,4 @@
-"""Draw random numbers from a seed, so that messages do not depend on the time or place of their computation."""
+"""Draw random numbers from a seed, so that the same message has the same content in every run and on every host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Average the gradients of all ranks with filters: one rank's part, without the network.
+"""Average the gradients of all ranks with filters. This module has one rank's computation, without the network.
 
 A :class:`GradientMean` handles one bucket: float32 [n], with the same n on every rank. :meth:`GradientMean.average` is
 a coroutine that yields the bytes to send and receives the other ranks' bytes, so tests need no network.
@@ -8,8 +8,7 @@ a coroutine that yields the bytes to send and receives the other ranks' bytes, s
   it to the next gradient (Tang et al., "1-bit Adam", ICML 2021, section 4).
 - :class:`~paceline.filters.TopK` sends each rank's largest values and their positions to all ranks.
 - :class:`~paceline.filters.RandomK` chooses the same positions on all ranks. The chosen values move as in an
-all-reduce.
-  Each position belongs to a fixed rank, which can therefore keep the error of the mean.
+  all-reduce. Each position belongs to a fixed rank, so this rank can keep the rounding error of the mean.
 
 Each rank also keeps its unsent values. Every rank decodes the same bytes, so the replicas stay bit-identical.
 """
@@ -113,7 +112,7 @@ class GradientMean:
             read = yield from self._add_up(chosen, part, out)
         else:
             if not np.isfinite(values).all():
-                part[:1] = np.nan  # all ranks must detect non-finite values, even if these are not chosen
+                part[:1] = np.nan  # all ranks must detect non-finite values, also those that are not chosen
             bounds = np.searchsorted(chosen, self._bounds)
             start = self._bounds[self._rank]
             own = chosen[bounds[self._rank] : bounds[self._rank + 1]] - start
@@ -186,7 +185,7 @@ class GradientMean:
         return -(-num_bytes_of(self._values, count) // _ALIGNMENT) * _ALIGNMENT
 
     def _write(self, values: Floats, row: Bytes, read: Floats) -> None:
-        """Encode values at the start of a row, rounded to nearest because errors are kept; decode them into `read`."""
+        """Encode values to the nearest at the start of `row`, because the error is kept; decode them into `read`."""
         row = row[: num_bytes_of(self._values, len(values))]
         write_values(self._values, values, None, row)
         read_values(self._values, row, read)

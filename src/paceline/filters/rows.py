@@ -30,7 +30,7 @@ class HeldRows:
         return rows
 
     def add(self, keys: Keys, change: Floats) -> None:
-        self._store.push(keys, -change.reshape(-1))  # the sign is negative because the store's rule is w ← w − x
+        self._store.push(keys, -change.reshape(-1))  # negative, because the store's rule is w ← w − x
 
 
 class ZeroRows:
@@ -159,5 +159,5 @@ def forget_non_finite(errors: Floats) -> Floats:
 
 
 def quiet() -> np.errstate:
-    """Return a context that silences NumPy's warnings, because servers or a loss scale report non-finite values."""
+    """Return a context that silences NumPy's warnings; servers, or a loss scale, report non-finite values."""
     return np.errstate(over="ignore", invalid="ignore")

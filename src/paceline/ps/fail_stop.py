@@ -75,8 +75,8 @@ def watch_loop(loop: asyncio.AbstractEventLoop, fail: Fail) -> None:
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         is_own = "handle" in context or isinstance(context.get("future"), asyncio.Task)
-        # asyncio also reports exceptions of our protocol objects, and closes their connections. A MemoryError or
-        # OSError only means that a message was not received.
+        # asyncio also reports exceptions of our asyncio.Protocol objects, and closes their connections. A MemoryError
+        # or OSError of such an object only means that a message was not received.
         is_own |= "protocol" in context and not isinstance(error, MemoryError | OSError)
         if is_own and isinstance(error, Exception):
             fail(error)

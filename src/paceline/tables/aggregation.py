@@ -1,6 +1,7 @@
 """Sequential consistency on a server: buffer the pushes of an iteration, sum them in rank order, apply the sum once.
 
-The result is the same in every run. Except for rounding, it equals one process on the concatenated batches.
+The result is the same in every run. Except for rounding, it equals the result of one process that trains on the
+concatenated batches.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class IterationPushes(NamedTuple):
 class IterationBuffer:
     """Pushes of live workers, identified by their incarnation numbers, for incomplete iterations.
 
-    An incarnation identifies a worker. Pushes are stored with the worker's rank, which gives the order of summation,
-    because the worker may leave before the iteration is complete.
+    Pushes are stored with the worker's rank, which gives the order of summation, because the worker may leave before
+    the iteration is complete.
     """
 
     def __init__(self, mean: bool) -> None:
@@ -71,7 +72,7 @@ class IterationBuffer:
 
     def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
         """Reuse the memory of applied pushes for the copies of the next iteration."""
-        # New pages cost more than copying data into them. Unused arrays are freed after one iteration.
+        # The first write to a new page costs more than the copied data. Unused arrays are freed after one iteration.
         self._free = {}
         for pushes in tables.values():
             for _, grads in pushes:

@@ -9,16 +9,16 @@ from msgspec import Meta
 from paceline.protocol import NUM_BUCKETS
 
 MAX_CLOCK: Final = 2**32 - 3
-"""Clocks have 32 bits in a frame's header, and every iteration has a successor."""
+"""The largest clock. A frame's header has 32 bits for a clock, also for the clock after this one."""
 MAX_TABLES: Final = 65535
-"""Numbers of tables have 16 bits in a frame's header, and 0 means no table."""
+"""The largest number of tables. A frame's header has 16 bits for the number of a table, and 0 means no table."""
 MAX_WORDS: Final = 1 << 20
-"""Number of float32 in a record, which has the values and the state of a key."""
+"""The largest number of float32 in a record (the values and the state of a key)."""
 
 MAX_PASSES: Final = 62
-"""Marks of passes repeat after 63 passes."""
+"""The largest number of passes without a push before a row is erased; the marks of passes repeat after 63 passes."""
 MAX_PASS: Final = 1 << 24
-"""Rows store the pass as float32, which is exact up to this number."""
+"""The largest number of a pass. Records store the pass as float32, which is exact up to this number."""
 
 Word: TypeAlias = Annotated[int, Meta(ge=0)]
 """A hash of 64 bits."""

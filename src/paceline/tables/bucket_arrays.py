@@ -27,7 +27,7 @@ def bucket_width(size: int) -> int:
 
 
 def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the elements of `buckets`, which are in ascending order, as the fewest possible ranges [start, stop)."""
+    """Return the elements of `buckets` (ascending) as the fewest possible ranges [start, stop)."""
     runs: list[tuple[int, int]] = []
     for bucket in buckets:
         start, stop = bucket_bounds(size, bucket)
@@ -42,7 +42,7 @@ def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def runs_in(size: int, buckets: Buckets) -> Sequence[tuple[int, int]]:
-    """Return the elements of `buckets` as :func:`owned_runs` returns them, with a cache of recent sets."""
+    """Return the elements of `buckets` as the fewest possible ranges [start, stop); recent results are cached."""
     return tuple(owned_runs(size, buckets_in(buckets)))
 
 

@@ -130,7 +130,7 @@ def compile_remaining() -> None:
 
 
 class _EmptyTable:
-    """An index of a table, whose buckets share one empty line and have no space for a row."""
+    """The arrays of an index whose buckets share one empty line, so that no bucket has space for a row."""
 
     def __init__(self) -> None:
         num_lines = 1 + 1 + index.TAIL_LINES  # the header, home and tail

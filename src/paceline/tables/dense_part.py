@@ -182,7 +182,7 @@ class DensePart(TablePart):
         chosen = covered & buckets
         runs, pieces = iter(clip_runs(runs_in(self._size, covered), start, stop)), []
         at = first = last = 0  # `at` is the position in `grads` of the run [first, last)
-        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # each range [a, b) is inside one of the runs
+        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # [a, b) is inside one run
             while last < b:
                 at += last - first
                 first, last = next(runs)
@@ -193,7 +193,7 @@ class DensePart(TablePart):
     @override
     def pull(self, selection: Selection, out: Floats) -> None:
         if selection.keys is not None:
-            # All indices are valid. mode="raise" would check them, and buffer the result.
+            # All indices are valid, so avoid mode="raise", which checks the indices and buffers the result.
             np.take(self._record, self._places(selection), out=out, mode="clip")
             return
         runs, at = self._runs(selection), 0
@@ -204,7 +204,7 @@ class DensePart(TablePart):
 
     @override
     def reserve(self, selection: Selection) -> None:
-        """Do nothing: all elements have memory."""
+        """Do nothing, because all elements have memory."""
 
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -272,7 +272,7 @@ class DensePart(TablePart):
         start, stop = bucket_bounds(self._size, bucket)
         if start < stop and not self.held >> bucket & 1:
             raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} is not on this server")
-        # Copy explicitly, because for records of one word the transposed array is a contiguous view.
+        # Copy explicitly: with one word per record, the transposed array would be a view of the table's memory.
         return np.arange(start, stop, dtype=np.uint64), np.array(self._planes()[:, start:stop].T, order="C", copy=True)
 
     @override

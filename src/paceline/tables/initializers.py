@@ -25,7 +25,7 @@ class Initializer(ABC):
 
     @property
     def arguments(self) -> tuple[float, float]:
-        """The two numbers for the kernel: the fields, then zeros."""
+        """The initializer's fields, filled up with zeros to the two numbers that kernels expect."""
         first, second, *_ = (*(getattr(self, field.name) for field in dataclasses.fields(self)), 0.0, 0.0)  # type: ignore[arg-type]
         return first, second
 

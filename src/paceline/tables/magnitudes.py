@@ -4,8 +4,8 @@ Finite gradients can overflow in the update rule, for example in Adagrad's squar
 push would cost more than the push. Therefore a part keeps an upper bound of the magnitudes in each plane of its
 records. Every push raises the bounds by the rule's largest possible change, given the largest magnitude of the
 gradients, which the check for NaN computes anyway. While the bounds are far below the largest float32, neither results
-nor intermediate values can overflow. Otherwise, and for rules without bounds, the push is first tried on a copy of its
-records (:meth:`paceline.tables.part.TablePart.trial`).
+nor intermediate values can overflow. If the bounds are higher, and for rules without bounds, a push is first tried on a
+copy of its records (:meth:`paceline.tables.part.TablePart.trial`).
 
 The bounds are valid for pushes without duplicate keys, which clients guarantee.
 """
@@ -42,7 +42,7 @@ class Magnitudes:
         self._num_tried = 0
 
     def set_rule(self, rule: UpdateRule) -> None:
-        """Set new hyperparameters. The existing records were computed with other hyperparameters."""
+        """Set new hyperparameters. `_formed` then bounds the records that the former hyperparameters produced."""
         self._rule = rule
         self._formed = self.bounds
         self._left = 0
@@ -59,13 +59,13 @@ class Magnitudes:
             return False
         bounds, peak = self._rule.grown(self.bounds, self._formed, gradient, num)
         bounds |= self.bounds  # rows without a gradient do not change
-        is_safe = peak <= _SAFE and all(bound <= _SAFE for bound in bounds)  # False for NaN
+        is_safe = peak <= _SAFE and all(bound <= _SAFE for bound in bounds)  # a NaN gives False
         if is_safe:
             self.bounds, self._top, self._left = bounds, gradient, num - 1
         return is_safe
 
     def take_unseen(self, gradient: float) -> None:
-        """Include a push that another server has checked."""
+        """Include a push from another server, which has checked the push."""
         if not self.take(gradient):
             self.bounds = UNKNOWN
             self._left = 0
@@ -79,7 +79,7 @@ class Magnitudes:
             self._left = 0
 
     def is_loose(self, num_tried: int, num_rows: int) -> bool:
-        """Count the rows of a trial; return whether checking all rows would now be comparatively cheap."""
+        """Count the rows of a trial; return whether all trials together had at least `num_rows` rows."""
         self._num_tried += num_tried
         return self._has_bounds and self._num_tried >= num_rows
 

@@ -2,8 +2,8 @@
 
 Both ends of a push always reject gradients that are not finite. The policy applies to finite gradients that overflow
 when they are summed, compensated or applied, and to records that are written or loaded. Records from another server (a
-replica's primary, or a bucket's former server) were checked by that server. They are stored unchanged, so that both
-servers stay equal.
+replica's primary, or a bucket's former server) were checked by the other server. Such records are stored unchanged, so
+that both servers have equal records.
 """
 
 from __future__ import annotations

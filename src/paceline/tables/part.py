@@ -27,9 +27,9 @@ Positions = npt.NDArray[np.int64]
 class Selection:
     """The keys, or the range of a dense table, of a request.
 
-    A range covers only the elements of `buckets`; None stands for the server's primary buckets, and the first call of
-    :meth:`TablePart.num_values` replaces None by these buckets. Later changes of the server's buckets do not affect the
-    selection. Only dense parts use `places`.
+    A range covers only the elements of `buckets`. None stands for the buckets that the server leads; the first call of
+    :meth:`TablePart.num_values` replaces None by these buckets, so later changes of the server's buckets do not affect
+    the selection. Only dense parts use `places`.
     """
 
     __slots__ = ("buckets", "keys", "places", "start", "stop")
@@ -92,7 +92,7 @@ class TablePart(ABC):
 
     @property
     def primary(self) -> Buckets:
-        """The held buckets that requests for a range use."""
+        """The held buckets whose elements belong to a requested range."""
         return self._primary
 
     @property
@@ -130,7 +130,7 @@ class TablePart(ABC):
         """
 
     def set_primary(self, buckets: Buckets) -> None:
-        """Set the buckets that requests for a range use; all of them must be held."""
+        """Set :attr:`primary`; all these buckets must be held."""
         assert not buckets & ~self._held
         self._primary = buckets
 
@@ -140,7 +140,7 @@ class TablePart(ABC):
         return 0
 
     rows_of: int = 0
-    """The pass that counts as the last push of rows that are older than the recording of passes."""
+    """The pass that counts as the last pass of rows without a push since passes are recorded."""
 
     def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
         """Return records (float32 [n, record_words]), with a column for each row's last pass if passes are recorded."""
@@ -166,8 +166,8 @@ class TablePart(ABC):
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """Return the keys and gradients of a push (float32 [num_values]) that belong to these buckets.
 
-        If all belong to them, return `selection` and `grads` themselves. The gradients may be a view. The other buckets
-        may already be dropped. With keys, rows may have any width.
+        If all belong to them, return `selection` and `grads` themselves. The gradients may be a view. Buckets outside
+        `buckets` may already be dropped. If the selection has keys, each row of `grads` may have any width.
         """
         keys = selection.key_array()
         order = positions_in(self.spec, keys, buckets)

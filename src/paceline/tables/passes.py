@@ -1,7 +1,8 @@
 """Record the last pass over the data that pushed each row of a sparse table, to find unused features.
 
-A store records passes after :func:`begin_pass`, in spare bits of its index (:mod:`paceline.kernels.index`). Rows need
-no additional memory, except rows of two words, which then need as much memory as rows of three words.
+A store records passes after :func:`begin_pass`, in spare bits of its index (:mod:`paceline.kernels.index`). The marks
+need no additional memory, except for rows of two words: with marks, these rows take as much memory as rows of three
+words.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from paceline.tables.types import Keys
 
 
 def has_room_for_marks(store: SparseStore) -> bool:
-    """Return whether a store's index has spare bits for passes; a store without them needs ``has_marks``."""
+    """Return whether a store's index has spare bits for passes; otherwise the store needs ``has_marks``."""
     return bool(store.layout[index.ENTRY_WORDS] * store.layout[index.SLOTS] * 4 < index.LINE_BYTES)
 
 
@@ -23,8 +24,8 @@ def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
     """Set the current pass.
 
     If passes were not recorded before, existing rows count as last pushed in pass `rows_of`. Marks repeat after 63
-    passes, so the caller must erase older rows before. After a resume from a snapshot, `number` may be smaller than
-    before.
+    passes, so the caller must erase rows before they are so old. After a resume from a snapshot, `number` may be
+    smaller than before.
     """
     assert has_room_for_marks(store)
     former, store.pass_number = store.pass_number, number

@@ -41,7 +41,7 @@ class ServerTable:
         self.staleness = StalenessRecord()
         self.pushes = self.pulls = self.dropped = self.non_finite = 0
         self.refused: dict[int, str] = {}
-        """Why the sum of an iteration was rejected, for each worker that has not received the reason yet."""
+        """The reason why the sum of an iteration was rejected, for each worker that has not received the reason yet."""
 
     def set_update(self, update: dict[str, Any], revision: int) -> None:
         self.part.set_update(from_fields(RULES, update))
@@ -80,7 +80,7 @@ class ServerTables:
         return None if is_empty else Piece(piece.table, selection, floats)
 
     def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
-        """Record the number of erased rows, because the reply may be repeated."""
+        """Record the number of erased rows, because a repeated request gets the same reply."""
         last, parts = self._erased.get(sender, (0, []))
         self._erased[sender] = sequence, [*(parts if last == sequence else ()), (buckets, num_rows)]
 

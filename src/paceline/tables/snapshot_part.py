@@ -1,8 +1,8 @@
 """Watch a table's part while snapshots are taken: record changed buckets, and keep their earlier rows.
 
-:class:`WatchedPart` wraps a part after the first snapshot starts, so a server without snapshots has no cost. Before a
-write, it records the changed buckets. If a snapshot of an earlier moment has not read these buckets yet, it first
-copies the rows.
+:class:`WatchedPart` wraps a part when the first snapshot starts, so a server without snapshots has no cost. Before each
+write, the wrapper records the changed buckets. If a snapshot of an earlier moment has not read these buckets yet, the
+wrapper first copies the rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class EarlierRows:
         self._seen.write_records(new, found.astype(np.float32))
 
     def restore(self, bucket: int, keys: Keys, records: Floats) -> tuple[Keys, Floats]:
-        """Return a bucket at the snapshot's moment, given its current rows. Call once; may overwrite `records`."""
+        """Return a bucket at the snapshot's moment, given its current rows.
+
+        Call this once per bucket; it may change `records`.
+        """
         count = int(self._seen.counts[bucket])
         if not count:
             return keys, records
@@ -120,7 +123,7 @@ class WatchedPart:
         return self._written.get(snapshot, 0)
 
     def note_written(self, snapshot: SnapshotId, buckets: Buckets) -> None:
-        """Record that a snapshot has these buckets; forget the directory's earlier snapshots."""
+        """Record that a snapshot has these buckets; forget earlier snapshots of the same directory."""
         self._forget([known for known in self._written if known[0] == snapshot[0]], buckets)
         self._written[snapshot] = self._written.get(snapshot, 0) | buckets
 

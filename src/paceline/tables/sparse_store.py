@@ -23,17 +23,18 @@ from paceline.tables.rules import SGD, UpdateRule, kernels
 from paceline.tables.types import Floats, Keys
 
 _GROWTH = 1.25
-_WIDE_GROWTH = 1.5  # reserved memory of wide rows is used only when written
+_WIDE_GROWTH = 1.5  # generous, because reserved memory of wide rows is used only when written
 _LEAST_ROWS = 8
 _SMALL_ROWS = 1024
 _INLINE_WORDS = 3  # rows of up to 3 words are stored in the index
-# Rows per line: emptier lines overflow less often, and an overflow is a second cache miss. With 10^7 rows of one word,
-# 0.76 gives 20 ns per look-up in 1.8 times the minimum size, and 0.66 gives 16 ns in 2.1 times the minimum size.
+# The share of slots in use, by the number of slots per line. Emptier lines overflow less often, and an overflow causes
+# a second cache miss. With 10^7 rows of one word, 0.76 gives 20 ns per look-up and 1.8 times the minimum size, and 0.66
+# gives 16 ns and 2.1 times the minimum size.
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
-_WIDE_FILL = 0.5  # an emptier index costs little memory, because it is small compared with wide rows
+_WIDE_FILL = 0.5  # lower, because the index is small compared with wide rows
 _WITHOUT_MARKS = (4,)  # words of entries that fill a line completely
 _HEADER_LINES = 1
-_FEW_KEYS = 1000  # up to this number, counting keys is as fast as checking memory limits
+_FEW_KEYS = 1000  # for fewer keys, counting them per bucket is as fast as a check of memory limits
 
 
 def _new_salt() -> int:
@@ -58,7 +59,8 @@ def _check_size(unit: str, rows: Floats, count: int, width: int) -> None:
 def _next_limit(bucket: int, count: int, growth: float) -> int:
     """Return a bucket's next size. Small sizes double, and large sizes grow by the factor `growth`.
 
-    Each bucket's sequence is shifted, because the counts of all buckets rise together and would grow in one request.
+    Each bucket has other sizes. Otherwise all buckets would grow in the same request, because their counts rise
+    together.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:
@@ -129,7 +131,7 @@ class SparseStore:
         self.directory[index.LINES + 1 : index.ROWS : 2] = 1
         self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
         self.directory[index.SALT :] = index.FIRST_SALT
-        self._grown = np.zeros_like(self.directory)  # the directory entry of a growing bucket's new lines
+        self._grown = np.zeros_like(self.directory)  # the directory entry of the new lines while a bucket grows
 
     def __len__(self) -> int:
         return int(self.counts.sum())
@@ -156,9 +158,9 @@ class SparseStore:
     def reserve(self, keys: Keys) -> None:
         """Allocate memory for the rows of `keys`. Raises MemoryError, without changing rows, if there is too little.
 
-        Afterwards a push of these keys cannot run out of memory, unless crafted keys overflow a bucket's tail. Looking
-        up the existing keys would cost as much as the push, so a bucket gets space for as many rows as it has keys, if
-        memory allows. If the system never rejects memory, this method does nothing.
+        Afterwards a push of these keys cannot run out of memory, unless crafted keys overflow a bucket's tail. The
+        method does not check which keys exist, because this would cost as much as the push: if memory allows, each
+        bucket gets space for all its keys in `keys`. If the system never rejects memory, this method does nothing.
         """
         if len(keys) > _FEW_KEYS and not self.memory.may_refuse():
             return
@@ -169,12 +171,12 @@ class SparseStore:
         if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
             spare = None
             try:
-                # Reserved memory that is never written, so no pages are used for it.
+                # Reserve memory without a write, so that no pages are used.
                 spare = self.memory.zeros(max(lines.num_bytes for lines in self.lines))
                 self._make_room(num_keys)
                 return
             except MemoryError:
-                del spare  # if memory is reserved, this frees enough to shrink the buckets one by one
+                del spare  # frees enough memory to shrink the buckets one by one
                 self._take_back(limits)
         if self.memory.spilled_bytes:
             self.memory.read_ahead.read(self.directory, self.layout, keys)
@@ -299,9 +301,9 @@ class SparseStore:
             self.resize(bucket, limit, tail=2 * int(directory[index.TAIL + bucket]))
 
     def resize(self, bucket: int, limit: int, *, tail: int = 0, salt: int = 0) -> None:
-        """Move a bucket to lines for `limit` rows, with `tail` lines of tail and a salt; 0 keeps the current value.
+        """Move a bucket to lines for `limit` rows, `tail` overflow lines and a hash `salt`; 0 keeps the current value.
 
-        If this is not enough, the tail grows, or the salt changes.
+        If these do not suffice, the tail grows, or the salt changes.
         """
         directory, grown = self.directory, self._grown
         tail = tail or int(directory[index.TAIL + bucket])
@@ -322,7 +324,7 @@ class SparseStore:
             if index.rehash(directory[2 * bucket], num_old, self.layout, bucket, grown):
                 break
             tail *= 2
-            if attempt:  # the tail was made longer, but is still too short
+            if attempt:  # a longer tail was too short too
                 grown[index.SALT + bucket] = _new_salt()
         for at in (
             2 * bucket,

@@ -63,7 +63,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.dim * (1 + rule.num_states) + rule.has_count
 
     def with_update(self, update: dict[str, Any]) -> TableSpec:
-        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # tuples become lists, as after decoding
+        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # as another process receives it
         return msgspec.structs.replace(self, update=travelled)
 
     def __str__(self) -> str:

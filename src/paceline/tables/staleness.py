@@ -13,7 +13,7 @@ from paceline.tables.part import Selection, TablePart
 from paceline.tables.types import Floats, Keys
 
 HISTOGRAM_SIZE = 129
-"""Number of counts: staleness 0 to 127 have their own counts; larger values share the last one."""
+"""Number of counts in a histogram: one for each staleness from 0 to 127, and one for all larger values."""
 _KEPT_PULLS = 16
 _KEPT_VALUES = 4
 
@@ -46,7 +46,7 @@ class StalenessRecord:
         self._own[worker] = (clock, count + 1 if last == clock else 1)
 
     def _count_applied(self, worker: int, clock: int) -> int:
-        """Return the number of applied pushes, excluding the worker's own in this iteration."""
+        """Return the number of applied pushes, without the worker's own pushes in this iteration."""
         last, count = self._own.get(worker, (clock, 0))
         return self._applied - (count if last == clock else 0)
 

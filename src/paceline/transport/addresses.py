@@ -19,8 +19,8 @@ from paceline.errors import AddressError, UsageError
 _WILDCARDS = ("", "0.0.0.0", "::")
 _PORT_ATTEMPTS = 16  # attempts to find a port that is free on all addresses of a host
 _UNAVAILABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-# Documentation addresses (RFC 5737, RFC 3849). A datagram socket connected to one sends nothing, but reveals this
-# machine's outgoing address.
+# Documentation addresses (RFC 5737, RFC 3849). A datagram socket that connects to such an address sends nothing, but
+# then has this machine's outgoing address.
 _PROBES = ((socket.AF_INET6, "2001:db8::1"), (socket.AF_INET, "192.0.2.1"))
 
 

@@ -65,7 +65,7 @@ class StreamChannel(Channel):
         """Send a tag with every later frame, and require tags from the other end."""
         self._sending, self._receiving = seals
 
-    # Methods that subclasses implement. All except `binding` raise ConnectionLostError and DeadlineError.
+    # Subclasses implement these methods. All except `binding` raise ConnectionLostError and DeadlineError.
 
     @abstractmethod
     def binding(self) -> bytes:
@@ -138,7 +138,8 @@ class StreamChannel(Channel):
             or header[0] != MAGIC
             or header[1] != PROTOCOL_VERSION
         ):
-            # The frame is not the expected one, so later calls read the received bytes again, part by part.
+            # This is not a frame without meta and with a body of this size, so later calls read the received bytes
+            # again, part by part.
             read = self._first if is_small else join((self._head_view, into, self._pad))
             self._returned = memoryview(bytes(read[:got]))
             return self._receive_in_steps(into, timeout_s)

@@ -26,8 +26,8 @@ from paceline.transport.security.sealing import socket_binding
 from paceline.transport.spinning import Spinner
 
 _IOV_MAX = 512  # buffers per system call; Linux and macOS support 1024
-# A waiting client sends nothing, so only probes detect that the other end has lost the connection. There are so many
-# probes that a deadline passes before the kernel closes the connection to an unreachable host.
+# A waiting client sends nothing, so only probes of the kernel detect that the other end has lost the connection. With
+# so many probes, a deadline passes before the kernel closes the connection to an unreachable host.
 _KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 100))
 
 

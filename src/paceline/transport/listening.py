@@ -224,7 +224,7 @@ class SocketListener(Listener):
                 else:
                     is_full = False
                     if self._start_connection(connected, peer_address):
-                        # let the loop run, because only the loop releases the descriptor of the dropped connection
+                        # return to the loop, because only the loop releases the descriptor of the dropped connection
                         break
             await asyncio.sleep(0)
 

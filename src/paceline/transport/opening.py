@@ -55,7 +55,8 @@ class OpenedConnection(Connection):
         self._lost_early = lost_early
         self._always_sealed = always_sealed
         self._authenticated: asyncio.Future[TransportPeer] = asyncio.get_running_loop().create_future()
-        # Mark the exception as retrieved, because the waiting caller may be cancelled.
+        # Retrieve the exception here too, because a cancelled caller never does, and asyncio would then log the
+        # exception.
         self._authenticated.add_done_callback(lambda future: None if future.cancelled() else future.exception())
         self._is_known = False  # whether wait_authenticated() has returned the peer
         self._early: list[Frame] = []
@@ -235,7 +236,7 @@ async def run_on(
     try:
         await loop.create_connection(lambda: connection, sock=connected, **secure)
     except OSError as error:
-        # asyncio raises ConnectionAbortedError after the timeout of the TLS handshake, and also for other errors.
+        # asyncio raises ConnectionAbortedError after the timeout of a TLS handshake, but also in other cases.
         late = isinstance(error, ConnectionAbortedError) and loop.time() >= end
         raise no_tls(address, TimeoutError() if late else error, timeout_s) from None
 

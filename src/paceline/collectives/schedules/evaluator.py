@@ -66,7 +66,8 @@ class _Run:
         self._combining_until_s: Final = [0.0] * size
         self._sending_until_s: Final = defaultdict[tuple[str, int], float](float)
         self._receiving_until_s: Final = defaultdict[tuple[str, int], float](float)
-        # By (source, target): messages that arrived before their receive, and receives that wait for their message.
+        # By (source, target): the number of messages before their receive, and the receives that wait for their
+        # message.
         self._buffered: Final = defaultdict[tuple[int, int], int](int)
         self._posted: Final = defaultdict[tuple[int, int], deque[Receive]](deque)
         self._events: Final[list[tuple[float, int, Callable[[float], None]]]] = []

@@ -26,7 +26,7 @@ class KeyCaching(KeyFilter):
 
     Both ends store the lists of a table, up to `megabytes` of keys, and then evict the least recently used list. The
     server may evict more lists; it then requests the keys again. Both ends clear their lists when the connection or the
-    cluster's map changes.
+    view changes.
     """
 
     megabytes: int = 64

@@ -24,7 +24,7 @@ class KeyNumbers(KeyFilter):
 
     Keys are numbered in the order of their arrival, so frequent keys get the smallest numbers. Both ends store up to
     `megabytes` of keys; later keys get no number. The worker needs three times this memory. Both ends clear the numbers
-    when the connection or the cluster's map changes.
+    when the connection or the view changes.
     """
 
     megabytes: int = 64

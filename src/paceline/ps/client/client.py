@@ -254,7 +254,7 @@ class Client:
         if filters is not None:
             filters.check_fits(spec)
         with servers.lock:
-            # Encoding and decoding turns tuples into lists, so that equal specs compare equal.
+            # Encode and decode the spec, because decoded specs have lists in place of tuples.
             spec = msgspec.msgpack.decode(messages.encode(spec), type=register_type(TableSpec))
             known = self.link.call(messages.DeclareTable(spec=spec), KnownTable)
             declared = self._tables.get(spec.name)

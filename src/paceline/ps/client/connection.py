@@ -39,9 +39,9 @@ from paceline.transport.client import closed_channel
 _NOTHING = np.empty(0, np.uint8)
 _MAX_IN_FLIGHT = 256
 _LARGE_BYTES = 1 << 19
-# A server buffers a limited number of bytes of answers per client (Limits.max_backlog_bytes). Beyond it, both ends
-# would wait for each other to read. So the client receives answers before it requests more than MAX_ANSWER_BYTES. The
-# server's limit is larger, so that it also has room for _MAX_IN_FLIGHT small answers.
+# A server that buffers more than Limits.max_backlog_bytes of answers for a client stops reading from the client, and
+# then both ends could wait for each other. So the client receives answers before it requests more than
+# MAX_ANSWER_BYTES. The server's limit is larger, to have room for _MAX_IN_FLIGHT small answers as well.
 MAX_ANSWER_BYTES = 1 << 26
 """The maximum number of bytes of requested values, if several requests are in flight."""
 

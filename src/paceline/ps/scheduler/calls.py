@@ -200,7 +200,8 @@ class SchedulerCalls:
             self._send_again(received)
 
     def _begin_on(self, channel: Channel) -> None:
-        # Hold the lock until the first message is sent, so that a Leave either follows the message or comes before all.
+        # Hold the lock until the first message is sent, so that a Leave comes before all messages or after the first
+        # one.
         self.channel = channel
         if self.lost is not None:
             raise self.lost

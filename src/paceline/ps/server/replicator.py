@@ -356,8 +356,7 @@ class Replicator:
             part = self._tables.find(number).part
             if part.spec.kind == "sparse" and part.pass_number < current:
                 cast(SparsePart, part).begin_pass(current, rows_of)
-        # before a push to a new table is forwarded, because the client that declared the table may not know the
-        # successors
+        # Declare new tables to the successors before pushes, because the client may not know the successors.
         if is_any_new:
             self.tables_changed()
         return events.ClocksReceived(Clocks(info.workers, info.num_missing, info.minimum))
@@ -380,7 +379,7 @@ class Replicator:
             return  # a repeat, or a change with a lower revision than the table's
         before = table.spec
         table.set_update(update, revision)
-        # the result depends on the order of pushes and this change, so the change counts in the hash of the order
+        # the rows depend on the order of pushes and this change, so the hash of the order includes this change
         if table.spec != before:
             self.checks.orders.applied(number, zlib.crc32(messages.encode(update)), self._core.held)
 

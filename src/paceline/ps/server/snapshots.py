@@ -137,7 +137,7 @@ class _Taking:
                 if gathered.has_passes:
                     records = self._tables.find(number).part.with_passes(bucket, keys, records)
                 gathered.add(keys, records, bucket)
-            # Pause, because a push that arrives in several pieces would otherwise wait for a copy at each piece.
+            # Pause, because a push that arrives in several pieces would otherwise wait for one copy per piece.
             await asyncio.sleep(min(max(PAUSE * (time.perf_counter() - start), 1e-4), 0.02))
             if gathered.is_full:
                 self._buffers.append(_call(self._pool, self._write, next(files), spec.name, gathered))

@@ -1,8 +1,8 @@
 """Provide memory for the rows of a server's sparse tables: blocks in memory up to a limit, then in files.
 
 Stores request a block from :class:`RowMemory` when a bucket grows. A block beyond the limit is a mapping of a file
-without a name (``O_TMPFILE``, or unlinked immediately), so no file remains, however the process ends. The system caches
-the file in free memory and writes the rest to disk; kernels use the mapping like other memory. The disk space is
+without a name (``O_TMPFILE``, or unlinked immediately). So no file remains, even if the process is killed. The system
+caches the file in free memory and writes the rest to disk; kernels use the mapping like other memory. The disk space is
 allocated together with the block. Therefore a full disk rejects the block, and never ends the process during a write.
 """
 
@@ -23,7 +23,7 @@ from paceline.kernels.index import LINE_BYTES
 from paceline.tables.memory.limit import MemoryLimit, most_mappings, system_may_refuse
 from paceline.tables.memory.reading import ReadAhead
 
-_SMALL_BYTES: Final = 1 << 14  # smaller blocks stay in memory, because 512 small buckets do not justify 512 files
+_SMALL_BYTES: Final = 1 << 14  # smaller blocks stay in memory, because a small table does not justify 512 files
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -112,7 +112,7 @@ def _block_in_memory(num_bytes: int) -> RowBlock:
 
 
 def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
-    """Return a block in a file without a name. The mapping keeps the file, so no descriptor stays open."""
+    """Return a block in a file without a name. The file exists as long as the mapping, without an open descriptor."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             number = file.fileno()

@@ -47,7 +47,8 @@ _OVERCOMMITS: Final = _overcommits()
 def system_may_refuse() -> bool:
     """Return whether the system may reject blocks that are smaller than the machine's memory.
 
-    By default Linux does so only if the process has a resource limit, which may be set from outside at any time.
+    By default Linux rejects such blocks only if the process has a resource limit, which other processes may set at any
+    time.
     """
     return not _OVERCOMMITS or any(
         resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 PAGE_BYTES = mmap.PAGESIZE
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", getattr(mmap, "MAP_ANON", 0))
-# MAP_NORESERVE, which Python defines since 3.13. Without it, Linux rejects a mapping larger than the memory.
+# MAP_NORESERVE, which Python defines since 3.13. Without this flag, Linux rejects a mapping larger than the memory.
 _LINUX_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX_NORESERVE)
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -47,7 +47,7 @@ class Pages:
         """Enlarge the memory. The content stays, but the address may change."""
         try:
             self._map.resize(num_bytes)
-        except (SystemError, ValueError, OSError):  # no mremap, or no memory, in which case the copy fails too
+        except (SystemError, ValueError, OSError):  # no mremap, or no memory: then the copy below fails too
             larger = _map_pages(num_bytes, _FLAGS)
             larger[: self.num_bytes] = self._map[:]
             self._map.close()
@@ -69,7 +69,7 @@ class LazyFloats:
     """
 
     def __init__(self, length: int, used: int) -> None:
-        _map_pages(4 * used, _FLAGS).close()  # only a check, because the system never rejects the lazy mapping below
+        _map_pages(4 * used, _FLAGS).close()  # checks the memory, because the system never rejects the mapping below
         self._map = _map_pages(4 * length, _FLAGS and _FLAGS | _NORESERVE)
         self.array: npt.NDArray[np.float32] = np.frombuffer(self._map, np.float32, length)
 

@@ -1,8 +1,8 @@
 """Read rows on disk in parallel, because a kernel's loop would wait for one page after another.
 
-Before a request is processed, threads touch its rows, so that the disk reads many pages at once. If nothing waits for
-the disk, the threads only cost time. Therefore they run only while requests wait for pages, which the system counts as
-major faults.
+Before a request is processed, threads touch the rows of the request, so that the disk reads many pages at once. If all
+pages are in memory, the threads only cost time. Therefore the threads run only if recent requests have waited for
+pages; the system counts these waits as major faults.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ except ImportError:  # page faults are counted only on Unix
 
 NUM_THREADS: Final = 32
 _FEW_KEYS: Final = 64
-_WORTH: Final = 1 / 64  # waits per key above which reading in parallel saves time
-_MEMORY: Final = 0.8  # weight of the previous rate when the next request updates it
+_WORTH: Final = 1 / 64  # waits for the disk per key, above which reading in parallel saves time
+_MEMORY: Final = 0.8  # weight of the previous rate of waits in the next rate
 
 
 class ReadAhead:

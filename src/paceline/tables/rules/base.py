@@ -103,6 +103,8 @@ class UpdateRule(ABC):
     initialize_reference: ClassVar[Any] = None
     """The reference ``(w, states, hyper)`` of :attr:`initialize` in NumPy."""
 
+    # How large records become.
+
     def initial_bounds(self, largest: float) -> Bounds:
         """Return the bounds of records without a push, with values of at most `largest`."""
         return Bounds(largest)
@@ -124,6 +126,8 @@ class UpdateRule(ABC):
     def has_bounds(cls) -> bool:
         """Return whether the rule can bound its records."""
         return cls.grown is not UpdateRule.grown
+
+    # Derived values.
 
     @property
     def hyper(self) -> tuple[float, ...]:
