@@ -34,6 +34,21 @@ data = torch.utils.data.TensorDataset(x, y, torch.arange(len(x)))
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 model, optimizer, loader, scheduler = strategy.prepare(model, optimizer, loader, scheduler)
+average = torch.optim.swa_utils.AveragedModel(strategy.module)
+
+class Counter:
+    num_steps = 0
+
+    def state_dict(self):
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state):
+        self.num_steps = state["num_steps"]
+
+counter, noise = Counter(), torch.Generator()
+noise.manual_seed(incarnation if incarnation > 2 else 0)
+for name, state in (("average", average), ("counter", counter), ("noise", noise)):
+    strategy.register_state(name, state)
 num_steps = 0
 
 def die(_):  # in the middle of backward: the all-reduce of the last layers has begun
@@ -51,6 +66,8 @@ for epoch in itertools.count():
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
+        average.update_parameters(model)
+        counter.num_steps += 1
         if not is_alone:
             num_steps += 1
             for number in numbers.tolist():
@@ -63,9 +80,10 @@ for epoch in itertools.count():
 values = torch.cat([tensor.detach().reshape(-1) for tensor in (*model.parameters(), *model.buffers())])
 with torch.no_grad():
     loss = nn.functional.mse_loss(model(x), y).item()
+own = [counter.num_steps, next(average.parameters()).double().sum().item(), torch.rand(1, generator=noise).item()]
+own = "/".join(map(repr, [optimizer.param_groups[0]["lr"], *own]))
 moments = sum(entry["exp_avg"].double().sum().item() for entry in optimizer.state.values())
-rate = optimizer.param_groups[0]["lr"]
-print(f"ends {incarnation} {epoch} {values.double().sum().item()!r} {moments!r} {rate!r}", f"loss={loss}", flush=True)
+print(f"ends {incarnation} {epoch} {values.double().sum().item()!r} {moments!r} {own}", f"loss={loss}", flush=True)
 """
 
 _COUNT = """

@@ -17,9 +17,16 @@ from torch.optim import Optimizer
 from paceline.closing import Closing
 from paceline.errors import UsageError
 from paceline.torch.embeddings import Embedder, ReplicatedTables, RowTables, find_embeddings
+from paceline.torch.strategies.agreement import (
+    describe_optimizers,
+    describe_other_model,
+    describe_other_optimizer,
+    signature_of,
+)
 from paceline.torch.strategies.deferred import DeferredValues
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks
+from paceline.torch.strategies.registered import RegisteredStates
 
 
 class Strategy(Closing, ABC):
@@ -62,6 +69,8 @@ class Strategy(Closing, ABC):
         self.schedulers: list[Any] = []
         self.loaders: list[Loader] = []
         """The prepared loaders, whose positions checkpoints contain."""
+        self.registered = RegisteredStates()
+        """The objects of :meth:`register_state`."""
         self.deferred: DeferredValues | None = None
         """Sets the values of the last prepared models' modules from the meta device; None without such modules."""
         self.embedder: Embedder | None = None
@@ -131,7 +140,7 @@ class Strategy(Closing, ABC):
         if models:
             self._meet_models(models, optimizers)
         if prepared:
-            self._ranks.agree(_describe_optimizers(optimizers), _describe_other_optimizer)
+            self._ranks.agree(describe_optimizers(optimizers), describe_other_optimizer)
             self.optimizers += optimizers
             new_models, new_optimizers = self._spread(models, optimizers)
             spread = [*new_models, *new_optimizers]
@@ -156,7 +165,7 @@ class Strategy(Closing, ABC):
                 f"prepare(): parameter {lazy[0]!r} of a lazy module has no shape yet: call the model on a batch before "
                 "prepare(), and create the optimizer after that call"
             )
-        self._ranks.agree(_signature(joined), _describe_difference)
+        self._ranks.agree(signature_of(joined), describe_other_model)
         if not self.takes_sparse:
             check_dense(joined, f"strategy {self.name}: ")
         self.deferred = DeferredValues.of(joined, self._ranks.exchange(torch.initial_seed())[0])
@@ -180,6 +189,18 @@ class Strategy(Closing, ABC):
         if self.module is None:
             return []
         return list(self.module) if isinstance(self.module, _Models) else [self.module]
+
+    def register_state(self, name: str, state: Any) -> None:
+        """Include an object's state in checkpoints, and in the state that new ranks of an elastic training receive.
+
+        `state` is a ``torch.Generator``, or has ``state_dict()`` and ``load_state_dict()``: for example an average of
+        the model, or your own counters. The state dict may contain tensors, arrays, numbers, text, lists, tuples and
+        dictionaries. Rank 0's state is stored, and every rank receives it. Call this method on every rank, before
+        :meth:`load` and before the training loop. A checkpoint without this name does not change the object.
+
+        Raises UsageError for a name that is in use, and for an object or state that cannot be stored.
+        """
+        self.registered.add(name, state)
 
     def prepare_loader(self, loader: Any, *, shard: bool = True, prefetch: bool = False) -> Loader:
         """Return a loader that yields this rank's part of the data, on the strategy's device.
@@ -255,8 +276,8 @@ class Strategy(Closing, ABC):
         """Write a checkpoint for any strategy and world size. Every rank calls this method; rank 0 writes, all wait.
 
         The checkpoint contains the model, the states of optimizers and schedulers, the positions of the prepared
-        loaders, the embeddings' tables, and `extra` (JSON values such as the epoch). A new checkpoint replaces an old
-        one atomically.
+        loaders, the embeddings' tables, the states of :meth:`register_state`, and `extra` (JSON values such as the
+        epoch). A new checkpoint replaces an old one atomically.
         """
         from paceline.torch.strategies.checkpoints import save
 
@@ -376,67 +397,6 @@ def check_dense(model: nn.Module, source: str) -> None:
             f"{source}{kind} {name!r} is a tensor of layout {str(tensor.layout).removeprefix('torch.')}, but only "
             f"dense tensors are shared and saved: make it dense (to_dense()), or {instead}"
         )
-
-
-def _signature(model: nn.Module) -> list[list[Any]]:
-    def kind(tensor: torch.Tensor) -> str:
-        frozen = "frozen " if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-        return frozen + str(tensor.dtype).removeprefix("torch.")
-
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    described = [[name, list(tensor.shape), kind(tensor)] for name, tensor in tensors]
-    rows = [
-        [name, [embedding.dim], f"rows of {embedding.initializer}, seed={embedding.seed}, update={embedding.update}"]
-        for name, embedding in find_embeddings(model).items()
-    ]
-    return described + rows
-
-
-def _describe_difference(rank: int, own: list[list[Any]], first: list[list[Any]]) -> str:
-    def show(found: list[list[Any]], position: int) -> str:
-        if position >= len(found):
-            return "nothing"
-        name, shape, kind = found[position]
-        return f"{name!r} ({kind} {shape})"
-
-    position = _first_difference(own, first)
-    return (
-        f"rank {rank} has another model than rank 0: {show(own, position)} instead of "
-        f"{show(first, position)}; build the same model on every rank"
-    )
-
-
-def _describe_optimizers(optimizers: list[Optimizer]) -> list[list[str]]:
-    """Describe each parameter group: the class, the number of parameters, and the options that are simple values."""
-    described = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            options = {
-                name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-                for name, value in group.items()
-            }
-            shown = [
-                f"{name}={value}"
-                for name, value in options.items()
-                if value is None or isinstance(value, bool | int | float | str)
-            ]
-            described.append([type(optimizer).__name__, f"{len(group['params'])} parameters", *shown])
-    return described
-
-
-def _describe_other_optimizer(rank: int, own: list[list[str]], first: list[list[str]]) -> str:
-    position = _first_difference(own, first)
-    group, other = ((*groups, *[["no group"]] * (position + 1))[position] for groups in (own, first))
-    differing = [", ".join(part for part in a if part not in b) for a, b in ((group, other), (other, group))]
-    return (
-        f"rank {rank} has another optimizer than rank 0: {differing[0]} instead of {differing[1]} in parameter group "
-        f"{position}; create the same optimizer on every rank"
-    )
-
-
-def _first_difference(own: list[Any], first: list[Any]) -> int:
-    pairs = zip(own, first, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(first)))
 
 
 def warn(text: str) -> None:

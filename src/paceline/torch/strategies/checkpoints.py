@@ -7,9 +7,7 @@ A checkpoint is a saved model of :mod:`~paceline.storage.model_directory`, with 
 from __future__ import annotations
 
 import itertools
-import math
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -22,6 +20,7 @@ from paceline.ps import RULES, SGD, from_fields
 from paceline.ps.messages import TableSpec
 from paceline.storage.model_directory import CHECKPOINT, SavedModel, read_model, save_model
 from paceline.torch.strategies.base import Strategy, check_dense, state_of
+from paceline.torch.strategies.json_values import from_json, like, to_json
 from paceline.torch.update_rules import rule_of
 
 _Result = TypeVar("_Result")
@@ -53,6 +52,9 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
             max(places, key=lambda place: (place["epoch"], place["items"])) for places in zip(*positions, strict=True)
         ]
         description["loaders"] = to_json(furthest, "loaders")
+        description["registered"], registered = strategy.registered.encode()
+        if registered:
+            tensors["registered"] = _encode(registered)
         save_model(directory, ((table.spec, table.items()) for table in tables), description, tensors)
 
     _together(strategy, write if strategy.is_main else lambda: None)
@@ -74,11 +76,16 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
             scheduler.load_state_dict(like(scheduler.state_dict(), scheduler_state))
     for loader, position in zip(strategy.loaders, description.get("loaders", ()), strict=False):
         loader.load_state_dict(position)
+    _together(strategy, lambda: _load_registered(strategy, saved, description.get("registered", {})))
     if strategy.embedder is not None:
         strategy.embedder.forget()
         _together(strategy, lambda: _load_tables(strategy, saved))
     extra: dict[str, Any] = description.get("extra", {})
     return extra
+
+
+def _load_registered(strategy: Strategy, saved: SavedModel, states: dict[str, Any]) -> None:
+    strategy.registered.load(states, _decode(saved, "registered") if "registered" in saved.manifest.tensors else {})
 
 
 def _prepared(strategy: Strategy, method: str) -> nn.Module:
@@ -291,52 +298,3 @@ def _load_tables(strategy: Strategy, saved: SavedModel) -> None:
         for keys, records in saved.records(table):
             values = np.ascontiguousarray(records[:, : own.spec.dim]) if _is_stateless(own.spec) else records
             own.write(keys, values)
-
-
-def to_json(value: Any, where: str) -> Any:
-    """Return hyperparameters, a state or a user's value as JSON. Raises UsageError that names the value `where`.
-
-    Infinity, NaN and keys other than text become objects whose only key starts with a dollar sign.
-    """
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": str(value)}
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [to_json(item, f"{where}[{number}]") for number, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        items = [(key, to_json(item, f"{where}[{key!r}]")) for key, item in value.items()]
-        if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
-            return dict(items)
-        return {"$pairs": [[to_json(key, f"a key of {where}"), item] for key, item in items]}
-    raise UsageError(
-        f"cannot save {where}, of type {type(value).__name__}: a checkpoint holds numbers, text, lists and dictionaries"
-    )
-
-
-def from_json(value: Any) -> Any:
-    """Return the value that :func:`to_json` converted; its tuples are lists now."""
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "$float" in value:
-        return float(value["$float"])
-    if "$pairs" in value:
-        return {key: from_json(item) for key, item in value["$pairs"]}
-    return {key: from_json(item) for key, item in value.items()}
-
-
-def like(own: Any, value: Any) -> Any:
-    """Convert a saved value to the types of the program's `own` value: tensors, tuples, counters, at every level."""
-    if isinstance(own, torch.Tensor):
-        return torch.as_tensor(value, dtype=own.dtype, device=own.device)
-    if isinstance(own, (list, tuple)) and isinstance(value, list):
-        found = [like(own_item, item) for own_item, item in itertools.zip_longest(own, value)][: len(value)]
-        return tuple(found) if isinstance(own, tuple) else found
-    if isinstance(own, Mapping) and isinstance(value, Mapping):
-        items = {key: like(own.get(key), item) for key, item in value.items()}
-        return Counter(items) if isinstance(own, Counter) else items
-    return value

@@ -8,9 +8,10 @@ from typing import Any, Final
 import torch
 
 from paceline.collectives import Group
-from paceline.torch.strategies.all_reduce import share_optimizer_state
+from paceline.torch.strategies.all_reduce import describe_entry, share_optimizer_state
 from paceline.torch.strategies.base import Strategy, state_of
-from paceline.torch.strategies.checkpoints import from_json, like, options_of_group, to_json
+from paceline.torch.strategies.checkpoints import options_of_group
+from paceline.torch.strategies.json_values import from_json, like, to_json
 
 _ALIGNMENT: Final = 16
 """Bytes; a multiple of the size of every dtype's elements."""
@@ -41,14 +42,25 @@ class TransferredState:
         self._strategy = strategy
         self._values: dict[str, torch.Tensor] = {}
         self._states: list[dict[int, dict[str, Any]]] = []
+        self._registered: dict[str, torch.Tensor] = {}
         self._description: dict[str, Any] = {}
 
     def share(self, group: Group, source: int) -> None:
         """Receive the state of the rank `source`; every rank of the group calls it, again if it fails."""
         strategy, is_source = self._strategy, group.rank == source
         assert strategy.module is not None
-        own = self.describe() if is_source else None
-        self._description = from_json(group.broadcast_object(own, root=source))
+        states, tensors = strategy.registered.encode() if is_source else ({}, {})
+        if is_source:
+            described = {name: describe_entry(tensor) for name, tensor in tensors.items()}
+            own = {**self.describe(), "registered": states, "tensors": described}
+        self._description = from_json(group.broadcast_object(own if is_source else None, root=source))
+        if not is_source:
+            tensors = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                for name, (dtype, shape) in self._description["tensors"].items()
+            }
+        copies = broadcast_copies(group, list(tensors.values()), source)
+        self._registered = dict(zip(tensors, copies, strict=True))
         values = state_of(strategy.module)
         self._values = dict(zip(values, broadcast_copies(group, list(values.values()), source), strict=True))
         self._states = [
@@ -87,5 +99,7 @@ class TransferredState:
             strategy._scatter_optimizer_state(self._states[number], number)
         for scheduler, state in zip(strategy.schedulers, self._description["schedulers"], strict=True):
             scheduler.load_state_dict(like(scheduler.state_dict(), state))
+        strategy.registered.check_complete(self._description["registered"])
+        strategy.registered.load(self._description["registered"], self._registered)
         for loader, position in zip(strategy.loaders, self._description["loaders"], strict=True):
             loader.load_state_dict(position)
