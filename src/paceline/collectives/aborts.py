@@ -1,7 +1,4 @@
-"""Define the reason why a group has ended.
-
-Ranks send the reason to each other, so that all raise the same error. Pure.
-"""
+"""Define the reason for a group's end. Ranks send the reason to each other, so that all raise the same error. Pure."""
 
 from __future__ import annotations
 

@@ -80,7 +80,6 @@ class ArrayMemory:
 
 
 def as_array(array: Any) -> Any:
-    """Return arrays and tensors unchanged, other array-likes as NumPy arrays."""
     return array if type(array) is np.ndarray or hasattr(array, "data_ptr") else np.asarray(array)
 
 
@@ -91,10 +90,7 @@ def empty_like(array: Any, shape: Sequence[int]) -> Any:
 
 
 def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview:
-    """Return memory as writable bytes, which keep `owner` alive.
-
-    Without `owner`, the caller must keep the memory valid.
-    """
+    """Return memory as writable bytes, which keep `owner` alive. Without `owner`, the caller keeps the memory valid."""
     if not num_bytes:
         return memoryview(bytearray())
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address)

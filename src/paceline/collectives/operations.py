@@ -257,10 +257,7 @@ class Operations:
     def _exchange_sizes(
         self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
-        """Exchange the numbers of rows; return the number from every rank.
-
-        Ranks with another `call` cause a MismatchError.
-        """
+        """Exchange numbers of rows; return every rank's number. A rank with another `call` causes a MismatchError."""
         numbers = np.array([sends, sends], np.int64)  # row 0 is sent, row 1 is received
         if self.size > 1:
             source_area, target_area = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)

@@ -59,7 +59,6 @@ class Filter(ABC):
         FILTERS[cls.name] = cls
 
     def __str__(self) -> str:
-        """Return the filter in the syntax of ``--filters``."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return ":".join([self.name, *(f"{getattr(self, field.name):g}" for field in fields)])
 

@@ -113,7 +113,6 @@ class FilterChain:
         return found[0] if found else None
 
     def __str__(self) -> str:
-        """Return the chain in the syntax of ``--filters``."""
         return ",".join(map(str, self.filters))
 
     def __bool__(self) -> bool:

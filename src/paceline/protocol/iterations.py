@@ -61,7 +61,7 @@ class Takeover:
 
     @property
     def is_over(self) -> bool:
-        """Whether this server has all pushes that the former primary acknowledged, and all pushes before ticks."""
+        """Whether this server has all acknowledged pushes of the former primary, and all pushes of ended iterations."""
         return not self._pending_workers
 
     def lead(self, version: int, buckets: int, workers: Collection[int]) -> None:
@@ -134,7 +134,7 @@ class Iterations:
         self._unaware: set[int] = set()  # workers that may not have a view in which this server has a successor
         # Pushes of iterations below this number may exist only on this server. None until `_unaware` is empty.
         self._unretained_below: int | None = None
-        self._orphaned_below = 0  # iterations below this number may have pushes of workers that left: never resent
+        self._orphaned_below = 0  # iterations below this number may have pushes of workers that left
 
     def follow(self, former: Iterations) -> None:
         """Replace `former`: acknowledgements of sums that `former` sent will be passed to this object."""
@@ -261,13 +261,11 @@ class Iterations:
             self._pushed[iteration].discard(worker)
             if not self._pushed[iteration]:
                 del self._pushed[iteration]
-        if (
-            self._unretained_below is not None
-        ):  # do not wait for iterations whose pushes were dropped: none may complete
+        if self._unretained_below is not None:  # the iterations of the dropped pushes may never complete
             self._unretained_below = min(self._unretained_below, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:
-        """Record that a worker left or died; return the sums to push. They include its pushes before its last tick."""
+        """Record that a worker left or died, whose pushes of ended iterations still count. Return the sums to push."""
         was_over = self._takeover.is_over
         for iteration, workers in self._pushed.items():
             if worker in workers:

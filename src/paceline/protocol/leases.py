@@ -22,11 +22,11 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """The items of an epoch that are still to come: all from number `first`, and some earlier ones."""
+    """The remaining items of an epoch: all items from number `first` on, and the items `returned`."""
 
     first: int = 0
     returned: tuple[int, ...] = ()
-    """Numbers below `first`, sorted: of ranks that died before a step with these items was committed."""
+    """Numbers below `first`, ascending: items of ranks that died before their step was committed."""
 
     def __contains__(self, number: int) -> bool:
         return number >= self.first or number in self.returned
@@ -46,16 +46,16 @@ class Remaining:
         return Remaining(self.first + count - num_returned, self.returned[num_returned:])
 
     def with_returned(self, numbers: Collection[int]) -> Remaining:
-        """Return the items that remain when these items come once more."""
+        """Return the remaining items, with the items `numbers` returned."""
         return Remaining(self.first, tuple(sorted({*self.returned, *numbers})))
 
 
 @dataclass(frozen=True, slots=True)
 class StepRound(Generic[_Item]):
-    """One batch on each rank, from the view of one of them."""
+    """One round of a step, for one rank."""
 
     items: list[_Item]
-    """This rank's items; an item of another rank if this rank has none."""
+    """This rank's items. If the rank has none, one item of another rank, so that every rank has a batch."""
     num_own: int
     """Number of this rank's own items."""
     count: int
@@ -76,9 +76,9 @@ def split_rounds(
 ) -> Iterator[StepRound[_Item]]:
     """Divide the remaining items of an epoch into the rounds of `rank`.
 
-    `per_rank` is the most items of a rank in a round, `per_step` the number of items in a step (default: a step is one
-    round), `num_missing` the number of items that an incomplete first step still needs. The rounds of a step have equal
-    numbers of items, as far as possible. `drop_last` drops an incomplete last step.
+    `per_rank` is the largest number of items of a rank in a round, `per_step` the number of items in a step (default: a
+    step is one round), `num_missing` the number of items that an incomplete first step still needs. The rounds of a
+    step have equal numbers of items, as far as possible. `drop_last` drops an incomplete last step.
     """
     per_round = per_rank * size
     wanted = num_missing or per_step or per_round
@@ -102,7 +102,7 @@ class _Lease:
     """The incarnations of the ranks of the round; None for a rank whose items were returned."""
 
     def numbers(self, places: Collection[int]) -> list[int]:
-        """Return the items of the ranks with these numbers."""
+        """Return the numbers of the items that were leased to the ranks `places`."""
         size = len(self.members)
         return [number for i, number in enumerate(self.before.numbers(self.count)) if i % size in places]
 
@@ -131,13 +131,13 @@ class EpochLeases:
         self.remaining = self.remaining.after(count)
 
     def lacks(self, contributors: Collection[int]) -> bool:
-        """Return whether other members than the contributors hold items."""
+        """Return whether a member that is not a contributor holds items."""
         return any(
             lost and lease.numbers(lost) for lease in self._leases for lost in (_other(lease.members, contributors),)
         )
 
     def keep(self, contributors: Collection[int]) -> None:
-        """Return the items of all members except the contributors."""
+        """Add the items of all members except the contributors to :attr:`remaining` again."""
         for lease in self._leases:
             lost = _other(lease.members, contributors)
             if lost:

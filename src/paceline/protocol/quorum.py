@@ -234,7 +234,6 @@ class Coordinator:
         return [*instructions, *self._decide()]
 
     def time_passed(self, time_s: float) -> list[QuorumInstruction]:
-        """Declare members lost that have not reported in time."""
         if self.has_failed or self._deadline_s is None or time_s < self._deadline_s:
             return []
         silent = sorted(self._alive - self._reports.keys())
@@ -324,7 +323,6 @@ class QuorumMember:
         self.is_prepared = False
 
     def prepare(self) -> None:
-        """Record that the rank has the result of the next step."""
         self.is_prepared = True
 
     def commit(self) -> None:

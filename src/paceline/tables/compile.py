@@ -110,7 +110,6 @@ def compile_values() -> None:
 
 
 def compile_remaining() -> None:
-    """Compile all other kernels."""
     _compile_growth()
     _compile_index()
     _compile_dense()

@@ -46,10 +46,7 @@ class EarlierRows:
         self._seen.write_records(new, found.astype(np.float32))
 
     def restore(self, bucket: int, keys: Keys, records: Floats) -> tuple[Keys, Floats]:
-        """Return a bucket at the snapshot's moment, given its current rows.
-
-        Call this once per bucket; it may change `records`.
-        """
+        """Return a bucket at the snapshot's moment, given its current rows. Call this once; it may change `records`."""
         count = int(self._seen.counts[bucket])
         if not count:
             return keys, records

@@ -74,7 +74,6 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def is_abstract(self) -> bool:
-        """Return whether this is a Unix socket without a file."""
         return self.path.startswith("@")
 
     def __str__(self) -> str:

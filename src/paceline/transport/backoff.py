@@ -19,11 +19,9 @@ class Backoff:
         self._random = secrets.SystemRandom()  # not the random module: pauses must not change a seeded program
 
     def next_s(self, left_s: float = math.inf) -> float:
-        """Return the next pause, limited to the remaining time."""
         pause_s = self._pause_s * self._random.uniform(1.0 - self._spread, 1.0)
         self._pause_s = min(2.0 * self._pause_s, self._longest_s)
         return max(min(pause_s, left_s), 0.0)
 
     def reset(self) -> None:
-        """Restart with the first pause."""
         self._pause_s = self._first_s

@@ -134,10 +134,7 @@ class Channel(ABC):
     """The meta of the last frame received by :meth:`receive`."""
 
     def error_header(self) -> Header | None:
-        """Return the header of the last frame if it was an ERROR frame.
-
-        The header has the number of the failed request.
-        """
+        """Return the last frame's header if the frame was an ERROR. This header has the failed request's number."""
         header = self.last_header
         return header if header is not None and header.kind == FrameKind.ERROR else None
 

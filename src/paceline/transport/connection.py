@@ -63,7 +63,6 @@ class Connection(FrameReceiver):
             self._peer.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify the handler if the connection was authenticated."""
         self.transport.close()  # the transport is already closed, but TLS in Python 3.10 requires this call
         self._cancel_timer()
         within_frame = self.is_within_frame and not self._stopped

@@ -121,18 +121,15 @@ def padded(size: int) -> int:
 
 
 def frame_bytes(header: Header) -> int:
-    """Return the size of the whole frame on the wire, in bytes."""
     return HEADER_BYTES + ((header[9] + 7) & -8) + ((header[10] + 7) & -8)
 
 
 def view_of(buffer: Buffer) -> memoryview:
-    """Return the memory of a buffer as bytes."""
     given: Any = buffer  # Any, because arrays have the buffer protocol in their type only since Python 3.12
     return memoryview(given).cast("B") if size_of(buffer) else memoryview(b"")
 
 
 def size_of(buffer: Buffer) -> int:
-    """Return the size of a buffer in bytes, for any item type."""
     return len(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer.nbytes
 
 

@@ -102,7 +102,6 @@ class _TagCheck:
             self._hashed = stop
 
     def passes(self, frame: memoryview) -> bool:
-        """Return whether the tag of a complete frame is correct."""
         self._seal.update(frame[self._hashed : -TAG_BYTES])
         self._hashed = 0
         return self._seal.matches(frame[-TAG_BYTES:])
@@ -238,7 +237,6 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             self._make_room(buffer, stop - start)
 
     def _make_room(self, buffer: memoryview, frame_bytes: int) -> None:
-        """Provide space for the remaining bytes of an incomplete frame."""
         start, end = self._start, self._end
         have = end - start
         if have >= HEADER_BYTES and frame_bytes > len(buffer):

@@ -1,7 +1,4 @@
-"""Map the block numbers of a schedule to memory.
-
-Overlaps are found by address, because input and output may overlap.
-"""
+"""Map the block numbers of a schedule to memory. Input and output may overlap, so overlaps are found by address."""
 
 from __future__ import annotations
 

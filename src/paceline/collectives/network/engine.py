@@ -82,10 +82,7 @@ class NetworkEngine(Engine):
         choose: Choose,
         layered: Layered | None = None,
     ) -> None:
-        """`hosts` has the number of each rank's host.
-
-        `layered` runs hierarchical all-reduces; None if they are impossible.
-        """
+        """`hosts` has the number of each rank's host. `layered` runs hierarchical all-reduces; None if impossible."""
         self.rank, self.size = links.rank, links.size
         self._links = links
         self._executor = executor

@@ -60,10 +60,7 @@ class OutgoingMessage:
 
 
 class LateCopy:
-    """A local copy that conflicts with a message.
-
-    It saves the source now, and writes the target when no message needs it.
-    """
+    """A local copy that conflicts with a message. It saves the source now, and writes the target when that is free."""
 
     def __init__(self, sources: Sequence[memoryview], targets: Sequence[memoryview], ranges: Ranges) -> None:
         self._saved = memoryview(b"".join(sources))

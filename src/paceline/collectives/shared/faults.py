@@ -49,10 +49,7 @@ class SharedFaults:
         self._watch.close()
 
     def unreadable(self, order: Order, rank: int) -> RankLostError:
-        """Return the error for a rank's unreadable memory.
-
-        A process loses its memory a moment before its end is detected.
-        """
+        """Return the error for a rank's unreadable memory. A process loses its memory before its end is detected."""
         until = time.monotonic() + min(DYING_S, order.timeout_s)
         while rank not in self._watch.dead() and time.monotonic() < until:
             time.sleep(0.001)

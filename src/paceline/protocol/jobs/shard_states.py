@@ -59,7 +59,6 @@ class ShardStates:
         return states[key[2]] if key[2] < len(states) else FREE
 
     def move(self, key: Key, event: str) -> None:
-        """Apply an event of :data:`SHARD` to a shard."""
         self.set(key, _NEXT[self.of(key), event])
 
     def set(self, key: Key, state: int) -> None:

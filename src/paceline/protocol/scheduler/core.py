@@ -64,7 +64,6 @@ class SentViews:
         return view
 
     def prepare(self, peer: object, view: View) -> PrepareView:
-        """Return the message that requests a server to prepare a view."""
         sent = self._sent.get(peer)
         self._prepared[peer] = view
         return PrepareView(view if sent is None else ViewChange.between(sent, view))

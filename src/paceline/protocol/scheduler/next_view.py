@@ -48,7 +48,6 @@ class Suspects:
         return self._doubts.get(incarnation, f"it was silent for {self._timeout_s:g} s")
 
     def doubt(self, incarnation: int, reason: str) -> None:
-        """Count a member as silent before it is overdue, for this reason."""
         self._doubts[incarnation] = reason
 
     def take_over(self, absent: Iterable[int]) -> None:

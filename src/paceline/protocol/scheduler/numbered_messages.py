@@ -109,5 +109,4 @@ class SchedulerEnd:
         return self._answers.get(request)
 
     def answers(self) -> Iterator[tuple[int, Any]]:
-        """Return the stored answers in the order of the calls."""
         return iter(sorted(self._answers.items(), key=lambda item: item[0]))

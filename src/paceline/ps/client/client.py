@@ -36,7 +36,6 @@ from paceline.transport import Address, Hello, Transport, register_type
 
 
 def make_node_name(role: str) -> str:
-    """Return a unique name for this process."""
     return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 

@@ -89,7 +89,6 @@ class TableFilters:
         return list(self._senders.values())
 
     def check_fits(self, spec: TableSpec) -> None:
-        """Raise UsageError unless the filters fit a table."""
         for item in self.requests.rows:
             if item.needs_l1 and not _l1_of(spec):
                 raise UsageError(
@@ -160,7 +159,6 @@ class FilteredSender:
         self._has_sent_meta = False
 
     def send(self, data: DataRequest) -> Request:
-        """Filter a request and send it through :meth:`ServerConnection.send`."""
         connection, session, parts, clock = self._connection, self._connection.session, data.parts, data.clock
         connection.make_room(data.out)
         if data.kind not in _FILTERED or session.awaits_view or not session.is_connected:
@@ -190,10 +188,7 @@ class FilteredSender:
         return request
 
     def _encode_push(self, keys: Keys, values: Floats, seed: int, *, is_range: bool) -> tuple[Bytes, Floats]:
-        """Return the body of a push, and its values as the server decodes them.
-
-        Later pushes correct the rounding errors.
-        """
+        """Return the body of a push, and the values that the server decodes. Later pushes correct rounding errors."""
         if self._errors is None and len(values):
             self._errors = self._filters.errors(len(values) // len(keys))
         errors = self._errors

@@ -260,9 +260,9 @@ class Servers:
             raise self.routes.loss()
 
     def owner_of(self, bucket: int) -> ServerConnection:
-        """Return the connection to the primary of a bucket in the newest view.
+        """Return the connection to a bucket's primary in the newest view.
 
-        Raises ConnectionLostError for a lost bucket.
+        Raises ConnectionLostError without a primary.
         """
         connections = self.newest()
         self.check_not_lost(1 << bucket)

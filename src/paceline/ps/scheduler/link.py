@@ -177,7 +177,6 @@ class SchedulerLink:
         return finish
 
     def notify(self, message: msgspec.Struct) -> None:
-        """Send a message without an answer."""
         if isinstance(message, messages.Drain):
             self.state.is_leaving = True
         self.calls.send(message)

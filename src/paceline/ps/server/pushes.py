@@ -110,7 +110,6 @@ def check_push(tables: ServerTables, operation: str, pieces: Sequence[Piece], bu
 
 
 def check_range(spec: TableSpec, start: int, stop: int) -> None:
-    """Raise UsageError unless a table has elements [start, stop)."""
     if spec.kind != "dense":
         raise UsageError(f"range [{start}, {stop}) of sparse table {spec.name!r}: only dense tables have ranges")
     if not 0 <= start <= stop <= spec.size:

@@ -53,7 +53,6 @@ class BucketOrders:
         self._hashes = np.zeros(NUM_BUCKETS, np.uint64)
 
     def applied(self, incarnation: int, sequence: int, buckets: Buckets) -> None:
-        """Record that a push was applied to some buckets."""
         push, hashes = (incarnation * _STEP + sequence + 1) * _STEP, self._hashes
         if buckets.bit_count() == 1:
             bucket = buckets.bit_length() - 1

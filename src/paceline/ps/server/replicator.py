@@ -88,10 +88,7 @@ class ChainLinks:
         return None if link is None else link.peer
 
     def renew(self, target: int) -> None:
-        """Close the connection to a server.
-
-        A new connection follows, on which pushes that the server may lack are resent.
-        """
+        """Close the connection to a server. On the next connection, pushes that the server may lack are resent."""
         peer = self.peer(target)
         if peer is not None:
             peer.abort()
