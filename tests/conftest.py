@@ -1,4 +1,4 @@
-"""For every test: the kernels are compiled before the first one, and nothing fails for being slow on a busy machine."""
+"""Compile the kernels before the first test, and turn off limits that slow machines exceed."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def warm_clusters() -> Iterator[None]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What ``-n auto`` means here: tests of processes wait more than they compute, so workers are more than cores.
+    """The number of workers for ``-n auto``: more than cores, because tests of processes mostly wait.
 
-    Each has up to a gibibyte.
+    Each worker may use a gibibyte.
     """
     return max(min(2 * (os.cpu_count() or 1) + 2, 8, int(psutil.virtual_memory().total) >> 30), 1)

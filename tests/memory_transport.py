@@ -123,7 +123,7 @@ class _Direct:
         self._is_calling = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function here, now or after the current one."""
+        """Run a function in this thread, now or after the current function."""
         with self._lock:
             self._calls.append(function)
             if self._is_calling:

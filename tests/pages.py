@@ -5,5 +5,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
-    *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/command_line.md"}),  # which make docs generates
+    # pages that `make docs` generates
+    *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/command_line.md"}),
 ]

@@ -95,7 +95,7 @@ def run_all(scheduler: str, token: str, plan: Plan) -> dict[str, dict[str, str]]
     outcomes = run_ranks(scheduler, token, {name: plan[name] for name in SEVERAL})
     idioms = [idiom for idiom in IDIOMS if any(idiom in chosen for chosen in plan.values())]
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads inside an operator wait for one another where the cores are busy
+    torch.set_num_threads(1)  # threads inside an operator wait for one another if the cores are busy
     try:
         for name, options in ONE_PROCESS.items():
             outcomes.update({f"{name}: {idiom}": [run_idiom(name, idiom, options)] for idiom in plan[name]})

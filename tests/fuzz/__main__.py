@@ -35,11 +35,11 @@ HANG_S = 100
 MEMORY_BYTES = 3 << 30
 """Limit of the growth of requested memory. A frame that announces more is a defect."""
 RESIDENT_BYTES = 300 << 20
-"""How much more than at the beginning may be in use."""
+"""Limit of the growth of memory in use."""
 
 
 def episodes(num_frames: int, only: str) -> Iterator[tuple[type[Episode], int, int]]:
-    """Yield listeners, the number of each one's episode, and how many frames it has."""
+    """Yield each listener with the number of its episode and the number of its frames."""
     kinds = [kind for kind in LISTENERS if only in ("", kind.name)]
     weights = sum(kind.weight for kind in kinds)
     left = {kind: max(num_frames * kind.weight // weights, 1) for kind in kinds}

@@ -113,7 +113,7 @@ class Attacker:
         return len(frames)
 
     def close(self) -> None:
-        """Be gone."""
+        """Close the connection and forget its state."""
         if self._line is not None:
             self._line.close()
 

@@ -92,7 +92,7 @@ def tree_of(message: Any) -> Any:
 
 
 class Mutator:
-    """Makes wrong frames of right ones, by one source of random numbers."""
+    """Changes valid frames into invalid ones, with one source of random numbers."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -206,7 +206,7 @@ class Mutator:
         holder[key] = self.other(holder[key])
 
     def _alter_holder(self, holder: Any, key: Any) -> bool:
-        """Add or take away a member, or have one twice."""
+        """Add, remove or duplicate a field."""
         random = self._random
         if isinstance(holder, dict):
             match random.randrange(3):

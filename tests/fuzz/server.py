@@ -150,7 +150,7 @@ class Joined:
         self._expected: dict[int, float] = {}
 
     def iterate(self) -> None:
-        """Push in one iteration, and ask for the values in the next."""
+        """Push in one iteration, and request the values in the next."""
         if self._clock >= 50:
             return
         self._line.send(
@@ -177,7 +177,7 @@ class Joined:
         for header, _, body in self._line.answers():
             if header.kind == VALUES:
                 values = np.frombuffer(body, np.float32)
-                # Others may have held it up: by then more of its own pushes may be in.
+                # Other workers may have delayed the push: by then more pushes of this worker may have been applied.
                 if not (values <= self._expected.pop(header.request)).all() or (values < -self._clock).any():
                     raise FoundError(f"a worker read {values} in iteration {header.request}")
             elif header.kind == FrameKind.ERROR:

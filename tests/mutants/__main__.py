@@ -38,7 +38,7 @@ _STORM = ("--num-faults", "24")
 
 @dataclass(frozen=True)
 class Limits:
-    """How many seeds are played at most."""
+    """The maximum number of seeds."""
 
     seeds: int = 500
     """For the simulation of the protocol."""
@@ -46,7 +46,7 @@ class Limits:
     """For the simulation of the product."""
 
     def of(self, simulation: Simulation) -> int:
-        """How many of one kind."""
+        """Return the limit of one kind of simulation."""
         return {Simulation.PROTOCOL: self.seeds, Simulation.PRODUCT: self.runs, Simulation.NONE: 0}[simulation]
 
 
@@ -58,7 +58,7 @@ class Finding:
     seeds: int | None
     """The number of seeds until one failed; None if no seed failed."""
     limit: int
-    """How many seeds were played at most."""
+    """The maximum number of seeds."""
     unit: bool | None
     integration: bool | None
 
@@ -97,7 +97,7 @@ def planted(*defects: Defect) -> Iterator[Path]:
 
 
 def seeds_until_found(source: Path, simulation: Simulation, limit: int) -> int | None:
-    """Play seeds of a simulation, up to `limit`; return how many it took until one failed."""
+    """Play seeds of a simulation, up to `limit`; return the number of seeds until one failed."""
     chunk = _CHUNKS.get(simulation, 1)
     for first in range(0, limit, chunk):
         arguments = ["--seeds", f"{first}:{min(first + chunk, limit)}"]
@@ -107,7 +107,7 @@ def seeds_until_found(source: Path, simulation: Simulation, limit: int) -> int |
             arguments += _STORM
         try:
             ran = _run(source, "-m", "simulator", *arguments)
-        except subprocess.TimeoutExpired:  # a cluster that never comes to an end is a failure too
+        except subprocess.TimeoutExpired:  # an endless cluster counts as a failure too
             return first + 1
         if ran.returncode:
             found = re.search(r"^seed (\d+):", ran.stdout, re.MULTILINE)

@@ -80,7 +80,7 @@ class _Row:
             self._add(value, f"{path}.{name}" if depth > 1 else name, depth, in_list=False)
 
     def _add(self, value: Any, path: str, depth: int, *, in_list: bool) -> None:
-        if isinstance(value, list) and depth == MAX_DEPTH:  # an object is one too
+        if isinstance(value, list) and depth == MAX_DEPTH:  # an object is a value too
             raise _MalformedError(TOO_DEEP)
         if isinstance(value, _Members):
             self.add_object(value, path, depth + 1)

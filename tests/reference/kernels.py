@@ -84,7 +84,7 @@ def dense_pull(record: Floats, start: int, stop: int, out: Floats, at: int) -> N
 
 
 def largest(array: Floats) -> float:
-    """Return the greatest magnitude in an array: NaN if it holds NaN, else Inf if it holds Inf; 0 of nothing."""
+    """Return the greatest magnitude in an array: NaN before Inf before numbers; 0 for an empty array."""
     return float(np.abs(array).max(initial=0))
 
 

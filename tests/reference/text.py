@@ -140,7 +140,7 @@ def parse_float(text: bytes) -> float | None:
 
 
 def csv_number(cell: str) -> float | str | None:
-    """A numeric cell: the number; None if it is missing; else the word that stands there, in lower case."""
+    """Return the number of a numeric cell; None if it is missing; otherwise its text in lower case."""
     word = cell.strip(" \t\r\n")
     value = parse_float(word.encode())
     if value is not None:

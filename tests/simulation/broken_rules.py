@@ -15,7 +15,7 @@ from paceline.protocol.replication.events import Event
 
 
 def repeat_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apply a push again when it comes again."""
+    """Apply a repeated push again."""
     missing, admit = Delivery.missing, Delivery.admit
 
     def extent(delivery: Delivery, buckets: int | None) -> int:

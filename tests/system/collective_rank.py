@@ -100,7 +100,7 @@ def main(scenario: str) -> None:
             wait_for_the_end()
     group.close()
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    for thread in other_threads:  # one may still wait, for a second or two, for the answer of a stopped rank
+    for thread in other_threads:  # a rank may still wait a second or two for the reply of a stopped rank
         thread.join(5.0)
     report("closed", threads=[thread.name for thread in other_threads if thread.is_alive()])
 

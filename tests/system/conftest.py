@@ -42,7 +42,7 @@ def session() -> Iterator[_Session]:
 
 @pytest.fixture
 def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
-    """Runs commands; after the test every process of theirs has ended, and nothing lies in the temporary folder."""
+    """Runs commands. After the test all their processes have ended, and the temporary folder is empty."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     environment |= {MARK: session.mark, "TMPDIR": str(session.temporary), "COLUMNS": "200"}
     environment["OPENBLAS_NUM_THREADS"] = "1"  # the tests do not need its threads, and each process would start them
@@ -70,7 +70,7 @@ def paceline_afresh(paceline: Commands) -> Commands:
 
 @pytest.fixture(scope="session")
 def click_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A log to train on, of 12,000 rows, and one of 4,000 to evaluate on."""
+    """A log of 12,000 rows for training, and a log of 4,000 rows for evaluation."""
     folder = tmp_path_factory.mktemp("clicks")
     train, evaluation = folder / "train.tsv", folder / "eval.tsv"
     write_click_log(train, ClickLogSpec(rows=12_000, eval_rows=4_000), eval_path=evaluation)

@@ -26,7 +26,7 @@ _SMALL, _LARGE = 8, 1 << 18
 
 
 def _chain(group: Group) -> None:
-    """Every rank awaits the next one, the last but one the victim (or the other way round, if that is rank 0)."""
+    """Each rank waits for the next one, and the last but one for the victim (the reverse if the victim is rank 0)."""
     before = group.rank + 1 if VICTIM else group.rank - 1
     group.recv(np.zeros(1), before % group.size, tag=7)
 

@@ -44,7 +44,7 @@ class Server(nn.Module):
     @staticmethod
     @rpc.functions.async_execution
     def meet(rref: rpc.RRef[Server], is_last: bool) -> torch.futures.Future[int]:
-        """Answer once the last one has come."""
+        """Reply when the last process has arrived."""
         server = rref.local_value()
         if is_last:
             server.answer.set_result(7)
@@ -73,7 +73,7 @@ def train() -> None:
 
 
 def run_worker(rank: int, world_size: int, port: str) -> None:
-    """Be one of the processes."""
+    """Run one of the processes."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", port
     torch.set_num_threads(1)
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=30)

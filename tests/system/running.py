@@ -34,7 +34,7 @@ class Finished:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The one object on standard output, as strict JSON."""
+        """The single object on standard output, as strict JSON."""
         return parse_json(self.out)
 
 
@@ -195,7 +195,7 @@ def our_processes(mark: str) -> list[psutil.Process]:
 
 
 def wait_until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 30.0) -> None:
-    """Wait for a condition; fail with `otherwise` if it does not come true."""
+    """Wait for a condition; fail with `otherwise` at the timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, otherwise

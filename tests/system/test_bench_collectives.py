@@ -64,7 +64,7 @@ def test_the_installed_peers_take_part(paceline: Commands) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_every_operation_of_every_peer(paceline: Commands) -> None:
-    """One run of ranks serves all, as starting them takes seconds."""
+    """One run of the ranks serves all tests, because starting ranks takes seconds."""
     peers = available_peers()
     program = [sys.executable, str(Path(__file__).with_name("bench_rank.py")), f"127.0.0.1:{free_port()}", *peers]
     environment = {**paceline.environment, "PACELINE_TOKEN": "a token for tests"}

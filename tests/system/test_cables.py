@@ -61,7 +61,7 @@ class Switch:
         run("ip", "-n", self._names[0], "link", "set", f"p{host}", state)
 
     def part(self, one: int, other: int) -> None:
-        """Let nothing pass between two hosts; each reaches all others."""
+        """Cut the connection of two hosts; each of them still reaches all other hosts."""
         for host in (one, other):
             run("bridge", "-n", self._names[0], "link", "set", "dev", f"p{host}", "isolated", "on")
 
@@ -137,11 +137,11 @@ class Cluster:
             self._worker.communicate()
 
     def num_acknowledged(self) -> int:
-        """How many pushes of the worker are acknowledged."""
+        """Return the number of acknowledged pushes of the worker."""
         return int.from_bytes(self._counts.read_bytes() if self._counts.exists() else b"", "little")
 
     def longest_pause_s(self) -> float:
-        """For how long, at most, the worker's next pushes were not acknowledged."""
+        """Return the longest time without an acknowledgement of the worker's next pushes."""
         longest, last, since = 0.0, self.num_acknowledged(), time.monotonic()
         end = since + HEARTBEAT_TIMEOUT_S + 2.5
         while (now := time.monotonic()) < end:

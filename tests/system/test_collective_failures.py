@@ -18,7 +18,7 @@ from .failing_ranks import OPERATIONS, TIMEOUT_S
 
 _PROGRAM = Path(__file__).with_name("failing_ranks.py")
 _LATE_S = 12.0
-"""How late the error may be on a machine that is busy."""
+"""The permitted delay of the error on a busy machine."""
 _AT_ONCE = 15
 _PATHS: dict[str, dict[str, Any]] = {
     "shared memory": {"size": 3, "hosts": None, "algorithm": None},

@@ -24,7 +24,7 @@ from .running import MARK, PROMPT_S, our_processes, wait_until
 
 _PROGRAM = Path(__file__).with_name("collective_rank.py")
 _WAIT_S = 60.0
-_LATE_S = 6.0  # how much later than the time-out it may be, on a busy machine
+_LATE_S = 6.0  # the permitted delay after the timeout on a busy machine
 _SHARED_FIRST = pytest.mark.parametrize(
     "algorithm", ["", pytest.param("ring", marks=pytest.mark.thorough)], ids=["shared", "ring"]
 )
@@ -230,7 +230,7 @@ def test_an_interrupted_rank_ends_immediately(programs: Programs, algorithm: str
     ranks[1].process.send_signal(signal.SIGINT)
     for rank in ranks:
         word = rank.wait_for("raised")
-        # Between two calls it hits nothing: then the rank's next call, by which it is seen to refuse, is another one.
+        # A fault between two calls ends no call. The rank's next call, which then fails, is a different one.
         expected = ("KeyboardInterrupt",) if rank is ranks[1] else ("CollectiveError", "MismatchError")
         assert word["kind"] in expected
         assert word["at"] - since < PROMPT_S

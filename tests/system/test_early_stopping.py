@@ -24,7 +24,7 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     numbers = [entry["pass"] for entry in found["passes"]]
     losses = [entry["log_loss"] for entry in found["passes"]]
     assert numbers == list(range(1, len(numbers) + 1))
-    assert len(numbers) == found["best_pass"] + 1 < 9  # one without progress was enough
+    assert len(numbers) == found["best_pass"] + 1 < 9  # one pass without progress was enough
     assert losses.index(min(losses)) + 1 == found["best_pass"]
     assert first.json["examples"] == 12_000 * len(numbers)
     assert f"stopped after pass {len(numbers)} of at most 9: no progress since pass {found['best_pass']}" in first.err

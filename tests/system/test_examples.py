@@ -1,4 +1,4 @@
-"""The examples for PyTorch, in small, as a person runs them: one file, several strategies."""
+"""The examples for PyTorch with little data, as a user runs them: one file, several strategies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def checked(text: str, *fields: str) -> dict[str, Any]:
-    """Return the one object that an example prints."""
+    """Return the JSON object that an example prints."""
     found = parse_json(text)
     assert found.keys() == {*fields, "seconds", "examples_per_s"}
     assert 0.0 < found["seconds"] < 60.0

@@ -41,7 +41,7 @@ def test_unseen_rows_are_removed_from_the_replica_too() -> None:
         table.push(keys[:2000], grads[:2000], tick=True).wait()
         table.pull(keys[:1])
         assert table.erase_unseen(2) == 0
-        os.kill(cluster.pids("server")[0], signal.SIGKILL)  # whose replica has noted as much
+        os.kill(cluster.pids("server")[0], signal.SIGKILL)  # whose replica has recorded the same
         assert table.erase_unseen(1) == 3000
         np.testing.assert_array_equal(table.pull(keys).ravel(), [-2.0] * 2000 + [0.0] * 3000)
         assert len(table) == 2000

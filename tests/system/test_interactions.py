@@ -44,7 +44,7 @@ def test_interactions_of_two_columns_are_learned(paceline: Commands, tmp_path: P
 
 @pytest.mark.thorough
 def test_fields_of_lines_and_bins_of_columns(paceline: Commands, tmp_path: Path) -> None:
-    """Namespaces with several features, of text and converted; fields of JSON; a column whose effect is bent."""
+    """Namespaces with several features, in text and converted; fields of JSON; a column with a nonlinear effect."""
     random = np.random.default_rng(7)
     n = 3000
     a, b, noise = random.integers(0, 2, (3, n))
@@ -80,7 +80,7 @@ def test_fields_of_lines_and_bins_of_columns(paceline: Commands, tmp_path: Path)
 
 
 def test_rare_features_are_not_learned(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """Which they are is counted in the first pass, on all servers and their replicas."""
+    """All servers and replicas count the features in the first pass."""
     train, _ = click_log
     counts = Counter(
         (column, value)
@@ -91,7 +91,7 @@ def test_rare_features_are_not_learned(paceline: Commands, click_log: tuple[Path
     common: list[str | Path] = ["train", train, "--workers", "2", "-q", "--json", "--save", "model"]
     common += ["--min-count", "3", "--servers", "2", "--replicas", "1"]
     found = paceline.succeed(*common, "--epochs", "2").json["num_features"]
-    assert often <= found < 1.05 * often + 300  # which are values of the integer columns
+    assert often <= found < 1.05 * often + 300  # values of the integer columns
     predicted = paceline.succeed("predict", "model", train, "-o", "out", "--json").json
     assert predicted["auc"] > 0.7
     assert {table.spec.name for table in read_model(tmp_path / "model").manifest.tables} == {"lr", "lr occurrences"}

@@ -49,7 +49,7 @@ def wait_complete(client: Client, without: int) -> None:
 
 @pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
 def test_a_server_short_of_memory_loses_nothing(consistency: Consistency) -> None:
-    """A replica had such a push in its filter and not in its table, and acknowledged it when it came again."""
+    """Otherwise a replica has the push in its filter and not in its table, and acknowledges the repeated push."""
     with paceline.local_cluster(servers=2, workers=1, replicas=1, consistency=consistency) as cluster:
         client = cluster.connect(timeout_s=60.0)
         table = client.sparse_table("t", dim=DIM, update=paceline.SGD(lr=1.0))

@@ -58,7 +58,7 @@ def test_interrupted_while_processes_start(paceline_afresh: Commands, click_log:
 
 
 def test_killing_the_parent_ends_the_other_processes(paceline_afresh: Commands, click_log: tuple[Path, Path]) -> None:
-    """And their temporary files go, which the fixture looks at."""
+    """The fixture checks that the temporary files are removed too."""
     running = start(paceline_afresh, click_log, *LONG, "--servers", "2")
     children = psutil.Process(running.process.pid).children(recursive=True)
     assert len(children) == 6  # scheduler, servers, workers, and the process that they are forked from
@@ -91,7 +91,7 @@ def test_a_killed_worker_of_a_sequential_training(paceline: Commands, click_log:
 
 
 def test_a_stopped_worker_is_declared_dead(paceline: Commands, click_log: tuple[Path, Path]) -> None:
-    """And when it wakes up in mid-training, it ends."""
+    """A stopped worker that resumes during the training ends."""
     running = start(paceline, click_log, *LONG, "--heartbeat-timeout", "1", "--consistency", "sequential")
     stopped = running.children("worker")[0]
     stopped.suspend()
@@ -139,7 +139,7 @@ def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path
 
 @pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
 def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
-    """Another one takes its place, twice; each example counts once per epoch, as if nothing had been."""
+    """Another scheduler takes its place, twice; each example counts once per epoch, as without the deaths."""
     running = start(
         paceline, click_log, "--epochs", "25", "--eval", str(click_log[1]), "--json", "--consistency", consistency
     )

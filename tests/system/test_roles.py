@@ -35,7 +35,7 @@ def end(scheduler: Running, *roles: Running, is_lost: bool = False) -> None:
 
 
 def speak(address: str, data: bytes) -> bytes:
-    """Send bytes to a port; return all that comes back until it is closed."""
+    """Send bytes to a port; return all replies until it closes the connection."""
     host, port = address.split(":")
     answer = b""
     with socket.create_connection((host, int(port)), 10.0) as connected:
@@ -98,7 +98,8 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert abs(first["log_loss"] - result["log_loss"]) > 1e-4
     further = train_once(paceline, *joining, "--init-from", "model", data=click_log)
     assert further["num_features"] == result["num_features"]
-    other = paceline.run("train", click_log[0], *joining, "--update", "adagrad", "-q")  # another rule, same table
+    # another rule for the same table
+    other = paceline.run("train", click_log[0], *joining, "--update", "adagrad", "-q")
     assert (other.status, len(other.err.splitlines())) == (2, 1)
     assert "End the cluster" in other.err
     missing = paceline.run("train", "missing.tsv", *joining)
@@ -200,7 +201,7 @@ def test_a_restarted_scheduler(paceline: Commands, click_log: tuple[Path, Path])
     again = ["scheduler", "--port", address.split(":")[1], "--token-file", "token", "--workers", "2"]
     scheduler = paceline.start(*again)
     scheduler.wait_line("listening on")
-    refused = paceline.run(*again)  # there is one already
+    refused = paceline.run(*again)  # it exists already
     assert (refused.status, len(refused.err.splitlines())) == (1, 1), refused
     assert "in use" in refused.err
     finished = training.wait()

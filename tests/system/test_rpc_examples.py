@@ -22,7 +22,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_examples_learn_and_a_dead_worker_is_reported(paceline: Commands, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
-    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch leaves a folder in the temporary one
+    # otherwise torch leaves a folder in the temporary folder
+    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     paceline.environment[RANKS] = "torch"
     finished = paceline.run("run", "--strategy", "all-reduce", "--nproc-per-node", "3", PROGRAM)
     assert finished.status == 0, finished.err
@@ -30,7 +31,7 @@ def test_the_examples_learn_and_a_dead_worker_is_reported(paceline: Commands, tm
     servers = [line for line in lines if "accuracy" in line]
     assert [line["trainer"] for line in sorted(servers, key=lambda line: line["trainer"])] == [1, 2]
     assert all(line["last_loss"] < line["first_loss"] * 0.6 for line in servers)
-    assert max(line["calls"] for line in servers) == 82  # 40 steps and one evaluation of each of both
+    assert max(line["calls"] for line in servers) == 82  # 40 steps and one evaluation of both
     batches = [line for line in lines if "steps" in line]
     assert [line["steps"] for line in batches] == [15, 15]
     assert all(line["difference"] < 1e-5 for line in batches)

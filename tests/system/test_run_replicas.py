@@ -113,7 +113,8 @@ def replicated(paceline: Commands, tmp_path: Path) -> Commands:
     """A command with a token that the test knows."""
     paceline.environment["PACELINE_TOKEN"] = _TOKEN
     paceline.environment[RANKS] = "torch"
-    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch leaves a folder in the temporary one
+    # otherwise torch leaves a folder in the temporary folder
+    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     return paceline
 
 
@@ -125,7 +126,7 @@ def start(paceline: Commands, strategy: str, *arguments: str) -> Running:
 
 
 def kill(running: Running, role: str, scheduler: str) -> None:
-    """Kill a process, and wait until another one is in its place."""
+    """Kill a process, and wait for its replacement."""
     running.children(role)[-1].kill()
     if role == "scheduler":
         running.wait_line("the scheduler was killed by SIGKILL. Another scheduler replaces it")
@@ -179,7 +180,7 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
 
 
 def test_a_node_replaces_local_servers(replicated: Commands, tmp_path: Path) -> None:
-    """And a rank may live on when the cluster has ended: its node does not take that for a loss."""
+    """A rank may outlive the end of the cluster: its node does not report a loss."""
     command = ["run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]
     command += ["--strategy", "parameter-server", "--servers", "2", "--replicas", "1", "--heartbeat-timeout", "3"]
     command.append("--node-rank")

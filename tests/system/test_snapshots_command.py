@@ -127,7 +127,7 @@ def test_errors_are_one_sentence(paceline: Commands, click_log: tuple[Path, Path
     assert "no examples remained" in fewer.err
     assert " has all examples of 1 epochs. Pass a larger --epochs" in fewer.err
 
-    # Damage: the newest one is named with its checksum, and the one before is used.
+    # Damage: the newest snapshot is named with its checksum, and the previous one is used.
     *before, newest = [path.parent for path in complete_snapshots(folder)]
     part = next(newest.glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1] + b"\x55")

@@ -164,7 +164,7 @@ def test_a_second_run_reads_the_cache(paceline: Commands, click_log: tuple[Path,
     cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     assert sum(path.stat().st_size for path in cached) > 12_000 * 39 * 8
     second = paceline.succeed(*arguments, "--save", "model").json
-    files = sorted(os.listdir(tmp_path / "model"))  # a model is replaced by the next one, whole
+    files = sorted(os.listdir(tmp_path / "model"))  # the next model replaces the whole file
     assert files == ["manifest.json", *sorted(read_model(tmp_path / "model").manifest.files)]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == cached
     assert second["examples"] == first["examples"] == 12_000
@@ -181,7 +181,7 @@ def weights_of(model: Path) -> tuple[bytes, bytes]:
 
 
 def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """And training is the same every time where it is sequential."""
+    """A sequential training gives equal results in each run."""
     arguments: list[str | Path] = [
         "train", click_log[0], "--eval", click_log[1], "--epochs", "2",
         "--consistency", "sequential", "--servers", "2", "--workers", "2",
@@ -312,7 +312,7 @@ def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path]
 
 
 def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) -> None:
-    """Sorted by label, one column of millions and one of millionths: the model is the same on 1 and on 2 workers."""
+    """Sorted rows with columns of millions and millionths: 1 and 2 workers give the same model."""
     random = np.random.default_rng(5)
     large, small = random.normal(3e6, 1e6, 3000), random.normal(0, 1e-6, 3000)
     won = (large - 3e6) / 1e6 + small / 1e-6 + random.normal(0, 0.3, 3000) > 0

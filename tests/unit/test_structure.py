@@ -38,7 +38,7 @@ MAX_IMPORTS = 24
 MANY_IMPORTS = {"torch/strategies/pipeline/runner.py": 27, "training/train.py": 27}
 """Modules that import more modules of the package."""
 MAX_FILES_OF_A_SETTING = 15
-"""Files that name one setting of a cluster: the others pass `ClusterSettings` whole."""
+"""Files that name a single setting of a cluster; other files pass `ClusterSettings`."""
 SETTINGS = ("min_replicas", "non_finite", "heartbeat_timeout_s", "memory_limit")
 
 MAX_PARAMETERS, MAX_PARAMETERS_EVER = 10, 30
@@ -225,7 +225,7 @@ def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 names = [name]
             case ast.ImportFrom(names=imported):
                 names = [module.name for module in imported]
-            case ast.Call(args=[_, ast.Constant(value=str(name)), *_]):  # setattr() and its like
+            case ast.Call(args=[_, ast.Constant(value=str(name)), *_]):  # setattr() and similar functions
                 names = [name]
         for name in names:
             if name.startswith("_") and not name.startswith("__") and name not in FOREIGN_NAMES:

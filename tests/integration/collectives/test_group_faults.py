@@ -252,7 +252,7 @@ def test_a_closed_group_refuses() -> None:
 @pytest.mark.parametrize("algorithm", [None, "ring"])
 @pytest.mark.parametrize("count", [3, pytest.param(100_000, marks=pytest.mark.thorough), 1_000_000])
 def test_closing_ends_a_call_under_way(is_async: bool, algorithm: str | None, count: int) -> None:
-    """And does not take the memory from under it."""
+    """The failed call does not free the memory in use."""
     is_over = threading.Event()
 
     def call(group: Group) -> None:

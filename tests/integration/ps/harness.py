@@ -64,7 +64,7 @@ class ServerNode:
         )
 
     def join(self) -> ServerNode:
-        """Become a member, when the servers are all there that the cluster begins with."""
+        """Become a member, when all servers of the initial cluster are registered."""
         welcome = self.link.register(self.registration)
         name = self.registration.node
         hello = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=name)
@@ -84,7 +84,7 @@ class ServerNode:
         return self.served.call(function)
 
     def stop(self) -> None:
-        """Be gone, with all connections."""
+        """Close all connections, as an ended process does."""
         self._stack.close()
         self.served = None
 
@@ -221,7 +221,7 @@ class Cluster:
         self.served.call(lambda: self.scheduler.process_ended(welcome.incarnation))
 
     def kill(self, client: Client) -> None:
-        """Let a client's process be dead: every connection breaks, none is closed in good order."""
+        """Break every connection of a client without closing it properly, as a dead process does."""
         self.lose(client.link)
         for connection in client.servers.connections:
             connection.lost = ConnectionError("killed")  # type: ignore[assignment]
@@ -229,7 +229,7 @@ class Cluster:
         client.servers.connections = []
 
     def num_counted(self) -> int:
-        """How many workers take part in the iterations, as the servers see it."""
+        """The number of workers that the servers count in the iterations."""
         return max(len(node.server.core.workers.counted) for node in self.nodes)
 
     def compare_replicas(self) -> int:
@@ -253,7 +253,7 @@ class Cluster:
         return sum(check.num_compared for check in checks) - compared
 
     def stop_scheduler(self) -> None:
-        """Let the scheduler be gone."""
+        """End the scheduler."""
         self._scheduler_stack.close()
 
     def close(self) -> None:

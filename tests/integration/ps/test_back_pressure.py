@@ -18,7 +18,7 @@ from .harness import PATIENCE_S, Cluster, ServerNode, in_threads, key_of, wait_u
 BUDGET = 1 << 20
 DIM = 4096
 NUM_PUSHES = 400
-RECEIVED_BYTES = 1 << 19  # may be in the receiving buffer when reading stops
+RECEIVED_BYTES = 1 << 19  # this data may be in the receive buffer when reading stops
 
 
 @contextmanager

@@ -214,7 +214,7 @@ def test_the_error_names_the_unreachable_server() -> None:
 
 
 def test_clients_notice_a_cut_while_waiting_at_another_server() -> None:
-    """Else two workers wait for each other: one for a tick that was lost on the way, the other for that worker."""
+    """Otherwise two workers wait for each other: one for a lost tick, and the other for this worker."""
     ticks = [Fault(action="drop", rank=0, step=step, kind=TICK) for step in (0, 2)]  # to server 0, not to server 1
     plan = FaultPlan(ticks)
     transport = FaultyTransport(SocketTransport(TOKEN), plan)

@@ -65,7 +65,7 @@ def names(filters: Sequence[Filter]) -> str:
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("filters", CHAINS, ids=names)
 def test_pushes_and_pulls(filters: list[Filter], servers: int, consistency: Consistency) -> None:
-    """Gradients are such that nothing is lost on the way, where that is up to the filter of values."""
+    """Use gradients that the filters of values do not change."""
     with Cluster(servers=servers, consistency=consistency) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", dim=2, update=SGD(lr=1.0), filters=filters)

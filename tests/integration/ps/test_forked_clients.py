@@ -1,4 +1,4 @@
-"""A client is of one process: a forked child that uses it gets an error, and does not harm it."""
+"""A client belongs to one process: a forked child that uses it gets an error, and does not harm the parent's client."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_it_ends_when_the_last_iteration_is_on_the_replicas() -> None:
         thread.start()
         try:
             wait_until(lambda: leaving.clock == 1)
-            assert not left.wait(0.2)  # the iteration is not complete: its pushes are in one memory each
+            assert not left.wait(0.2)  # the iteration is not complete: each push is in the memory of one server only
         finally:
             push(other)
             other.flush()

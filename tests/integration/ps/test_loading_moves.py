@@ -66,7 +66,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Float
 
 
 class Loads:
-    """Lets servers read parts of a snapshot one by one: the rest once :meth:`go_on` was called."""
+    """Lets servers read the parts of a snapshot one by one, and all remaining parts after :meth:`go_on`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, free: int) -> None:
         self._free = threading.Semaphore(free)
@@ -83,7 +83,7 @@ class Loads:
         patch.setattr(server_snapshots, "read_buckets", read_when_allowed)
 
     def go_on(self) -> None:
-        """Let all be read."""
+        """Let the servers read all parts."""
         self._is_open = True
         self._free.release(1000)
 

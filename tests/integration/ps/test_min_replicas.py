@@ -19,7 +19,7 @@ ONES = -np.ones((300, 1), np.float32)
 
 
 def kill_server(cluster: Cluster, client: Client) -> None:
-    """Let a server die, and all that live and this client know it."""
+    """End a server, and wait until all living members and this client have received its death."""
     cluster.nodes[1].stop()
     wait_until(lambda: len(cluster_map(client).of_role(Role.SERVER)) == 1)
 

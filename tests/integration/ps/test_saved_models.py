@@ -427,7 +427,7 @@ def test_an_unsynced_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def fail_syncs(monkeypatch: pytest.MonkeyPatch, number: int, num_synced: int = 0) -> None:
-    """Have the syncs of directories fail, all but the first ones."""
+    """Make all syncs of directories fail except the first ones."""
     fsync, left = os.fsync, iter(range(num_synced))
 
     def attempt(file: int) -> None:

@@ -351,7 +351,7 @@ def test_two_directories_are_two_histories(tmp_path: Path) -> None:
         take(coordinators[1])
         take(coordinators[0])
         expected = values(client)
-        for coordinator in coordinators:  # a server takes one at a time: the later one
+        for coordinator in coordinators:  # a server takes one snapshot at a time: the later one
             coordinator.begin()
         with pytest.raises(SnapshotWriteError, match=r"snapshot 2 in .*second"):
             finish(coordinators[0])

@@ -39,7 +39,7 @@ def values_in(manifest: SnapshotManifest, directory: Path, table: int) -> dict[i
 
 
 class Counting:
-    """A worker that adds one to all keys of two tables, again and again."""
+    """A worker that repeatedly adds 1 to all keys of two tables."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.client = cluster.connect()
@@ -121,5 +121,5 @@ def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypa
                 else:
                     assert values == {float(manifest.iteration)}
         coordinator.close()
-    assert num_rounds > 0  # the changes did come in between
+    assert num_rounds > 0  # the changes happened in between
     assert not failures

@@ -35,7 +35,7 @@ def test_staleness_counts_updates_between_pull_and_push() -> None:
         b.pull(key)
         a.push(key, one, tick=True).wait()  # 0
         b.push(key, one).wait()  # a's: 1
-        b.push(key, one, tick=True).wait()  # from the same pull, its own of the iteration aside: 1
+        b.push(key, one, tick=True).wait()  # from the same pull, except for the own update: 1
         assert histogram(clients[0]) == {0: 2, 1: 2}
         a.pull(key)
         for _ in range(5):
@@ -58,7 +58,7 @@ def test_another_table_and_another_server_have_separate_versions() -> None:
         dense = clients[1].dense_table("d", size=2, update=SGD(lr=1.0))
         keys = np.arange(100, dtype=np.uint64)
         a.pull(keys)
-        dense.push(floats(1, 1)).wait()  # another table's
+        dense.push(floats(1, 1)).wait()  # of another table
         on_first = next(key for key in keys if _server(clients[0], int(key)) == 0)
         b.push([on_first], floats(1)).wait()
         a.push(keys, np.ones(100, np.float32)).wait()
@@ -110,7 +110,7 @@ def test_drop_beyond() -> None:
         for step in range(3):
             if step == 2:
                 fresh = a.push(keys, ones)
-                assert not fresh.dropped  # two others: just in time
+                assert not fresh.dropped  # two other updates: still accepted
             b.push(keys, ones).wait()
         assert (b.pull(keys) == -4).all()
         assert a.push(keys, ones).dropped

@@ -270,7 +270,7 @@ chain: list[Agent] = []
 
 
 def bounce(left: int) -> int:
-    """Call the other one, which calls this one, and so on."""
+    """Call the other agent, which calls this agent, and so on."""
     return 0 if not left else 1 + call(chain[left % 2], 1 - left % 2, bounce, left - 1)
 
 

@@ -25,7 +25,7 @@ HIDDEN = "_hidden"
 
 @pytest.fixture
 def owner() -> Iterator[Agent]:
-    """Run rpc in this process as worker ``a``; the other one, ``b``, is given."""
+    """Run rpc in this process as worker ``a``; the caller starts the other worker, ``b``."""
     a, b = make_agents([__name__, "torch"], ["a", "b"])
     set_agent(a)
     yield b

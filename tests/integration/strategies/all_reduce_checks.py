@@ -93,7 +93,7 @@ def is_equal_on_ranks(strategy: Strategy, values: Tensor) -> bool:
 
 
 def _refused(strategy: Strategy, work: Callable[[], Any], *words: str) -> None:
-    """See that every rank raises UsageError with these words."""
+    """Check that every rank raises UsageError with this message."""
     try:
         work()
     except UsageError as error:

@@ -115,7 +115,7 @@ def _train(
     make: Callable[[Any], Any] = lambda parameters: optim.SGD(parameters, lr=0.05, momentum=0.9),
     after: Callable[[Trial, int], Any] = lambda trial, step: None,
 ) -> Result:
-    """Train a model; a loss of None is one whose backward has been made."""
+    """Train a model; a loss of None means that the step called backward itself."""
     torch.manual_seed(3)
     trial.model = model()
     trial.optimizer = make(trial.model.parameters())

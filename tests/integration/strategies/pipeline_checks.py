@@ -67,7 +67,7 @@ class Bags(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Time comes first, and the state is returned."""
+    """A model whose first dimension is time, and which returns its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ def expect_equal_steps(
 def check_a_model_with_a_loss(rank: int, size: int, schedule: str = "interleaved") -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
-        targets = x.roll(1, 1).masked_fill(x < 4, -1)  # not as many in each microbatch
+        targets = x.roll(1, 1).masked_fill(x < 4, -1)  # the microbatches have different numbers
         logits, loss = model(x, targets)
         with torch.no_grad():
             alone, nothing = model(x[:, :2])
@@ -446,7 +446,7 @@ def check_a_checkpoint_goes_on_elsewhere(rank: int, size: int) -> None:
 
 
 class Deciding(nn.Module):
-    """Has two layers, and takes one by a value."""
+    """A model that selects one of two layers by a value."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 _SIZE = 3
-"""No power of two. Two ranks agree with one device in ``test_equal_results.py``."""
+"""Use a number of ranks that is no power of two. ``test_equal_results.py`` covers two ranks."""
 
 
 @pytest.mark.timeout(240)

@@ -143,7 +143,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def main(folder: Path) -> None:
-    """Be one rank: save under every strategy with several processes, then load under each."""
+    """Run one rank: save under every strategy with several processes, then load under each."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     expected = [torch.tensor(values) for values in json.loads((folder / "expected").read_text())]
@@ -252,7 +252,7 @@ def test_every_strategy_loads_checkpoints_of_all_other_strategies(tmp_path: Path
 
 @pytest.fixture
 def one_thread() -> Any:
-    """Threads inside an operator wait for one another where other tests keep the cores busy."""
+    """Use one thread: threads inside an operator wait for one another if other tests use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -87,7 +87,7 @@ def train(
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads inside an operator wait for one another where other tests keep the cores busy."""
+    """Use one thread: threads inside an operator wait for one another if other tests use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -132,7 +132,7 @@ def train_on_ranks(folder: Path) -> list[dict[str, list[float]]]:
 
 @pytest.mark.timeout(300)
 def test_every_strategy_gives_the_result_of_one_device(tmp_path: Path) -> None:
-    """One test, so that pytest's workers do not each start the ranks."""
+    """One test runs all checks, so that each pytest worker does not start its own ranks."""
     results = train_on_ranks(tmp_path)
     for make_optimizer in OPTIMIZERS:
         expected = train("one-device", make_optimizer)
@@ -162,7 +162,7 @@ def assert_close(
 
 
 def main(folder: Path, clusters: dict[str, str]) -> None:
-    """Be one rank: train under the strategies with several processes, and write the values of each."""
+    """Run one rank: train under the strategies with several processes, and write the values of each."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     results: dict[str, list[float]] = {}

@@ -49,7 +49,7 @@ STRATEGIES = [Mirrored, CentralStorage, CopyingMirrored, CopyingStorage]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads inside an operator wait for one another where other tests keep the cores busy."""
+    """Use one thread: threads inside an operator wait for one another if other tests use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

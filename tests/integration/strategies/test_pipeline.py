@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 @pytest.mark.timeout(420)
 def test_all_checks_and_a_checkpoint_on_one_device(tmp_path: Path) -> None:
-    """One test, so that pytest's workers do not each start the ranks."""
+    """One test runs all checks, so that each pytest worker does not start its own ranks."""
     from tests.integration.strategies import pipeline_checks as checks
     from tests.integration.strategies.rank_checks import run_checks
 

@@ -201,7 +201,7 @@ def test_a_change_of_a_rank_s_own_gradients_is_refused(cluster: LocalCluster) ->
 
 
 def test_under_bounded_delay_gradients_are_the_rank_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks that clip to almost nothing each move the model by their own clipped step."""
+    """Two ranks with strongly clipped gradients each move the model by their own clipped step."""
     with paceline.local_cluster(workers=2, consistency=BoundedDelay(tau=1)) as cluster:
         _join(cluster, monkeypatch)
 
@@ -256,7 +256,7 @@ def test_parameters_are_written_before_the_first_step_under_bounded_delay(monkey
                 nn.init.constant_(model[0].bias, 100.0)  # in the flat part of tanh
                 train((model, optimizer), lambda *_: None, rank)
                 assert torch.equal(model[0].bias, torch.full((16,), 100.0))
-                strategy.barrier()  # from here on gradients are not zero
+                strategy.barrier()  # from this step on gradients are not zero
                 nn.init.zeros_(model[0].bias)
                 with pytest.raises(
                     UsageError, match=rf"rank {rank}: parameter '0.bias' was written .* bounded:1 other ranks'"

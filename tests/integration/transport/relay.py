@@ -15,7 +15,7 @@ Meddle: TypeAlias = Callable[[int, bytes], list[bytes]]
 
 
 class Relay:
-    """One relay; :attr:`address` is where it listens."""
+    """A relay that listens at :attr:`address`."""
 
     def __init__(self, server: Address, meddle: Meddle, tag_bytes: int) -> None:
         self._server = (server.host, server.port)

@@ -126,7 +126,7 @@ def test_invalid_handshakes_are_rejected(transport: SocketTransport, sent: bytes
     with bystander(transport) as witness, witness.raw() as intruder:
         intruder.sendall(sent)
         answer = read_to_end(intruder)
-        if len(sent) < 1000:  # else the reset that follows may overtake the reason
+        if len(sent) < 1000:  # otherwise the reset may overtake the reason
             assert type(refusal(answer)) is kind
         assert witness.served.listener.num_connections == 1
 

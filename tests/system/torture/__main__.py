@@ -84,7 +84,7 @@ def carry_out(settings: Settings) -> Outcome:
 
 
 def be_run(path: Path) -> int:
-    """Be the process of a run."""
+    """Run the process of one run."""
 
     def watch() -> None:
         while os.read(0, 1):

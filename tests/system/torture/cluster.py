@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_faults: int = 0
     """The number of faults without a pause between them; 0: as many faults as the time permits, with pauses."""
     pause_s: float = 0.0
-    """How long the pauses are, on the average; 0: short ones and long ones."""
+    """The average length of pauses; 0: short and long ones."""
     servers: int = 3
     workers: int = 3
     replicas: int = 1
@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Node:
-    """One process that was started."""
+    """A started process."""
 
     role: str
     number: int
@@ -78,11 +78,11 @@ class Node:
     doomed: str = ""
     """Why it must end, or has ended; empty: it may not."""
     risk_until: float = 0.0
-    """Until when it may be declared dead, so that nothing may depend on it."""
+    """The time until which it may be declared dead, so that the checks must not depend on it."""
     is_stopped: bool = False
     started_at: float = field(default_factory=time.monotonic)
     ended_at: float = 0.0
-    """When its end was noticed; 0: it was not."""
+    """The time at which its end was noticed; 0 before that."""
 
     @property
     def name(self) -> str:

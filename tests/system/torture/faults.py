@@ -47,7 +47,7 @@ class Faults:
     _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     def make(self) -> Fault | None:
-        """Make the fault that chance wills, if it may be made now."""
+        """Inject a fault of random kind, if it is possible now."""
         kinds = self.kinds()
         name = self.chance.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
         began = time.monotonic()
@@ -112,7 +112,7 @@ class Faults:
 
     @property
     def num_open(self) -> int:
-        """How many are still to be ended."""
+        """Return the number of faults that have not ended."""
         return len(self._later)
 
     # Servers die.
@@ -156,7 +156,7 @@ class Faults:
         return victims, 0.0  # its host stays dark
 
     def starve(self) -> tuple[list[Node], float] | None:
-        """Let a server have no more memory for a while; it may end by that."""
+        """Let the memory of a server run out for a while, which may end the server."""
         victims = self._random_nodes("server")
         if not victims or not self.cluster.is_safe(*victims) or not self._leaves_quorum(victims):
             return None
@@ -186,7 +186,7 @@ class Faults:
         if len(self.cluster.of_role("server")) < _MOST_SERVERS:
             self.cluster.start_server(joins=True)
 
-    # Servers come and go.
+    # Servers that join and leave.
 
     def join(self) -> tuple[list[Node], float] | None:
         """Let another server join."""
@@ -195,7 +195,10 @@ class Faults:
         return [self.cluster.start_server(joins=True)], 0.0
 
     def leave(self) -> tuple[list[Node], float] | None:
-        """Ask a server to leave. One member stays: when all leave, that is the cluster's end, with all that it has."""
+        """Request that a server leaves.
+
+        One server stays, because the departure of all servers ends the cluster and loses its data.
+        """
         if len(self.cluster.of_role("server")) <= max(2, self.cluster.settings.replicas + 1):
             return None
         victims = self._random_nodes("server")
@@ -210,7 +213,7 @@ class Faults:
     # The scheduler.
 
     def kill_scheduler(self) -> tuple[list[Node], float] | None:
-        """Kill the scheduler; one is started by hand, at its address."""
+        """Kill the scheduler; another one is started by hand, at the same address."""
         victim = self.cluster.scheduler
         if not victim.is_alive() or not self._leaves_quorum([]):
             return None
@@ -248,7 +251,7 @@ class Faults:
     # Workers.
 
     def kill_worker(self) -> tuple[list[Node], float] | None:
-        """Kill a worker; another one comes."""
+        """Kill a worker, and start another one."""
         victims = self._random_nodes("worker")
         for victim in victims:
             self.cluster.doom(victim, "killed")

@@ -21,13 +21,13 @@ from paceline.kernels.parameters import NUM_PARAMETERS
 
 MOST_WORKERS = 48
 MOST_PUSHES = 5_000
-"""To one key of a worker's own."""
+"""Pushes to one key of each worker."""
 NONE, LIVE, GOING, LEFT = 0, 1, 2, 3
 """States of a worker: not started; counting; about to leave; ended, or not awaited."""
 STATE, JOINED, CLOCK, BUSY_SINCE, OPERATIONS, GROWN_SENT, GROWN_ACKNOWLEDGED = range(7)
 _COLUMNS = 8
 GROWN_KEYS = 32
-"""How many new keys one push brings into the table that grows."""
+"""The number of new keys per push to the growing table."""
 
 Integers = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
@@ -75,7 +75,7 @@ class Load:
         return np.full(shape, self.sign, np.float32)
 
     def push(self, table: Any, keys: Keys) -> Any:
-        """Push to keys once, by a range if they are one; return the ticket."""
+        """Push to keys once, as a range if they are consecutive; return the ticket."""
         if not self.is_dense:
             return table.push(keys, self.grads(len(keys)))
         if is_range(keys):
@@ -93,7 +93,7 @@ class Load:
         return values
 
     def counts(self, values: Floats) -> Integers:
-        """Return how often each key was pushed; -1 where no number of pushes makes such a value."""
+        """Return the number of pushes of each key; -1 for a value that no number of pushes gives."""
         rows = values.reshape(-1, self.dim) * -self.sign
         truth = truths(self.rule)
         found = np.clip(np.searchsorted(truth, rows[:, 0] - _half_gap(self.rule)), 0, len(truth) - 1)

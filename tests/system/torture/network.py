@@ -66,7 +66,7 @@ class Network:
 
     @property
     def num_hosts(self) -> int:
-        """How many there are."""
+        """The number of hosts."""
         return len(self._names)
 
     def namespace(self, host: int) -> Path | None:
@@ -81,11 +81,11 @@ class Network:
             self._ways[source, target] = way
 
     def heal(self) -> None:
-        """Let everything pass again."""
+        """End all cuts, losses and delays."""
         self._ways.clear()
 
     def reset(self, one: int, other: int | None = None) -> None:
-        """Reset the connections that two hosts have, or one and all others, at their next packet."""
+        """Reset the connections of two hosts, or of one host with all others, at their next packet."""
         self._resets.begin(one, other)
 
     def close(self) -> None:

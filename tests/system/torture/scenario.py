@@ -1,4 +1,4 @@
-"""One run: a cluster and its load, faults by a seed, and then all that must hold."""
+"""One run: a cluster with a load, faults by a seed, and the final checks."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Run:
         description = ", ".join(f"{number} on {servers}" for servers, number in sorted(having.items()))
         return f"buckets {description}; {num_filling} on their way; servers {servers}"
 
-    # When the faults are over.
+    # Final checks after the faults.
 
     def _check_tables(self) -> None:
         client = self.cluster.observer
@@ -232,7 +232,7 @@ class Run:
         self._report(f"VIOLATION: {text}")
 
     def _pauses(self) -> list[float]:
-        """Return, for each fault, how long the longest operation took from then on that began before the next one."""
+        """Return, for each fault, the time of the longest operation that began after it and before the next fault."""
         operations = []
         for path in sorted(Path(self._settings.folder).glob("operations-*")):
             data = np.frombuffer(

@@ -46,7 +46,7 @@ from .ledger import (
 
 WRONG, FAILED = 3, 4
 OPERATION = struct.Struct("<dd")
-"""When an operation began (monotonic), and how long it took: one for each in the file of operations."""
+"""The start (monotonic) and the duration of an operation: one record for each in the file of operations."""
 _MOST_PENDING = 6
 _PAUSE_S = 0.005  # between iterations, so that processes have room to answer on a small machine
 _STEPS = 7.0
@@ -263,7 +263,7 @@ def lockstep_sum(iteration: int, ranks: int) -> float:
 
 
 def connect(part: Part) -> paceline.Client:
-    """Join; the scheduler may be dead just now, or out of reach."""
+    """Join; the scheduler may be dead or unreachable at this moment."""
     deadline = time.monotonic() + part.timeout_s
     while True:
         try:
@@ -275,7 +275,7 @@ def connect(part: Part) -> paceline.Client:
 
 
 def main() -> int:
-    """Be a worker; return the exit status."""
+    """Run a worker; return the exit status."""
     faulthandler.register(signal.SIGUSR1)
     part = msgspec.json.decode(sys.argv[1], type=Part)
     ledger = Ledger(Path(part.folder) / "ledger")

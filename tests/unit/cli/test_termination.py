@@ -26,7 +26,7 @@ def handlers() -> Iterator[None]:
 
 
 class _Freed:
-    """Gets a signal while it is freed."""
+    """An object that sends a signal while it is freed."""
 
     def __init__(self, number: int) -> None:
         self._number = number

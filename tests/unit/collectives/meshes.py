@@ -1,4 +1,4 @@
-"""Links between ranks that are threads of one process: socket pairs, with buffers as small as a test wants them."""
+"""Links between ranks in threads of one process: socket pairs with buffers of any size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PairLink(Link):
 
 
 class PairLinks(Mesh):
-    """The links of one rank; if they are lazy, both ranks must ask for one."""
+    """The links of one rank. Lazy links open when both ranks have requested them."""
 
     def __init__(self, rank: int, size: int, board: _Board) -> None:
         self.rank = rank

@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 def run_ranks(size: int, work: Callable[[Group], _T]) -> list[_T]:
-    """What `work` returns on every rank of a fresh group."""
+    """Return the results of `work` on every rank of a new group."""
     store = MemoryStore()
     results: dict[int, _T] = {}
     failures: list[BaseException] = []
@@ -223,7 +223,7 @@ def test_every_ghost_cell(case: tuple[Any, ...], corners: bool) -> None:
         lengths = [part.stop - part.start for part in own]
         ghosted = [length + 2 * width if axis < len(shape) else length for axis, length in enumerate(lengths)]
         inner = tuple(slice(width, width + n) if axis < len(shape) else slice(None) for axis, n in enumerate(lengths))
-        for repeat, order in enumerate("CFC"):  # the third in the first one's buffers
+        for repeat, order in enumerate("CFC"):  # the third array has the buffers of the first one
             whole = np.arange(np.prod(full_shape), dtype=np.float64).reshape(full_shape) + 1000 * repeat
             block = np.full(ghosted, -7.0, order=order)  # type: ignore[call-overload]
             block[inner] = whole[own]

@@ -1,4 +1,4 @@
-"""Which way is taken, on groups that are threads."""
+"""The choice of an algorithm, in groups of threads."""
 
 from __future__ import annotations
 

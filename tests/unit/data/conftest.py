@@ -1,4 +1,4 @@
-"""Small files to read, and the folder with real ones."""
+"""Small files for tests, and the folder of real data."""
 
 from __future__ import annotations
 

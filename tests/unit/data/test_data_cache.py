@@ -355,7 +355,7 @@ def test_invalid_shard_numbers(tmp_path: Path, part: str, value: Any) -> None:
 
 
 def test_labels_are_read_as_clicks_or_as_numbers(tmp_path: Path, folder: Path) -> None:
-    """From one cache, which has them as they stand."""
+    """One cache, which stores labels unchanged, serves both."""
     path = tmp_path / "x.svm"
     path.write_text("-1 1:1\n2.5 1:1\n0 1:1\n0.5 1:2\n")
     expected = {"clicks": [0, 1, 0, 1], "numbers": [-1, 2.5, 0, 0.5]}

@@ -68,7 +68,7 @@ def test_kinds_of_columns(name: str, values: list[object], kind: str, reason: st
 
 
 def test_integers_of_a_column_with_missing_ones() -> None:
-    """pandas writes 100153.0 for 100153 where another one is missing, and Parquet has floats then."""
+    """pandas writes 100153.0 for 100153 if another number is missing, and Parquet then has floats."""
     codes: list[object] = [str(100_000 + i * 7919 % 300) for i in range(6000)]
     for type in ("", "float"):
         with_missing: list[object] = [f"{code}.0" if i % 500 else "" for i, code in enumerate(codes)]

@@ -131,7 +131,7 @@ def test_numeric_columns_of_rows_are_scaled_in_place() -> None:
 
 
 def test_close_numbers_far_from_0(tmp_path: Path) -> None:
-    """Times in milliseconds within 100 s, which are one number, or two, as float32: of text, Parquet, converted."""
+    """Milliseconds within 100 s, which float32 rounds to one or two values: in text, Parquet and converted files."""
     rng = np.random.default_rng(1)
     times = 1_764_000_000_000 + rng.integers(0, 100_000, 2000)
     near = 5e6 + rng.normal(size=2000)

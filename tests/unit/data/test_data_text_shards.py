@@ -137,7 +137,7 @@ def test_rising_shards_of_a_gzip_file_are_unpacked_once(tmp_path: Path, monkeypa
         monkeypatch.setattr(GzipStream, "decompress", counted)
         assert all_keys(dataset) == list(range(60_000))
         assert unpacked == len(text)
-        assert keys_of(dataset, 0, 2)[0] > 0  # an earlier one starts over
+        assert keys_of(dataset, 0, 2)[0] > 0  # an earlier reader starts again
         assert len(text) < unpacked < 2 * len(text)
         again = unpacked
         assert keys_of(dataset, 0, 5)[0] > 0  # a later one does not, although some rows are left out

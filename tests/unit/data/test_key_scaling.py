@@ -1,4 +1,4 @@
-"""Values brought to one scale."""
+"""Numbers on a common scale."""
 
 from __future__ import annotations
 

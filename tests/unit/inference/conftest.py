@@ -1,4 +1,4 @@
-"""Models with made-up weights, saved as a training saves them, and the small files that they fit."""
+"""Models with chosen weights, saved as a training saves them, and small files that match them."""
 
 from __future__ import annotations
 

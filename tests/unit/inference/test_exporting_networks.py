@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def save_network(directory: Path, model: DeepModel) -> list[Floats]:
-    """Save the layers of a model, with made-up weights; return them."""
+    """Save the layers of a model, with chosen weights; return them."""
     rng, rule = np.random.default_rng(0), SGD(lr=1.0)
     layers = [rng.normal(size=(len(layer.keys), layer.num_inputs + 1)).astype(np.float32) for layer in model.layers]
     tables = []

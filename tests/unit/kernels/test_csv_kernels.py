@@ -135,7 +135,7 @@ def test_numbers_written_by_python_are_read_exactly(
 @num_examples(400)
 @given(text=st.text(st.sampled_from(',"\r\nab1.'), max_size=60))
 def test_rows_are_parsed_as_by_pythons_csv(text: str) -> None:
-    """But for a quote that is open at the end, which Python closes."""
+    """Except for an unclosed quote at the end, which Python closes."""
     found, bad, _ = parse(text.encode() + b"\n", ",")
     if bad and bad[-1] == BAD_QUOTE:
         bad.pop()

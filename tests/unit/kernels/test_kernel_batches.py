@@ -73,7 +73,7 @@ def test_dedup_is_much_faster_than_sorting() -> None:
 @pytest.mark.parametrize("at", [0, 1, 500, 1022])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_one_bad_number_is_found(bad: float, at: int) -> None:
-    array = np.full(1023, 3e38, np.float32)  # whose sum is not finite
+    array = np.full(1023, 3e38, np.float32)  # numbers whose sum is not finite
     assert largest(array) == np.float32(3e38)
     array[at] = bad
     assert not largest(array) < np.inf

@@ -1,4 +1,4 @@
-"""How much memory is free: no more than the control groups of the process leave."""
+"""The amount of free memory: at most the free memory of the process's control groups."""
 
 from __future__ import annotations
 

@@ -78,5 +78,5 @@ def test_an_unclosed_quote(tmp_path: Path) -> None:
     write(0)
     with pytest.raises(DataError, match="Line 2 opens a quote and does not close it"):
         describe(path)
-    write(899)  # which hides nothing
+    write(899)  # an unclosed quote that hides no rows
     assert "a quote is opened and not closed" in describe(path)["malformed"]["first"]

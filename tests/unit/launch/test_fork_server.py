@@ -25,7 +25,7 @@ MODULE = "echoing"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that comes true soon."""
+    """Wait for a condition that becomes true soon."""
     deadline = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < deadline
@@ -79,7 +79,7 @@ def test_a_fork_begins_as_a_new_interpreter_would(
     assert first["folder"] == first["temporary"] == str(tmp_path)
     assert first["random"] != second["random"]
     assert first["child handler"]
-    assert first["descriptors"] in ([0, 1, 2], [])  # and no pipe of others, which would not end then
+    assert first["descriptors"] in ([0, 1, 2], [])  # and no pipe of another process, which would stay open
     assert capfd.readouterr().err == "to standard error\n" * 2
     assert [other.poll() for other in other_forks] == [None, None]
 
@@ -185,7 +185,7 @@ def test_files_of_the_current_folder_are_not_imported(
 
 
 def test_a_process_with_a_reused_number_gets_no_signal(fork: Callable[..., Forked]) -> None:
-    """How one has ended is known a moment after the system may have given its number to another process."""
+    """The end of a process is known a moment after the system may have reused its number."""
     ended, other = fork("sleep"), fork("sleep")
     assert [line(ended), line(other)] == [b"sleeps\n"] * 2
     fork_server = psutil.Process(ended.pid).parent()

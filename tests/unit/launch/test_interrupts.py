@@ -12,7 +12,7 @@ from paceline.training.job_running import DeferredSignals
 
 
 def interrupt() -> None:
-    """Send SIGINT to this process, and let Python see it."""
+    """Send SIGINT to this process, and wait until Python receives it."""
     os.kill(os.getpid(), signal.SIGINT)
 
 

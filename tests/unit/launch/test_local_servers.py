@@ -24,7 +24,7 @@ _TOKEN = "a token for tests"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that comes true soon."""
+    """Wait for a condition that becomes true soon."""
     deadline = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < deadline
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def servers() -> RunServers:
-    """Two servers and a replica."""
+    """Two servers with one replica."""
     return RunServers.start(
         messages.ClusterSettings(num_servers=2, replicas=1),
         token=_TOKEN,
@@ -65,7 +65,7 @@ def test_a_failing_server_is_started_again_after_a_pause(
             taken.listen()
             wait_until(lambda: len(statuses) == 1 and len(local.pids("server")) == 1)
             time.sleep(0.5)
-            assert statuses == [-signal.SIGTERM]  # and not 1, which is how the second one ended
+            assert statuses == [-signal.SIGTERM]  # and not 1, the status of the second one
             assert local.dead_children("server") == []  # another one follows
             since = time.monotonic()
             local.close()
@@ -76,7 +76,7 @@ def test_a_failing_server_is_started_again_after_a_pause(
 
 
 def test_a_death_is_reported_to_every_caller(servers: RunServers, capsys: pytest.CaptureFixture[str]) -> None:
-    """The link's thread, which has to send heartbeats, may not be held up by standard error."""
+    """Writing to standard error must not block the link's thread, which sends heartbeats."""
     with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, observer=True) as client:
         cluster = client.link.view
         assert cluster is not None

@@ -182,7 +182,7 @@ class TestTracebacks:
         shown = Tracebacks()
         assert feed(shown, 0, OWN[:-1], 0.0) == []
         assert feed(shown, 1, [b"a warning"], 0.0) == [b"a warning"]
-        assert feed(shown, 1, OWN, 0.0) == OWN  # complete before the other one
+        assert feed(shown, 1, OWN, 0.0) == OWN  # complete before the other line
         assert feed(shown, 0, OWN[-1:], 0.1) == []
         assert shown.blame(1) == []
         assert feed(shown, 0, [b"more"], 0.2) == []

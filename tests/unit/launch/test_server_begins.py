@@ -17,7 +17,7 @@ _SETTINGS = messages.ClusterSettings(consistency="eventual", stale="", num_serve
 
 
 class Link:
-    """Whose calls are answered when it is closed."""
+    """An object whose calls are answered when it is closed."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()

@@ -187,7 +187,7 @@ def test_closing_wakes_waiting_threads() -> None:
     other = NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.get, "never", soon())
-        other.set("key", b"")  # on a second connection, or before the get has one
+        other.set("key", b"")  # on a second connection, or before the get has a connection
         other.close()
         with pytest.raises(GroupClosedError):
             waiting.result(PATIENCE_S)
@@ -209,7 +209,7 @@ def test_the_owner_lets_other_ranks_finish() -> None:
 
 
 def test_a_late_rank_finds_the_numbers_of_the_right_groups() -> None:
-    """The other one has made its second group, of the same ranks, before this one has looked for the first."""
+    """The other rank has created a second group of the same ranks before this rank has read the number of the first."""
     store = MemoryStore()
     is_made = threading.Event()
 

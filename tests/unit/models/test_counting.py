@@ -33,7 +33,7 @@ def push(sketch: Sketch, features: Keys, num_cells: int, times: npt.NDArray[np.i
 
 
 def estimates(sketch: Sketch, features: Keys, num_cells: int) -> npt.NDArray[np.int64]:
-    """How often features have occurred, found by asking."""
+    """The frequencies of features, as read from the table."""
     counted = FeatureCounts(features, num_cells, FrequentFeatures())
     none, found = np.zeros(len(features), np.int64), np.zeros(len(features), np.int64)
     for times in range(1, 100):
@@ -102,7 +102,7 @@ def test_occurrences() -> None:
 
 
 def test_only_frequent_features_are_learned() -> None:
-    """Features 5 and 6 come twice in the minibatch; of feature 7, which comes once, there was one before."""
+    """Features 5 and 6 occur twice in the minibatch; feature 7 occurs once, and occurred once before."""
     model = make_model("lr", min_count=2, count_cells=1 << 16)
     keys = np.array([5, 6, 5, 7, 6, 8], np.uint64)
     batch = Batch(np.array([1, 0, 1], np.float32), np.array([0, 2, 4, 6]), keys)

@@ -81,7 +81,7 @@ def test_features_have_factors_from_the_nth_occurrence() -> None:
 
 
 def test_an_l1_penalty_makes_factors_zero() -> None:
-    """A small one leaves one factor of four exactly 0 everywhere, and the model as good; a large one all."""
+    """A small penalty makes one factor of four exactly 0 without a loss of quality; a large one all factors."""
     batch, labels = make_pairs(0), make_pairs(1).labels
     shares = []
     for factor_l1 in (0.0, 0.1, 1.0):

@@ -50,7 +50,7 @@ def test_examples_count_by_weight() -> None:
 
 
 def test_all_workers_together() -> None:
-    """One worker saw fewer rows: its last ones count where they were seen."""
+    """One worker had fewer rows: its last examples count at the time of their reading."""
     found = progressive_losses(summed(a_pass(8, 0.6), a_pass(3, 0.3)))
     assert [report.examples for report in found] == [128, 128 + 32 + 64, 256 + 96]
     assert found[-1].loss == pytest.approx((0.6 * 256 + 0.3 * 96) / 352)
@@ -64,7 +64,7 @@ def test_unsettled_losses_are_not_reported() -> None:
 
 
 def test_sums_below_zero_and_no_predictions() -> None:
-    """Counters of a job only rise, and labels of a regression may be of either sign."""
+    """Counters of a job only rise, but labels of a regression may have either sign."""
     worker = FirstPass()
     worker.add(2, 1.0, ExampleSums(2.0, 3.0, -1.0, 2))
     before = dict(worker.counters)

@@ -1,4 +1,4 @@
-"""Which update rules the command line offers."""
+"""The update rules of the command line."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def fill(planner: Planner, servers: dict[int, int], server: int, buckets: int, *
 
 
 def fill_all(planner: Planner, servers: dict[int, int], *absent: Collection[int], limit: int = 50) -> int:
-    """Let all fills end; return how many buckets were filled."""
+    """Finish all fills; return the number of filled buckets."""
     num_filled = 0
     for _ in range(limit):
         fills = [group for group in planner.groups if group.filling is not None]
@@ -193,7 +193,7 @@ def test_a_fill_stops_when_it_is_not_wanted() -> None:
     planner.servers_changed(servers)
     for bucket, wanted in enumerate(placed(servers, 64, 0)):
         assert planner.chains[bucket] == (wanted if 100 in wanted.members else Chain((100,), *wanted.members))
-    assert held(planner, 101) & began == held(planner, 101) != began  # some went to the other newcomer
+    assert held(planner, 101) & began == held(planner, 101) != began  # some buckets went to the other new server
 
 
 def test_a_leaving_server_stays_until_it_is_replaced() -> None:
@@ -218,7 +218,7 @@ def test_nothing_moves_when_everybody_leaves() -> None:
     assert planner.version == version
     assert planner.chains == before
     assert is_stable(planner)
-    # But dead servers drop out, also dead filling ones.
+    # But dead servers leave the chains, including dead servers that were being filled.
     servers[102] = 2
     planner.servers_changed(servers)
     assert held(planner, 102)

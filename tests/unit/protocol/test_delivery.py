@@ -26,7 +26,7 @@ def test_a_push_is_new_once() -> None:
     assert delivery.admit(1, 0) == 0
     assert delivery.admit(1, 7) == ALL  # gaps are legal
     assert delivery.admit(1, 3) == 0
-    assert delivery.admit(2, 3) == ALL  # another incarnation counts for itself
+    assert delivery.admit(2, 3) == ALL  # another incarnation counts separately
 
 
 def test_single_buckets_count_for_themselves() -> None:

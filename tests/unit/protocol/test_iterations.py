@@ -155,7 +155,7 @@ def test_a_rejoining_worker_starts_after_the_complete_iterations_of_all_buckets(
     # at this primary, which had not received the ticks of the other workers, and its push was dropped.
     replication, iterations = server(C, A)
     replication.handle(Forwarded("sum", C, AGGREGATE, 4, 1, 0b01))
-    assert iterations.first_clock == 0  # another one leads
+    assert iterations.first_clock == 0  # another server leads
     change(replication, 2, chain_group((A,), None, ALL))
     assert iterations.first_clock == 4
 

@@ -79,7 +79,7 @@ def test_a_member_is_overdue_after_the_timeout_until_the_next_heartbeat() -> Non
     a = membership.register("a", Role.WORKER, 0.0)
     membership.register("b", Role.WORKER, 0.0)
     assert membership.record_heartbeat(a.incarnation, 8.0)
-    assert membership.record_heartbeat(a.incarnation, 5.0)  # a word that comes late takes nothing back
+    assert membership.record_heartbeat(a.incarnation, 5.0)  # a late message withdraws nothing
     assert overdue_at(membership, 10.0) == []
     assert overdue_at(membership, 10.5) == ["b"]
     assert overdue_at(membership, 18.5) == ["a", "b"]

@@ -25,7 +25,7 @@ PURE = {
 
 def test_all_is_sorted_complete_and_true() -> None:
     assert protocol.__all__ == sorted(protocol.__all__)
-    assert all(hasattr(protocol, name) for name in protocol.__all__)  # some are imported when they are first used
+    assert all(hasattr(protocol, name) for name in protocol.__all__)  # some modules are imported at their first use
     content = {name for name, value in vars(protocol).items() if name[0] != "_" and not isinstance(value, ModuleType)}
     assert set(protocol.__all__) == content - {"TYPE_CHECKING", "import_on_demand"}
 

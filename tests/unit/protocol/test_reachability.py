@@ -92,7 +92,7 @@ def test_the_time_after_the_last_report_does_not_count() -> None:
 
 
 def test_a_report_about_silent_members_expels_no_server() -> None:
-    """Servers 1 and 2 are cut off from 3 and from the scheduler: it is not 3 that goes, which complains of both."""
+    """Servers 1 and 2 are cut off from 3 and from the scheduler: server 3, which complains of both, is not expelled."""
     rule = Reachability(PATIENCE_S)
     for beat in range(30):
         rule.record_heartbeat(3, (1, 2) if beat > 4 else (), beat * BEAT_S)
@@ -118,7 +118,7 @@ def test_a_stopped_server_has_time_to_answer() -> None:
 @pytest.mark.parametrize(
     ("complaints", "chains", "goes"),
     [
-        ({1: (2,)}, [(2,)], 1),  # 2 is the last to have something: so the elder goes
+        ({1: (2,)}, [(2,)], 1),  # 2 has the last copy, so the older server is expelled
         ({1: (2,)}, [(2,), (1,)], None),  # they wait for their cable
         ({1: (2,), 3: (4,)}, [(2, 4), (1, 3)], 4),
         ({1: (2,), 3: (4,)}, [(4,), (1, 3)], 3),

@@ -88,7 +88,7 @@ def test_a_repeated_push_is_applied_once_and_acknowledged_by_the_chain() -> None
 
 
 def test_a_push_repeated_after_a_view_change_replaces_the_pending_part() -> None:
-    # Found by the simulation: with every view a server had one more copy of each push, and forwarded all copies.
+    # Found by the simulation: with every view a server stored one more copy of each push, and forwarded all copies.
     first = server(A, ((A, B), None, 0b11))
     handle(first, Pushed("push", 9, 0, 0b11))
     handle(first, change(2, ((A, B), None, 0b11)))
@@ -162,7 +162,7 @@ def test_a_new_primary_forwards_the_former_primarys_pending_pushes() -> None:
     # Found by the simulation: the sum of an iteration has no sender that repeats it when its primary is dead.
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("sum", A, AGGREGATE, 5, 1, 0b1))
-    assert [middle.pushes.inherited] == [None]  # another one leads
+    assert [middle.pushes.inherited] == [None]  # another server leads
     instructions = handle(middle, change(2, ((B, C), None, 0b1)))
     assert instructions == [Links(frozenset({C})), Forward("sum", C, 2, 0b1), Lead(0b1, 0b1, frozenset({C}))]
     assert [middle.pushes.inherited] == [5]
@@ -210,8 +210,8 @@ def test_an_overtaken_server_hands_up_pending_pushes_then_sends_ready() -> None:
 
 
 def test_a_handed_up_push_is_not_acknowledged_to_the_client() -> None:
-    # Found by the simulation: a map was missed, so the replica handed up one bucket of a push that its primary had
-    # pending too; the primary then took the answer for the other bucket as that for the whole push.
+    # Found by the simulation: after a missed map, the replica handed up one bucket of a push that its primary also had
+    # pending. The primary then took the reply for the other bucket as the reply for the whole push.
     first = server(A, ((A, B, C), None, 0b01), ((A, C), None, 0b10))
     handle(first, Pushed("push", 9, 0, 0b11))
     again = only(Forward, handle(first, change(3, ((A, B, C), None, 0b01), ((A, C), None, 0b10))))
@@ -227,7 +227,7 @@ def test_pushes_are_handed_up_until_acknowledged() -> None:
     assert only(Forward, handle(first, change(2, ((B, A), None, 0b1)))) == [Forward("push", B, 2, 0b1)]
     assert handle(first, LinkUp(B)) == [Forward("push", B, 3, 0b1), Ready(B, 2)]
     assert only(Forward, handle(first, change(3, ((B, A), None, 0b1)))) == [Forward("push", B, 4, 0b1)]
-    # Another one leads, which was ahead before: it may lack it as well.
+    # Another server leads, which was ahead in the chain before and may lack the push too.
     assert only(Forward, handle(first, change(4, ((C, B, A), None, 0b1)))) == [Forward("push", C, 5, 0b1)]
     assert handle(first, Acknowledged(C, 5)) == [RefusePush("push")]
     # Pushes that are pending under the same primary are not handed up.

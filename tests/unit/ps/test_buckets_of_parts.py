@@ -67,7 +67,7 @@ def read(part: TablePart, selection: Selection) -> Floats:
     return out
 
 
-# Buckets that come and go.
+# Buckets that arrive and leave.
 
 ACTIONS = ("hold", "drop", "push", "load", "load some", "primary")
 

@@ -190,7 +190,7 @@ class World:
         return messages.View(epoch=version, members=members, version=version, groups=tuple(groups))
 
     def publish(self, client: Client, version: int, leads: Mapping[int, int], filling: int | None = None) -> None:
-        """Let the client have a newer map."""
+        """Give the client a newer map."""
         client.follower.take(self.map(version, leads, filling))
 
 
@@ -294,7 +294,7 @@ def test_a_pull_is_split_again_and_the_values_are_joined(stack: ExitStack) -> No
         assert buckets_of_keys(np.array(push.keys, np.uint64)) & ~server.leads == 0
         assert all(server.leads >> key // width & 1 for key in ranged_push.keys)
         pushed.update(zip(ranged_push.keys, ranged_push.grads, strict=True))
-        # One frame of a push for each server, or the second were a repetition.
+        # One frame of a push per server; otherwise the second frame would count as a repetition.
         assert len({(frame.kind, frame.sequence) for frame in frames if frame.kind == PUSH}) == 2
     assert pushed == {key: float(key) for key in range(7, 990)}
     assert client.clock == 1
@@ -556,7 +556,7 @@ def test_a_rejection_is_raised_after_the_loss_of_another_server(stack: ExitStack
     table.push(low, np.ones(len(low), np.float32))
     until(lambda: any(frame.kind == PUSH for frame in world.servers[11].seen))
     world.servers[11].fails = None
-    table.pull(low)  # the refusal has come before its answer
+    table.pull(low)  # the refusal arrived before its reply
     world.publish(client, 2, {11: ALL})
     with pytest.raises(NonFiniteError, match="refused"):
         client.flush()

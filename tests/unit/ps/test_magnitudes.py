@@ -117,7 +117,7 @@ def test_no_record_exceeds_the_bounds(rule: UpdateRule, kind: str) -> None:
 @pytest.mark.parametrize("rule", SETTINGS, ids=str)
 def test_bounds_stay_low_through_long_training(rule: UpdateRule) -> None:
     magnitudes = part_of(rule, "sparse").magnitudes
-    decays = isinstance(rule, Momentum) and rule.weight_decay  # which is not seen to hold the velocity down
+    decays = isinstance(rule, Momentum) and rule.weight_decay  # the bounds ignore its effect on the velocity
     for number in range(3_000 if decays else 100_000):
         assert magnitudes.take(1.0 + number % 7), number
 

@@ -89,7 +89,7 @@ def test_nothing_changes_where_memory_is_out(monkeypatch: pytest.MonkeyPatch) ->
     after = np.empty_like(ones)
     store.pull(keys, after)
     np.testing.assert_array_equal(after, before)
-    store.push(more, ones)  # and there is memory again
+    store.push(more, ones)  # and memory is available again
     assert len(store) == 10_000
 
 

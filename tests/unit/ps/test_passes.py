@@ -67,7 +67,7 @@ def test_the_age_of_a_row_is_the_age_of_the_last_push(dim: int, rule: UpdateRule
 
 def test_marks_go_round() -> None:
     part = part_of(1, FTRL(alpha=0.05))
-    keys = np.arange(3, dtype=np.uint64)  # key 0 too, whose row lies elsewhere
+    keys = np.arange(3, dtype=np.uint64)  # also key 0, whose row is stored separately
     for number in range(1, 200):
         part.begin_pass(number, 0)
         push(part, keys[: 1 + (number % 61 == 1) * 2])

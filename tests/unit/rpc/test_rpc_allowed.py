@@ -1,4 +1,4 @@
-"""Which names another process may use here."""
+"""The names that other processes may use here."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     present = {
         f".out.{host}{ended.pid:08x}": False,
         f".out.{host}{os.getppid():08x}": True,  # it lives
-        f".out.{'0' * 8}{ended.pid:08x}": True,  # another host's
+        f".out.{'0' * 8}{ended.pid:08x}": True,  # of another host
         f".other.{host}{ended.pid:08x}": True,
         f"out.{host}{ended.pid:08x}": True,
     }

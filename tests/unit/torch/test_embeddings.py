@@ -211,7 +211,7 @@ def test_the_rule_follows_the_optimizer_and_the_scheduler() -> None:
     embedder = prepared(model, optimizer)
     rules = [from_fields(RULES, embedder.tables[name].spec.update) for name in ("a", "b")]
     assert rules == [paceline.Momentum(lr=1.0, momentum=0.5, nesterov=True), paceline.SGD(lr=2.0)]
-    optimizer.load_state_dict(optimizer.state_dict())  # puts other groups in the place of the old ones
+    optimizer.load_state_dict(optimizer.state_dict())  # it replaces the old groups by other groups
     dense = nn.Parameter(torch.zeros(1))
     torch_module = torch.optim.SGD([dense], lr=1.0, momentum=0.5, nesterov=True)
     torch_scheduler = torch.optim.lr_scheduler.ExponentialLR(torch_module, 0.5)
@@ -258,7 +258,7 @@ def test_errors_are_reported() -> None:
 
 
 def test_copies() -> None:
-    """A copy of a model in use has the same rows; one of a model that is not prepared has none yet."""
+    """A copy of a prepared model has the same rows; a copy of an unprepared model has no rows yet."""
     embedding = Embedding(DIM)
     assert copy.deepcopy(embedding).link is not embedding.link
     prepared(embedding, torch.optim.SGD(embedding.parameters(), lr=0.1))
@@ -311,7 +311,7 @@ class CountedTables(ReplicatedTables):
 
 
 class Clicks(nn.Module):
-    """Keys are the columns from the second on of one tensor, and all of another."""
+    """The keys are the columns from the second on of one tensor, and all columns of another tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def _interleaved(shares: list[list[int]]) -> list[int]:
 
 
 def _continued(make: Make, state: dict[str, Any], size: int) -> list[int]:
-    """The rest of the epoch on `size` ranks, in the order of one process."""
+    """Return the remaining epoch on `size` ranks, in the order of one process."""
     shares = []
     for rank in range(size):
         loader = _prepared(make, rank, size)

@@ -54,7 +54,7 @@ def test_results_of_asynchronous_calls_reach_tensors_of_inference_mode() -> None
 
 
 def _conjugated() -> tuple[Any, Any]:
-    """A complex tensor with the conjugate bit, and one with the negative bit that is contiguous all the same."""
+    """A complex tensor with the conjugate bit, and a contiguous tensor with the negative bit."""
     number = torch.tensor([1 + 2j])
     return number.conj(), number[0].conj().imag
 

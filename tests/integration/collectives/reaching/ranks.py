@@ -33,7 +33,7 @@ def on_ranks(size: int, work: Callable[[int], _T]) -> list[_T]:
 
 @contextmanager
 def nodes(size: int) -> Iterator[list[Node]]:
-    """Nodes of one token, closed at the end."""
+    """Nodes with one token, closed at the end."""
     made = [Node(TOKEN) for _ in range(size)]
     try:
         yield made
@@ -89,5 +89,5 @@ def _descriptors() -> set[str]:
         try:
             found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
         except OSError:
-            pass  # the one of listdir itself
+            pass  # the descriptor of listdir itself
     return found

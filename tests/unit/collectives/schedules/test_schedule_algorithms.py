@@ -14,7 +14,7 @@ SIZES = [2, 3, 4, 7, 8, 16, 31, 32, 33, 64]
 
 
 def num_sent(schedule: Schedule) -> int:
-    """How many blocks a rank sends."""
+    """Return the number of blocks that a rank sends."""
     actions = [action for actions in schedule.rounds for action in actions]
     return sum(stop - start for action in actions if isinstance(action, Send) for start, stop in action.spans)
 

@@ -38,7 +38,7 @@ def two_ranks(first: Sequence[Round], second: Sequence[Round], num_blocks: int =
 def mutants(
     schedules: Sequence[Schedule], change: Callable[[int, Action], Action | None]
 ) -> Iterator[tuple[str, list[Schedule]]]:
-    """The schedules with one action changed, for each in turn that ``change`` makes another of; None drops it."""
+    """Yield the schedules with one changed action, for each action that ``change`` changes. None removes the action."""
     for rank, schedule in enumerate(schedules):
         for number, actions in enumerate(schedule.rounds):
             for index, action in enumerate(actions):

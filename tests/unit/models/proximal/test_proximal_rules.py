@@ -55,7 +55,7 @@ def push(store: SparseStore, key: int, *pairs: tuple[float, float]) -> list[floa
 
 def test_a_row_is_described_and_then_steps_within_the_radius() -> None:
     store = SparseStore(dim=2, rule=ProximalNewton(l1=1.0, l2=0.5))
-    assert push(store, 1, (6.0, -3.0)) == [6.0, 3.0]  # three values whose mean is 2: a unit is a half
+    assert push(store, 1, (6.0, -3.0)) == [6.0, 3.0]  # three values with mean 2: a unit is a half
     assert push(store, 1, (-100.0, 4.0)) == [0.5, -100.0]  # by one unit at most
     assert push(store, 1, (-100.0, 4.0)) == pytest.approx([0.5 + 2 * 0.5 + 0.1 * 0.5, -100.0])
     assert push(store, 1, (7.0, 0.0))[1] == 7.0  # a sum, which moves nothing
@@ -232,7 +232,7 @@ def test_values_of_zero_are_no_values_and_columns_are_sorted_by_place() -> None:
     assert (columns.num_examples, columns.num_values, len(columns.weights)) == (3, 2, 0)
     assert columns.magnitudes().tolist() == [6.0, 3.0]
     assert columns.rows.tolist() == [0, 1, 0, 1, 2]
-    values = np.array([1e12, 1e-6, 2e-6, -4e-6], np.float32)  # summed one after the other, 1e12 leaves no digit
+    values = np.array([1e12, 1e-6, 2e-6, -4e-6], np.float32)  # summed one by one, 1e12 leaves no digits of the others
     wide = by_column(Batch(np.zeros(2, np.float32), np.array([0, 3, 4]), np.array([5, 6, 7, 7], np.uint64), values))
     known = dict(zip(wide.keys.tolist(), wide.magnitudes().tolist(), strict=True))
     assert [known[key] for key in (5, 6, 7, int(BIAS_KEY))] == pytest.approx([1e12, 1e-6, 6e-6, 2.0], rel=1e-6)

@@ -190,7 +190,7 @@ def test_views_upon_views() -> None:
         Resync(2, 3, 0, True),
     ]
     runtime.view(3, {3: 0b11})
-    assert runtime.sent == {3: []}  # no newer one
+    assert runtime.sent == {3: []}  # no newer view
     runtime.answer(2)
     assert first.is_done
     assert second.is_done

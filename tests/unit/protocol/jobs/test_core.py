@@ -1,4 +1,4 @@
-"""Which workers are given a job, and when."""
+"""The assignment of jobs to workers."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_report_counts_when_the_shard_is_done() -> None:
 
 
 def test_later_shards_become_known_with_a_delayed_report() -> None:
-    """The counters of the later one include the earlier one's, which may have to be done again."""
+    """The counters of the later shard include those of the earlier shard, which may have to be done again."""
     ledger = JobLedger(1, spec((4,)), 2, [0, 1])
     worker, other = Worker(0), Worker(1)
     first, second, foreign = taken(worker, ledger), taken(worker, ledger), taken(other, ledger)

@@ -70,7 +70,7 @@ class Asker:
         self.examples = 0.0
 
     def send_request(self, request: messages.JobRequest, body: bytes = b"") -> list[Any]:
-        """Request something, and return all answers of now, to this request or to former ones."""
+        """Make a request, and return all present replies, to this request or to earlier ones."""
         incarnation = 0 if self.member is None else self.member.incarnation
         received = messages.ReceivedRequest(self, self, incarnation, request, body)
         self.cluster.deliver(self.cluster.jobs.handle(received, self.cluster.membership, 0.0))

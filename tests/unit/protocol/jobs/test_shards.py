@@ -64,7 +64,7 @@ def test_a_lost_workers_lease_wakes_a_waiting_worker() -> None:
     shards = Shards([1])
     feed(shards, ShardWanted(0), ShardWanted(1), ShardWanted(2))
     assert feed(shards, WorkerLost(0)) == [Granted(1, 1, 0, 0, 0)]
-    assert feed(shards, Done(0, 0)) == []  # the dead worker's report comes late: the shard counts where it is now
+    assert feed(shards, Done(0, 0)) == []  # the dead worker's report arrives late: the shard counts where it is now
     assert feed(shards, WorkerLost(2)) == []
     assert feed(shards, Done(1, 1)) == []
     assert list(shards.done()) == [(0, 0, 0)]

@@ -10,7 +10,7 @@ from tests.unit.protocol.jobs.shard_events import Done, Event, ShardCountFound, 
 from paceline.protocol.jobs.shards import Assignment, Exhausted, Granted, Shards
 
 NUM_WORKERS = 3
-workers = st.integers(0, NUM_WORKERS)  # one more than there are positions: a late-comer
+workers = st.integers(0, NUM_WORKERS)  # one more worker than positions, which joins late
 assignments: st.SearchStrategy[Assignment] = st.sampled_from(["first-come", "strided"])
 Key = tuple[int, int, int]
 

@@ -357,7 +357,7 @@ def test_the_scheduler_waits_without_limit_for_the_last_server_of_a_bucket() -> 
         assert scheduler.notes[2 * times - 1 :] == ["server 1 is back: it sends heartbeats again"]
         assert chains(scheduler.view) == before
     assert scheduler.all(events.Removed) == scheduler.all(events.BucketsLost) == []
-    # But if its process has ended nothing is gained by waiting.
+    # But if its process has ended, waiting is useless.
     b.is_silent = True
     scheduler.pass_time(2 * TIMEOUT_S)
     scheduler.kill(b)

@@ -71,7 +71,7 @@ class Run:
         self.connect(node)
 
     def connect(self, node: Node) -> None:
-        """Let a node come to the newest scheduler."""
+        """Connect a node to the newest scheduler."""
         self.scheduler.connect(node)
         is_member = node.member is not None
         node.send(node.returned() if is_member else node.registration())
@@ -144,7 +144,7 @@ class Run:
             assert len(prepared & voters) >= needed, "too few have prepared it"
         assert gaining(former.groups, view.groups) <= prepared, "a server with new buckets has not prepared the view"
 
-    # What happens.
+    # Events.
 
     def step(self) -> None:
         actions: list[tuple[int, Callable[[], None]]] = [
@@ -276,7 +276,7 @@ class Run:
     # The end.
 
     def pause(self) -> None:
-        """Everything lives on undisturbed: the cluster must come to rest."""
+        """Without further faults the cluster must reach a stable state."""
         for scheduler in self.schedulers[:-1]:
             self.end_scheduler(scheduler)
         for node in self.nodes:

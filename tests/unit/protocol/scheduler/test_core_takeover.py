@@ -196,7 +196,7 @@ def test_no_wait_for_a_probably_ended_member_after_the_return_of_a_majority() ->
     scheduler = successor(num_servers=3, replicas=1)
     scheduler.rejoin(a)
     scheduler.tell(events.Doubted(b.incarnation), events.Doubted(c.incarnation))
-    assert scheduler.core.phase is Phase.RECOVERING  # one of the two would have to come
+    assert scheduler.core.phase is Phase.RECOVERING  # one of the two would have to return
     scheduler.rejoin(c)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation, c.incarnation}
@@ -391,7 +391,7 @@ def test_a_timely_worker_in_no_view_keeps_leases() -> None:
 
 
 def test_a_worker_in_no_view_has_time_to_return() -> None:
-    """Else servers refuse it for good, and it is taken in a moment later."""
+    """Otherwise servers refuse it forever, although it becomes a member a moment later."""
     a, new = end_with_unpublished_worker()
     scheduler = successor()
     scheduler.rejoin(a)
@@ -518,7 +518,7 @@ def test_a_take_over_continues_from_a_prepared_view() -> None:
         node.prepares = False
     former.kill(c)
     prepared = former.last(events.Prepare).view
-    a.views.prepare(prepared)  # and its answer was lost with the scheduler
+    a.views.prepare(prepared)  # and its reply was lost with the scheduler
     a.prepares = b.prepares = True
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
@@ -545,7 +545,7 @@ def test_fills_continue() -> None:
 
 def test_the_next_scheduler_releases_a_draining_server() -> None:
     former, (a, b), _ = started(2)
-    b.is_leaving = True  # and could not say so
+    b.is_leaving = True  # and it could not report this
     lose(former)
     scheduler = successor(num_servers=2)
     scheduler.rejoin(a, b)

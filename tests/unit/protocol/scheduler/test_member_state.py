@@ -22,7 +22,7 @@ def test_a_prepared_view_is_acknowledged_and_applied_at_the_commit() -> None:
     assert state.views.committed is first
     assert state.take(messages.CommitView(1, 1)) == (None, None)  # it has that view
     assert state.take(messages.CommitView(1, 2)) == (second, None)
-    assert state.take(first) == (None, None)  # an old one
+    assert state.take(first) == (None, None)  # an old view
 
 
 def test_nothing_of_a_term_below_a_promise_is_prepared() -> None:

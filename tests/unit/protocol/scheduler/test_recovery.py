@@ -51,7 +51,7 @@ class Coming:
         return self.recovery.evidence()
 
     def back(self, name: str, seen: View, *, cluster: str = "ours", **options: Any) -> int:
-        """Let a member come; return its connection."""
+        """Return a member to the scheduler, and return its connection."""
         self.num_peers += 1
         rejoin = messages.Rejoin(
             member=member(name), settings=messages.SchedulerSettings(cluster=cluster), view=seen, **options

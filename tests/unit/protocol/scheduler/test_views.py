@@ -194,7 +194,7 @@ def test_a_member_applies_committed_views_and_stores_prepared_ones() -> None:
     assert not known.commit(first)
     assert known.prepare(second)
     assert [known.committed, known.prepared, known.newest] == [first, second, second]
-    assert known.prepare(second)  # again, as the first answer may be lost
+    assert known.prepare(second)  # again, because the first reply may be lost
     assert known.commit(third)
     assert not known.commit(second)  # it arrived late
     assert [known.committed, known.prepared, known.newest] == [third, second, third]
@@ -217,7 +217,7 @@ def test_a_member_prepares_nothing_of_a_superseded_scheduler() -> None:
 def test_a_member_keeps_promises() -> None:
     known: KnownViews = KnownViews()
     assert known.promise(3)
-    assert known.promise(3)  # again, as the first answer may be lost
+    assert known.promise(3)  # again, because the first reply may be lost
     assert not known.promise(2)
     assert not known.prepare(replace(view(group(1)), term=2))
     assert known.prepare(replace(view(group(1)), term=3))

@@ -246,14 +246,14 @@ class Scheduler:
         return node
 
     def rejoin(self, *nodes: Node) -> None:
-        """Have nodes come, of this cluster or another one."""
+        """Connect nodes of this or another cluster."""
         for node in nodes:
             self.connect(node)
             node.send(node.returned())
             self.settle()
 
     def tell(self, *received: events.Event) -> None:
-        """Feed events, and let everything happen that follows."""
+        """Feed events, and process all consequences."""
         for event in received:
             self.feed(event)
             self.settle()
@@ -287,7 +287,7 @@ class Scheduler:
         self.tell(filled(version, server, mask if buckets is None else buckets))
 
     def fill_all(self) -> None:
-        """Let all fills end, one after the other."""
+        """Finish all fills, one after the other."""
         for _ in range(20):
             filling = {group.filling for group in self.view.groups if group.filling is not None}
             if not filling:

@@ -119,7 +119,7 @@ def first_of_two(consistency: Consistency, **options: Any) -> Driver:
     return driver
 
 
-# When a request is handled.
+# The time at which a request is handled.
 
 
 def test_everything_is_early_before_the_server_is_a_member() -> None:

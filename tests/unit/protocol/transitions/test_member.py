@@ -33,7 +33,7 @@ class Watched(Scheduler):
     def __init__(self, watch: Watch, cluster: str, **options: int | bool) -> None:
         super().__init__(cluster, now_s=START_S, **options)
         self.watch = watch
-        self.looked_s = 0  # when its core looked last for members that are overdue
+        self.looked_s = 0  # the time of its core's last check for overdue members
         self.known: set[int] = set()  # the incarnations that are or were members, or are known to be none
         self.seen: dict[int, Sight] = {}
         self.feed(events.TimePassed())  # its core's time begins
@@ -119,7 +119,7 @@ class Watched(Scheduler):
 
 
 class Run:
-    """One scheduler after another, and the nodes that they know."""
+    """Several schedulers in turn, and the nodes that they know."""
 
     def __init__(self, random: Random, watch: Watch) -> None:
         self.random, self.watch = random, watch
@@ -141,7 +141,7 @@ class Run:
         return [node for node in living if connected is None or (node.wire is not None) is connected]
 
     def step(self) -> None:
-        """Do something, and let everything happen that follows."""
+        """Execute an action, and process all consequences."""
         actions: list[Callable[[], None]] = [
             self.pass_time,
             self.pass_time,
@@ -207,7 +207,7 @@ class Run:
                 self.scheduler.rejoin(node)
 
     def go(self) -> None:
-        """One leaves, or a server drains."""
+        """Let a member leave, or a server drain."""
         node = self.random.choice(self.living_nodes(connected=True) or [None])
         if node is None or node.member is None or node.wire is None:
             return
@@ -241,7 +241,7 @@ class Run:
         return node.member is not None and (node.cluster == core.name or core.phase is Phase.RECOVERING)
 
     def restart(self) -> None:
-        """A new scheduler, to which all come sooner or later."""
+        """Start a new scheduler, to which all nodes connect sooner or later."""
         former = self.scheduler
         if not former.core.is_established:
             return

@@ -111,7 +111,7 @@ class Run:
         return Change(version, tuple(groups))
 
     def push(self) -> Event | Pushed:
-        """A push of a client or of the server before, by the right map or not; some come again."""
+        """Push from a client or from the previous server, with the right map or not; some pushes are repeated."""
         self.next_token += 1
         version = self.replication.version + self.random.choice([-1, 0, 0, 0, 0, 0, 0, 1])
         incarnation = self.random.choice(sorted(self.senders))

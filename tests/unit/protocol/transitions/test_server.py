@@ -29,7 +29,7 @@ def sights(planner: Planner, servers: range) -> dict[tuple[int, int], Sight]:
 
 
 class Run:
-    """One planner, with servers that come, go, leave and are filled."""
+    """One planner, with servers that join, die, leave and are filled."""
 
     def __init__(self, random: Random, watch: Watch) -> None:
         self.random, self.watch = random, watch

@@ -19,7 +19,7 @@ NAMES = {ShardWanted: "want", Done: "finish", WorkerLost: "worker_lost", ShardCo
 
 
 class Run:
-    """One pool after another, of two files that are read twice; the second one's end is not known at first."""
+    """Several pools in turn, of two files that are read twice. The size of the second file is unknown at first."""
 
     def __init__(self, random: Random, watch: Watch) -> None:
         self.random, self.watch = random, watch

@@ -1,4 +1,4 @@
-"""One end of a toy connection: it keeps the frames that were sent on it."""
+"""One end of a simulated connection, which stores the sent frames."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_frame_has_a_number_and_the_lowest_pending_call() -> None:
     ]
     outgoing.take(1)
     send(outgoing, end.channel, messages_sent[1])
-    assert end.take()[0].clock == 4  # no call below the next one waits
+    assert end.take()[0].clock == 4  # no call with a lower number is pending
 
 
 @pytest.mark.parametrize(("progress", "is_kept"), [({}, False), ({"examples": 1.0}, True)])

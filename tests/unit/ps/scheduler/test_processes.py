@@ -143,7 +143,7 @@ def test_an_unwatched_process_is_not_reported(child: subprocess.Popen[bytes]) ->
 def test_an_incarnation_assigned_again_stands_for_the_new_process(
     child: subprocess.Popen[bytes], other_child: subprocess.Popen[bytes]
 ) -> None:
-    """The next cluster gives the same ones to others."""
+    """The next cluster assigns the same incarnations to other processes."""
 
     async def scenario(watched: Watched) -> None:
         watched.watch.watch(member(3, process_of(child)), connected=False)

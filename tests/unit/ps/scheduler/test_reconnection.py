@@ -1,4 +1,4 @@
-"""When a process tries again to reach a scheduler."""
+"""The times at which a process tries to reach a scheduler again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tables a cluster has."""
+"""The tables of a cluster."""
 
 from __future__ import annotations
 

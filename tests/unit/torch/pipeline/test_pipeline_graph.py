@@ -193,7 +193,10 @@ def test_dimensions_after_a_value_dependent_module_are_unknown(caplog: pytest.Lo
 
 
 class WeightedState(nn.Module):
-    """Has an argument as long as its LSTM has layers, which goes whole to each microbatch."""
+    """A model with an argument whose length equals the number of layers of its LSTM.
+
+    Each microbatch gets the whole argument.
+    """
 
     def __init__(self) -> None:
         super().__init__()

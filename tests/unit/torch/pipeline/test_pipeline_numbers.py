@@ -25,7 +25,7 @@ WORDS = torch.arange(ROWS * 4).reshape(ROWS, 4) % 2
 
 
 class Scored(nn.Module):
-    """Returns a number of its output and a second argument; `exports` lets torch.fx not follow it."""
+    """Returns a number of its output and a second argument; with `exports` torch.fx does not follow it."""
 
     def __init__(self, number: Callable[[Tensor, Any], Any], *, exports: bool) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ def test_plain_orders_take_any_number() -> None:
     orders = all_forward_first(places, 2, 1)
     assert orders[0] == (Action("F", 0, 0), Action("F", 3, 0), Action("B", 3, 0), Action("B", 0, 0))
     line = play(orders, places, [StageTimes(forward_s=1, backward_s=1)] * 4, lambda stage: 0.5)
-    assert line.step_s == pytest.approx(8 + 4 * 0.5)  # two crossings each way
+    assert line.step_s == pytest.approx(8 + 4 * 0.5)  # two transfers in each direction
 
 
 def test_a_step_has_sends_first_gradients_and_an_update() -> None:
