@@ -74,7 +74,7 @@ def wait(step):
 with pt.strategy(bucket_mb=0.02) as strategy:
     found = train(slice(rank, rank + 1), strategy.prepare, wait)
     found = torch.cat([parameter.detach().flatten() for parameter in found.parameters()])
-alone = torch.cat([weight.detach().flatten() for weight in train(slice(0, size), lambda *given: given).weights()])
+alone = torch.cat([weight.detach().flatten() for weight in train(slice(0, size), lambda *given: given).parameters()])
 print("difference", (found - alone).abs().max().item(), flush=True)
 """
 _CLICKS = """
