@@ -50,8 +50,8 @@ class ElasticGroup(Closing):
     """The ranks of an elastic training, as one rank uses them.
 
     Before :meth:`enter` it is a group of this process alone. All ranks make the same calls in the same order. If a rank
-    dies during a call, the other ranks repeat the call without it. A newcomer enters in :meth:`admit` of the other
-    ranks, and then makes the same calls as they do.
+    dies during a call, the other ranks repeat the call without this rank. A newcomer enters when the other ranks call
+    :meth:`admit`, and then makes the same calls as the other ranks.
 
     Raises RankLostError if this rank was declared lost, and GroupClosedError after the end of the training.
     """

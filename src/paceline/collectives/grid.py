@@ -303,8 +303,8 @@ def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
     num_free = counts.count(0)
     if size % fixed or (not num_free and fixed != size):
         raise UsageError(
-            f"got the shape {counts} of {fixed} ranks for {size} ranks; "
-            + ("the ranks must be a multiple of it" if num_free else "make both equal, or pass 0 for some axis")
+            f"got the shape {counts} of {fixed} ranks for {size} ranks: "
+            + (f"use a multiple of {fixed} ranks" if num_free else "make both equal, or pass 0 for a free axis")
         )
     filled = iter(_even_factors(size // fixed, num_free, size) or ())
     return tuple(count or next(filled) for count in counts)

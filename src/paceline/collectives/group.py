@@ -353,7 +353,7 @@ class Group(Closing):
                 raise
 
     def _message_failed(self, error: CollectiveError, is_reported: bool) -> None:
-        """Refuse further work, and end the current call. This is ``on_failure`` of :class:`PointToPoint`."""
+        """Refuse further work, and end the current call. :class:`PointToPoint` calls this method as ``on_failure``."""
         if not self._failure:
             self._unreported = None if is_reported else error
             self._failure = f"a message failed: {error}"

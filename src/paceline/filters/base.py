@@ -128,7 +128,7 @@ class ValueFilter(Filter, is_abstract=True):
 
     @property
     def for_pulls(self) -> ValueFilter:
-        """Return the default filter of pulls. It is stateless, because pulls have no error feedback."""
+        """Return the default filter of pulls. This filter is stateless, because pulls have no error feedback."""
         return self
 
     @abstractmethod
@@ -239,7 +239,7 @@ def parse_filter(text: str) -> Filter:
 
 
 def class_path(text: str) -> tuple[str, str] | None:
-    """Return module and class if a filter's text begins with them (``my_module:MyFilter``)."""
+    """Return module and class if a filter's text begins with a module and a class (``my_module:MyFilter``)."""
     found = re.match(r"\s*([^\W\d][\w.]*):([^\W\d]\w*)\s*(:|$)", text)
     is_builtin = found is not None and found[1] in FILTERS and FILTERS[found[1]].__module__.startswith("paceline.")
     return None if found is None or is_builtin else (found[1], found[2])

@@ -120,8 +120,8 @@ class RowErrors:
 class ElementErrors:
     """Rounding errors in pushes to a server's part of a dense table, by element and by range.
 
-    A range is identified by its bounds (uint64 [2]), even if the server has only part of it. Ranges with other bounds
-    have separate errors.
+    A range is identified by its bounds (uint64 [2]), even if the server has only a part of the range. Ranges with other
+    bounds have separate errors.
     """
 
     def __init__(self) -> None:

@@ -67,7 +67,8 @@ class Takeover:
     def lead(self, version: int, buckets: int, workers: Collection[int]) -> None:
         """Record the buckets that this server leads in view `version`, and the workers of this view.
 
-        They include workers outside this server's gate, because these may have pushed to the former primary.
+        `workers` includes workers outside this server's gate, because such workers may have pushed to the former
+        primary.
         """
         gained = buckets & ~self._led
         self._led = buckets

@@ -81,8 +81,8 @@ class Reachability:
     def decide(self, living: Collection[int], groups: Iterable[ChainGroup], time_s: float) -> Unreachable | None:
         """Return the server to expel, if any.
 
-        A call returns one server, because the next decision needs the chains without it. `living` are the members;
-        records of other servers are dropped. `groups` are the current chains.
+        A call returns one server, because the next decision needs the chains without this server. `living` are the
+        members; records of other servers are dropped. `groups` are the current chains.
         """
         for known in (self._complaints, self._since_s, self._last_s):
             for dead in known.keys() - set(living):

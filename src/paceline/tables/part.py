@@ -149,13 +149,13 @@ class TablePart(ABC):
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
         """Load records that may have the column of :meth:`with_passes`.
 
-        Rows without it count as pushed in pass `rows_of` (default: the current pass).
+        Rows without this column count as pushed in pass `rows_of` (default: the current pass).
         """
         self.load_bucket(bucket, keys, records)
 
     @abstractmethod
     def num_values(self, selection: Selection) -> int:
-        """Return the number of float32 values in a selection. Raises UsageError if this server lacks part of it."""
+        """Return the number of float32 values in a selection. Raises UsageError if this server lacks some keys."""
 
     @abstractmethod
     def keys_of(self, selection: Selection) -> Keys: ...
@@ -166,8 +166,8 @@ class TablePart(ABC):
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """Return the keys and gradients of a push (float32 [num_values]) that belong to these buckets.
 
-        If all belong to them, return `selection` and `grads` themselves. The gradients may be a view. Buckets outside
-        `buckets` may already be dropped. If the selection has keys, each row of `grads` may have any width.
+        If all keys belong to `buckets`, return `selection` and `grads` themselves. The gradients may be a view. Buckets
+        outside `buckets` may already be dropped. If the selection has keys, each row of `grads` may have any width.
         """
         keys = selection.key_array()
         order = positions_in(self.spec, keys, buckets)

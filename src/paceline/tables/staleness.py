@@ -1,4 +1,4 @@
-"""Observe the staleness of gradients per table, and compensate for it.
+"""Observe the staleness of gradients per table, and compensate stale gradients.
 
 The staleness of a push counts the pushes that this server applied to the table after the worker's last pull for the
 same iteration. The worker's own pushes of this iteration do not count.

@@ -258,7 +258,7 @@ def is_hung_up(connected: socket.socket) -> bool:
 
 
 def shut(connected: socket.socket) -> None:
-    """Close a socket and wake the thread that waits on it."""
+    """Close a socket and wake the thread that waits for data on the socket."""
     try:
         # Use the base class's method, because SSLSocket.shutdown drops the TLS object, which a thread may be using.
         socket.socket.shutdown(connected, socket.SHUT_RDWR)

@@ -227,7 +227,7 @@ async def run_on(
     context: ssl.SSLContext | None,
     timeout_s: float,
 ) -> None:
-    """Run the connection on the socket, with TLS if there is a context. Raises the errors of `wrap_tls`."""
+    """Run the connection on the socket, with TLS if there is a context. Raises a PacelineError if TLS fails."""
     loop = asyncio.get_running_loop()
     secure: dict[str, Any] = {}
     if context is not None:

@@ -12,8 +12,8 @@ from paceline.filters.base import KeyFilter
 class DeltaKeys(KeyFilter):
     """Sorts the keys and sends their differences in LEB128, with 7 bits per byte.
 
-    This is useful for small keys, which take 1 or 2 bytes each. It hardly helps for n hashes of 64 bits, which differ
-    by 2^64 / n.
+    The filter is useful for small keys, which take 1 or 2 bytes each. It hardly helps for n hashes of 64 bits, because
+    neighbours differ by about 2^64 / n.
     """
 
     name: ClassVar[str] = "delta-keys"

@@ -169,7 +169,7 @@ class Replication:
         self.place = place
         self._fills.change(place.fills, follows=follows)
         instructions.append(Links(frozenset({*place.successors, *place.leaders})))
-        # Lead comes after the re-forwarded pushes, because the new primary may push as soon as it receives it.
+        # Lead comes after the pushes that are forwarded again, because after Lead a new primary may push immediately.
         instructions += self.pushes.after_change()
         instructions += self._ready(place.leaders)
         instructions.append(Lead(place.primary, place.primary & ~before.primary, frozenset(place.followers)))

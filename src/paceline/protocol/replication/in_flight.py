@@ -49,7 +49,7 @@ class Fills:
         return self._wanted.get(target, 0)
 
     def unsent(self, target: int) -> Buckets:
-        """Return the buckets that `target` needs and that were not sent yet. Their pushes are not forwarded to it."""
+        """Return the buckets that `target` still needs. Pushes to these buckets are not forwarded to `target`."""
         return self._wanted.get(target, 0) & ~self._sent.get(target, 0)
 
     def change(self, wanted: Mapping[int, Buckets], *, follows: bool) -> None:
@@ -259,7 +259,7 @@ class ChainProgress:
         return self._pending.left()
 
     def ahead_of_primary(self) -> int:
-        """Return the buckets with pushes that the primary may lack, because this server still sends them to it."""
+        """Return the buckets with pushes that this server still sends to the primary, which may lack these pushes."""
         return self._pending.left() & self._overtaken if self._overtaken else 0
 
     def give_up(self, token: object) -> None:
@@ -288,7 +288,7 @@ class ChainProgress:
     def _replace(self, known: list[PendingPush], push: PendingPush) -> list[Instruction]:
         """Move the buckets of the repeat `push` from the pending parts `known` of older views to the repeat.
 
-        The repeat is forwarded again and does not wait for these parts. They may also wait for other buckets, so
+        The repeat is forwarded again and does not wait for these parts. Parts may also wait for other buckets, so
         servers could wait for each other in a circle. Buckets that this server sends upstream stay in their part,
         because the order of part and repeat at the primary is unknown.
         """

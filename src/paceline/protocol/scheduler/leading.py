@@ -208,7 +208,7 @@ class Leader:
             self._remove(incarnation, reason)
 
     def _remove(self, incarnation: int, reason: str | None) -> None:
-        """Remove a member: it is dead for this `reason`, or it leaves (`reason` is None)."""
+        """Remove a member that is dead for this `reason`, or that leaves (`reason` is None)."""
         member = self.membership.remove(incarnation)
         if member is None:
             return

@@ -1,4 +1,4 @@
-"""The view after the committed view: its chains, and the servers that are no longer members in it."""
+"""The view after the committed view: its chains, and the servers that it removes."""
 
 from __future__ import annotations
 

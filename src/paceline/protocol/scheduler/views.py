@@ -84,7 +84,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     @property
     def voters(self) -> frozenset[int]:
-        """The servers that have a bucket. The next view needs a quorum of them."""
+        """The servers that have a bucket. The next view needs a quorum of these servers."""
         return frozenset(server for group in self.groups for server in group.members)
 
     @property

@@ -36,7 +36,7 @@ from paceline.protocol.server.events import (
 from paceline.protocol.server.progress import EarlyRequests, Progress
 
 _CALLS = replication.CALLS
-# iterations by which one frame may advance a worker's clock; a worker never has so many frames in flight
+# the largest step of a worker's clock in one frame, far more than the number of frames in flight
 _MAX_LEAP = 1 << 16
 # Read once, because looking up a member of an Enum takes ten times as long as a global name.
 _DATA, _IMMEDIATE = TimingClass.DATA, Timing.IMMEDIATE

@@ -112,7 +112,7 @@ class Exchange:
         self.part: FrameKeys | None = None
         self.memory: Memory | None = None
         self.scatter: tuple[Floats, _Positions] | None = None
-        """The destination of the values: an array of rows, and positions in it."""
+        """The destination of the values: an array of rows, and the positions of the rows to write."""
         self.unreadable: UsageError | None = None
 
     @property

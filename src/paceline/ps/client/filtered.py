@@ -63,7 +63,7 @@ class TableFilters:
         sent = [item.describe() for item in self.requests.filters if item not in self.requests.rows]
         self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
         self.follow_weights = any(item.needs_l1 for item in self.requests.rows)
-        """Whether the filters need the pulled values, which :meth:`note_pulled` passes to them."""
+        """Whether the filters need the pulled values; if so, the client calls :meth:`note_pulled`."""
         self._is_dense = is_dense
         self._l1: float | None = None  # the L1 penalty of the table's update rule; None until the first use
         self._selections: list[RowSelection] = []

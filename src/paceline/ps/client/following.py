@@ -40,7 +40,7 @@ class ViewFollower:
             self.servers.abort(error)
 
     def check_connections(self) -> None:
-        """Reconnect cut connections, because other processes may wait for messages that were lost on them."""
+        """Reconnect cut connections, because other processes may wait for messages that are lost."""
         servers = self.servers
         if servers is not None and not servers.is_closed and servers.cuts.check(servers.connections):
             self._start(servers)

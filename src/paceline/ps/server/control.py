@@ -130,7 +130,10 @@ class ServerControl:
     def write_or_erase(
         self, peer: Peer, header: Header, request: messages.WriteRecords | messages.Erase, body: memoryview
     ) -> ChainPush:
-        """Return the push that writes or erases records here and on the successors; the answer waits for them."""
+        """Return the push that writes or erases records here and on the successors.
+
+        The answer waits for all successors.
+        """
         self._check_change(peer, header)
         table = self._tables.find(request.table)
         part = table.part

@@ -49,7 +49,7 @@ class FillTransfers:
         self._checks = checks
         self._non_finite = non_finite
         self._soon: set[int] = set()  # the servers for which the next bucket is scheduled
-        self._sent: dict[int, _Sent] = {}  # server → the last bucket sent to it
+        self._sent: dict[int, _Sent] = {}  # server → the last bucket that was sent to this server
 
     def send_soon(self) -> None:
         for target in self._core.filling:

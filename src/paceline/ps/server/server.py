@@ -243,7 +243,8 @@ class Server(Handler):
     def _chain(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a frame of a predecessor.
 
-        An invalid frame is rejected. If memory is short the server ends, because otherwise the chain would wait for it.
+        An invalid frame is rejected. If memory is short the server ends, because otherwise the chain would wait for
+        this server.
         """
         try:
             event = self.replicator.read(peer, header, meta, body)

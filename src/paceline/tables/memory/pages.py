@@ -1,7 +1,7 @@
 """Memory in pages: blocks that grow in place, for wide rows, and arrays that are written only in part.
 
-On Linux a block is an anonymous mapping. `mremap` enlarges it by moving page tables, without a copy, and unwritten
-pages use no memory. On other systems growth requires a copy.
+On Linux a block is an anonymous mapping. `mremap` enlarges a mapping by moving page tables, without a copy, and
+unwritten pages use no memory. On other systems growth requires a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", getatt
 _LINUX_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX_NORESERVE)
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
-_HUGE_LEAST_BYTES = 8 << 20  # least length of a written range that gets huge pages: four of them
+_HUGE_LEAST_BYTES = 8 << 20  # least length of a written range that gets huge pages (4 pages of 2 MiB)
 _FORGET = getattr(mmap, "MADV_DONTNEED", None)
 
 
