@@ -34,7 +34,7 @@ def test_nothing_of_a_term_below_a_promise_is_prepared() -> None:
 
 def test_a_change_of_an_unknown_view_is_an_error() -> None:
     change = ViewChange(base=1, term=1, epoch=2, version=0, last_incarnation=0)
-    with pytest.raises(ProtocolError, match="has not sent"):
+    with pytest.raises(ProtocolError, match="not the view itself"):
         MemberState().take(change)
 
 
