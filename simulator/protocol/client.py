@@ -180,8 +180,7 @@ class SimulatedClient(SimulatedNode):
                 self.take_answer(session, request, message)
 
     def take_answer(self, session: ServerSession, request: Request | None, answer: Reply) -> None:
-        if session.retains:
-            session.stabilize(answer.durable)
+        session.stabilize(answer.number, answer.durable)
         if request is None:
             session.orphan_answered(answer.number)
         else:

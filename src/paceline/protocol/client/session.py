@@ -238,13 +238,20 @@ class ServerSession:
             return True
         return False
 
-    def stabilize(self, clock: int) -> list[Request]:
-        """Record that iterations below `clock` are stable at this server; return the released pushes."""
+    def stabilize(self, number: int, clock: int) -> list[Request]:
+        """Record that the answer to request `number` reports iterations below `clock` as stable.
+
+        Return the released pushes. Call this before :meth:`answered`.
+        """
+        request = self.in_flight.get(number)
+        # The clock holds for the buckets that the server led in the view of the request. An abandoned request is not
+        # in flight and belongs to an earlier view. A call may belong to an earlier view too.
+        if not self.retains or request is None or request.kind is RequestKind.CALL or clock <= self.stable_clock:
+            return []
+        self.stable_clock = clock
         released: list[Request] = []
-        if clock > self.stable_clock:
-            self.stable_clock = clock
-            while self.retained and self.retained[0].clock < clock:
-                released.append(self.retained.popleft())
+        while self.retained and self.retained[0].clock < clock:
+            released.append(self.retained.popleft())
         return released
 
     def refused(self, request: Request) -> None:

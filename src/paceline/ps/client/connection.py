@@ -19,7 +19,7 @@ from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, T
 from paceline.ps import messages
 from paceline.ps.client.exchange import KINDS, Copies, DataRequest, Exchange, exchange_of, pack
 from paceline.ps.client.routes import RouteWatch
-from paceline.ps.messages import RESULT, SYNCED, TICKS, UNKNOWN_KEYS
+from paceline.ps.messages import SYNCED, TICKS, UNKNOWN_KEYS
 from paceline.transport import (
     HEADER,
     MAGIC,
@@ -309,9 +309,8 @@ class ServerConnection:
             exchange.put_values()
         request.flags = header.flags
         session = self.session
-        if session.retains and header.kind != RESULT:
-            for released in session.stabilize(header.clock):
-                exchange_of(released).release(self._copies)
+        for released in session.stabilize(header.request, header.clock):
+            exchange_of(released).release(self._copies)
         if session.answered(request):
             exchange.retain(self._copies)
         else:

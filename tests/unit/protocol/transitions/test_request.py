@@ -58,11 +58,18 @@ class Run:
                 self.session.disconnected()
                 self.do("connected", lambda: self.core.connected(1))
             case "stabilize":
-                self.do("stabilize", lambda: self.session.stabilize(self.random.choice([5, 6])))
+                self.do("stabilize", self.stabilize)
             case name if name in ("refused", "answered", "failed"):
                 found = self.any_in_flight()
                 if found is not None:
                     self.answer(name, *found)
+
+    def stabilize(self) -> None:
+        """Have server 1 answer a tick and report its stable iterations."""
+        tick = self.session.request(RequestKind.TICK, 5, 1)
+        self.session.start(tick)
+        self.session.stabilize(tick.number, self.random.choice([5, 6]))
+        self.session.answered(tick)
 
     def any_in_flight(self) -> tuple[ServerSession, Request] | None:
         under_way = [(session, request) for session in self.core.sessions.values() for request in session.unanswered()]
