@@ -28,9 +28,9 @@ from paceline.protocol.scheduler.views import View
 from paceline.protocol.server import events
 from simulator.oracle import Value
 from simulator.protocol.connections import MessageEnd
-from simulator.protocol.job_requests import Performer
 from simulator.protocol.messages import Push, Reply
 from simulator.protocol.node import SimulatedNode, Surroundings
+from simulator.protocol.programs import Performer
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class SimulatedClient(SimulatedNode):
     def __init__(self, name: str, around: Surroundings) -> None:
         super().__init__(name, around, Role.WORKER)
         self.core = ClientCore(is_worker=True, is_sequential=self.settings.is_sequential)
-        self.work = Performer(self.jobs, self.later, self._are_done)
+        self.work = Performer(self, self._are_done)
         self._has_joined = False
 
     @override

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from paceline.protocol import replication
-from paceline.protocol.scheduler.sessions import MessageNumbers
+from paceline.protocol.scheduler.numbered_messages import MessageNumbers
 from paceline.protocol.server import TimingClass, events
 from simulator.oracle import Value
 from simulator.protocol.connections import MessageEnd
@@ -75,7 +75,7 @@ class SchedulerMessage:
     """A message to the scheduler, with its numbers."""
 
     content: Any
-    numbers: MessageNumbers = MessageNumbers()  # noqa: RUF009 - it is frozen
+    numbers: MessageNumbers
 
 
 @dataclass(slots=True)

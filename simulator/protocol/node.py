@@ -1,23 +1,24 @@
-"""Members of a protocol run: registration, heartbeats, views, requests about jobs. They have no rules."""
+"""Members of a protocol run: registration, heartbeats, views, messages to the scheduler. They have no rules."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from typing_extensions import override
 
+from paceline.protocol.jobs.messages import JobNews, JobRequest
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import messages
 from paceline.protocol.scheduler.cluster import HEARTBEATS_PER_TIMEOUT
-from paceline.protocol.scheduler.events import MemberMessage, SendMessage
+from paceline.protocol.scheduler.events import SendMessage
 from paceline.protocol.scheduler.member_state import MemberState
-from paceline.protocol.scheduler.sessions import MessageNumbers
+from paceline.protocol.scheduler.numbered_messages import MemberEnd, MessageNumbers, SentMessage
 from paceline.protocol.scheduler.views import View
 from simulator.network import VirtualNetwork
 from simulator.oracle import Oracle
 from simulator.protocol.connections import MessageEnd, MessageProcess
-from simulator.protocol.job_requests import JobRequests
 from simulator.protocol.links import ServerLinks
 from simulator.protocol.messages import SchedulerMessage
 from simulator.settings import RunSettings
@@ -49,7 +50,8 @@ class SimulatedNode(MessageProcess):
         self.is_extra = is_extra
         self.state = MemberState(around.settings.num_buckets)
         self.scheduler: MessageEnd | None = None
-        self.jobs = JobRequests(self.send_to_scheduler, lambda: self.own_time_s)
+        self._end = MemberEnd()
+        self._is_welcome = False  # by the scheduler of the present connection
         self.links = ServerLinks(self, role.value, self.address)
         self.later(0.0, self._connect)
         self._heartbeat_s = around.settings.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
@@ -70,9 +72,6 @@ class SimulatedNode(MessageProcess):
 
     def view_changed(self, view: View) -> None:
         """Take a newer view."""
-
-    def attached(self) -> None:
-        """Repeat to the scheduler the messages that it may lack."""
 
     def unreachable(self) -> tuple[int, ...]:
         """Return the servers that this node cannot reach, for a heartbeat."""
@@ -114,7 +113,7 @@ class SimulatedNode(MessageProcess):
     @override
     def closed(self, connection: MessageEnd) -> None:
         if connection.hello[0] == "node":
-            self.scheduler = None
+            self.scheduler, self._is_welcome = None, False
             self._connect()
             return
         if self.links.closed(connection):
@@ -130,58 +129,76 @@ class SimulatedNode(MessageProcess):
 
     # The scheduler.
 
-    def send_to_scheduler(self, message: Any) -> None:
-        if self.scheduler is not None:
-            self.scheduler.send(message)
+    def request(self, message: Any, then: Callable[[Any], None] = lambda answer: None) -> None:
+        """Send a request to the scheduler, and call `then` with the answer, which may be an error."""
+        self._send(self._end.add(message, answer=then))
 
-    def report(self, message: MemberMessage) -> None:
-        self.send_to_scheduler(SchedulerMessage(message))
+    def notify(self, message: Any) -> None:
+        self._send(self._end.add(message))
+
+    def _send(self, message: SentMessage) -> None:
+        if self._is_welcome:
+            self.send_to_scheduler(message.content, self._end.numbers(message))
+
+    def send_to_scheduler(self, content: Any, numbers: MessageNumbers = MessageNumbers()) -> None:  # noqa: B008 - it is frozen
+        if self.scheduler is not None:
+            self.scheduler.send(SchedulerMessage(content, numbers))
 
     def _connect(self) -> None:
         self.connect(SCHEDULER, ("node", 0, 0))
 
     def _introduce(self) -> None:
         name, state = self.name, self.state
-        message: MemberMessage
         if state.welcome is None:
-            message = messages.Register(node=name, role=self.role, address=name, is_extra=self.is_extra)
-            state.registration = message
+            state.registration = messages.Register(node=name, role=self.role, address=name, is_extra=self.is_extra)
+            self.send_to_scheduler(state.registration, MessageNumbers(_JOIN))
         else:
-            message = state.rejoin((), self.jobs.disconnected())
-        self.send_to_scheduler(SchedulerMessage(message, MessageNumbers(_JOIN)))
-        if state.welcome is not None:
-            self.attached()
+            self.send_to_scheduler(state.rejoin((), self._end.ledger.memory(self.own_time_s)), MessageNumbers(_JOIN))
 
     def _beat(self) -> None:
         if self.is_member:
-            self.report(messages.Heartbeat(unreachable=self.unreachable()))
+            self.notify(messages.Heartbeat(unreachable=self.unreachable()))
         self.later(self._heartbeat_s, self._beat)
 
     def _receive_from_scheduler(self, scheduler: MessageEnd, sent: SendMessage) -> None:
-        match sent.message:
-            case messages.Welcome() as welcome:
-                is_first = not self.is_member
-                view = self.state.welcomed(welcome)
-                self.links.incarnation = welcome.incarnation
-                if is_first:
-                    self.welcomed()
-                self.jobs.welcomed(welcome.incarnation, welcome.received)
-                self._act_on(view)
+        end, message = self._end, sent.message
+        end.received(sent.received)
+        match message:
+            case messages.Welcome():
+                self._welcome(message)
             case messages.Elsewhere():
                 scheduler.close()
                 self.scheduler = None
                 self.later(_ELSEWHERE_S, self._connect)
+            case JobNews(record=record):
+                end.ledger.merge_news(record)
             case Exception() if sent.request == _JOIN:  # this incarnation may not come back
                 self.kill()
-            case message:
-                self.jobs.receive(sent)
+            case _ if sent.request:
+                call = end.take(sent.request)
+                if call is not None:
+                    if isinstance(call.content, JobRequest) and not isinstance(message, Exception):
+                        end.ledger.answered(call.content, message, self.own_time_s)
+                    call.answer(message)
+            case _:
                 view, answer = self.state.take(message)
                 if answer is not None:
-                    self.report(answer)
+                    self.send_to_scheduler(answer)
                 if self.state.is_over:
                     self.kill()
                 else:
                     self._act_on(view)
+
+    def _welcome(self, welcome: messages.Welcome) -> None:
+        is_first = not self.is_member
+        view = self.state.welcomed(welcome)
+        self.links.incarnation = self._end.ledger.incarnation = welcome.incarnation
+        self._is_welcome = True
+        if is_first:
+            self.welcomed()
+        for message in self._end.since(welcome.received):
+            self._send(message)
+        self._act_on(view)
 
     def _act_on(self, view: View | None) -> None:
         if view is None:

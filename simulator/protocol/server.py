@@ -32,7 +32,6 @@ class SimulatedServer(SimulatedNode):
         self.core = ServerCore(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
         self.table = ToyTable(name)
         self._silence = Silence()
-        self._reports: dict[int, replication.Filled] = {}
 
     # Connections.
 
@@ -105,19 +104,12 @@ class SimulatedServer(SimulatedNode):
     def welcomed(self) -> None:
         self._obey(self.core.joined(self.incarnation))
 
-    @override
-    def attached(self) -> None:
-        for report in self._reports.values():
-            self.report(report)
-
     def leave(self) -> None:
         self.is_leaving = self.state.is_leaving = True
-        self.report(Drain())
+        self.notify(Drain())
 
     @override
     def view_changed(self, view: View) -> None:
-        if view.version > self.core.version:
-            self._reports = {}
         workers = frozenset(member.incarnation for member in view.members if member.role is Role.WORKER)
         self._handle(
             events.ViewChanged(view.epoch, view.version, view.groups, view.incarnations, workers, view.last_incarnation)
@@ -162,9 +154,8 @@ class SimulatedServer(SimulatedNode):
                     self.links.send(target, lambda _: ready, version=version)  # noqa: B023
                 case replication.Links(targets):
                     self.links.want_only(targets)
-                case replication.Filled(target=target):
-                    self._reports[target] = instruction
-                    self.report(instruction)
+                case replication.Filled():
+                    self.notify(instruction)
                 case events.SendClocks(target):
                     clocks = events.ClocksReceived(self.core.known_clocks())
                     self.links.send(target, lambda _: clocks, version=self.core.version)  # noqa: B023

@@ -13,13 +13,13 @@ from paceline.protocol.client import Request, ServerSession
 from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobAccount, JobSpec, JobState, Key, Lease, TakenReport
 from paceline.protocol.jobs import messages as jobs
 from paceline.protocol.membership import Role
-from paceline.protocol.scheduler.messages import Leave
+from paceline.protocol.scheduler.messages import Heartbeat, Leave
 from paceline.protocol.scheduler.views import View
 from simulator.oracle import Value
 from simulator.protocol.client import SimulatedClient
-from simulator.protocol.job_requests import Performer, Program
 from simulator.protocol.messages import EndWork, Reply
 from simulator.protocol.node import SimulatedNode, Surroundings
+from simulator.protocol.programs import Performer, Program
 from simulator.settings import RunSettings
 
 _POLL_S: Final = 0.05
@@ -79,11 +79,6 @@ class SimulatedWorker(SimulatedClient):
         if is_first:
             self.work.perform(self._work())
 
-    @override
-    def attached(self) -> None:
-        if self._has_ended:
-            self.report(Leave())
-
     def leave(self) -> None:
         if not self.is_leaving:
             self.is_leaving = True
@@ -128,7 +123,7 @@ class SimulatedWorker(SimulatedClient):
         num_iterations = self.world.random.choice(self.settings.iterations_per_shard)
         if lease.shard >= self.settings.num_shards:
             num_iterations = 0
-            self.jobs.notify(jobs.FileEnded(job=self._job, file=0, num_shards=self.settings.num_shards))
+            self.notify(jobs.FileEnded(job=self._job, file=0, num_shards=self.settings.num_shards))
         if num_iterations and not self.is_counted:
             yield self.join()
         for _ in range(num_iterations):
@@ -136,9 +131,7 @@ class SimulatedWorker(SimulatedClient):
         self._lease = None
         self._examples += self._shards.expected.get(lease.key, 0)
         if lease.key in self._shards.with_reports:
-            self.jobs.request(
-                jobs.Report(job=self._job, fields={"shard": lease.key}, shard=lease.key), lambda answer: None
-            )
+            self.request(jobs.Report(job=self._job, fields={"shard": lease.key}, shard=lease.key))
         self._finished.append((lease, self.core.clock, self._examples))
         self._report_done()
 
@@ -155,13 +148,13 @@ class SimulatedWorker(SimulatedClient):
         if self.is_leaving:
             yield jobs.JobStatus(job=self._job)  # all messages before it have come then
             self._has_ended = True
-            self.report(Leave())
+            self.notify(Leave())
 
     def _report_done(self) -> None:
         first = self._unsafe[0].iteration if self._unsafe else self.finished_clock
         while self._finished and first >= self._finished[0][1]:
             lease, _, examples = self._finished.pop(0)
-            self.jobs.notify(jobs.LeaseDone(job=self._job, lease=lease.lease, progress=self._counters(examples)))
+            self.notify(jobs.LeaseDone(job=self._job, lease=lease.lease, progress=self._counters(examples)))
 
     def _counters(self, examples: float) -> dict[str, float]:
         return {"job": self._job, "examples": examples}
@@ -179,7 +172,7 @@ class SimulatedWorker(SimulatedClient):
         for _ in range(random.choice((1, 1, 2, 3))):
             self._push_random(clock)
         self.tick()
-        self.jobs.send_counters(self._counters(self._examples + 0.5))  # some of the shard
+        self.notify(Heartbeat(progress=self._counters(self._examples + 0.5)))  # some of the shard
 
     def _push_random(self, iteration: int) -> None:
         random, num_buckets = self.world.random, self.settings.num_buckets
@@ -216,7 +209,7 @@ class Poster(SimulatedNode):
 
     @override
     def welcomed(self) -> None:
-        Performer(self.jobs, self.later).perform(self._work())
+        Performer(self).perform(self._work())
 
     def _work(self) -> Program:
         while not self._shards.is_done:
@@ -254,7 +247,7 @@ class Poster(SimulatedNode):
                 self._shards.is_done = True
             else:
                 if not self._shards.has_reports:
-                    self.jobs.request(jobs.GetAccount(job=job), self._take_account)
+                    self.request(jobs.GetAccount(job=job), self._take_account)
                 yield _POLL_S
 
     def _take_account(self, account: JobAccount | Exception) -> None:

@@ -251,7 +251,7 @@ def test_an_undelivered_lease_is_granted_again(cluster: Restartable, poster: Sch
     job = post(poster, 1)
     begin(worker)
     take(worker, job)
-    worker._memory._ledger._leases.clear()  # as if the scheduler died before the reply was sent
+    worker.calls._end.ledger._leases.clear()  # as if the answer had been on its way when the scheduler died
     cluster.kill_scheduler()
     cluster.replace()
     cluster.wait_back()

@@ -43,7 +43,8 @@ from paceline.protocol.scheduler.messages import (
     SchedulerSettings,
     Welcome,
 )
-from paceline.protocol.scheduler.sessions import MessageNumbers, PendingCall, Session, Sessions
+from paceline.protocol.scheduler.numbered_messages import MessageNumbers
+from paceline.protocol.scheduler.sessions import PendingCall, Session, Sessions
 from paceline.protocol.scheduler.views import View, ViewChange
 
 

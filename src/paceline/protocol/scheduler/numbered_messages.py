@@ -10,31 +10,49 @@ the Rejoin, if the new scheduler used a Rejoin of an earlier connection.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
+
+from msgspec import Struct
+
+from paceline.protocol.jobs import MemberLedger
+from paceline.protocol.jobs.messages import JobRequest
+from paceline.protocol.scheduler.messages import Heartbeat, Register, Rejoin
 
 _MAX_ANSWERS: Final = 256
 """The maximum number of stored answers to one process. A process has fewer concurrent calls."""
 
 
+class MessageNumbers(Struct, frozen=True):
+    """The numbers in the header of a message."""
+
+    request: int = 0
+    """The number of the call; 0: the process expects no answer."""
+    sequence: int = 0
+    """The number of the message; 0: the message may be lost."""
+    lowest: int = 0
+    """The lowest number of an unanswered call."""
+
+
 @dataclass(frozen=True, slots=True)
 class SentMessage:
-    """A call (with an answer) or a notice of a process. The core does not read the `content`."""
+    """A call or a notice of a process."""
 
     number: int
     content: Any
-    is_call: bool
-    is_numbered: bool
+    body: Any = ()
+    answer: Any = None
+    """The runtime's object for the answer to a call; None for a notice."""
+    is_numbered: bool = True
     """Whether the message must be delivered exactly once."""
-    supersedes: Hashable = None
-    """This notice makes earlier stored notices with the same value obsolete; None for other messages."""
 
 
 class MemberEnd:
-    """The messages of one process in the order of their numbers."""
+    """The messages of one process in the order of their numbers, and the record of its job for a new scheduler."""
 
     def __init__(self) -> None:
+        self.ledger = MemberLedger()
         self._number = 0
         self._calls: dict[int, SentMessage] = {}  # number → call without an answer
         self._notices: dict[int, SentMessage] = {}  # number → notice that the scheduler may not have received
@@ -44,21 +62,31 @@ class MemberEnd:
         """The lowest number of a call without an answer. The scheduler may drop answers below it."""
         return min(self._calls, default=self._number + 1)
 
-    def add(
-        self, content: Any, *, is_call: bool = False, is_numbered: bool = True, supersedes: Hashable = None
-    ) -> SentMessage:
-        """Number a message, and store it if it must not be lost."""
+    def add(self, content: Any, body: Any = (), answer: Any = None) -> SentMessage:
+        """Record and number a message, and store it unless it may be lost, as a heartbeat without progress."""
+        is_numbered = not isinstance(content, Register | Rejoin)  # these may arrive twice
+        if isinstance(content, Heartbeat):
+            is_numbered = bool(content.progress)
+            if is_numbered:
+                self.ledger.counted(content.progress)
+                for number in [number for number, kept in self._notices.items() if isinstance(kept.content, Heartbeat)]:
+                    del self._notices[number]  # the new counters replace them
+        elif isinstance(content, JobRequest):
+            content = self.ledger.sent(content, body)
         self._number += 1
-        message = SentMessage(self._number, content, is_call, is_numbered, supersedes)
-        if is_call:
+        message = SentMessage(self._number, content, body, answer, is_numbered)
+        if answer is not None:
             self._calls[message.number] = message
         elif is_numbered:
-            if supersedes is not None:
-                former = [number for number, kept in self._notices.items() if kept.supersedes == supersedes]
-                for number in former:
-                    del self._notices[number]
             self._notices[message.number] = message
         return message
+
+    def numbers(self, message: SentMessage) -> MessageNumbers:
+        """Return the numbers in the header of a message that is sent now."""
+        number = message.number
+        return MessageNumbers(
+            0 if message.answer is None else number, number if message.is_numbered else 0, self.lowest
+        )
 
     def received(self, number: int) -> None:
         """Drop the notices up to this number, which the scheduler has."""
@@ -72,9 +100,16 @@ class MemberEnd:
         return [self._calls[number] for number in sorted(self._calls)]
 
     def since(self, received: int) -> list[SentMessage]:
-        """Return the messages to resend to a scheduler that has all messages up to the number `received`."""
+        """Return the messages to resend to a scheduler that has all messages up to the number `received`.
+
+        A new scheduler has none (-1), and also gets the messages of the job's record.
+        """
+        again = self.ledger.again() if received < 0 else ()
         unsent = {**self._calls, **self._notices}
-        return [unsent[number] for number in sorted(unsent) if number > received or not unsent[number].is_numbered]
+        return [
+            *(SentMessage(0, content, body, is_numbered=False) for content, body in again),
+            *(unsent[number] for number in sorted(unsent) if number > received or not unsent[number].is_numbered),
+        ]
 
 
 class SchedulerEnd:

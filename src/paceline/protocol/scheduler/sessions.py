@@ -11,17 +11,6 @@ from paceline.protocol.scheduler.events import SendMessage
 from paceline.protocol.scheduler.numbered_messages import SchedulerEnd
 
 
-class MessageNumbers(Struct, frozen=True):
-    """The numbers in the header of a message (:mod:`paceline.protocol.scheduler.numbered_messages`)."""
-
-    request: int = 0
-    """The number of the call; 0: the process expects no answer."""
-    sequence: int = 0
-    """The number of the message; 0: the message may be lost."""
-    lowest: int = 0
-    """The lowest number of an unanswered call."""
-
-
 class Session:
     """The session of one process; `peer` is its connection, None while disconnected."""
 

@@ -31,7 +31,7 @@ from paceline.protocol.scheduler.numbered_messages import SentMessage
 from paceline.ps import messages
 from paceline.ps.forked import own
 from paceline.ps.messages import NOTICE, KnownTable, View
-from paceline.ps.scheduler.calls import Answer, Content, Memory, SchedulerCalls
+from paceline.ps.scheduler.calls import Answer, SchedulerCalls
 from paceline.ps.scheduler.processes import own_process
 from paceline.transport import Address, Endpoint, Hello, Transport, read_meta
 from paceline.transport.backoff import Backoff
@@ -133,10 +133,7 @@ class SchedulerLink:
         """The number of times that a new scheduler has replaced the former scheduler."""
         self.state = MemberState()
         self._timeout_s = timeout_s
-        self._memory = Memory()
-        self.calls = SchedulerCalls(
-            transport.connect(address, self.hello, timeout_s=min(timeout_s, _CONNECT_S)), self._memory
-        )
+        self.calls = SchedulerCalls(transport.connect(address, self.hello, timeout_s=min(timeout_s, _CONNECT_S)))
         self._reconnection = Reconnection(reconnect_s, time.monotonic())
         self.is_closing = False
         self._closed = threading.Event()
@@ -183,16 +180,15 @@ class SchedulerLink:
 
     def _finish(self, sent: SentMessage, result: Any, timeout_s: float | None) -> tuple[Any, memoryview]:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        content: Content = sent.content
-        assert content.answer is not None
+        answer: Answer = sent.answer
         try:
-            meta, data = content.answer.result(timeout_s if math.isfinite(timeout_s) else None)
+            meta, data = answer.result(timeout_s if math.isfinite(timeout_s) else None)
         except TimeoutError:
             self.calls.take(sent.number)
             if not self.calls.is_connected and self.state.registration is None:
                 raise self._lost_error() from None
             raise DeadlineError(
-                f"the scheduler at {self.address} did not answer {type(content.struct).__name__} within {timeout_s:g} s"
+                f"the scheduler at {self.address} did not answer {type(sent.content).__name__} within {timeout_s:g} s"
             ) from None
         return read_meta(meta, Any if result is None else result, "an answer of the scheduler"), data
 
@@ -295,24 +291,23 @@ class SchedulerLink:
             if header is None:
                 raise
             refused = self.calls.take(header.request)
-            if refused is not None and refused.answer is not None:
+            if refused is not None:
                 refused.answer.set_exception(error)
             return
         call = self.calls.received(frame)
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
         elif call is not None:
-            if isinstance(call.struct, messages.Register):  # changes of the welcome's view may follow immediately
+            if isinstance(call.content, messages.Register):  # changes of this view may follow immediately
                 welcome = read_meta(frame.meta, _WELCOME, "a welcome")
-                self._memory.joined(welcome.incarnation)
+                self.calls.joined(welcome.incarnation)
                 self._take_view(self.state.welcomed(welcome))
-            self._memory.answered(call.struct, frame.meta)
-            assert call.answer is not None
+            self.calls.answered(call.content, frame.meta)
             call.answer.set_result((frame.meta, frame.body))
 
     def _take_notice(self, notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.JobNews):
-            self._memory.merge_news(notice.record)
+            self.calls.merge_news(notice.record)
             return
         view, answer = self.state.take(notice)
         self._take_view(view)
@@ -359,8 +354,9 @@ class SchedulerLink:
         if self.state.welcome is None:  # without a welcome, this process is not a member yet: it registers again
             self.calls.register_again(channel)
             return True
-        rejoining = self.calls.rejoin(channel, self._rejoin)
-        answer: Answer = rejoining.content.answer
+        tables = self.calls.tables() if self.hooks.tables is None else self.hooks.tables()
+        rejoining = self.calls.rejoin(channel, lambda job: self.state.rejoin(tables, job))
+        answer: Answer = rejoining.answer
         try:
             while not answer.done():
                 if not channel.poll(self.state.heartbeat_s):
@@ -381,10 +377,6 @@ class SchedulerLink:
         self.reconnections += 1
         self._reconnection.resumed()
         return True
-
-    def _rejoin(self) -> messages.Rejoin:
-        tables = self._memory.tables() if self.hooks.tables is None else self.hooks.tables()
-        return self.state.rejoin(tables, self._memory.job())
 
     def _fail(self, error: PacelineError) -> None:
         is_closing, lost = self.is_closing, self.calls.fail(error)

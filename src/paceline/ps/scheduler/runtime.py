@@ -21,7 +21,8 @@ from paceline.protocol.chains import VERSION_GAP
 from paceline.protocol.scheduler import events
 from paceline.protocol.scheduler.core import SchedulerCore
 from paceline.protocol.scheduler.events import PROCESS_ENDED
-from paceline.protocol.scheduler.sessions import MessageNumbers, PendingCall
+from paceline.protocol.scheduler.numbered_messages import MessageNumbers
+from paceline.protocol.scheduler.sessions import PendingCall
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, NOTICE, RESULT, KnownTable, TableSpec

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from paceline.protocol.scheduler.numbered_messages import MemberEnd, SchedulerEnd, SentMessage
+import pytest
+
+from paceline.protocol.jobs.messages import GetJob, LeaseDone
+from paceline.protocol.membership import Role
+from paceline.protocol.scheduler.messages import Heartbeat, Register
+from paceline.protocol.scheduler.numbered_messages import MemberEnd, MessageNumbers, SchedulerEnd, SentMessage
 
 
 def numbers(messages: list[SentMessage]) -> list[int]:
@@ -12,7 +17,7 @@ def numbers(messages: list[SentMessage]) -> list[int]:
 def test_received_messages_are_not_resent() -> None:
     end = MemberEnd()
     for number in range(1, 5):
-        end.add(number, is_call=bool(number % 2))
+        end.add(number, answer="call" if number % 2 else None)
     assert numbers(end.since(0)) == [1, 2, 3, 4]
     assert numbers(end.since(2)) == [3, 4]
     end.received(2)
@@ -26,7 +31,7 @@ def test_received_messages_are_not_resent() -> None:
 def test_messages_possibly_missing_at_the_new_scheduler_are_resent() -> None:
     """The scheduler may have taken over with the facts that the process sent on an earlier connection."""
     end = MemberEnd()
-    end.add("call", is_call=True)
+    end.add("call", answer="call")
     end.add("told before")
     end.received(2)
     end.add("told while the scheduler recovers")
@@ -35,16 +40,36 @@ def test_messages_possibly_missing_at_the_new_scheduler_are_resent() -> None:
 
 def test_an_unnumbered_message_is_resent_until_the_reply() -> None:
     end = MemberEnd()
-    message = end.add("leave", is_call=True, is_numbered=False)
+    message = end.add(Register(node="a", role=Role.WORKER), answer="call")
+    assert not message.is_numbered
     assert end.since(100) == [message]
 
 
-def test_only_the_newest_of_superseding_notices_is_kept() -> None:
+def test_a_message_has_its_number_and_the_lowest_pending_call() -> None:
     end = MemberEnd()
-    end.add("older", supersedes="progress")
-    end.add("other")
-    end.add("newer", supersedes="progress")
-    assert [message.content for message in end.since(0)] == ["other", "newer"]
+    sent = [end.add(GetJob(after=0), answer="call"), end.add(LeaseDone(job=1, lease=0)), end.add(Heartbeat())]
+    assert [end.numbers(each) for each in sent] == [
+        MessageNumbers(1, 1, 1), MessageNumbers(0, 2, 1), MessageNumbers(0, 0, 1)
+    ]  # fmt: skip
+    end.take(1)
+    assert end.numbers(sent[1]).lowest == 4  # no call below the next one waits
+
+
+@pytest.mark.parametrize(("progress", "is_kept"), [({}, False), ({"examples": 1.0}, True)])
+def test_a_sign_of_life_is_kept_if_it_shows_progress(progress: dict[str, float], is_kept: bool) -> None:
+    end = MemberEnd()
+    message = end.add(Heartbeat(progress=progress))
+    assert message.is_numbered == is_kept
+    assert end.since(0) == [message] * is_kept
+
+
+def test_of_signs_of_life_the_newest_is_kept() -> None:
+    end = MemberEnd()
+    end.add(Heartbeat(progress={"examples": 1.0}))
+    kept = end.add(LeaseDone(job=1, lease=0))
+    newest = end.add(Heartbeat(progress={"examples": 2.0}))
+    end.add(Heartbeat())
+    assert end.since(0) == [kept, newest]
 
 
 def test_a_member_of_a_former_cluster_has_no_welcome_number_before_the_first_message() -> None:

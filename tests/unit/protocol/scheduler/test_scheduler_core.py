@@ -31,7 +31,7 @@ from paceline.protocol.scheduler.messages import (
     SchedulerSettings,
     Welcome,
 )
-from paceline.protocol.scheduler.sessions import MessageNumbers
+from paceline.protocol.scheduler.numbered_messages import MessageNumbers
 from paceline.protocol.scheduler.views import View
 
 SETTINGS = SchedulerSettings(cluster="ours")

@@ -116,8 +116,8 @@ def test_everything_counts_once_and_every_call_is_answered(seed: int, lossy: flo
     def deliver(message: SentMessage) -> None:
         if session.end.receive(message.number, outgoing.lowest):
             received.append(message.content)
-            down.extend(session.answer(message.number if message.is_call else 0, 10 * message.content))
-        elif message.is_call:
+            down.extend(session.answer(outgoing.numbers(message).request, 10 * message.content))
+        elif message.answer:
             down.extend(session.repeat(message.number))
 
     def receive(send: SendMessage) -> None:
@@ -143,7 +143,7 @@ def test_everything_counts_once_and_every_call_is_answered(seed: int, lossy: flo
     for number in range(1, 21):
         is_call = random.random() < 0.6
         calls += [number] if is_call else []
-        up.append(outgoing.add(number, is_call=is_call))
+        up.append(outgoing.add(number, answer="call" if is_call else None))
         run(0.7)
         if random.random() < lossy:
             reconnect()
