@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from typing_extensions import override
@@ -27,19 +30,25 @@ from paceline.protocol.scheduler.messages import Expelled
 from paceline.protocol.scheduler.views import View
 from paceline.protocol.server import events
 from simulator.oracle import Value
-from simulator.protocol.connections import MessageEnd
-from simulator.protocol.messages import Push, Reply
+from simulator.protocol.links import SCHEDULER, MessageEnd
+from simulator.protocol.messages import EventFrame, Push
 from simulator.protocol.node import SimulatedNode, Surroundings
 from simulator.protocol.programs import Performer
 
 
 @dataclass(slots=True)
 class _Payload:
-    """The values of a push, the buckets of a pull, the round of a call to join."""
+    """The values of a push, the buckets of a pull, or a call to join."""
 
-    buckets: int
+    buckets: int = 0
     values: tuple[Value, ...] = ()
     join: RequestJoin | None = None
+
+
+def _part(buckets: int, *pieces: tuple[Iterable[Value], int]) -> _Payload:
+    """Return a payload with the values of each piece that are in the piece's buckets."""
+    values = sorted(value for values, mask in pieces for value in values if mask >> value[0] & 1)
+    return _Payload(buckets, tuple(values))
 
 
 class SimulatedClient(SimulatedNode):
@@ -52,16 +61,16 @@ class SimulatedClient(SimulatedNode):
         self._has_joined = False
 
     @override
-    def link_changed(self, server: int, *, is_up: bool) -> None:
-        if is_up:
-            self._execute(self.core.connected(server))
-        else:
-            self.core.sessions[server].disconnected()
+    def link_changed(self, target: int, *, is_up: bool) -> None:
+        super().link_changed(target, is_up=is_up)
+        if target != SCHEDULER and is_up:
+            self._execute(self.core.connected(target))
+        elif target != SCHEDULER:
+            self.core.sessions[target].disconnected()
 
     @override
     def view_changed(self, view: View) -> None:
         self._execute(self.core.change(view.version, view.groups))
-        self.links.connect()
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -70,17 +79,19 @@ class SimulatedClient(SimulatedNode):
                     self.network.fired["resend"] += request.kind is not RequestKind.CALL
                     session = self.core.sessions[request.server]
                     if pieces:
-                        request.payload = _joined(pieces)
+                        parts: Any = [(piece.payload, buckets) for piece, buckets in pieces]
+                        union = reduce(or_, (buckets for _, buckets in parts))
+                        request.payload = _part(union, *((part.values, buckets) for part, buckets in parts))
                     if not pieces or session.start(request):
                         self._transmit(request)
                 case Resync():
                     self._resync(instruction)
                 case RequestJoin(server):
-                    self._start(self.core.sessions[server], RequestKind.CALL, _Payload(0, join=instruction))
+                    self._start(self.core.sessions[server], RequestKind.CALL, _Payload(join=instruction))
                 case Connect(server):
-                    self.links.want(server)
+                    self.want(server)
                 case Disconnect(session):
-                    self.links.drop(session.server)
+                    self.drop(session.server)
                     for call in session.departed():
                         session.failed(call, StaleEpochError(f"{session.server} is in no chain"))
 
@@ -105,11 +116,11 @@ class SimulatedClient(SimulatedNode):
 
     def retire(self) -> list[Request]:
         self._execute(self.core.retire())
-        return [self._start(session, RequestKind.CALL, _Payload(0)) for session in self.core.sessions.values()]
+        return [self._start(session, RequestKind.CALL, _Payload()) for session in self.core.sessions.values()]
 
     def _start_cut(self, kind: RequestKind, buckets: int, values: tuple[Value, ...]) -> list[Request]:
         return [
-            self._start(session, kind, _restrict(values, buckets & session.leads))
+            self._start(session, kind, _part(buckets & session.leads, (values, session.leads)))
             for session in self.core.sessions.values()
             if buckets & session.leads
         ]
@@ -121,32 +132,27 @@ class SimulatedClient(SimulatedNode):
         return request
 
     def _transmit(self, request: Request) -> None:
-        me, version, clock = self.incarnation, self.core.version, request.clock
+        me, clock = self.incarnation, request.clock
         payload: Any = request.payload
-
-        def event(frame: object) -> events.Event | Push:
-            match request.kind:
-                case RequestKind.PUSH:
-                    return Push(me, request.sequence, clock, payload.buckets)
-                case RequestKind.PULL:
-                    return events.Read(frame, me, clock, buckets=payload.buckets)
-                case RequestKind.TICK:
-                    return events.WorkerTicked(me, clock + 1)
-                case _ if payload.join is not None:
-                    return events.WorkerJoining(frame, me, 0, payload.join.clock)
-                case _:
-                    return events.WorkerRetired(me)
-
-        parts = ((me, payload.values),) if request.kind is RequestKind.PUSH else ()
-        self.links.send(request.server, event, number=request.number, version=version, payload=parts)
+        parts: Any = ()
+        fields: tuple[Any, ...]
+        match request.kind:
+            case RequestKind.PUSH:
+                fields, parts = (Push, me, request.sequence, clock, payload.buckets), ((me, payload.values),)
+            case RequestKind.PULL:
+                fields = (events.Read, me, clock, math.inf, payload.buckets)
+            case RequestKind.TICK:
+                fields = (events.WorkerTicked, me, clock + 1)
+            case _ if payload.join is not None:
+                fields = (events.WorkerJoining, me, 0, payload.join.clock)
+            case _:
+                fields = (events.WorkerRetired, me)
+        frame = EventFrame(*fields, number=request.number, version=self.core.version, payload=parts)
+        self.send(request.server, frame)
 
     def _resync(self, resync: Resync) -> None:
-        me, has_joined, version = self.incarnation, self._has_joined, resync.version
-        self.links.send(
-            resync.server,
-            lambda frame: events.Synced(frame, me, 0, version, resync.clock, has_joined, resync.takes_part),
-            version=version,
-        )
+        fields = (self.incarnation, 0, resync.version, resync.clock, self._has_joined, resync.takes_part)
+        self.send(resync.server, EventFrame(events.Synced, *fields, version=resync.version))
 
     def _are_done(self, requests: list[Request]) -> bool:
         return not self.core.is_joining and all(request.is_done for request in requests)
@@ -163,38 +169,20 @@ class SimulatedClient(SimulatedNode):
         if isinstance(message, Expelled):
             self.kill()
             return
-        server = connection.hello[2]
-        session = self.core.sessions.get(server)
-        request = None if session is None else session.in_flight.get(message.number)
-        match message.content:
-            case events.Stale():
-                if session is not None and request is not None:
-                    session.refused(request)
-            case events.ConfirmJoin(_, clock):
-                if session is not None and request is not None:
-                    session.answered(request)
-                    join: Any = request.payload.join  # type: ignore[union-attr]
-                    self._has_joined = True
-                    self._execute(self.core.joined(server, join.round, clock))
-            case _ if session is not None:
-                self.take_answer(session, request, message)
-
-    def take_answer(self, session: ServerSession, request: Request | None, answer: Reply) -> None:
-        session.stabilize(answer.number, answer.durable)
+        session = self.core.sessions.get(connection.target)
+        if session is None:
+            return
+        request = session.in_flight.get(message.number)
+        if isinstance(message.content, events.Stale):
+            if request is not None:
+                session.refused(request)
+            return
+        session.stabilize(message.number, message.durable)
         if request is None:
-            session.orphan_answered(answer.number)
-        else:
-            session.answered(request)
-
-
-def _restrict(values: Iterable[Value], buckets: int) -> _Payload:
-    return _Payload(buckets, tuple(value for value in values if buckets >> value[0] & 1))
-
-
-def _joined(pieces: Iterable[tuple[Request, int]]) -> _Payload:
-    union, values = 0, list[Value]()
-    for request, buckets in pieces:
-        payload: Any = request.payload
-        union |= buckets
-        values += _restrict(payload.values, buckets).values
-    return _Payload(union, tuple(sorted(values)))
+            session.orphan_answered(message.number)
+            return
+        session.answered(request)
+        if isinstance(message.content, events.ConfirmJoin):
+            join: Any = request.payload.join  # type: ignore[union-attr]
+            self._has_joined = True
+            self._execute(self.core.joined(connection.target, join.round, message.content.clock))

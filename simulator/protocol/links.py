@@ -1,88 +1,192 @@
-"""The connections of a node to servers, by incarnation: each is made again when it breaks."""
+"""Processes that exchange whole messages, and their connections, which they make again after a break."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
-from simulator.protocol.connections import MessageEnd, MessageProcess
-from simulator.protocol.messages import EventFrame
+from typing_extensions import override
+
+from paceline.protocol.replication import StateReceived
+from paceline.protocol.scheduler.messages import PrepareView, Welcome
+from paceline.protocol.scheduler.views import View, ViewChange
+from simulator.network import End, Refused, VirtualNetwork
+from simulator.world import VirtualProcess
+
+SCHEDULER: Final = 0
+"""The scheduler as the target of a link, whichever process that is. Other targets are the incarnations of servers."""
+_RECONNECT_S: Final = 0.03
+_NUM_BYTES: Final[dict[type, int]] = {
+    **dict.fromkeys((View, ViewChange, PrepareView, Welcome), 2000),
+    StateReceived: 20_000,
+}
 
 
-class ServerLinks:
-    """The links of one process, which introduces itself as a `kind` with an incarnation.
+class MessageEnd(End):
+    """One process's end of a connection. `source` and `target` are the incarnations of its opener and acceptor."""
 
-    `address` returns the address of a server, None if it is unknown. A link is None while disconnected.
-    """
+    other: MessageEnd
 
-    def __init__(self, process: MessageProcess, kind: str, address: Callable[[int], str | None]) -> None:
-        self._process = process
-        self._kind = kind
-        self._address = address
-        self._links: dict[int, MessageEnd | None] = {}
+    def __init__(self, network: VirtualNetwork, process: MessageProcess, path: tuple[str, str]) -> None:
+        super().__init__(network, process, path)
+        self.process: MessageProcess = process
+        self.source = self.target = 0
+        self.is_opener = False
+        self._is_lost = False
+        self.changed = self._changed
+
+    def send(self, message: Any) -> None:
+        """Send a message; it is lost if the connection is broken, noticed or not."""
+        if self.is_open and not self.must_break():
+            self.transmit(self.other.arrive, message)
+
+    @override
+    def arrive(self, data: Any) -> None:
+        if self.is_closed:
+            self.transmit(self.other.reset)
+        else:
+            self.process.run(self._receive, data)
+
+    @override
+    def num_bytes(self, data: Any) -> int:
+        return _NUM_BYTES.get(type(getattr(data, "event", getattr(data, "message", data))), 200)
+
+    def _receive(self, message: Any) -> None:
+        if not (self.is_closed or self.is_reset):
+            self.process.receive(self, message)
+
+    def _changed(self) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self.process.run(self._lost)
+
+    def _lost(self) -> None:
+        if not self.is_closed:
+            self.close()
+            self.process.closed(self)
+
+
+class MessageProcess(VirtualProcess):
+    """A process that is called for each message. A restart after a crash makes a new process."""
+
+    def __init__(self, name: str, network: VirtualNetwork) -> None:
+        super().__init__(network.world, name, name)
+        self.network = network
+        self.links: dict[int, MessageEnd | None] = {}
+        """The wanted connections by target; None while disconnected."""
         self._connecting: set[int] = set()
-        self.incarnation = 0
-        """The incarnation of this process."""
+        self._accepted: dict[VirtualProcess, MessageEnd] = {}
+        network.listeners[name] = self
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._links)
+    @property
+    def process(self) -> VirtualProcess:
+        return self
 
-    def connected(self) -> list[tuple[int, MessageEnd]]:
-        return [(server, link) for server, link in self._links.items() if link is not None]
+    @property
+    def own_time_s(self) -> float:
+        return self.world.time_s + self.clock_offset_s
 
-    def want(self, server: int) -> None:
-        """Want a link to a server; :meth:`connect` makes it."""
-        self._links.setdefault(server, None)
+    # The parts of subclasses.
 
-    def want_only(self, servers: frozenset[int]) -> None:
-        """Keep and make links to these servers, and drop all others."""
-        for server in [server for server in self._links if server not in servers]:
-            self.drop(server)
-        for server in sorted(servers):
-            self.want(server)
+    @property
+    def incarnation(self) -> int:
+        return 0
+
+    def address(self, target: int) -> str | None:
+        """Return the address of a target, None if it is unknown."""
+        return None
+
+    def accepts(self, connection: MessageEnd) -> bool:
+        """Return whether to take a connection of another process."""
+        return False
+
+    def link_changed(self, target: int, *, is_up: bool) -> None:
+        """Record a new or broken link."""
+
+    def peer_lost(self, connection: MessageEnd) -> None:
+        """Record the end of an accepted connection."""
+
+    def receive(self, connection: MessageEnd, message: Any) -> None:
+        """Take a message."""
+        raise NotImplementedError
+
+    # Links.
+
+    def want(self, target: int) -> None:
+        self.links.setdefault(target, None)
         self.connect()
 
-    def drop(self, server: int) -> None:
-        link = self._links.pop(server, None)
+    def drop(self, target: int) -> None:
+        link = self.links.pop(target, None)
         if link is not None:
             link.close()
 
+    def send(self, target: int, message: Any) -> None:
+        """Send a message on a link; it is lost without a connection."""
+        link = self.links.get(target)
+        if link is not None:
+            link.send(message)
+
     def connect(self) -> None:
-        """Make all links that are wanted and missing."""
-        for server, link in self._links.items():
-            address = self._address(server)
-            if link is None and address is not None and server not in self._connecting:
-                self._connecting.add(server)
-                self._process.connect(address, (self._kind, self.incarnation, server))
+        """Make all links that are missing and have a known address."""
+        for target, link in self.links.items():
+            address = self.address(target) if link is None and target not in self._connecting else None
+            if address is not None:
+                self._connecting.add(target)
+                self.later(self.network.delay_s((self.host, address)), self._reach, target, address)
 
-    def opened(self, connection: MessageEnd) -> bool:
-        """Take a new connection, if the link is missing; return whether it is taken."""
-        server = connection.hello[2]
-        self._connecting.discard(server)
-        if server not in self._links or self._links[server] is not None:
-            connection.close()
-            return False
-        self._links[server] = connection
-        return True
+    def _reach(self, target: int, address: str) -> None:
+        try:
+            process = self.network.reach(self.host, address)
+        except Refused:
+            process = None
+        if process is not None and not process.is_paused:
+            near, far = self.network.connect(self, process, MessageEnd)
+            near.source = far.source = self.incarnation
+            near.target = far.target = target
+            near.is_opener = True
+            if process.admit(far):
+                self.later(self.network.delay_s(near.path), self._open, near)
+                return
+            self.network.forget(near)
+            self.network.forget(far)
+        self.later(_RECONNECT_S, self._retry, target)
 
-    def refused(self, server: int) -> None:
-        self._connecting.discard(server)
+    def _retry(self, target: int) -> None:
+        self._connecting.discard(target)
         self.connect()
 
-    def closed(self, connection: MessageEnd) -> bool:
-        """Record the end of a connection; return whether it was a link. Then call :meth:`connect`."""
-        server = connection.hello[2]
-        if not connection.was_opened:
-            self._connecting.discard(server)
-        was_link = self._links.get(server) is connection
-        if was_link:
-            self._links[server] = None
-        return was_link
+    def admit(self, connection: MessageEnd) -> bool:
+        """Take a connection, in the place of a former one of the same process; return False if it is refused."""
+        if not self.accepts(connection):
+            return False
+        opener = connection.other.process
+        former = self._accepted.get(opener)
+        self._accepted[opener] = connection
+        if former is not None and not former.is_closed:
+            former.close()
+            self.peer_lost(former)
+        return True
 
-    def send(
-        self, server: int, make_event: Callable[[EventFrame], Any], *, number: int = 0, version: int, payload: Any = ()
-    ) -> None:
-        """Send an event to a server; it is lost without a connection."""
-        link = self._links.get(server)
-        if link is not None:
-            link.send(EventFrame(link.other, make_event, number=number, version=version, payload=payload))
+    def _open(self, connection: MessageEnd) -> None:
+        if not connection.is_open:
+            return
+        target = connection.target
+        self._connecting.discard(target)
+        if self.links.get(target, connection) is None:
+            self.links[target] = connection
+            self.link_changed(target, is_up=True)
+        else:
+            connection.close()
+
+    def closed(self, connection: MessageEnd) -> None:
+        """Record the end of a connection, and make a link again."""
+        target = connection.target
+        if not connection.is_opener:
+            self.peer_lost(connection)
+            return
+        if self.links.get(target) is connection:
+            self.links[target] = None
+            self.link_changed(target, is_up=False)
+        else:
+            self._connecting.discard(target)
+        self.connect()

@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
+
+from msgspec import Struct
 
 from paceline.protocol import replication
 from paceline.protocol.scheduler.numbered_messages import MessageNumbers
 from paceline.protocol.server import TimingClass, events
 from simulator.oracle import Value
-from simulator.protocol.connections import MessageEnd
+from simulator.protocol.links import MessageEnd
 
 Part: TypeAlias = tuple[int, tuple[Value, ...]]
 """A worker's incarnation, and its values."""
 
 
 class EventFrame:
-    """A message to a server: an event for its core. The frame itself is the event's token."""
+    """A message to a server: an event for its core, of a class and fields. The frame itself is the event's token."""
 
     __slots__ = ("connection", "event", "number", "payload", "version")
 
-    def __init__(
-        self,
-        connection: MessageEnd,
-        make_event: Callable[[EventFrame], Any],
-        *,
-        number: int = 0,
-        version: int,
-        payload: Any = (),
-    ) -> None:
-        self.connection = connection
+    def __init__(self, kind: type[Any], *fields: Any, number: int = 0, version: int, payload: Any = ()) -> None:
+        self.connection: MessageEnd
+        """The receiver's end."""
         self.number = number
         self.version = version
         """The sender's view."""
         self.payload = payload
         """The parts of a push; the value and the marks of a bucket."""
-        self.event = make_event(self)
+        self.event = kind(self, *fields) if kind.__struct_fields__[0] == "token" else kind(*fields)
 
     def __repr__(self) -> str:
         return f"EventFrame({self.number}, {self.version}, {self.event}, {self.payload})"
 
 
-@dataclass(slots=True)
-class Push:
+class Push(Struct):
     """A worker's push of iteration `iteration`; the payload is its part."""
 
     worker: int
@@ -52,8 +45,7 @@ class Push:
     buckets: int
 
 
-@dataclass(slots=True)
-class Check:
+class Check(Struct):
     """The sender's count of applied pushes to a bucket; the payload is the bucket. The receiver compares both."""
 
     bucket: int

@@ -18,16 +18,13 @@ from paceline.protocol.scheduler.numbered_messages import MemberEnd, MessageNumb
 from paceline.protocol.scheduler.views import View
 from simulator.network import VirtualNetwork
 from simulator.oracle import Oracle
-from simulator.protocol.connections import MessageEnd, MessageProcess
-from simulator.protocol.links import ServerLinks
+from simulator.protocol.links import SCHEDULER, MessageEnd, MessageProcess
 from simulator.protocol.messages import SchedulerMessage
 from simulator.settings import RunSettings
 
-_JOIN: Final = -1
-"""The request number of Register and Rejoin."""
+_JOIN: Final = MessageNumbers(-1)
+"""The numbers of Register and Rejoin."""
 _ELSEWHERE_S: Final = 0.1
-SCHEDULER: Final = "scheduler"
-"""The address at which the scheduler listens, whichever that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +46,14 @@ class SimulatedNode(MessageProcess):
         self.role: Role = role
         self.is_extra = is_extra
         self.state = MemberState(around.settings.num_buckets)
-        self.scheduler: MessageEnd | None = None
         self._end = MemberEnd()
         self._is_welcome = False  # by the scheduler of the present connection
-        self.links = ServerLinks(self, role.value, self.address)
-        self.later(0.0, self._connect)
+        self.later(0.0, self.want, SCHEDULER)
         self._heartbeat_s = around.settings.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self.later(self._heartbeat_s * (0.5 + self.world.random.random()), self._beat)
 
     @property
+    @override
     def incarnation(self) -> int:
         return 0 if self.state.welcome is None else self.state.welcome.incarnation
 
@@ -77,55 +73,31 @@ class SimulatedNode(MessageProcess):
         """Return the servers that this node cannot reach, for a heartbeat."""
         return ()
 
-    def link_changed(self, server: int, *, is_up: bool) -> None:
-        """Record a new or broken link to a server."""
-
     def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
         """Take a message of a worker or server."""
 
-    # Connections.
-
-    def address(self, incarnation: int) -> str | None:
-        for member in () if self.state.views.committed is None else self.state.views.committed.members:
-            if member.incarnation == incarnation:
-                return str(member.address)
-        return None
+    # Links.
 
     @override
-    def accept(self, connection: MessageEnd, hello: Any) -> bool:
-        return False
+    def address(self, target: int) -> str | None:
+        if target == SCHEDULER:
+            return "scheduler"
+        view = self.state.views.committed
+        return None if view is None else next((m.address for m in view.members if m.incarnation == target), None)
 
     @override
-    def opened(self, connection: MessageEnd) -> None:
-        if connection.hello[0] == "node":
-            self.scheduler = connection
-            self._introduce()
-        elif self.links.opened(connection):
-            self.link_changed(connection.hello[2], is_up=True)
-
-    @override
-    def refused(self, hello: Any) -> None:
-        if hello[0] == "node":
-            self._connect()
-        else:
-            self.links.refused(hello[2])
-
-    @override
-    def closed(self, connection: MessageEnd) -> None:
-        if connection.hello[0] == "node":
-            self.scheduler, self._is_welcome = None, False
-            self._connect()
-            return
-        if self.links.closed(connection):
-            self.link_changed(connection.hello[2], is_up=False)
-        self.links.connect()
+    def link_changed(self, target: int, *, is_up: bool) -> None:
+        if target == SCHEDULER:
+            self._is_welcome = False
+            if is_up:
+                self._introduce()
 
     @override
     def receive(self, connection: MessageEnd, message: Any) -> None:
-        if connection.hello[0] != "node":
+        if connection.target != SCHEDULER:
             self.receive_from_peer(connection, message)
-        elif connection is self.scheduler:
-            self._receive_from_scheduler(connection, message)
+        elif connection is self.links.get(SCHEDULER):
+            self._receive_from_scheduler(message)
 
     # The scheduler.
 
@@ -138,41 +110,35 @@ class SimulatedNode(MessageProcess):
 
     def _send(self, message: SentMessage) -> None:
         if self._is_welcome:
-            self.send_to_scheduler(message.content, self._end.numbers(message))
-
-    def send_to_scheduler(self, content: Any, numbers: MessageNumbers = MessageNumbers()) -> None:  # noqa: B008 - it is frozen
-        if self.scheduler is not None:
-            self.scheduler.send(SchedulerMessage(content, numbers))
-
-    def _connect(self) -> None:
-        self.connect(SCHEDULER, ("node", 0, 0))
+            self.send(SCHEDULER, SchedulerMessage(message.content, self._end.numbers(message)))
 
     def _introduce(self) -> None:
         name, state = self.name, self.state
+        message: messages.Register | messages.Rejoin
         if state.welcome is None:
-            state.registration = messages.Register(node=name, role=self.role, address=name, is_extra=self.is_extra)
-            self.send_to_scheduler(state.registration, MessageNumbers(_JOIN))
+            message = messages.Register(node=name, role=self.role, address=name, is_extra=self.is_extra)
+            state.registration = message
         else:
-            self.send_to_scheduler(state.rejoin((), self._end.ledger.memory(self.own_time_s)), MessageNumbers(_JOIN))
+            message = state.rejoin((), self._end.ledger.memory(self.own_time_s))
+        self.send(SCHEDULER, SchedulerMessage(message, _JOIN))
 
     def _beat(self) -> None:
         if self.is_member:
             self.notify(messages.Heartbeat(unreachable=self.unreachable()))
         self.later(self._heartbeat_s, self._beat)
 
-    def _receive_from_scheduler(self, scheduler: MessageEnd, sent: SendMessage) -> None:
+    def _receive_from_scheduler(self, sent: SendMessage) -> None:
         end, message = self._end, sent.message
         end.received(sent.received)
         match message:
             case messages.Welcome():
                 self._welcome(message)
             case messages.Elsewhere():
-                scheduler.close()
-                self.scheduler = None
-                self.later(_ELSEWHERE_S, self._connect)
+                self.drop(SCHEDULER)
+                self.later(_ELSEWHERE_S, self.want, SCHEDULER)
             case JobNews(record=record):
                 end.ledger.merge_news(record)
-            case Exception() if sent.request == _JOIN:  # this incarnation may not come back
+            case Exception() if sent.request == _JOIN.request:  # this incarnation may not come back
                 self.kill()
             case _ if sent.request:
                 call = end.take(sent.request)
@@ -183,7 +149,7 @@ class SimulatedNode(MessageProcess):
             case _:
                 view, answer = self.state.take(message)
                 if answer is not None:
-                    self.send_to_scheduler(answer)
+                    self.send(SCHEDULER, SchedulerMessage(answer, MessageNumbers()))
                 if self.state.is_over:
                     self.kill()
                 else:
@@ -192,7 +158,7 @@ class SimulatedNode(MessageProcess):
     def _welcome(self, welcome: messages.Welcome) -> None:
         is_first = not self.is_member
         view = self.state.welcomed(welcome)
-        self.links.incarnation = self._end.ledger.incarnation = welcome.incarnation
+        self._end.ledger.incarnation = welcome.incarnation
         self._is_welcome = True
         if is_first:
             self.welcomed()
@@ -209,3 +175,4 @@ class SimulatedNode(MessageProcess):
             self.kill()
         else:
             self.view_changed(view)
+            self.connect()  # the address may have come after the view that names it

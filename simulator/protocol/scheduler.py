@@ -8,12 +8,11 @@ from typing import Any
 from typing_extensions import override
 
 from paceline.protocol.scheduler import events
-from paceline.protocol.scheduler.cluster import Phase
 from paceline.protocol.scheduler.core import SchedulerCore
 from paceline.protocol.scheduler.messages import Expelled, Rejoin, SchedulerSettings
-from simulator.protocol.connections import MessageEnd, MessageProcess
+from simulator.protocol.links import MessageEnd, MessageProcess
 from simulator.protocol.messages import EndWork
-from simulator.protocol.node import SCHEDULER, Surroundings
+from simulator.protocol.node import Surroundings
 
 _FLUSH_S = 0.005
 
@@ -25,7 +24,7 @@ class SimulatedScheduler(MessageProcess):
         super().__init__(name, around.network)
         settings = self.settings = around.settings
         self.oracle = around.oracle
-        self.network.listeners[SCHEDULER] = self
+        self.network.listeners["scheduler"] = self
         self.core = SchedulerCore(
             SchedulerSettings(
                 cluster=name, num_servers=settings.num_servers, num_workers=settings.num_workers,
@@ -37,12 +36,8 @@ class SimulatedScheduler(MessageProcess):
         self._flushes = False
         self.later(self.core.cluster.heartbeat_s, self._tick)
 
-    @property
-    def is_established(self) -> bool:
-        return self.core.cluster.is_established and self.core.cluster.phase is Phase.LEADING
-
     @override
-    def accept(self, connection: MessageEnd, hello: Any) -> bool:
+    def accepts(self, connection: MessageEnd) -> bool:
         self.core.connected(connection)
         return True
 
@@ -54,7 +49,7 @@ class SimulatedScheduler(MessageProcess):
             self._find_ended()
 
     @override
-    def closed(self, connection: MessageEnd) -> None:
+    def peer_lost(self, connection: MessageEnd) -> None:
         self._execute(self.core.disconnected(connection, self.own_time_s))
 
     def _tick(self) -> None:

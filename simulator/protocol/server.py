@@ -17,7 +17,7 @@ from paceline.protocol.scheduler.views import View
 from paceline.protocol.server import Route, ServerCore, Timing, events
 from paceline.protocol.server.progress import POSTPONED
 from simulator.oracle import Data, Violation
-from simulator.protocol.connections import MessageEnd
+from simulator.protocol.links import SCHEDULER, MessageEnd
 from simulator.protocol.messages import TIMING, Check, EventFrame, Part, Ping, Pong, Push, Reply
 from simulator.protocol.node import SimulatedNode, Surroundings
 from simulator.protocol.table import ToyTable
@@ -36,34 +36,34 @@ class SimulatedServer(SimulatedNode):
     # Connections.
 
     @override
-    def accept(self, connection: MessageEnd, hello: Any) -> bool:
-        return bool(hello[2] == self.incarnation)
+    def accepts(self, connection: MessageEnd) -> bool:
+        return connection.target == self.incarnation != 0
 
     @override
-    def closed(self, connection: MessageEnd) -> None:
-        if connection.is_opener:
-            super().closed(connection)
-        else:
-            self.core.disconnected(lambda token: token.connection is connection)  # type: ignore[attr-defined]
+    def peer_lost(self, connection: MessageEnd) -> None:
+        self.core.disconnected(lambda token: token.connection is connection)  # type: ignore[attr-defined]
 
     @override
-    def link_changed(self, server: int, *, is_up: bool) -> None:
-        self._handle(replication.LinkUp(server) if is_up else replication.LinkDown(server))
+    def link_changed(self, target: int, *, is_up: bool) -> None:
+        super().link_changed(target, is_up=is_up)
+        if target != SCHEDULER:
+            self._handle(replication.LinkUp(target) if is_up else replication.LinkDown(target))
 
     @override
     def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
         match message:
             case EventFrame():
+                message.connection = connection
                 self._receive(message)
             case Ping():
                 connection.send(Pong())
             case Pong():
-                self._silence.received(connection.hello[2])
+                self._silence.received(connection.target)
             case _:
                 self._handle(message)
 
     def _receive(self, frame: EventFrame) -> None:
-        sender = frame.connection.hello[1]
+        sender = frame.connection.source
         timing = self.core.time(TIMING[type(frame.event)], sender, frame.version)
         if timing in POSTPONED:
             self.core.postpone(timing, sender, frame)
@@ -82,18 +82,16 @@ class SimulatedServer(SimulatedNode):
         push = frame.event
         buckets = push.buckets if self.core.has_copies else None
         verdict = self.core.push(push.worker, push.sequence, push.iteration, buckets)
-        match verdict.route:
-            case Route.STALE:
-                self._obey([events.Stale(frame)])
-                return
-            case Route.EXPELLED:
-                self._obey([events.RejectExpelled(frame)])
-                return
-            case Route.BUFFER:
+        if verdict.route is Route.STALE:
+            self._answer(frame, events.Stale(frame))
+        elif verdict.route is Route.EXPELLED:
+            self._obey([events.RejectExpelled(frame)])
+        else:
+            if verdict.route is Route.BUFFER:
                 ((worker, values),) = frame.payload
                 self.network.fired["duplicate"] += bool(push.buckets & ~verdict.fresh)
                 self.table.keep(worker, push.iteration, values, verdict.fresh)
-        self._obey(self.core.admit(verdict, frame))
+            self._obey(self.core.admit(verdict, frame))
 
     def _answer(self, frame: EventFrame, content: Any = None) -> None:
         frame.connection.send(Reply(frame.number, content, durable=self.core.durable))
@@ -110,11 +108,7 @@ class SimulatedServer(SimulatedNode):
 
     @override
     def view_changed(self, view: View) -> None:
-        workers = frozenset(member.incarnation for member in view.members if member.role is Role.WORKER)
-        self._handle(
-            events.ViewChanged(view.epoch, view.version, view.groups, view.incarnations, workers, view.last_incarnation)
-        )
-        self.links.connect()  # the address may have come after the view that names it
+        self._handle(view)
 
     # Instructions.
 
@@ -150,15 +144,16 @@ class SimulatedServer(SimulatedNode):
                     self.oracle.leads(self.core.version, buckets, self.incarnation, self.name)
                     self.table.keep_only(buckets)
                 case replication.Ready(target, version):
-                    ready = events.ReadyReceived(self.incarnation, version)
-                    self.links.send(target, lambda _: ready, version=version)  # noqa: B023
+                    self._send_event(target, events.ReadyReceived, self.incarnation, version)
                 case replication.Links(targets):
-                    self.links.want_only(targets)
+                    for target in self.links.keys() - targets - {SCHEDULER}:
+                        self.drop(target)
+                    for target in sorted(targets):
+                        self.want(target)
                 case replication.Filled():
                     self.notify(instruction)
                 case events.SendClocks(target):
-                    clocks = events.ClocksReceived(self.core.known_clocks())
-                    self.links.send(target, lambda _: clocks, version=self.core.version)  # noqa: B023
+                    self._send_event(target, events.ClocksReceived, self.core.known_clocks())
                 case events.ResumeRequest(EventFrame() as frame):
                     resumed.append(frame)
                 case events.ConfirmJoin(EventFrame() as frame):
@@ -179,30 +174,22 @@ class SimulatedServer(SimulatedNode):
         for frame in resumed:
             self._receive(frame)
 
+    def _send_event(self, target: int, kind: type[Any], *fields: Any, number: int = 0, payload: Any = ()) -> None:
+        self.send(target, EventFrame(kind, *fields, number=number, version=self.core.version, payload=payload))
+
     def _forward(self, forward: replication.Forward) -> None:
-        me, (incarnation, sequence), buckets = self.incarnation, _origin(forward.token), forward.buckets
-        version = self.core.version
+        buckets = forward.buckets
         parts = tuple(
             (worker, tuple(value for value in values if buckets >> value[0] & 1))
             for worker, values in _parts(forward.token)
         )
-        self.links.send(
-            forward.target,
-            lambda frame: replication.Forwarded(frame, me, incarnation, sequence, version, buckets),
-            number=forward.number,
-            version=version,
-            payload=parts,
-        )
+        fields = self.incarnation, *_origin(forward.token), self.core.version, buckets
+        self._send_event(forward.target, replication.Forwarded, *fields, number=forward.number, payload=parts)
 
     def _send_bucket(self, target: int, number: int, bucket: int, state: replication.FilterState) -> None:
-        me, version = self.incarnation, self.core.version
-        self.links.send(
-            target,
-            lambda frame: replication.StateReceived(frame, me, version, bucket, state),
-            number=number,
-            version=version,
-            payload=self.table.copy_of(bucket),
-        )
+        fields = self.incarnation, self.core.version, bucket, state
+        copy = self.table.copy_of(bucket)
+        self._send_event(target, replication.StateReceived, *fields, number=number, payload=copy)
 
     def _serve(self, frame: EventFrame) -> None:
         read, version = frame.event, self.core.version
@@ -215,14 +202,13 @@ class SimulatedServer(SimulatedNode):
 
     @override
     def unreachable(self) -> tuple[int, ...]:
-        found = self._silence.poll(self.links)
-        core = self.core
-        for target, link in self.links.connected():
-            link.send(Ping())
-            for bucket in buckets_in(core.checkable(target)):
-                check, copy = Check(bucket, core.applied_to(bucket)), self.table.copy_of(bucket)
-                link.send(EventFrame(link.other, lambda _: check, version=core.version, payload=copy))  # noqa: B023
-        return found
+        targets = [target for target in self.links if target != SCHEDULER]
+        for target in targets:
+            self.send(target, Ping())
+            for bucket in buckets_in(self.core.checkable(target)):
+                applied, copy = self.core.applied_to(bucket), self.table.copy_of(bucket)
+                self._send_event(target, Check, bucket, applied, payload=copy)
+        return self._silence.poll(targets)
 
     def _compare(self, source: int, frame: EventFrame) -> None:
         core, check = self.core, frame.event

@@ -9,7 +9,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from paceline.protocol.buckets import bucket_set
-from paceline.protocol.client import Request, ServerSession
+from paceline.protocol.client import Request
 from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobAccount, JobSpec, JobState, Key, Lease, TakenReport
 from paceline.protocol.jobs import messages as jobs
 from paceline.protocol.membership import Role
@@ -17,7 +17,8 @@ from paceline.protocol.scheduler.messages import Heartbeat, Leave
 from paceline.protocol.scheduler.views import View
 from simulator.oracle import Value
 from simulator.protocol.client import SimulatedClient
-from simulator.protocol.messages import EndWork, Reply
+from simulator.protocol.links import MessageEnd
+from simulator.protocol.messages import EndWork
 from simulator.protocol.node import SimulatedNode, Surroundings
 from simulator.protocol.programs import Performer, Program
 from simulator.settings import RunSettings
@@ -194,8 +195,8 @@ class SimulatedWorker(SimulatedClient):
         self._report_done()
 
     @override
-    def take_answer(self, session: ServerSession, request: Request | None, answer: Reply) -> None:
-        super().take_answer(session, request, answer)
+    def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
+        super().receive_from_peer(connection, message)
         if not self.settings.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if all(request.is_done for request in push.requests))
 

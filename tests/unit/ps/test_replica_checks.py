@@ -8,11 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels.sparse import digest_records
-from paceline.protocol import Eventual, ServerCore
+from paceline.protocol import Eventual, Member, Role, ServerCore
 from paceline.protocol.buckets import ALL, bucket_set
 from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import Change, Forwarded, LinkUp, Replication
-from paceline.protocol.server.events import ViewChanged
+from paceline.protocol.scheduler.views import View
 from paceline.ps.server.replica_checks import BucketOrders, ReplicaChecks
 from paceline.tables.server_tables import ServerTables
 
@@ -113,7 +113,8 @@ def test_a_server_being_filled_is_not_compared() -> None:
 def test_a_round_takes_a_minute_or_a_share_of_the_time() -> None:
     core = ServerCore(Eventual())
     core.joined(1)
-    core.handle(ViewChanged(1, 1, (chain_group((1, 2), None, ALL),), frozenset({1, 2}), frozenset(), 2))
+    servers = tuple(Member(f"{server}", Role.SERVER, server, server, "address") for server in (1, 2))
+    core.handle(View(version=1, epoch=1, groups=(chain_group((1, 2), None, ALL),), members=servers, last_incarnation=2))
     checks = ReplicaChecks(ServerTables(0))
     assert checks.next(core, [2]) is None
     assert 0 < checks.pause_s(None) <= 10

@@ -21,6 +21,7 @@ from paceline.errors import ProtocolError
 from paceline.protocol import replication
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.consistency import Consistency
+from paceline.protocol.scheduler.views import View
 from paceline.protocol.server import events
 from paceline.protocol.server.events import (
     Clocks,
@@ -30,7 +31,6 @@ from paceline.protocol.server.events import (
     Timing,
     TimingClass,
     Verdict,
-    ViewChanged,
     WaitReasons,
 )
 from paceline.protocol.server.progress import EarlyRequests, Progress
@@ -70,7 +70,7 @@ class ServerCore:
         If not, a push counts as delivered to all buckets of this server.
         """
         self._me = 0
-        self._view_before: ViewChanged | None = None  # the view that arrived before the welcome, if any
+        self._view_before: View | None = None  # the view that arrived before the welcome, if any
 
     @property
     def consistency(self) -> Consistency:
@@ -270,7 +270,7 @@ class ServerCore:
                 self._read(event)
             case events.WorkerJoining() | events.Synced() | events.WorkerRetired():
                 self._handle_worker(event)
-            case events.ViewChanged():
+            case View():
                 self._take_view(event)
             case events.ReadyReceived(source, version):
                 self.progress.sum_up(self.progress.updates.synced(source, version))
@@ -351,7 +351,7 @@ class ServerCore:
                 self.progress.retire(worker)
         self.progress.sum_up(self.progress.updates.synced(worker, event.version))
 
-    def _take_view(self, view: events.ViewChanged) -> None:
+    def _take_view(self, view: View) -> None:
         if not self._me:
             self._view_before = view
             return

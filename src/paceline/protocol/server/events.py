@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from paceline.protocol import replication
 from paceline.protocol.buckets import Buckets
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.scheduler.views import View
 
 
 class TimingClass(Enum):
@@ -99,17 +99,6 @@ class Clocks(Struct, frozen=True):
 # Events.
 
 
-class ViewChanged(Struct, frozen=True):
-    """The scheduler has committed a view, see :class:`paceline.protocol.scheduler.views.View`."""
-
-    epoch: int
-    version: int
-    groups: tuple[ChainGroup, ...]
-    members: frozenset[int]
-    workers: frozenset[int]
-    last_incarnation: int
-
-
 class WorkerJoining(Struct, frozen=True):
     """A worker wants to take part from iteration `clock` or later. Answered by ConfirmJoin or RejectExpelled."""
 
@@ -179,7 +168,7 @@ class Time(Struct, frozen=True):
 
 
 Event: TypeAlias = (
-    ViewChanged | WorkerJoining | Synced | WorkerRetired | WorkerTicked | Read | ReadyReceived | ClocksReceived
+    View | WorkerJoining | Synced | WorkerRetired | WorkerTicked | Read | ReadyReceived | ClocksReceived
     | Time | replication.Forwarded | replication.Acknowledged | replication.LinkUp | replication.LinkDown
     | replication.Confirmed | replication.StateReceived
 )  # fmt: skip

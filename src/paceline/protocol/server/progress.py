@@ -11,6 +11,7 @@ from paceline.protocol import clocks, replication
 from paceline.protocol.consistency import Consistency, Sequential
 from paceline.protocol.iterations import Iterations, OnArrival, Sum
 from paceline.protocol.replication import AGGREGATE, Replication
+from paceline.protocol.scheduler.views import View
 from paceline.protocol.server import events
 from paceline.protocol.server.events import Clocks, Instruction, Read, Timing
 from paceline.protocol.server.workers import Workers
@@ -197,7 +198,7 @@ class Progress:
         self._begin_updates(0)
         self.has_clocks = False
 
-    def change(self, view: events.ViewChanged) -> None:
+    def change(self, view: View) -> None:
         # Reject all reads first. After the change a sum may count as durable only because its chain has no successor
         # left, so a read could be answered although its buckets have moved.
         self._out += [events.Stale(token) for token in self.reads.take_all()]

@@ -6,7 +6,9 @@ from paceline.errors import ProtocolError
 from paceline.protocol import clocks
 from paceline.protocol.clocks import Gate
 from paceline.protocol.consistency import Consistency, Sequential
-from paceline.protocol.server.events import Clocks, ViewChanged
+from paceline.protocol.membership import Role
+from paceline.protocol.scheduler.views import View
+from paceline.protocol.server.events import Clocks
 
 _MAX_AHEAD = 1 << 20  # iterations by which one worker may be ahead of another in a server's clocks
 
@@ -43,14 +45,15 @@ class Workers:
         """Whether a worker takes part in an iteration, or took part in it before it retired."""
         return worker in self.counted or (worker in self.ranks and iteration < self.gate.clocks[worker])
 
-    def excluded_by(self, view: ViewChanged) -> list[int]:
+    def excluded_by(self, view: View) -> list[int]:
         """Apply a newer view; return the workers that have left, for which the caller calls :meth:`leave`."""
         self.last_incarnation = view.last_incarnation
         # A worker that joined and died between two views is in neither view, but the gate counts it. A worker with an
         # incarnation above `last_incarnation` may still reconnect to a new scheduler.
-        absent = (self.named | self.counted) - view.members
+        absent = (self.named | self.counted) - view.incarnations
         excluded = {worker for worker in absent if worker <= view.last_incarnation}
-        self.named = view.workers | ((self.named & absent) - excluded)
+        workers = frozenset(member.incarnation for member in view.of_role(Role.WORKER))
+        self.named = workers | ((self.named & absent) - excluded)
         return sorted(excluded)
 
     def leave(self, worker: int) -> list[clocks.Instruction]:

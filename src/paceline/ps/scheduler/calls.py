@@ -82,7 +82,7 @@ class SchedulerCalls:
             self.channel.send(*frame_parts(NOTICE, meta=messages.encode(notice)))
 
     def take(self, request: int) -> SentMessage | None:
-        """Remove and return the call of this number, which is answered or abandoned; None without one."""
+        """Remove and return the call of this number, which is answered or abandoned; None without such a call."""
         with self._lock:
             return self._end.take(request)
 
@@ -99,7 +99,7 @@ class SchedulerCalls:
         self._end.ledger.incarnation = incarnation
 
     def answered(self, message: msgspec.Struct, meta: bytes) -> None:
-        """Record the answer to a message, in the thread that receives it, so that no received answer is missing."""
+        """Record the answer to a message. The receiving thread calls this, so that no received answer is missing."""
         kind = _ANSWERS.get(type(message))
         if kind is not None:
             answer = read_meta(meta, kind, "an answer of the scheduler")

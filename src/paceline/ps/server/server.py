@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from paceline.errors import NonFiniteError, PacelineError, ProtocolError
-from paceline.protocol import Role, ServerCore, parse_consistency, parse_stale_policy
+from paceline.protocol import ServerCore, parse_consistency, parse_stale_policy
 from paceline.protocol.server import Timing, TimingClass, events
 from paceline.protocol.server.progress import POSTPONED
 from paceline.ps import messages
@@ -217,16 +217,7 @@ class Server(Handler):
         if view.epoch >= self.core.epoch:
             self.replicator.view_changed(view)
         version = self.core.version
-        self.runtime.feed(
-            events.ViewChanged(
-                epoch=view.epoch,
-                version=view.version,
-                groups=view.groups,
-                members=frozenset(member.incarnation for member in view.members),
-                workers=frozenset(member.incarnation for member in view.members if member.role is Role.WORKER),
-                last_incarnation=view.last_incarnation,
-            )
-        )
+        self.runtime.feed(view)
         if self.core.version > version:
             self.pressure.resume_all()
             self._filtered.view_changed()

@@ -10,7 +10,8 @@ import pytest
 from paceline.errors import ProtocolError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential, ServerCore
 from paceline.protocol.buckets import to_bytes
-from paceline.protocol.chains import chain_group
+from paceline.protocol.chains import chain_group, in_chain
+from paceline.protocol.membership import Member, Role
 from paceline.protocol.replication import (
     CALLS,
     Acknowledge,
@@ -24,6 +25,7 @@ from paceline.protocol.replication import (
     StateReceived,
     Withhold,
 )
+from paceline.protocol.scheduler.views import View
 from paceline.protocol.server import Clocks, Route, Timing, TimingClass
 from paceline.protocol.server.events import (
     ApplySum,
@@ -45,7 +47,6 @@ from paceline.protocol.server.events import (
     SumUp,
     Synced,
     Time,
-    ViewChanged,
     WorkerJoining,
     WorkerRetired,
     WorkerTicked,
@@ -59,14 +60,15 @@ BUCKETS = 0b1111
 def view(
     version: int, *chains: tuple[int, ...], workers: Iterable[int] = (FIRST, SECOND), filling: int | None = None,
     epoch: int | None = None, last: int = SECOND,
-) -> ViewChanged:  # fmt: skip
+) -> View:  # fmt: skip
     """A view in which the buckets are dealt to these chains in equal parts."""
     width = 4 // len(chains)
     groups = tuple(chain_group(chain, filling, (1 << width) - 1 << width * place) for place, chain in enumerate(chains))
-    servers = frozenset(server for chain in chains for server in chain) | ({filling} - {None})
-    named = frozenset(workers)
+    servers = {server for group in groups for server in in_chain(group.members, group.filling)}
+    members = [Member(f"{server}", Role.SERVER, server, server, f"{server}") for server in sorted(servers)]
+    members += [Member(f"{worker}", Role.WORKER, worker, worker) for worker in workers]
     epoch = version if epoch is None else epoch
-    return ViewChanged(epoch, version, groups, servers | named, named, last)  # type: ignore[arg-type]
+    return View(version=version, groups=groups, members=tuple(members), last_incarnation=last, epoch=epoch)
 
 
 class Driver:
