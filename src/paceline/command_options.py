@@ -36,3 +36,18 @@ def given_values(flags: Any) -> dict[str, Any]:
         elif value is not None:
             given[each.name] = value
     return given
+
+
+def words_of(flags: Any) -> list[str]:
+    """Return the words of the command line for all given options in a dataclass, including nested dataclasses."""
+    words: list[str] = []
+    for each in fields(flags):
+        value = getattr(flags, each.name)
+        if is_dataclass(value):
+            words += words_of(value)
+        elif each.metadata.get("parameter") == "Option" and value not in (None, False):
+            long_names = (name for name in each.metadata["names"] if name.startswith("--"))
+            name = next(long_names, f"--{each.name.replace('_', '-')}")
+            for item in value if isinstance(value, list) else [value]:
+                words += [name] if item is True else [name, str(item)]
+    return words

@@ -19,7 +19,7 @@ from paceline.launch.engines.kubernetes import (
 from .parameters import expand_flags
 
 _SET_BY_MANIFESTS: Final = {
-    "run": ("node_rank", "master_addr", "master_port", "cluster", "job", "index"),
+    "run": ("on", "node_rank", "master_addr", "master_port", "cluster", "job", "index"),
     "scheduler": ("host", "port", "replaces", "token_file"),
     "train": ("scheduler", "token_file", "servers", "workers"),
 }

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .kernels import load_kernels, prepare_kernels
     from .local import LocalCluster, MemoryLimit, connect, local_cluster
     from .roles import Joining, run_scheduler, run_server
+    from .run.on_engine import run_on_engine
     from .run.options import RunOptions
     from .run.run import run_script
     from .supervisor import watch_parent
@@ -23,6 +24,7 @@ __all__ = [
     "load_kernels",
     "local_cluster",
     "prepare_kernels",
+    "run_on_engine",
     "run_scheduler",
     "run_script",
     "run_server",
@@ -36,6 +38,7 @@ __getattr__ = import_on_demand(
         ".local": ("LocalCluster", "MemoryLimit", "connect", "local_cluster"),
         ".roles": ("Joining", "run_scheduler", "run_server"),
         ".run.options": ("RunOptions",),
+        ".run.on_engine": ("run_on_engine",),
         ".run.run": ("run_script",),
         ".supervisor": ("watch_parent",),
     },

@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,7 +51,21 @@ def user_key(runtime_dir: Path | None = None) -> bytes:
 
     The folder and the file must belong to this user and be closed to other users, so that they cannot plant a key.
     """
-    for folder in folders(runtime_dir):
+    return _key_in(tuple(folders(runtime_dir)))
+
+
+def job_token(job: str) -> str:
+    """Return the token of a job whose machines share the user's home folder. It depends on the job.
+
+    Raises UsageError without a home folder.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return derive_token(_key_in((_home(user) / ".cache" / "paceline",)).hex(), "job", job)
+
+
+def _key_in(places: Sequence[Path]) -> bytes:
+    """Return the key in the first private folder; create the folder and the key if they are missing."""
+    for folder in places:
         try:
             folder.mkdir(mode=0o700, parents=folder.parent.name == ".cache", exist_ok=True)
             found = folder.lstat()
@@ -61,7 +75,7 @@ def user_key(runtime_dir: Path | None = None) -> bytes:
             continue
     raise UsageError(
         "the ranks have no token, and there is no folder for a private key of this user "
-        f"(tried {', '.join(map(str, folders(runtime_dir)))}); set PACELINE_TOKEN to the same secret on every "
+        f"(tried {', '.join(map(str, places))}); set PACELINE_TOKEN to the same secret on every "
         "rank"
     )
 

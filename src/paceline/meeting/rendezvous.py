@@ -193,7 +193,7 @@ def default_place(world_size: int, variables: Environment) -> Address:
     if host is None and variables.local_world_size == world_size:
         host = _LOOPBACK
     if port is None and variables.job:
-        port = _FIRST_PORT + zlib.crc32(variables.job.encode()) % _NUM_PORTS
+        port = port_of_job(variables.job)
     if host is None or not port:
         missing = " and ".join(
             name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port or None)) if value is None
@@ -203,6 +203,11 @@ def default_place(world_size: int, variables: Environment) -> Address:
             "the same on every rank (the host of rank 0 and a free port on it), or pass the address as host:port"
         )
     return Address("tcp", host, port)
+
+
+def port_of_job(job: str) -> int:
+    """Return the port where the ranks of a job meet, unless they have another address."""
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
 class _Server(StoreServer):

@@ -1,1 +1,9 @@
 """Engines that start Paceline's processes on several machines, one module per engine."""
+
+from __future__ import annotations
+
+from .engine import Placement, RunEnd, RunEngine, RunRole
+from .options import EngineFlags
+from .slurm import Slurm, read_placement
+
+__all__ = ["EngineFlags", "Placement", "RunEnd", "RunEngine", "RunRole", "Slurm", "read_placement"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.command_options import argument, in_panel, option
+from paceline.launch.engines import EngineFlags
 from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
 from paceline.strategies import STRATEGIES, StrategyFlags
 
@@ -50,7 +51,12 @@ class RunOptions:
     log_dir: Path | None = option(
         "Folder for the complete output of each rank: rank0.stdout, rank0.stderr, ...", panel=_COMMON
     )
-    nnodes: int | None = option("Number of machines that each run this command; default 1.", panel=_MACHINES)
+    nnodes: int | None = option(
+        "Number of machines that each run this command, or of nodes with --on; default 1.",
+        "--nnodes",
+        "--nodes",
+        panel=_MACHINES,
+    )
     node_rank: int | None = option("Number of this machine, from 0; default 0.", panel=_MACHINES)
     master_addr: str | None = option(
         "Address of node 0, where the ranks meet; default 127.0.0.1 for one node.", panel=_MACHINES
@@ -61,7 +67,10 @@ class RunOptions:
     cluster: Path | None = option(
         'Static cluster: file {"server": ["host:port", ...], "worker": [...]}.', panel=_MACHINES
     )
-    job: str | None = option("--cluster: the job of this process, server or worker.", panel=_MACHINES)
+    engine: EngineFlags = EngineFlags()
+    job: str | None = option(
+        "--cluster, or separate steps of srun: the job of this process, server or worker.", panel=_MACHINES
+    )
     index: int | None = option("--cluster: number of this process within its job, from 0.", panel=_MACHINES)
     filters: str | None = option(
         "Filters of messages between processes: gradients quantize:4, between ranks also top-k:0.01; rows of "

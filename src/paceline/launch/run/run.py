@@ -7,48 +7,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import signal
 import sys
 import zipfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.environment import environment, num_cores
-from paceline.errors import AddressError, UsageError
+from paceline.command_options import words_of
+from paceline.errors import UsageError
 from paceline.filters import parse_filters
 from paceline.filters.gradients import gradient_filters
 from paceline.filters.modules import with_modules
-from paceline.launch.local import Share, wait_cluster
+from paceline.launch.local import wait_cluster
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.elastic import ElasticRun
 from paceline.launch.run.loop import RunLoop, Signals
-from paceline.launch.run.node import wait_host, with_variables
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
-    ClusterFile,
     Layout,
     RankPlan,
     command_of,
-    lay_out_node,
-    lay_out_worker,
     plan_ranks,
-    read_cluster_file,
-    servers_of_node,
 )
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.servers import RunServers
+from paceline.launch.run.setup import PATIENCE_S, Setup, find_placement, plan_cluster, plan_node
 from paceline.launch.run.streams import Screen, check_log_dir
-from paceline.meeting.rendezvous import is_loopback, own_host
 from paceline.protocol import Accept, parse_stale_policy
 from paceline.ps import messages
 from paceline.ps.client.filtered import filters_of_dense_tables
-from paceline.strategies import STRATEGIES, ElasticOptions, StrategyChoice, StrategySpec, choose_strategy, needs_servers
+from paceline.strategies import ElasticOptions, StrategySpec
 from paceline.tables.memory.limit import MemoryLimit
-from paceline.transport import TLS, Address, SocketTransport, make_token
-from paceline.transport.addresses import bind_tcp
-from paceline.transport.security.authentication import MAKE_TOKEN, check_token
+from paceline.transport import Address, SocketTransport
 
-_PATIENCE_S = 300.0
 _OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # scripts rarely have options with these names
 _DATA_SUFFIXES = {".csv", ".gz", ".jsonl", ".npy", ".npz", ".parquet", ".svm", ".tsv", ".txt", ".vw", ".zst"}
 _MOST_SCRIPT_BYTES = 16 << 20
@@ -59,28 +50,16 @@ It is long, because a rank may be busy; broken connections reveal killed process
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setup:
-    """The checked options of a run."""
-
-    layout: Layout | None
-    """The ranks of this launcher; None for a server of a static cluster."""
-    choice: StrategyChoice
-    token: str
-    tls: TLS | None
-    num_ranks: int
-    """Number of ranks on all machines."""
-    share: Share | None
-    """This launcher's part of a cluster that several machines share; None: the whole cluster."""
-
-
 def run_script(options: RunOptions) -> int:
     """Run a script; return its status. Raises UsageError (before any process starts), PeerError (if one fails)."""
     memory_limit = options.memory.parse()
-    _check_script(options)
+    check_script(options)
     if options.threads is not None and options.threads < 1:
         raise UsageError(f"--threads {options.threads}: expected 1 or more")
-    setup = _plan_cluster(options) if options.cluster is not None else _plan_node(options)
+    if others := words_of(options.engine):
+        raise UsageError(f"{others[0]} is for --on slurm. Pass --on slurm too, or leave {others[0]} out")
+    placement = find_placement(options)
+    setup = plan_node(options, placement) if options.cluster is None else plan_cluster(options)
     stale = str(Accept() if options.stale is None else parse_stale_policy(options.stale))
     choice = setup.choice
     if isinstance(choice.options, ElasticOptions):
@@ -103,12 +82,15 @@ def run_script(options: RunOptions) -> int:
     if options.log_dir is not None:
         check_log_dir(options.log_dir)
     with contextlib.ExitStack() as stack:
+        starting = stack.enter_context(contextlib.ExitStack())
+        if placement is not None:
+            starting.enter_context(_ignore_sigterm())
         servers: RunServers | None = None
         scheduler: str | None = None
         if settings is not None:
             if setup.share is not None and not setup.share.runs_scheduler and not setup.share.servers:
                 scheduler = f"tcp://{setup.share.scheduler}"
-                wait_cluster(SocketTransport(setup.token, tls=setup.tls), scheduler, _PATIENCE_S)
+                wait_cluster(SocketTransport(setup.token, tls=setup.tls), scheduler, PATIENCE_S)
             else:
                 servers = stack.enter_context(
                     RunServers.start(
@@ -124,13 +106,29 @@ def run_script(options: RunOptions) -> int:
         if setup.layout is None:
             assert servers is not None
             assert setup.share is not None
-            print(f"paceline run: server {options.index} is ready at {setup.share.scheduler}", file=sys.stderr)
+            served = ", ".join(map(str, setup.share.servers))
+            print(f"paceline run: server {served} is ready at {setup.share.scheduler}", file=sys.stderr)
             servers.serve()
             return 0
+        starting.close()
         status = _run_ranks(options, setup, setup.layout, filters, pull_filters, scheduler, servers)
         if status == 0 and servers is not None:
             servers.wait_workers()
         return status
+
+
+@contextlib.contextmanager
+def _ignore_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM during the block, and in the child processes that start in it.
+
+    Slurm sends the signal to all processes of a job, but ranks need their servers to save a checkpoint. The servers end
+    after the ranks.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | None, str | None]:
@@ -154,7 +152,7 @@ def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | No
 
 def _run_ranks(
     options: RunOptions,
-    setup: _Setup,
+    setup: Setup,
     layout: Layout,
     filters: str | None,
     pull_filters: str | None,
@@ -172,7 +170,7 @@ def _run_ranks(
         filters=filters,
         pull_filters=pull_filters,
         threads=options.threads,
-        cores=num_cores(),
+        cores=setup.num_cores,
     )
     elastic_options = setup.choice.options if isinstance(setup.choice.options, ElasticOptions) else None
     command = command_of(sys.executable, options.script, options.arguments or (), is_module=options.module)
@@ -214,10 +212,10 @@ def _run_ranks(
 # Checks before the start of any process.
 
 
-def _check_script(options: RunOptions) -> None:
+def check_script(options: RunOptions) -> None:
     script = options.script
     if script is None:
-        if options.job == "server" and options.cluster is not None:
+        if options.job == "server":
             return
         raise UsageError("no script. Pass its path, as in paceline run [options] SCRIPT [arguments of the script]")
     if options.job == "server":
@@ -293,158 +291,3 @@ def _check_module(name: str) -> None:
         finally:
             sys.path[:] = before
     raise UsageError(f"no module {name}. Pass a module that Python can import from this folder, such as package.module")
-
-
-def _plan_node(options: RunOptions) -> _Setup:
-    tls = _find_tls(options)
-    for name, value in (("--job", options.job), ("--index", options.index)):
-        if value is not None:
-            raise UsageError(f"{name} {value} is for --cluster FILE. Pass --cluster too, or leave {name} out")
-    options = with_variables(options)
-    nnodes = 1 if options.nnodes is None else options.nnodes
-    layout = lay_out_node(
-        nproc_per_node=_num_processes(options, nnodes),
-        nnodes=nnodes,
-        node_rank=options.node_rank or 0,
-        master_addr=options.master_addr,
-        master_port=options.master_port,
-    )
-    choice = choose_strategy(
-        options.strategy,
-        processes=layout.world_size,
-        servers=options.servers,
-        consistency=options.consistency,
-        replicas=options.replicas,
-        flags=options.flags,
-    )
-    if not layout.master_port:
-        layout = _with_free_port(layout)
-    elif layout.node == 0:
-        _check_free(_bindable(Address("tcp", layout.master_addr, layout.master_port)), "--master-port")
-    if nnodes == 1:
-        token = environment().token
-        token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")
-        return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=layout.world_size, share=None)
-    token = _need_token(f"the ranks of {nnodes} nodes")
-    share = None
-    if choice.consistency is not None:
-        scheduler = Address("tcp", layout.master_addr, layout.master_port + 1)
-        host = wait_host(layout.master_addr, _PATIENCE_S)
-        own_address = Address("tcp", host, 0).netloc
-        bind = Address("tcp", host, scheduler.port)
-        if layout.node == 0:
-            _check_free(bind, "the scheduler, at --master-port + 1")
-        share = Share(
-            scheduler=scheduler.netloc,
-            runs_scheduler=layout.node == 0,
-            servers=dict.fromkeys(servers_of_node(choice.servers, nnodes, layout.node), own_address),
-            bind=bind.netloc,
-            patience_s=_PATIENCE_S,
-        )
-    return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=layout.world_size, share=share)
-
-
-def _num_processes(options: RunOptions, nnodes: int) -> int:
-    """Return the number of processes of a node: the requested number, else a share of the strategy's, else 1."""
-    if options.nproc_per_node is not None:
-        return options.nproc_per_node
-    spec = STRATEGIES.get(options.strategy or "")
-    if spec is None or spec.choose_options is None or not spec.flags_set_processes:
-        return 1
-    chosen = spec.choose_options(options.flags.given(), None)
-    assert chosen is not None
-    needed = chosen.num_processes
-    if needed % nnodes:
-        raise UsageError(
-            f"{needed} processes of a {spec.name} cannot be divided equally among {nnodes} nodes. Choose other --stages"
-        )
-    return needed // nnodes
-
-
-def _plan_cluster(options: RunOptions) -> _Setup:
-    tls = _find_tls(options)
-    assert options.cluster is not None
-    for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "servers"):
-        if getattr(options, name) is not None:
-            raise UsageError(f"--cluster FILE contains the processes' addresses. Leave --{name.replace('_', '-')} out")
-    cluster = read_cluster_file(options.cluster)
-    job, index = cluster.check_task(options.job, options.index)
-    num_servers = len(cluster.servers)
-    choice = choose_strategy(
-        options.strategy,
-        processes=len(cluster.workers),
-        servers=num_servers or (0 if needs_servers(options.strategy) else None),
-        consistency=options.consistency,
-        replicas=options.replicas,
-        flags=options.flags,
-    )
-    token = _need_token(f"the processes of {options.cluster}")
-    layout = None
-    if job == "worker":
-        layout = lay_out_worker(cluster, index)
-        if index == 0 and len(cluster.workers) > 1:
-            _check_free(_bindable(cluster.workers[0]), f"worker 0 of {options.cluster}")
-    share = None
-    if num_servers:
-        share = _share_of(cluster, job, index, str(options.cluster))
-    return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=len(cluster.workers), share=share)
-
-
-def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
-    first = cluster.servers[0]
-    servers: dict[int, str] = {}
-    if job == "server":
-        bind = _bindable(cluster.servers[index])
-        _check_free(bind, f"server {index} of {name}")
-        # The scheduler uses the first server's address, and the first server uses a free port.
-        servers[index] = Address("tcp", bind.host, 0 if index == 0 else bind.port).netloc
-    return Share(
-        scheduler=first.netloc,
-        runs_scheduler=job == "server" and index == 0,
-        servers=servers,
-        bind=_bindable(first).netloc if job == "server" and index == 0 else "",
-        patience_s=_PATIENCE_S,
-    )
-
-
-def _bindable(place: Address) -> Address:
-    """Return the address to bind for a public address, because a host's own name may resolve to loopback."""
-    return Address("tcp", own_host(place.host), place.port)
-
-
-def _find_tls(options: RunOptions) -> TLS | None:
-    """Return the TLS settings from the options, else from the environment. Raises UsageError if they are invalid."""
-    settings = environment()
-    tls = options.tls.load() or TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
-    if tls is not None:
-        tls.server_context()
-        tls.client_context()
-    return tls
-
-
-def _need_token(user: str) -> str:
-    token = environment().token
-    if token is None:
-        raise UsageError(
-            f"no token for {user}. Set PACELINE_TOKEN to the same secret on all machines (create it: {MAKE_TOKEN})"
-        )
-    return check_token(token, "PACELINE_TOKEN")
-
-
-def _check_free(place: Address, purpose: str) -> None:
-    """Raise UsageError if the address cannot be bound."""
-    try:
-        for listening in bind_tcp(place):
-            listening.close()
-    except AddressError as error:
-        reason = str(error).partition("; ")[0]
-        raise UsageError(f"{purpose}: {reason}. Choose a free address") from None
-
-
-def _with_free_port(layout: Layout) -> Layout:
-    if not is_loopback(layout.master_addr):
-        raise UsageError(f"--master-addr {layout.master_addr}: pass --master-port too, a free port of this machine")
-    with socket.socket(socket.AF_INET6 if ":" in layout.master_addr else socket.AF_INET) as probe:
-        probe.bind((layout.master_addr, 0))
-        port = int(probe.getsockname()[1])
-    return replace(layout, master_port=port)

@@ -1,0 +1,77 @@
+"""The interface of an engine: start the roles of a run, report their end, and describe this process's place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from paceline.closing import Closing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRole:
+    """Equal processes of a run."""
+
+    name: str
+    command: tuple[str, ...]
+    num_nodes: int
+    """Number of nodes, with one process each."""
+    num_cpus: int
+    """Number of cores of each process."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The end of all roles of a run."""
+
+    status: int
+    """The exit status of the run, 0 to 255."""
+    reason: str | None
+    """The engine's reason if it ended the run itself, or if the run never started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The place of this launcher among the launchers that an engine has started."""
+
+    launcher: int
+    """Number of this launcher, from 0."""
+    num_launchers: int
+    local_launcher: int
+    """Number of this launcher among those on its node."""
+    num_local_launchers: int
+    num_cores: int | None
+    """Number of cores for all launchers on this node; None if the engine does not report it."""
+    nodes: tuple[str, ...]
+    """Names of the nodes; launcher 0 is on the first."""
+    job: str
+    """Identifier of the engine's job, which all its launchers share."""
+    step: str
+    """Identifier of these launchers within the job."""
+
+
+class RunEngine(ABC, Closing):
+    """Runs the roles of one run. It cancels them at :meth:`close`, unless they have ended."""
+
+    @abstractmethod
+    def describe(self, roles: Sequence[RunRole]) -> str:
+        """Return the text that :meth:`start` passes to the engine, for a person to read."""
+
+    @abstractmethod
+    def start(self, roles: Sequence[RunRole]) -> None:
+        """Request the processes of all roles. The run ends with its last role.
+
+        Raises UsageError if the engine is not installed or rejects the request.
+        """
+
+    @abstractmethod
+    def poll(self) -> RunEnd | None:
+        """Print new output and changes of the state; return the end of the run. Call it about every second."""
+
+    @abstractmethod
+    @override
+    def close(self) -> None:
+        """Cancel the run, unless it has ended, and wait until nothing is allocated. Idempotent."""

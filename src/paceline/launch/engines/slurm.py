@@ -1,0 +1,286 @@
+"""Slurm: run the roles as one job of ``sbatch``, and follow it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Final
+
+from typing_extensions import override
+
+from paceline.errors import PeerError, UsageError, printable
+from paceline.meeting.node_list import parse_node_list, parse_repeated
+
+from .engine import Placement, RunEnd, RunEngine, RunRole
+from .options import EngineFlags
+
+_NOTICE_S: Final = 120
+"""Time between SIGTERM and the time limit with ``--requeue``."""
+_REPLY_S: Final = 60.0
+_POLL_S: Final = 2.0
+"""Time between two requests to Slurm, which many users share."""
+_CANCEL_S: Final = 60.0
+_STATUS_OF_SIGTERM: Final = 143
+_SHOWN_CHARS: Final = 300
+_FIELD = re.compile(r"(?:^|\s)(JobState|Reason|ExitCode|StdOut|NodeList|Restarts)=(\S*)")
+_WAITING: Final = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+_ENDED: Final = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+}  # fmt: skip
+_NEVER_STARTS = re.compile(
+    r"Partition(NodeLimit|TimeLimit|Config)|BadConstraints|Invalid(Account|QOS)|DependencyNeverSatisfied|JobHeldAdmin"
+    r"|(QOS|Assoc)\w*PerJobLimit|.*held"
+)
+"""Slurm's reasons of jobs that wait until a person changes the job or the cluster."""
+
+
+class Slurm(RunEngine):
+    """One job. The file of its output must be on a file system that this machine shares with the nodes."""
+
+    def __init__(self, flags: EngineFlags, name: str) -> None:
+        """`name` is the name of the job. Raises UsageError for options that a script cannot hold."""
+        self._flags, self._name = flags, re.sub(r"[^\w.-]", "_", name)
+        for value in (flags.partition, flags.time, *(flags.sbatch or ())):
+            if value is not None and (not value.strip() or not value.isprintable()):
+                raise UsageError(f"--on slurm: an option of sbatch is {value!r}, expected one line of text")
+        self._job: str | None = None
+        self._reported = ""
+        self._submitted_s = self._polled_s = 0.0
+        self._has_started = False
+        self._output: IO[bytes] | None = None
+
+    @override
+    def describe(self, roles: Sequence[RunRole]) -> str:
+        """Return the script for ``sbatch``. The last role is its last step and uses all nodes and cores of the job."""
+        flags = self._flags
+        settings = [
+            f"job-name={self._name}",
+            f"nodes={roles[-1].num_nodes}",
+            "ntasks-per-node=1",
+            f"cpus-per-task={sum(role.num_cpus for role in roles)}",
+            f"output={self._name}-%j.out",
+            "open-mode=append",
+            *(f"{name}={value}" for name, value in (("partition", flags.partition), ("time", flags.time)) if value),
+            *(("requeue", f"signal=TERM@{_NOTICE_S}") if flags.requeue else ()),
+            *(setting.removeprefix("--") for setting in flags.sbatch or ()),
+        ]
+        lines = ["#!/bin/bash", *(f"#SBATCH --{setting}" for setting in settings), ""]
+        *others, last = roles
+        for role in others:
+            placed = f"--nodes={role.num_nodes} --ntasks={role.num_nodes} --cpus-per-task={role.num_cpus}"
+            lines += [f"srun --job-name={role.name} --overlap {placed} \\", f"  {shlex.join(role.command)} &", ""]
+        overlap = "--overlap " if others else ""
+        lines += [f"srun --job-name={last.name} {overlap}--cpus-per-task=$SLURM_CPUS_PER_TASK \\"]
+        lines += [f"  {shlex.join(last.command)}", "status=$?"]
+        if flags.requeue:
+            lines += [
+                "",
+                "# After SIGTERM before the time limit: queue the job again, which continues from its checkpoint.",
+                f'if [ $status -eq {_STATUS_OF_SIGTERM} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            ]
+        return "\n".join([*lines, "exit $status", ""])
+
+    @override
+    def start(self, roles: Sequence[RunRole]) -> None:
+        text = self.describe(roles)
+        # In its own session, Ctrl-C does not end it between the submission and its output.
+        sbatch = _open("sbatch", "--parsable", start_new_session=True)
+        try:
+            output, errors = sbatch.communicate(text, _REPLY_S)
+        except subprocess.TimeoutExpired:
+            sbatch.kill()
+            raise PeerError(f"sbatch has not replied within {_REPLY_S:g} s. Check squeue for the job") from None
+        except BaseException:
+            output, _ = sbatch.communicate(timeout=_REPLY_S)
+            self._job = _number_of_job(output)
+            raise
+        if sbatch.returncode:
+            raise UsageError(f"--on slurm: sbatch rejects the job: {_last_error(errors)}")
+        self._job = _number_of_job(output)
+        if self._job is None:
+            raise PeerError(f"sbatch printed {printable(output, _SHOWN_CHARS)!r}, expected the number of a job")
+        self._submitted_s = time.monotonic()
+        _report(f"Slurm job {self._job} is submitted; Ctrl-C cancels it")
+
+    @override
+    def poll(self) -> RunEnd | None:
+        self._print_output()
+        if self._job is None or time.monotonic() < self._polled_s + _POLL_S:
+            return None
+        self._polled_s = time.monotonic()
+        done = _call("scontrol", "show", "job", "-o", self._job)
+        if done.returncode:
+            if "Invalid job id" not in done.stderr:
+                return None  # the controller does not answer, but the job continues
+            job, self._job = self._job, None
+            return RunEnd(1, f"Slurm no longer lists job {job}, so its exit status is unknown")
+        return self._handle(dict(reversed(_FIELD.findall(done.stdout))))
+
+    def _handle(self, fields: Mapping[str, str]) -> RunEnd | None:
+        """Report a change of the job's state; return its end."""
+        state, reason = fields.get("JobState", ""), fields.get("Reason", "None")
+        output = fields.get("StdOut", "")
+        if state in _ENDED:
+            self._open_output(output)
+            self._print_output()
+            job, self._job = self._job, None
+            if self._output is None and self._has_started:
+                _report(f"the output {output} is not visible here: this machine does not share its folder with nodes")
+            return _end_of(job, state, reason, fields)
+        text = f"job {self._job} is {state.lower()}"
+        if state in _WAITING:
+            text += f": {reason}" if reason != "None" else ""
+            if _NEVER_STARTS.fullmatch(reason):
+                return RunEnd(1, f"job {self._job} cannot start: {reason}. It is cancelled")
+            limit = self._flags.queue_timeout
+            if limit is not None and time.monotonic() >= self._submitted_s + limit and not self._has_started:
+                return RunEnd(1, f"job {self._job} has not started within {limit:g} s: {reason}. It is cancelled")
+        else:
+            self._has_started = True
+            text += f" on {fields.get('NodeList', '')}, output in {output}"
+            self._open_output(output)
+        if text != self._reported and state != "COMPLETING":
+            self._reported = text
+            _report(text)
+        return None
+
+    @override
+    def close(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            done = _call("scancel", job)
+            if done.returncode:
+                _report(f"job {job} is not cancelled: {_last_error(done.stderr)}. Run `scancel {job}`")
+                return
+            deadline_s = time.monotonic() + _CANCEL_S
+            while time.monotonic() < deadline_s:
+                done = _call("squeue", "--noheader", "--jobs", job)
+                if done.returncode or not done.stdout.strip():
+                    break
+                self._print_output()
+                time.sleep(0.5)
+            else:
+                _report(f"job {job} still ends after {_CANCEL_S:g} s; check it with squeue")
+        if self._output is not None:
+            self._print_output()
+            self._output.close()
+            self._output = None
+
+    def _open_output(self, path: str) -> None:
+        if self._output is None:
+            try:
+                self._output = Path(path).open("rb")  # noqa: SIM115
+            except OSError:
+                pass  # a file system of the network shows the file later, or never
+
+    def _print_output(self) -> None:
+        while self._output is not None and (data := self._output.read(1 << 16)):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+
+
+def read_placement(variables: Mapping[str, str]) -> Placement | None:
+    """Return the place of this process in a step of ``srun``; None outside of a step.
+
+    Raises UsageError for unreadable variables.
+    """
+    nodes, step = variables.get("SLURM_STEP_NODELIST"), variables.get("SLURM_STEP_ID")
+    if not nodes or not step or not variables.get("SLURM_PROCID"):
+        return None  # the script of a job has SLURM_PROCID without a step
+    num_launchers = _number(variables, "SLURM_STEP_NUM_TASKS")
+    names = parse_node_list(nodes, "SLURM_STEP_NODELIST")
+    num_tasks = parse_repeated(variables.get("SLURM_STEP_TASKS_PER_NODE", ""), "SLURM_STEP_TASKS_PER_NODE")
+    launcher, local, node = (_number(variables, f"SLURM_{name}") for name in ("PROCID", "LOCALID", "NODEID"))
+    if len(num_tasks) != len(names) or sum(num_tasks) != num_launchers or node >= len(names):
+        raise UsageError(
+            f"Slurm's variables disagree: SLURM_STEP_NODELIST has {len(names)} nodes, SLURM_STEP_TASKS_PER_NODE has "
+            f"{sum(num_tasks)} tasks on {len(num_tasks)} nodes, SLURM_STEP_NUM_TASKS is {num_launchers} and "
+            f"SLURM_NODEID is {node}. Pass --nnodes, --node-rank and --master-addr"
+        )
+    cores = variables.get("SLURM_CPUS_ON_NODE")
+    return Placement(
+        launcher=launcher,
+        num_launchers=num_launchers,
+        local_launcher=local,
+        num_local_launchers=num_tasks[node],
+        num_cores=_number(variables, "SLURM_CPUS_ON_NODE") if cores else None,
+        nodes=names,
+        job=variables.get("SLURM_JOB_ID", ""),
+        step=step,
+    )
+
+
+def find_address(node: str) -> str:
+    """Return an address of a node: its name if the name resolves, else the address in Slurm's configuration."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        done = _call("scontrol", "show", "node", "-o", node)
+        found = re.search(r"\sNodeAddr=(\S+)", done.stdout)
+        return node if found is None else found[1]
+    return node
+
+
+def _open(*command: str, start_new_session: bool = False) -> subprocess.Popen[str]:
+    """Start a command of Slurm. Raises UsageError if it is not installed."""
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=start_new_session
+        )
+    except OSError:
+        raise UsageError(
+            f"--on slurm: no command {command[0]} on this machine. Log in to a machine of a Slurm cluster"
+        ) from None
+
+
+def _call(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm. Raises UsageError if it is not installed; without a reply in time, the status is 1."""
+    with _open(*command) as process:
+        try:
+            output, errors = process.communicate(timeout=_REPLY_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return subprocess.CompletedProcess(command, 1, "", f"no reply within {_REPLY_S:g} s")
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _number_of_job(text: str) -> str | None:
+    found = re.match(r"(\d+)(;|\s*$)", text)
+    return None if found is None else found[1]
+
+
+def _end_of(job: str | None, state: str, reason: str, fields: Mapping[str, str]) -> RunEnd:
+    code, _, number = fields.get("ExitCode", "").partition(":")
+    status = int(code) if code.isdigit() and code != "0" else 128 + int(number) if number not in ("", "0") else 0
+    if state == "COMPLETED":
+        return RunEnd(status, None)
+    because = "" if reason in ("None", "NonZeroExitCode") else f" ({reason})"
+    return RunEnd(status or 1, f"job {job} ended in state {state}{because} with status {status or 1}")
+
+
+def _last_error(text: str) -> str:
+    """Return the first line of a command's errors, without the command's name."""
+    lines = [re.sub(r"^\w+: (error: )?", "", line) for line in text.splitlines() if line.strip()]
+    return printable(lines[0], _SHOWN_CHARS) if lines else "no reason is given"
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "")
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"the environment variable {name} is {text!r}, expected a whole number from 0 up")
+    return int(text)
+
+
+def _report(text: str) -> None:
+    print(f"paceline run: {text}", file=sys.stderr, flush=True)

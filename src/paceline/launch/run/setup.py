@@ -1,0 +1,305 @@
+"""Plan this launcher's part of a run: its ranks and servers, their addresses and their token."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, replace
+
+from paceline.environment import environment, num_cores
+from paceline.errors import AddressError, UsageError
+from paceline.launch.engines import Placement, read_placement
+from paceline.launch.engines.slurm import find_address
+from paceline.launch.local import Share
+from paceline.launch.run.node import wait_host, with_variables
+from paceline.launch.run.options import RunOptions
+from paceline.launch.run.plan import (
+    LOOPBACK,
+    ClusterFile,
+    Layout,
+    lay_out_node,
+    lay_out_worker,
+    read_cluster_file,
+    servers_of_node,
+)
+from paceline.meeting.credentials import job_token
+from paceline.meeting.rendezvous import is_loopback, own_host, port_of_job
+from paceline.strategies import STRATEGIES, ElasticOptions, StrategyChoice, choose_strategy, needs_servers
+from paceline.transport import TLS, Address, make_token
+from paceline.transport.addresses import bind_tcp
+from paceline.transport.security.authentication import MAKE_TOKEN, check_token
+
+PATIENCE_S = 300.0
+"""Time for all machines to start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The checked options of a run."""
+
+    layout: Layout | None
+    """The ranks of this launcher; None for a server of a static cluster."""
+    choice: StrategyChoice
+    token: str
+    tls: TLS | None
+    num_ranks: int
+    """Number of ranks on all machines."""
+    share: Share | None
+    """This launcher's part of a cluster that several machines share; None: the whole cluster."""
+    num_cores: int
+    """Number of cores for all ranks on this machine."""
+
+
+def find_placement(options: RunOptions) -> Placement | None:
+    """Return this launcher's place in a step of Slurm, unless the options name one. Raises UsageError."""
+    if options.cluster or options.master_addr or options.node_rank is not None:
+        return None
+    if options.nnodes is not None and options.job is None:
+        return None
+    placement = read_placement(os.environ)
+    is_alone = placement is not None and placement.num_launchers == 1 and options.job is None
+    return None if is_alone else placement
+
+
+def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
+    """Plan one of `--nnodes` nodes or, with a `placement`, one launcher of a step."""
+    tls = _find_tls(options)
+    if placement is None:
+        for name, value in (("--job", options.job), ("--index", options.index)):
+            if value is not None:
+                raise UsageError(
+                    f"{name} {value} is for --cluster FILE and steps of srun. Pass --cluster too, or leave {name} out"
+                )
+        options = with_variables(options)
+        layout = _lay_out_node(options)
+    else:
+        layout = _lay_out_launcher(options, placement)
+    choice = _choose(options, layout.world_size)
+    if isinstance(choice.options, ElasticOptions) and placement is not None and placement.num_launchers > 1:
+        raise UsageError(
+            f"--min-ranks {choice.options.min_ranks}: supported for one launcher, but this step of srun has "
+            f"{placement.num_launchers}"
+        )
+    if not layout.master_port:
+        layout = _with_free_port(layout)
+    elif layout.node == 0 and options.job != "server":
+        _check_free(_bindable(Address("tcp", layout.master_addr, layout.master_port)), "--master-port")
+    nnodes = layout.world_size // len(layout.ranks)
+    token = environment().token
+    if nnodes == 1 and placement is None:
+        token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")
+    elif placement is not None and token is None:
+        token = job_token(placement.job)
+    else:
+        token = _need_token(f"the ranks of {nnodes} nodes")
+    share = None
+    if choice.consistency is not None and (nnodes > 1 or placement is not None):
+        share = _share_of_node(options, choice, layout, nnodes, placement)
+    elif options.job == "server":
+        raise UsageError(f"--job server: strategy {choice.name} has no servers")
+    return Setup(
+        layout=None if options.job == "server" else layout,
+        choice=choice,
+        token=token,
+        tls=tls,
+        num_ranks=layout.world_size,
+        share=share,
+        num_cores=num_cores() if placement is None else placement.num_cores or num_cores(),
+    )
+
+
+def _lay_out_node(options: RunOptions) -> Layout:
+    nnodes = 1 if options.nnodes is None else options.nnodes
+    return lay_out_node(
+        nproc_per_node=_num_processes(options, nnodes),
+        nnodes=nnodes,
+        node_rank=options.node_rank or 0,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+    )
+
+
+def _lay_out_launcher(options: RunOptions, placement: Placement) -> Layout:
+    """Return the ranks of a launcher in a step; for a launcher of servers, the ranks of the first launcher."""
+    has_ranks = options.job != "server"
+    nnodes = placement.num_launchers if has_ranks else options.nnodes or 1
+    # The servers are another step of the same job, so both steps compute the port from the job.
+    name = placement.job if options.job is not None else f"{placement.job}/{placement.step}"
+    layout = lay_out_node(
+        nproc_per_node=_num_processes(options, nnodes),
+        nnodes=nnodes,
+        node_rank=placement.launcher if has_ranks else 0,
+        master_addr=find_address(placement.nodes[0]),
+        master_port=options.master_port or port_of_job(name),
+    )
+    num_ranks = len(layout.ranks)
+    first = placement.local_launcher * num_ranks
+    return replace(
+        layout,
+        local_ranks=tuple(range(first, first + num_ranks)),
+        local_world_size=placement.num_local_launchers * num_ranks,
+    )
+
+
+def _choose(options: RunOptions, num_ranks: int) -> StrategyChoice:
+    return choose_strategy(
+        options.strategy,
+        processes=num_ranks,
+        servers=options.servers,
+        consistency=options.consistency,
+        replicas=options.replicas,
+        flags=options.flags,
+    )
+
+
+def _share_of_node(
+    options: RunOptions, choice: StrategyChoice, layout: Layout, nnodes: int, placement: Placement | None
+) -> Share:
+    scheduler = Address("tcp", layout.master_addr, layout.master_port + 1)
+    if options.job == "worker":  # another step has the scheduler and all servers
+        return Share(scheduler=scheduler.netloc, runs_scheduler=False, servers={}, patience_s=PATIENCE_S)
+    if placement is None:
+        launcher, num_launchers = layout.node, nnodes
+    else:
+        launcher, num_launchers = placement.launcher, placement.num_launchers
+    host = wait_host(layout.master_addr, PATIENCE_S)
+    bind = Address("tcp", host, scheduler.port)
+    if launcher == 0:
+        _check_free(bind, "the scheduler, at --master-port + 1")
+    own_address = Address("tcp", host, 0).netloc
+    return Share(
+        scheduler=scheduler.netloc,
+        runs_scheduler=launcher == 0,
+        servers=dict.fromkeys(servers_of_node(choice.servers, num_launchers, launcher), own_address),
+        bind=bind.netloc,
+        patience_s=PATIENCE_S,
+    )
+
+
+def _num_processes(options: RunOptions, nnodes: int) -> int:
+    """Return the number of processes of a node: the requested number, else a share of the strategy's, else 1."""
+    if options.nproc_per_node is not None:
+        return options.nproc_per_node
+    spec = STRATEGIES.get(options.strategy or "")
+    if spec is None or spec.choose_options is None or not spec.flags_set_processes:
+        return 1
+    chosen = spec.choose_options(options.flags.given(), None)
+    assert chosen is not None
+    needed = chosen.num_processes
+    if needed % nnodes:
+        raise UsageError(
+            f"{needed} processes of a {spec.name} cannot be divided equally among {nnodes} nodes. Choose other --stages"
+        )
+    return needed // nnodes
+
+
+def plan_cluster(options: RunOptions) -> Setup:
+    tls = _find_tls(options)
+    assert options.cluster is not None
+    for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "servers"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--cluster FILE contains the processes' addresses. Leave --{name.replace('_', '-')} out")
+    cluster = read_cluster_file(options.cluster)
+    job, index = cluster.check_task(options.job, options.index)
+    num_servers = len(cluster.servers)
+    choice = choose_strategy(
+        options.strategy,
+        processes=len(cluster.workers),
+        servers=num_servers or (0 if needs_servers(options.strategy) else None),
+        consistency=options.consistency,
+        replicas=options.replicas,
+        flags=options.flags,
+    )
+    token = _need_token(f"the processes of {options.cluster}")
+    layout = None
+    if job == "worker":
+        layout = lay_out_worker(cluster, index)
+        if index == 0 and len(cluster.workers) > 1:
+            _check_free(_bindable(cluster.workers[0]), f"worker 0 of {options.cluster}")
+    share = None
+    if num_servers:
+        share = _share_of(cluster, job, index, str(options.cluster))
+    return Setup(
+        layout=layout,
+        choice=choice,
+        token=token,
+        tls=tls,
+        num_ranks=len(cluster.workers),
+        share=share,
+        num_cores=num_cores(),
+    )
+
+
+def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
+    first = cluster.servers[0]
+    servers: dict[int, str] = {}
+    if job == "server":
+        bind = _bindable(cluster.servers[index])
+        _check_free(bind, f"server {index} of {name}")
+        # The scheduler uses the first server's address, and the first server uses a free port.
+        servers[index] = Address("tcp", bind.host, 0 if index == 0 else bind.port).netloc
+    return Share(
+        scheduler=first.netloc,
+        runs_scheduler=job == "server" and index == 0,
+        servers=servers,
+        bind=_bindable(first).netloc if job == "server" and index == 0 else "",
+        patience_s=PATIENCE_S,
+    )
+
+
+def _bindable(place: Address) -> Address:
+    """Return the address to bind for a public address, because a host's own name may resolve to loopback."""
+    return Address("tcp", own_host(place.host), place.port)
+
+
+def _find_tls(options: RunOptions) -> TLS | None:
+    """Return the TLS settings from the options, else from the environment. Raises UsageError if they are invalid."""
+    settings = environment()
+    tls = options.tls.load() or TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    if tls is not None:
+        tls.server_context()
+        tls.client_context()
+    return tls
+
+
+def _need_token(user: str) -> str:
+    token = environment().token
+    if token is None:
+        raise UsageError(
+            f"no token for {user}. Set PACELINE_TOKEN to the same secret on all machines (create it: {MAKE_TOKEN})"
+        )
+    return check_token(token, "PACELINE_TOKEN")
+
+
+def _check_free(place: Address, purpose: str) -> None:
+    """Raise UsageError if the address cannot be bound."""
+    try:
+        for listening in bind_tcp(place):
+            listening.close()
+    except AddressError as error:
+        reason = str(error).partition("; ")[0]
+        raise UsageError(f"{purpose}: {reason}. Choose a free address") from None
+
+
+def _with_free_port(layout: Layout) -> Layout:
+    if not is_loopback(layout.master_addr):
+        raise UsageError(f"--master-addr {layout.master_addr}: pass --master-port too, a free port of this machine")
+    with socket.socket(socket.AF_INET6 if ":" in layout.master_addr else socket.AF_INET) as probe:
+        probe.bind((layout.master_addr, 0))
+        port = int(probe.getsockname()[1])
+    return replace(layout, master_port=port)
+
+
+def plan_roles(options: RunOptions) -> tuple[int, int, int]:
+    """Return the ranks per node, the servers and the nodes of a run that an engine starts. Raises UsageError."""
+    for name in ("cluster", "node_rank", "master_addr", "job", "index"):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--on {options.engine.on}: the engine places the processes. Leave {flag} out")
+    layout = _lay_out_node(replace(options, master_addr=LOOPBACK))
+    num_nodes = options.nnodes or 1
+    choice = _choose(options, layout.world_size)
+    if isinstance(choice.options, ElasticOptions) and num_nodes > 1:
+        minimum = choice.options.min_ranks
+        raise UsageError(f"--min-ranks {minimum}: supported on one machine, not with --nodes {num_nodes}")
+    return len(layout.ranks), choice.servers, num_nodes
