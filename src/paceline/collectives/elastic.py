@@ -49,7 +49,7 @@ class _NoNewcomersError(Exception):
 class ElasticGroup(Closing):
     """The ranks of an elastic training, as one rank uses them.
 
-    Before :meth:`enter` it is a group of this process alone. All ranks make the same calls in the same order. If a rank
+    Before :meth:`enter` the group has only this process. All ranks make the same calls in the same order. If a rank
     dies during a call, the other ranks repeat the call without this rank. A newcomer enters when the other ranks call
     :meth:`admit`, and then makes the same calls as the other ranks.
 

@@ -262,7 +262,7 @@ class Iterations:
             self._pushed[iteration].discard(worker)
             if not self._pushed[iteration]:
                 del self._pushed[iteration]
-        if self._unretained_below is not None:  # the iterations of the dropped pushes may never complete
+        if self._unretained_below is not None:  # do not wait for dropped pushes
             self._unretained_below = min(self._unretained_below, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:

@@ -84,7 +84,7 @@ class DelayCompensation:
         values = np.empty(len(grads), np.float32)
         part.pull(selection, values)
         change = np.where(np.isnan(before), np.float32(0), values - before)
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result for overflow
             return grads + self._strength * grads * grads * change
 
     def forget(self, worker: int) -> None:
