@@ -68,9 +68,7 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
         "train", click_log[0], "--epochs", "100000", "--progressive", *joining, "--save", "unfinished"
     )
     long.wait_trains()
-    second = paceline.run("train", click_log[0], *joining, "-q")
-    assert second.status == 1
-    assert "another training uses this cluster" in second.err
+    second = paceline.start("train", click_log[0], *joining, "-q")  # takes seconds before it calls the scheduler
     ports = [address, *(found.group(1) for found in listening if found is not None)]
     assert len(ports) == 3
     for port in ports:  # a process that is no peer is rejected, and no other process notices
@@ -83,6 +81,9 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert "token" in stranger.err
     late = paceline.start("worker", *joining)
     late.wait_line("joined the cluster")
+    refused = second.wait()
+    assert refused.status == 1
+    assert "another training uses this cluster" in refused.err
     long.signal(signal.SIGINT)
     finished = long.wait()
     assert finished.status == 130

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import pytest
-
 from paceline.launch.fork_server import CHILD, Forked, ForkServer
 
 from .zygote import MODULES
@@ -100,6 +98,8 @@ def close() -> None:
 @contextlib.contextmanager
 def clusters_from_warm_parents() -> Iterator[None]:
     """Fork the local clusters of this process from loaded modules."""
+    import pytest
+
     with pytest.MonkeyPatch.context() as patch:
         if are_warm():
             patch.setattr(ForkServer, "start", lambda module=CHILD: connect("plain", module))

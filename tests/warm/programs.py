@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import importlib
 import os
 import runpy
@@ -18,10 +19,12 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.cli import load_commands
 from paceline.launch.child import prepare as prepare_roles
 from paceline.launch.fork_server import CHILD, ForkServer
 from paceline.launch.run import processes as run_processes
 from paceline.launch.warm_parent import reason_not_to_fork, serve, set_title
+from paceline.tables.compile import compile_kernels
 
 from .processes import RANKS, WarmProcess
 
@@ -29,9 +32,19 @@ MARK = "PACELINE_TEST_SESSION"
 _start_afresh = ForkServer.start
 
 
+@functools.cache
 def prepare() -> None:
-    """Load the kernels and the imports of every role."""
+    """Load all kernels, the imports of every role, and the parameters of every command."""
     prepare_roles()
+    compile_kernels()
+    _load_parameters(load_commands())
+
+
+def _load_parameters(command: Any) -> None:
+    for parameter in command.params:
+        parameter.get_runtime_param()
+    for subcommand in getattr(command, "commands", {}).values():
+        _load_parameters(subcommand)
 
 
 def main() -> NoReturn:

@@ -15,9 +15,13 @@ import sys
 
 from paceline.launch.warm_parent import serve
 
+_COMMANDS = ["paceline.cli.train", "paceline.training.driver", "paceline.training.predict", "paceline.collectives"]
 MODULES = {
-    "plain": ["paceline.cli.app", "paceline.cli.train", "paceline.training.driver", "paceline.collectives"],
-    "torch": ["torch._dynamo", "paceline.torch.strategies", "tests.conformance.conformance"],
+    "plain": _COMMANDS,
+    "torch": [
+        *("torch._dynamo", "paceline.torch.strategies", "tests.conformance.conformance"),
+        *("paceline.models.deep.networks", *_COMMANDS),
+    ],
     "workers": [],
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,17 +34,25 @@ def main() -> None:
         _fail("interrupted", 130)
 
 
+@functools.cache
+def load_commands() -> Any:
+    """Return the group of all commands."""
+    import typer
+
+    from .app import app
+
+    return typer.main.get_command(app)
+
+
 def _run(words: list[str], fork_server: ForkServer | None) -> None:
     import typer
 
     from paceline.errors import PacelineError, UsageError
 
-    from .app import app
-
     raise_on_sigterm()
     # Typer contains a copy of click, whose exception class has no public name. Get it from a subclass.
     wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
-    commands: Any = typer.main.get_command(app)
+    commands = load_commands()
     try:
         # Do not call app(), because it handles signals itself.
         with commands.make_context("paceline", words, obj=fork_server) as context:
