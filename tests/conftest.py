@@ -60,7 +60,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
             spec.python = f"{sys.executable} -m {workers.__name__}"
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         for kind in ("plain", "torch"):
-            processes.connect(kind, processes.PROGRAMS).close()
+            processes.request_parent(kind, processes.PROGRAMS).close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -28,7 +28,7 @@ Without it ranks are started as new processes.
 """
 PROGRAMS = "tests.warm.programs"
 """The process from which all except workers are forked."""
-_PATIENCE_S = 120.0
+_PATIENCE_S = 300.0
 _TITLE_BYTES = 4096
 _fork_servers: dict[tuple[int, str], ForkServer] = {}
 _lock = threading.Lock()
@@ -71,7 +71,15 @@ def are_warm() -> bool:
 
 
 def connect(kind: str, module: str) -> ForkServer:
-    """Return a new fork server for processes that run a module."""
+    """Return a new fork server for processes that run a module, as soon as it has loaded its modules."""
+    line = request_parent(kind, module)
+    line.settimeout(_PATIENCE_S)
+    assert line.recv(1), f"the process of the kind {kind} ended while it loaded its modules"
+    return ForkServer(line)
+
+
+def request_parent(kind: str, module: str) -> socket.socket:
+    """Return a connection to a kind's process, which loads its modules and then sends one byte."""
     path = f"{os.environ[_PLACE]}/{kind}"
     deadline = time.monotonic() + _PATIENCE_S
     while True:
@@ -85,7 +93,7 @@ def connect(kind: str, module: str) -> ForkServer:
             time.sleep(0.01)
         else:
             line.sendall(module.encode() + b"\n")
-            return ForkServer(line)
+            return line
 
 
 def close() -> None:

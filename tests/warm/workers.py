@@ -1,8 +1,8 @@
 """pytest's workers as forks of a process that has collected the tests, and so has imported all modules.
 
 Otherwise each worker would need ten seconds. xdist starts ``python -m tests.warm.workers`` instead of a worker. It has
-the worker forked with its own streams, and ends with the worker. It needs few modules, so
-functions import the rest.
+the worker forked with its own streams, and ends with the worker. It needs few modules, so functions import the
+rest.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -42,6 +43,8 @@ def main(kind: str, path: str) -> None:
             for name in MODULES[kind]:
                 importlib.import_module(name)
             module.prepare()
+            with contextlib.suppress(BrokenPipeError):  # pytest's first process has closed the connection
+                line.sendall(b"\n")
             if os.fork() == 0:
                 listener.close()
                 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
