@@ -9,7 +9,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from paceline.protocol.jobs.messages import JobNews, JobRequest
-from paceline.protocol.membership import Role
+from paceline.protocol.membership import ProcessIdentity, Role
 from paceline.protocol.scheduler import messages
 from paceline.protocol.scheduler.cluster import HEARTBEATS_PER_TIMEOUT
 from paceline.protocol.scheduler.events import SendMessage
@@ -45,6 +45,7 @@ class SimulatedNode(MessageProcess):
         self.oracle = around.oracle
         self.role: Role = role
         self.is_extra = is_extra
+        self.identity: ProcessIdentity | None = None
         self.state = MemberState(around.settings.num_buckets)
         self._end = MemberEnd()
         self._is_welcome = False  # by the scheduler of the present connection
@@ -116,7 +117,9 @@ class SimulatedNode(MessageProcess):
         name, state = self.name, self.state
         message: messages.Register | messages.Rejoin
         if state.welcome is None:
-            message = messages.Register(node=name, role=self.role, address=name, is_extra=self.is_extra)
+            message = messages.Register(
+                node=name, role=self.role, address=name, is_extra=self.is_extra, process=self.identity
+            )
             state.registration = message
         else:
             message = state.rejoin((), self._end.ledger.memory(self.own_time_s))

@@ -323,9 +323,9 @@ OF_PRODUCT: Final = (
         "incarnation-not-gone",
         "members are not informed of the death of a member whose rank is used again",
         "protocol/scheduler/views.py",
-        "removed=tuple([member.incarnation for member in base.members if member not in after]),",
+        "removed=tuple([member.incarnation for member in base.members if member.incarnation not in after]),",
         "removed=tuple([each.incarnation for each in base.members if (each.role, each.rank) not in "
-        "{(other.role, other.rank) for other in after}]),",
+        "{(other.role, other.rank) for other in view.members}]),",
         unit=("tests/unit/ps/test_view_messages.py",),
         simulation=_PRODUCT,
     ),

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from operator import itemgetter
+from typing import Annotated, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from paceline.errors import UsageError
 from paceline.protocol.bounds import BucketMask, Natural, Number, Version
-from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
+from paceline.protocol.buckets import NUM_BYTES, Buckets, buckets_in, from_bytes
 from paceline.protocol.placement import NUM_BUCKETS, place
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
@@ -40,7 +41,10 @@ class ChainGroup(Struct, frozen=True, array_like=True):
 
     members: tuple[Number, ...]
     filling: Number | None
-    mask: BucketMask
+    mask: Annotated[bytes, Meta(max_length=NUM_BYTES)]
+    """The mask of the buckets, in little-endian order, without zero bytes at its ends."""
+    num_zeros: Annotated[int, Meta(ge=0, lt=NUM_BYTES)] = 0
+    """The number of zero bytes before `mask`."""
 
     def __post_init__(self) -> None:
         chain = in_chain(self.members, self.filling)
@@ -49,7 +53,7 @@ class ChainGroup(Struct, frozen=True, array_like=True):
 
     @property
     def buckets(self) -> Buckets:
-        return int.from_bytes(self.mask, "little")
+        return int.from_bytes(self.mask, "little") << 8 * self.num_zeros
 
 
 class Filled(Struct, frozen=True, tag=True):
@@ -68,7 +72,9 @@ class Filled(Struct, frozen=True, tag=True):
 
 
 def chain_group(members: tuple[int, ...], filling: int | None, buckets: Buckets) -> ChainGroup:
-    return ChainGroup(members, filling, to_bytes(buckets))
+    num_zeros = max((buckets & -buckets).bit_length() - 1, 0) // 8
+    mask = buckets >> 8 * num_zeros
+    return ChainGroup(members, filling, mask.to_bytes((mask.bit_length() + 7) // 8, "little"), num_zeros)
 
 
 SERVER: Final = StateTable(
@@ -150,6 +156,35 @@ def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:
             f"{max(chains, default=-1)}: expected each bucket from 0 on in one group."
         )
     return tuple(chains[bucket] for bucket in range(num_named))
+
+
+def changed_groups(before: Iterable[ChainGroup], after: Iterable[ChainGroup]) -> tuple[ChainGroup, ...]:
+    """Return the groups of the buckets whose chains differ; see :func:`with_changes`."""
+    former = {(group.members, group.filling): group.buckets for group in before}
+    changes = []
+    for group in after:
+        changed = group.buckets & ~former.get((group.members, group.filling), 0)
+        if changed:
+            changes.append(chain_group(group.members, group.filling, changed))
+    return tuple(changes)
+
+
+def with_changes(groups: tuple[ChainGroup, ...], changes: tuple[ChainGroup, ...]) -> tuple[ChainGroup, ...]:
+    """Return the groups after these changes, in the order of :func:`groups_of`."""
+    if not changes:
+        return groups
+    changed = 0
+    for group in changes:
+        changed |= group.buckets
+    masks: dict[tuple[tuple[int, ...], int | None], int] = {}
+    for group, mask in (
+        *((group, group.buckets & ~changed) for group in groups),
+        *((group, group.buckets) for group in changes),
+    ):
+        key = group.members, group.filling
+        masks[key] = masks.get(key, 0) | mask
+    ordered = sorted(((mask & -mask, chain, mask) for chain, mask in masks.items() if mask), key=itemgetter(0))
+    return tuple(chain_group(members, filling, mask) for _, (members, filling), mask in ordered)
 
 
 def has_followers(groups: Iterable[ChainGroup]) -> bool:

@@ -260,7 +260,7 @@ class Coordinator:
 
     def _decide(self) -> list[QuorumInstruction]:
         """Start the next quorum if all living members have reported."""
-        if self.has_failed or not self._alive or self._alive - self._reports.keys():
+        if self.has_failed or not self._alive or len(self._reports) < len(self._alive):
             return []
         reports = [self._reports[member] for member in sorted(self._alive)]
         step = max(self._step_of_left, *(report.step for report in reports))

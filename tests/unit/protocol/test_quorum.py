@@ -191,12 +191,17 @@ class Rank:
         """Whether the rank waits for the coordinator's answer."""
         self.phase = 0
         """0: contributes to the exchange next; 1: awaits its result; 2: contributes to the vote next; 3: awaits it."""
+        self.prepared_in = 0
+        """Quorum of the last exchange with a result."""
         self.knows_newcomers = False
         self.pending: JoinRequest | QuorumReport = JoinRequest(member, 0)
 
 
 class Elastic(RuleBasedStateMachine):
-    """Ranks, collectives that fail on any subset of ranks, lost reports, deaths, joins and timeouts."""
+    """Ranks, collectives that fail on any subset of ranks, deaths and storms of joins.
+
+    Requests and answers are lost, and ranks that are cut off from the coordinator live on after the timeout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,6 +218,8 @@ class Elastic(RuleBasedStateMachine):
         """By quorum and step: whether the coordinator's next quorum commits the step."""
         self.applied: dict[int, set[int]] = {}
         """Members that have committed, by step."""
+        self.results: dict[int, int] = {}
+        """Quorum of the exchange whose result was committed, by step."""
         self.highest = 0
 
     def living(self) -> list[int]:
@@ -233,9 +240,9 @@ class Elastic(RuleBasedStateMachine):
                     self.has_announced.add(quorum)
                 case BreakQuorum(quorum=quorum):
                     self.broken.add(quorum)
-                case ExpelMember(member=member) | RejectMember(member=member) | DismissProcess(member=member):
+                case RejectMember(member=member) | DismissProcess(member=member):
                     self.ranks.pop(member, None)
-                case RetryJoin(member=member):
+                case ExpelMember() | RetryJoin():  # a rank that is cut off is not killed
                     pass
 
     def enter(self, rank: Rank, start: StartQuorum) -> None:
@@ -250,6 +257,7 @@ class Elastic(RuleBasedStateMachine):
         rank.is_waiting, rank.phase, rank.knows_newcomers = False, 0, False
 
     def apply(self, rank: Rank) -> None:
+        assert self.results.setdefault(rank.rules.step, rank.prepared_in) == rank.prepared_in, "two results of a step"
         rank.rules.has_state = True
         self.applied.setdefault(rank.rules.step, set()).add(rank.rules.member)
 
@@ -265,6 +273,15 @@ class Elastic(RuleBasedStateMachine):
         self.broken.add(rank.rules.quorum)  # the rank closes its group
         rank.pending = rank.rules.report(epoch)
         self.send(rank, is_dropped)
+
+    @precondition(lambda self: self.ranks)
+    @rule(data=st.data())
+    def cut_off(self, data: st.DataObject) -> None:
+        """Fail a rank's exchange, and lose its report. The report is sent again later."""
+        rank = self.ranks[data.draw(st.sampled_from(self.living()))]
+        if rank.rules.quorum and not rank.is_waiting:
+            self.broken.add(rank.rules.quorum)
+            rank.pending, rank.is_waiting = rank.rules.report(), True
 
     @precondition(lambda self: self.ranks)
     @rule(data=st.data(), answer_lost=st.booleans())
@@ -292,7 +309,7 @@ class Elastic(RuleBasedStateMachine):
             self.fail(rank, is_dropped=answer_lost)
         elif rank.phase == 1:
             rank.rules.prepare()
-            rank.phase = 2
+            rank.phase, rank.prepared_in = 2, quorum
         else:
             rank.rules.commit()
             rank.phase, rank.knows_newcomers = 0, self.sees_newcomers(quorum, rank.rules.step)
@@ -312,7 +329,7 @@ class Elastic(RuleBasedStateMachine):
         self.carry_out(self.coordinator.ended(member, is_failure=True))
 
     @precondition(lambda self: len(self.ranks) < 6)
-    @rule(count=st.integers(1, 3))
+    @rule(count=st.integers(1, 5))
     def start_processes(self, count: int) -> None:
         for _ in range(count):
             self.coordinator.started(self.next_member)

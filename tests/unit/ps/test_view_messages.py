@@ -9,10 +9,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paceline.errors import ProtocolError
 from paceline.protocol import NUM_BUCKETS, Member, Role
-from paceline.protocol.chains import ChainGroup, chain_group
+from paceline.protocol.chains import ChainGroup, chain_group, chains_of, groups_of
 from paceline.protocol.membership import ProcessIdentity
 from paceline.protocol.scheduler.views import View, ViewChange
 from paceline.ps import messages
@@ -74,6 +75,7 @@ def test_a_change_applied_to_the_view_before_is_the_view_after(seed: int) -> Non
     base = random_view(random)
     retained = [member for member in base.members if random.random() < 0.7]
     after = random_view(random, [*retained, *random_members(random, first=100)])
+    after = replace(after, groups=after.groups or base.groups)  # chains only change
     change = msgspec.msgpack.decode(messages.encode(ViewChange.between(base, after)), type=ViewChange[Endpoint])
     view = change.apply(received(base))
     assert sorted(view.members, key=lambda listed: listed.incarnation) == sorted(
@@ -87,10 +89,12 @@ def test_a_change_applied_to_the_view_before_is_the_view_after(seed: int) -> Non
 
 def test_unchanged_chains_are_not_sent_again() -> None:
     base = random_view(Random(1))
-    after = random_view(Random(2), list(base.members))
     same = View(base.term, base.epoch + 1, base.version, base.members, base.groups)
-    assert ViewChange.between(base, same).groups is None
-    assert ViewChange.between(base, after).groups == after.groups
+    assert ViewChange.between(base, same).groups == ()
+    chain = chain_group((7, 9), None, 1 << 5)
+    others = [chain_group(each.members, each.filling, each.buckets & ~chain.buckets) for each in base.groups]
+    moved = replace(same, groups=groups_of(chains_of([chain, *others])))
+    assert ViewChange.between(base, moved).groups == (chain,)
     unchanged = ViewChange.between(base, base)
     assert (unchanged.joined, unchanged.removed) == ((), ())
 
@@ -107,7 +111,8 @@ def test_a_change_of_another_view_is_refused() -> None:
         {"epoch": -1},
         {"groups": [((1,), None, b"\5" + b"\0" * 63)]},
         {"groups": [((1, 1), None, b"\0" * 64)]},
-        {"groups": [((1,), None, b"\0" * 63)]},
+        {"groups": [((1,), None, b"\0" * 65)]},
+        {"groups": [((1,), None, b"\1", 64)]},
         {"members": [{"node": "s", "role": "server", "rank": 0, "incarnation": 1}]},
         {"members": [{"node": "w", "role": "boss", "rank": 0, "incarnation": 1}]},
     ],

@@ -20,7 +20,7 @@ from paceline.protocol.scheduler import events
 from paceline.protocol.scheduler.events import Event, Instruction, MessageReceived
 from paceline.protocol.scheduler.leading import Leader
 from paceline.protocol.scheduler.members import Newcomers
-from paceline.protocol.scheduler.messages import Drain, Leave, Promised, Register, Rejoin
+from paceline.protocol.scheduler.messages import Drain, Heartbeat, Leave, Promised, Register, Rejoin
 from paceline.protocol.scheduler.next_view import NextView, Suspects
 from paceline.protocol.scheduler.publication import Publication
 from paceline.protocol.scheduler.recovery import Abandoned, Recovery, Succession
@@ -140,6 +140,11 @@ class ClusterCore:
         return self._recovery.missing_members() if self.phase is Phase.RECOVERING else ()
 
     @property
+    def newly_missing(self) -> tuple[Member, ...]:
+        """The missing members, if the last event may have changed them."""
+        return self.missing_members if self._recovery.has_decided else ()
+
+    @property
     def suspects(self) -> Suspects:
         return self._leader.next.suspects
 
@@ -166,6 +171,8 @@ class ClusterCore:
             case Phase.LEADING, MessageReceived(_, Rejoin(highest_term=term)) if term > self.term:
                 self.phase = self.phase.after("Rejoin")
                 return [events.Superseded(term)]
+            case Phase.FORMING | Phase.RECOVERING, MessageReceived(_, Heartbeat()):
+                return []
             case Phase.LEADING, _:
                 return self._leader.handle(event, self._time_s)
         out = self._await(event)

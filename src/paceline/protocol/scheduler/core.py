@@ -55,6 +55,8 @@ class SentViews:
         self._for_workers = View(is_partial=True)
         self._sent: dict[object, View] = {}  # the last committed view that was sent
         self._prepared: dict[object, View] = {}  # the last view that was sent to be prepared
+        # The changes between two views, by their identities, with both views. Many members receive the same change.
+        self._changes: dict[tuple[int, int], tuple[View, View, PrepareView]] = {}
 
     def forget(self, peer: object) -> None:
         self._sent.pop(peer, None)
@@ -67,9 +69,16 @@ class SentViews:
     def prepare(self, peer: object, view: View) -> PrepareView:
         sent = self._sent.get(peer)
         self._prepared[peer] = view
-        return PrepareView(view if sent is None else ViewChange.between(sent, view))
+        return PrepareView(view) if sent is None else self._change(sent, view)
+
+    def _change(self, base: View, view: View) -> PrepareView:
+        key = id(base), id(view)
+        if key not in self._changes:
+            self._changes[key] = base, view, PrepareView(ViewChange.between(base, view))
+        return self._changes[key][2]
 
     def commit(self, view: View) -> None:
+        self._changes = {}
         partial = view.without_workers()
         if partial.term != self._for_workers.term or not partial.same_servers(self._for_workers):
             self._for_workers = partial
@@ -82,7 +91,9 @@ class SentViews:
         new = self._sent[peer] = self._for_workers if sent.is_partial else view
         if self._prepared.get(peer) is view:
             return CommitView(view.term, view.epoch)
-        return ViewChange.between(sent, new)
+        change = self._change(sent, new).view
+        assert isinstance(change, ViewChange)
+        return change
 
 
 _MAY_DIFFER: Final = ("cluster", "heartbeat_timeout_s")
@@ -119,7 +130,7 @@ class SchedulerCore:
 
     def is_watched(self, incarnation: int) -> bool:
         """Whether the runtime must report the end of this process."""
-        return self.cluster.phase is Phase.RECOVERING or incarnation in self.cluster.newest.incarnations
+        return self.cluster.phase is Phase.RECOVERING or self.cluster.membership.find(incarnation) is not None
 
     def connected(self, peer: object) -> None:
         self.sessions.connect(peer)
@@ -241,7 +252,7 @@ class SchedulerCore:
         self.sessions.join(peer, request)
         self.sessions.connected[peer].end.is_foreign = True
         out = self.handle(MessageReceived(peer, rejoin), time_s)
-        return out + [events.WatchProcess(member, is_connected=False) for member in self.cluster.missing_members]
+        return out + [events.WatchProcess(member, is_connected=False) for member in self.cluster.newly_missing]
 
     def _differing_setting(self, rejoin: Rejoin) -> str | None:
         """Return the first setting of a former scheduler's cluster that differs from this scheduler's setting."""

@@ -29,6 +29,7 @@ class Leader:
         self.newcomers = Newcomers()
         self.peers = MemberPeers()
         self._taken_over: events.TakenOver | None = None
+        self._connected: list[tuple[object, Member]] = []  # members that connected during this event
         self._welcomes: list[tuple[object, Member]] = []  # new members, until a view with them is committed
         self._removed: list[events.Removed] = []  # removed members, until a view without them is committed
         self._has_changed = self._is_flushing = False
@@ -101,11 +102,15 @@ class Leader:
                 self._drain(self.peers.incarnation_of(peer))
             case MessageReceived(_, Filled() as filled):
                 if self.next.filled(filled.version, filled.target, filled.buckets):
-                    self._plan()
+                    self._flush_soon()
             case MessageReceived(peer, Prepared(term, epoch)):
-                self._has_changed |= self.publication.prepared(self.peers.incarnation_of(peer) or 0, term, epoch)
+                if self.publication.prepared(self.peers.incarnation_of(peer) or 0, term, epoch):
+                    proposal = self.publication.proposal
+                    self._has_changed |= proposal is not None and proposal.is_accepted(self.next.ended)
             case events.Flush():
                 self._is_flushing, self._has_changed = False, True
+                if self.next.has_fills:
+                    self._plan()
             case events.TimePassed():
                 ranks, groups = self.membership.servers, self.next.planner.groups
                 if self.publication.is_established and self.next.suspects.suspect_unreachable(ranks, groups, time_s):
@@ -145,7 +150,7 @@ class Leader:
             self._plan()
 
     def _flush_soon(self) -> None:
-        """Publish a new worker after a short delay, together with other workers that register by then."""
+        """Publish a new worker or a filled replica after a short delay, together with the others of this time."""
         if not self._is_flushing:
             self._is_flushing = True
             self._out.append(events.FlushSoon())
@@ -153,7 +158,7 @@ class Leader:
     def _connect(self, peer: object, member: Member) -> None:
         self.peers.connect(member.incarnation, peer)
         self.next.drains.connected(member.incarnation)
-        self._welcomes.append((peer, member))
+        self._connected.append((peer, member))
         proposal = self.publication.proposal
         if proposal is not None and member.incarnation in proposal.audience:
             self._out.append(events.Prepare((peer,), proposal.view))
@@ -217,7 +222,7 @@ class Leader:
             self._out.append(events.DeclareDead(peer, reason))
         if self._taken_over is not None:
             self._taken_over = self._taken_over.without(member)
-        elif member.role is Role.WORKER and incarnation in self.publication.committed.incarnations:
+        elif member.role is Role.WORKER and incarnation in self.publication.incarnations:
             self._removed.append(events.Removed(member, reason))  # until a view without this member is committed
         else:
             self._out.append(events.Removed(member, reason))
@@ -264,10 +269,12 @@ class Leader:
 
     def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
         self._out += self.next.committed(view, former)
+        self._connected, self._welcomes = [*self._welcomes, *self._connected], []
         # A removed worker's leases are reassigned only after the commit. Before the commit, another scheduler may take
         # over from a view in which the worker is still a member.
-        self._out += [removed for removed in self._removed if removed.member.incarnation not in view.incarnations]
-        self._removed = [removed for removed in self._removed if removed.member.incarnation in view.incarnations]
+        members = self.publication.incarnations
+        self._out += [removed for removed in self._removed if removed.member.incarnation not in members]
+        self._removed = [removed for removed in self._removed if removed.member.incarnation in members]
         for server, reason in departing.items():
             if reason is None:
                 self._out += [events.ReleaseServer(peer) for peer in self.peers.of([server])]
@@ -289,12 +296,11 @@ class Leader:
         return out
 
     def _welcome(self) -> None:
-        published = self.publication.committed.incarnations if self._welcomes else frozenset()
-        waiting, self._welcomes = self._welcomes, []
-        for peer, member in waiting:
+        connected, self._connected = self._connected, []
+        for peer, member in connected:
             if self.membership.find(member.incarnation) is None:
                 continue
-            if member.role is Role.OBSERVER or member.incarnation in published:
+            if member.role is Role.OBSERVER or member.incarnation in self.publication.incarnations:
                 self._out.append(events.Admit(peer, member))
             else:
                 self._welcomes.append((peer, member))

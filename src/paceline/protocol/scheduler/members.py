@@ -76,38 +76,43 @@ class Newcomers:
 
     def __init__(self) -> None:
         self._waiting: dict[object, Register] = {}  # connection → registration
-
-    @property
-    def nodes(self) -> set[str]:
-        return {registration.node for registration in self._waiting.values()}
-
-    @property
-    def num_servers(self) -> int:
+        self._peers: dict[str, object] = {}  # node → connection
+        self.num_servers = 0
         """The number of servers that count towards the start of the cluster."""
-        return sum(
-            registration.role is Role.SERVER and not registration.is_extra for registration in self._waiting.values()
-        )
+
+    @property
+    def nodes(self) -> KeysView[str]:
+        return self._peers.keys()
 
     def add(self, peer: object, registration: Register) -> None:
         """Add a process that registers; a node's newest connection replaces its earlier one."""
-        self._waiting = {
-            known_peer: known for known_peer, known in self._waiting.items() if known.node != registration.node
-        }
+        self.forget(self._peers.get(registration.node))
+        self.forget(peer)
         self._waiting[peer] = registration
+        self._peers[registration.node] = peer
+        self.num_servers += _counts(registration)
 
     def forget(self, peer: object) -> None:
-        self._waiting.pop(peer, None)
+        registration = self._waiting.pop(peer, None)
+        if registration is not None:
+            del self._peers[registration.node]
+            self.num_servers -= _counts(registration)
 
     def take(self) -> list[tuple[object, Register]]:
         """Remove and return all processes: first the processes with a requested rank, last the extra servers."""
-        waiting, self._waiting = self._waiting, {}
-        return sorted(waiting.items(), key=lambda item: (item[1].is_extra, item[1].rank is None))
+        waiting = list(self._waiting.items())
+        self._waiting, self._peers, self.num_servers = {}, {}, 0
+        return sorted(waiting, key=lambda item: (item[1].is_extra, item[1].rank is None))
 
     def take_nodes(self, nodes: Iterable[str]) -> list[tuple[object, Register]]:
         found = [(peer, registration) for peer, registration in self._waiting.items() if registration.node in nodes]
         for peer, _ in found:
-            del self._waiting[peer]
+            self.forget(peer)
         return found
+
+
+def _counts(registration: Register) -> bool:
+    return registration.role is Role.SERVER and not registration.is_extra
 
 
 class MemberPeers:

@@ -171,6 +171,10 @@ class NextView:
         self._filled.append((target, buckets))
         return True
 
+    @property
+    def has_fills(self) -> bool:
+        return bool(self._filled)
+
     def plan(self, servers: dict[int, int]) -> None:
         committed = self.publication.committed
         if not committed.version:

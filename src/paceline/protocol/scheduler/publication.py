@@ -45,6 +45,8 @@ class Publication:
         self.term = term_after(0, salt)
         self.committed = View(term=self.term)
         """The view that members act on."""
+        self.incarnations: frozenset[int] = frozenset()
+        """The members of the committed view."""
         self.is_established = False
         self.proposal: Proposal | None = None
         self.epoch = 0
@@ -53,6 +55,7 @@ class Publication:
     def take_over(self, latest: View, term: int) -> None:
         self.term = term
         self.committed, self.epoch, self.proposal = latest, latest.epoch + VERSION_GAP, None
+        self.incarnations = latest.incarnations
 
     def may_follow(self, responsive: Collection[int], ended: Collection[int]) -> bool:
         return may_commit(self.committed.voters, ended, responsive, self.replicas)
@@ -88,5 +91,6 @@ class Publication:
 
     def _commit(self, view: View) -> Committed:
         former, self.committed, self.proposal = self.committed, view, None
+        self.incarnations = view.incarnations
         self.epoch, self.is_established = view.epoch, True
         return Committed(view, former)

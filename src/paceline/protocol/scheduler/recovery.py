@@ -31,11 +31,13 @@ class Evidence:
         self.returned = tuple(by_peer.values())
         newest = _newest(rejoin.view for rejoin in self.returned)
         complete = _newest(rejoin.view for rejoin in self.returned if not rejoin.view.is_partial)
+        self.orders = newest.order, complete.order
         self.latest = newest if newest is complete else _with_workers(newest, complete)
         """The newest view of all members, with the workers of the newest view that lists workers.
 
         The list is complete: a removal of a worker is in a view that a quorum of servers has prepared.
         """
+        self._members = self.latest.incarnations
         # The voters of every view from which the former scheduler may continue. If only workers have the newest view,
         # which lists no workers, the voters of the newest view with workers count too, because they may have stored
         # views with later workers.
@@ -47,7 +49,9 @@ class Evidence:
         return [view.voters] if is_committed else [view.voters, view.former_voters]
 
     def is_member(self, returned: Rejoin) -> bool:
-        return returned.member.role is Role.OBSERVER or not self.latest.excludes(returned.member.incarnation)
+        incarnation = returned.member.incarnation
+        is_new = self.latest.is_partial or incarnation > self.latest.last_incarnation
+        return returned.member.role is Role.OBSERVER or is_new or incarnation in self._members
 
     def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
         """Return the members of the newest view that have neither rejoined nor ended."""
@@ -169,6 +173,14 @@ class Recovery:
         self._replaces = replaces
         self._accepts_minority = accepts_minority
         self._returned: dict[object, Rejoin] = {}  # connection → record of the rejoined member
+        self._peers: dict[tuple[str, int], object] = {}  # cluster and incarnation → connection
+        # Members without which the last decision was to wait. Until all are back, no decision is needed, unless a
+        # member has a newer view. The orders are those of the newest views, as in the evidence.
+        self._awaited: set[int] = set()
+        self._orders = (0, 0), (0, 0)
+        self._num_registering = 0
+        self.has_decided = False
+        """Whether the last event needed a decision, so that other members may be missing now."""
         self._cluster = ""  # the cluster to take over
         self._ended: set[int] = set()
         self._doubted: set[int] = set()
@@ -178,28 +190,39 @@ class Recovery:
 
     def reset(self) -> None:
         """Forget the former cluster, because a new cluster uses the same incarnations for other members."""
-        self._returned, self._cluster, self._replaces = {}, "", False
+        self._returned, self._peers, self._cluster, self._replaces = {}, {}, "", False
+        self._awaited = set()
         self._ended, self._doubted, self.needed = set(), set(), ()
 
     def is_hopeless(self, time_s: float) -> bool:
         """Whether no server has rejoined in time, so that the cluster's data is missing."""
-        has_servers = any(rejoin.member.role is Role.SERVER for rejoin in self._returned.values())
-        return time_s >= self._deadline_s and not has_servers
+        members = self._returned.values()
+        return time_s >= self._deadline_s and all(rejoin.member.role is not Role.SERVER for rejoin in members)
 
     def add(self, peer: object, returned: Rejoin, time_s: float) -> None:
         if not self._returned:
             self._deadline_s = time_s + self._timeout_s
-        name = returned.cluster, returned.member.incarnation
-        for former, known in list(self._returned.items()):
-            if (known.cluster, known.member.incarnation) == name:
-                del self._returned[former]
+        incarnation, view = returned.member.incarnation, returned.view
+        name = returned.cluster, incarnation
+        if name in self._peers:
+            self.forget(self._peers[name])
+        self.forget(peer)
         self._returned[peer] = returned
+        self._peers[name] = peer
+        is_newer = view.order > self._orders[0] or (not view.is_partial and view.order > self._orders[1])
+        if is_newer or returned.former or returned.cluster != self._cluster:
+            self._awaited = set()
+        self._awaited.discard(incarnation)
 
-    def forget(self, peer: object) -> None:
-        self._returned.pop(peer, None)
+    def forget(self, peer: object) -> Rejoin | None:
+        returned = self._returned.pop(peer, None)
+        if returned is not None:
+            del self._peers[returned.cluster, returned.member.incarnation]
+            self._awaited = set()
+        return returned
 
     def leave(self, peer: object) -> list[events.Instruction]:
-        cluster, returned = self.cluster, self._returned.pop(peer, None)
+        cluster, returned = self.cluster, self.forget(peer)
         if returned is None:
             return []
         if returned.cluster == cluster:
@@ -216,6 +239,7 @@ class Recovery:
 
     def ended(self, incarnation: int) -> None:
         self._ended.add(incarnation)
+        self._awaited.discard(incarnation)
 
     def doubt(self, incarnation: int) -> None:
         """Record that the process of a member has probably ended.
@@ -223,6 +247,7 @@ class Recovery:
         If a quorum exists without this member, the take-over does not wait for the member.
         """
         self._doubted.add(incarnation)
+        self._awaited.discard(incarnation)
 
     @property
     def cluster(self) -> str:
@@ -249,6 +274,10 @@ class Recovery:
     def decide(self, registering: Collection[str], time_s: float) -> list[Outcome]:
         """Take over if the necessary members have rejoined. `registering` are the names of the nodes that register."""
         is_late = time_s >= self._deadline_s
+        self.has_decided = is_late or not self._awaited or len(registering) != self._num_registering
+        self._num_registering = len(registering)
+        if not self.has_decided:
+            return []
         if not self._returned:
             return [Abandoned()] if is_late or not self._replaces else []
         if self.cluster != self._cluster:
@@ -261,6 +290,9 @@ class Recovery:
         unwelcomed = {member.incarnation for member in latest.members if member.node in registering}
         without, missing = self._ended | unwelcomed, set[int]()
         is_complete = is_late or evidence.is_complete(without | self._doubted)
+        self._orders = evidence.orders
+        missing_members = () if is_complete else evidence.missing(without | self._doubted)
+        self._awaited = {member.incarnation for member in missing_members}
         has_quorum = evidence.has_quorum(without, self._replicas)
         if latest.voters and latest.voters <= self._ended:
             return self._give_up(evidence) if is_complete else []

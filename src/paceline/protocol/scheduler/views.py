@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.protocol.bounds import Natural, Number, Term, Version
-from paceline.protocol.chains import ChainGroup, lost_buckets
+from paceline.protocol.chains import ChainGroup, changed_groups, lost_buckets, with_changes
 from paceline.protocol.membership import Address, Member, Role
 
 
@@ -108,7 +108,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
 
     def only_adds_workers(self, former: View) -> bool:
         """Whether this view only adds workers to a former view; such a change needs no quorum."""
-        return self.same_servers(former) and set(former.members) <= set(self.members)
+        return self.same_servers(former) and former.incarnations <= self.incarnations
 
     def without_workers(self) -> View:
         servers = tuple(member for member in self.members if member.role is Role.SERVER)
@@ -130,24 +130,22 @@ class ViewChange(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
     last_incarnation: Number
     joined: tuple[Member[Address], ...] = ()
     removed: tuple[Number, ...] = ()
-    groups: tuple[ChainGroup, ...] | None = None
+    groups: tuple[ChainGroup, ...] = ()
+    """The chains of the buckets whose chains have changed."""
     former_voters: tuple[Number, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_groups(self.groups or ())
 
     @classmethod
     def between(cls, base: View, view: View) -> ViewChange:
-        before, after = set(base.members), set(view.members)
+        before, after = base.incarnations, view.incarnations
         return ViewChange(
             base=base.epoch,
             term=view.term,
             epoch=view.epoch,
             version=view.version,
             last_incarnation=view.last_incarnation,
-            joined=tuple([member for member in view.members if member not in before]),
-            removed=tuple([member.incarnation for member in base.members if member not in after]),
-            groups=None if view.groups == base.groups else view.groups,
+            joined=tuple([member for member in view.members if member.incarnation not in before]),
+            removed=tuple([member.incarnation for member in base.members if member.incarnation not in after]),
+            groups=changed_groups(base.groups, view.groups),
             former_voters=view.former_voters,
         )
 
@@ -165,7 +163,7 @@ class ViewChange(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
             version=self.version,
             last_incarnation=self.last_incarnation,
             members=(*(member for member in base.members if member.incarnation not in removed), *self.joined),
-            groups=base.groups if self.groups is None else self.groups,
+            groups=with_changes(base.groups, self.groups),
             former_voters=self.former_voters,
         )
 
@@ -263,18 +261,18 @@ class Proposal:
     released: frozenset[int] = frozenset()
     """The servers that requested to leave, and leave by this view."""
     prepared: set[int] = field(default_factory=set)
+    audience: frozenset[int] = field(init=False)
+    gaining: frozenset[int] = field(init=False)
+    voters: frozenset[int] = field(init=False)
 
-    @property
-    def audience(self) -> frozenset[int]:
-        return frozenset({*self.committed.servers, *self.view.servers})
-
-    @property
-    def gaining(self) -> frozenset[int]:
-        return gaining(self.committed.groups, self.view.groups)
+    def __post_init__(self) -> None:
+        self.audience = frozenset({*self.committed.servers, *self.view.servers})
+        self.gaining = gaining(self.committed.groups, self.view.groups)
+        self.voters = self.committed.voters
 
     def is_accepted(self, ended: Collection[int]) -> bool:
         """Whether a quorum has the view and enough of these servers stay, and all gaining servers have the view."""
-        voters = self.committed.voters
+        voters = self.voters
         quorum = commit_quorum(len(voters), self.replicas)
         has_quorum = _have(quorum, voters, ended, self.prepared)
         # A take-over from the former view needs n - quorum + 1 of its n voters (:func:`may_take_over`), and released

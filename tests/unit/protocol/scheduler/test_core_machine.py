@@ -308,6 +308,7 @@ class Run:
                 if group.filling is not None and group.members[-1:] == (node.incarnation,) and node.wire is not None:
                     node.send(messages.Filled(self.scheduler.view.version, group.filling, to_bytes(group.buckets)))
         self.scheduler.settle()
+        self.scheduler.tell(events.Flush())
 
     def check_pause(self) -> None:
         scheduler = self.scheduler

@@ -608,6 +608,7 @@ def test_released_servers_do_not_take_over_without_the_remaining_servers() -> No
     former, (a, b, c), _ = started(3, num_buckets=16)
     former.drain(a, b)
     former.feed(filled(former.view.version, c.incarnation, 0xFFFF))
+    former.feed(events.Flush())
     deliver_only(former, c)
     assert former.view.servers.keys() > {c.incarnation}  # more voters have to receive it
     assert a.wire is not None

@@ -284,7 +284,7 @@ class Scheduler:
         server = target if isinstance(target, int) else target.incarnation
         mask = sum(group.buckets for group in self.view.groups if group.filling == server)
         version = self.view.version if version is None else version
-        self.tell(filled(version, server, mask if buckets is None else buckets))
+        self.tell(filled(version, server, mask if buckets is None else buckets), events.Flush())
 
     def fill_all(self) -> None:
         """Finish all fills, one after the other."""
