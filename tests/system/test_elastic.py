@@ -87,13 +87,14 @@ print(f"ends {incarnation} {epoch} {values.double().sum().item()!r} {moments!r} 
 """
 
 _COUNT = """
-import itertools, os, signal, sys
+import itertools, os, signal, sys, time
 from pathlib import Path
 import torch
 from torch import nn
 import paceline.torch as pt
 
 num_items, victims, last, num_epochs = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3], int(sys.argv[4])
+pause_s, recovers_at = (float(sys.argv[5]), int(sys.argv[6])) if sys.argv[5:] else (0.0, 0)
 incarnation = os.environ["PACELINE_INCARNATION"]
 strategy = pt.strategy(bucket_mb=0.0001)
 
@@ -112,7 +113,7 @@ class Counts(nn.Module):  # with SGD, each weight counts in how many means its s
 
 model = Counts()
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-num_steps = num_batches = 0
+num_steps = num_batches = num_small = 0
 
 def count(*_):
     global num_steps
@@ -132,11 +133,15 @@ print("starts", incarnation, len(loader), flush=True)
 for epoch in itertools.count():
     for numbers in loader:
         num_batches += strategy.has_joined
+        time.sleep(pause_s + 0.5 * (incarnation == "1" and os.path.exists("slow")))
+        num_small += strategy.has_joined and strategy.world_size == 2
+        if num_small == recovers_at:
+            Path("slow").unlink(missing_ok=True)
         optimizer.zero_grad()
         model(numbers).mean().backward()
         optimizer.step()
         scheduler.step()
-        if strategy.has_joined and incarnation == last:
+        if strategy.has_joined and incarnation == last and (num_small > 20 or not os.path.exists("slow")):
             Path("done").touch()
     if strategy.has_joined and strategy.reduce(float(epoch + 1 >= num_epochs and os.path.exists("done")), "min"):
         break
@@ -228,6 +233,33 @@ def test_each_sample_is_once_in_a_step_of_constant_size(elastic: Commands, victi
     assert len({buffer for *_, buffer in found}) == 1
 
 
+@pytest.mark.parametrize("options", [[], ["--global-batch", "24"]])
+def test_a_slow_rank_is_left_out_until_it_has_recovered(elastic: Commands, tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "slow").touch()
+    ranks = ["--strategy", "all-reduce", "--min-ranks", "2", "--nproc-per-node", "3", "--drop-stragglers", "5"]
+    finished = elastic.run("run", *ranks, *options, "count.py", "240", "", "1", "2", "0.02", "5")
+    assert finished.status == 0, finished
+    assert "rank 1 is left out, because its steps take" in finished.err, finished.err
+    assert "rank 1 has recovered, and takes part again" in finished.err, finished.err
+    assert re.search(r"epoch \d+: computing time of a step, by rank: \S+ ms, \S+ ms", finished.err), finished.err
+    found = re.findall(r"ends (\d+) (\d+) (\S+) (\S+) \d+ (\d+) \[(\S+),", finished.out)
+    assert len({each[1:] for each in found}) == 1, "the ranks differ"
+    assert len(found) == 3
+    for _, epochs, least, most, *_ in found if options else ():
+        assert float(least) == pytest.approx(int(epochs) / 24, rel=1e-9)
+        assert float(most) == pytest.approx(int(epochs) / 24, rel=1e-9)
+
+
+def test_a_rank_that_stays_slow_ends_with_the_others(elastic: Commands, tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    ranks = ["--strategy", "all-reduce", "--min-ranks", "2", "--nproc-per-node", "3", "--drop-stragglers", "5"]
+    finished = elastic.run("run", *ranks, "count.py", "240", "", "0", "2", "0.02", "-1")
+    assert finished.status == 0, finished
+    assert "rank 1 is left out, because its steps take" in finished.err, finished.err
+    assert "the training ended before this rank could take part" in finished.err, finished.err
+    assert {int(member) for member in re.findall(r"ends (\d+)", finished.out)} == {0, 2}
+
+
 def test_gradients_are_the_mean_over_samples(elastic: Commands) -> None:
     """Two ranks with 11 samples: a step of 4 and 4 samples, then one of 2 and 1."""
     options = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "2"]
@@ -270,6 +302,8 @@ def test_rank_0_is_killed_from_outside(elastic: Commands) -> None:
         (["--min-ranks", "1", "--filters", "float16"], "--filters float16"),
         (["--min-ranks", "1", "--global-batch", "0"], "--global-batch 0"),
         (["--global-batch", "8"], "--global-batch 8"),
+        (["--min-ranks", "1", "--drop-stragglers", "1"], "--drop-stragglers 1"),
+        (["--drop-stragglers", "3"], "--drop-stragglers 3"),
     ],
 )
 def test_impossible_options(paceline: Commands, tmp_path: Path, options: list[str], named: str) -> None:

@@ -33,6 +33,7 @@ from paceline.meeting.coordinator import COORDINATOR, NEWCOMERS, quorum_prefix, 
 from paceline.meeting.network_store import NetworkStore
 from paceline.meeting.store import MemoryStore, PrefixStore
 from paceline.protocol.quorum import JoinRequest, LeaveNotice, QuorumMember, QuorumReport, RetryJoin, StartQuorum
+from paceline.protocol.stragglers import StepTimes
 from paceline.transport import TLS, Address, make_token
 from paceline.transport.security.authentication import Hello
 
@@ -57,9 +58,20 @@ class ElasticGroup(Closing):
     """
 
     def __init__(
-        self, address: Address, token: str, member: int, *, is_newcomer: bool, tls: TLS | None, timeout: timedelta
+        self,
+        address: Address,
+        token: str,
+        member: int,
+        *,
+        is_newcomer: bool,
+        tls: TLS | None,
+        timeout: timedelta,
+        step_times: StepTimes | None = None,
     ) -> None:
-        """Connect to the coordinator. `member` is the incarnation of this process; `timeout` limits each call."""
+        """Connect to the coordinator. `member` is the incarnation of this process; `timeout` limits each call.
+
+        With `step_times` the ranks compare the times of their steps, and find stragglers.
+        """
         self._token, self._tls, self.timeout = token, tls, timeout
         hello = Hello(role="rank", rank=member, incarnation=member, to=COORDINATOR)
         self._store = NetworkStore(address, token, hello, timeout_s=timeout.total_seconds(), tls=tls)
@@ -78,6 +90,15 @@ class ElasticGroup(Closing):
         """Whether rank 0 has received the announcement of newcomers."""
         self.admits_newcomers = False
         """Whether all ranks must call :meth:`admit`; the same on all ranks after each exchange."""
+        self.step_times = step_times
+        self.straggler: int | None = None
+        """The rank that must call :meth:`pause` while the others call :meth:`admit`; the same on all ranks."""
+        self._limit_s = 0.0
+        """The step time of a recovered straggler."""
+        self._busy_s = 0.0
+        """Time outside of exchanges since the last step."""
+        self._left_at_s = time.monotonic()
+        """The end of the last exchange."""
         atexit.register(self.close)
 
     @property
@@ -110,19 +131,51 @@ class ElasticGroup(Closing):
         """Let in the newcomers that wait in `epoch`. All ranks call this method between the same two exchanges."""
         self._recover(self._rules.report(epoch))
 
-    def exchange(self, run: Callable[[Group], _Result]) -> _Result:
+    def pause(self) -> None:
+        """Leave the other ranks between two exchanges, because this rank is a straggler. Then it is alone."""
+        assert self.step_times is not None
+        self._limit_s = self.step_times.factor * self.step_times.others(self.rank)
+        member = self._rules.member
+        request_quorum(self._store, LeaveNotice(member, self._rules.step, will_return=True), self.timeout)
+        self._group.close()
+        self._rules = QuorumMember(member, has_state=False)
+        self._group = join(MemoryStore(), 0, 1, token=self._token, timeout=self.timeout)
+        self.members = (member,)
+        self._reset_quorum()
+
+    @property
+    def has_recovered(self) -> bool:
+        """Whether this process may join: always, except after :meth:`pause` until its steps are fast enough."""
+        return not self._limit_s or self.step_times is None or self.step_times.has_recovered(self._limit_s)
+
+    def _reset_quorum(self) -> None:
+        """Reset the agreements of the last quorum."""
+        self._newcomers_wait = self.admits_newcomers = self.has_newcomers = False
+        self.straggler = None
+        if self.step_times is not None:
+            self.step_times.reset()
+
+    def exchange(self, run: Callable[[Group], _Result], *, is_step: bool = False) -> _Result:
         """Call `run` with a group until it succeeds on all ranks of the group; return this rank's result.
 
         `run` must not change its inputs, because it may be called again. Raises MismatchError, and errors of `run` that
-        are not a CollectiveError.
+        are not a CollectiveError. `is_step` ends a step; the ranks compare the times of their steps.
         """
+        self._busy_s += time.monotonic() - self._left_at_s
+        try:
+            return self._exchange(run, is_step=is_step)
+        finally:
+            self._left_at_s = time.monotonic()
+            self._busy_s *= not is_step
+
+    def _exchange(self, run: Callable[[Group], _Result], *, is_step: bool) -> _Result:
         repeated, members = 0, self.members
         while True:
             contributors = self.members
             try:
                 result = run(self._group)
                 self._rules.prepare()
-                self._vote()
+                self._vote(is_step=is_step)
             except MismatchError:
                 raise
             except CollectiveError:
@@ -162,12 +215,19 @@ class ElasticGroup(Closing):
         except CollectiveError:
             return None
 
-    def _vote(self) -> None:
-        if self.size == 1:
-            self.admits_newcomers = self._newcomers_wait
-            return
-        flag = np.array([self._newcomers_wait], np.int32)
-        self.admits_newcomers = bool(self._group.all_reduce(flag, "max", out=flag)[0])
+    def _vote(self, *, is_step: bool) -> None:
+        """Succeed if all ranks call it; share the flag of newcomers, and the ranks' times of the step."""
+        has_times = is_step and self.step_times is not None
+        votes = np.zeros(1 + has_times * self.size)
+        votes[0] = self._newcomers_wait
+        if has_times:
+            votes[1 + self.rank] = self._busy_s
+        if self.size > 1:
+            votes = self._group.all_reduce(votes, "max", out=votes)
+        self.admits_newcomers = bool(votes[0])
+        if self.step_times is not None and is_step:
+            self.step_times.record(votes[1:].tolist())
+            self.straggler = self.step_times.straggler() if self.quorum else None
 
     def _recover(self, report: QuorumReport) -> bool:
         """Enter the next quorum; return whether the prepared step is committed."""
@@ -181,7 +241,7 @@ class ElasticGroup(Closing):
             assert isinstance(start, StartQuorum)
             is_committed = self._rules.start(start) or is_committed
             self._group.close()
-            self._newcomers_wait = self.admits_newcomers = False
+            self._reset_quorum()
             store = PrefixStore(self._store, quorum_prefix(start.quorum))
             rank, size = start.members.index(self._rules.member), len(start.members)
             try:
@@ -193,6 +253,7 @@ class ElasticGroup(Closing):
                 start = self._request(self._rules.report())
                 continue
             self.members, self.source, self.has_newcomers = start.members, start.source, start.has_newcomers
+            self._limit_s = 0.0
             if rank == 0:
                 watch = threading.Thread(
                     target=self._watch, args=(store, start.quorum), name="paceline-newcomers", daemon=True
@@ -266,7 +327,7 @@ def load_kernels() -> None:
 
     def work(rank: int) -> None:
         with join(store, rank, 2, token=token) as group:
-            for dtype in (np.float32, np.int32):
+            for dtype in (np.float32, np.float64):
                 group.all_reduce(np.ones(1, dtype), "max")
             group.broadcast(np.ones(1, np.float32))
 

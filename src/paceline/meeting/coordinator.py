@@ -43,6 +43,8 @@ COORDINATOR = "coordinator"
 """The role of the server in its Hello."""
 NEWCOMERS = "newcomers"
 """Key that is set within a quorum's prefix when newcomers wait."""
+ENDED = "the training has ended"
+"""Key that is set when all members have ended, for ranks that compute alone."""
 _decode_request = reader(JoinRequest | QuorumReport | LeaveNotice, "a request to the coordinator")
 _decode_answer = reader(StartQuorum | RetryJoin | None, "an answer of the coordinator")
 
@@ -120,6 +122,8 @@ class _CoordinatedStore(ServedStore):
                     self._expel(member)
                 case FailTraining(reason=reason):
                     self._fail(reason)
+        if self.coordinator.is_over:
+            self.set(ENDED, b"")
         self._set_timer()
 
     def _reply(self, member: int, answer: StartQuorum | RetryJoin | RankLostError | None) -> None:

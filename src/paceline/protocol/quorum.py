@@ -13,6 +13,7 @@ A *step* is one exchange between the ranks of a *quorum*, for example the all-re
 4. Only the coordinator starts quorums. Their numbers grow, and a rank accepts only a larger number than its own.
 5. Newcomers enter between two steps: the members report to let them in. A member that has the training's state sends
    the state to the newcomers.
+6. A member that is too slow leaves between two steps. It computes alone, and enters again as a newcomer.
 
 `member` is the incarnation of a process: a number that no other process has. The runtimes are
 :mod:`paceline.meeting.coordinator` and :mod:`paceline.collectives.elastic`.
@@ -58,6 +59,8 @@ class LeaveNotice(Struct, frozen=True, array_like=True, tag=True):
 
     member: Number
     step: Number
+    will_return: bool = False
+    """Whether the process is too slow, and joins again when it has recovered."""
 
 
 # Instructions of the coordinator. The first two are also its answers to ranks.
@@ -154,6 +157,8 @@ class Coordinator:
         self._alive: set[int] = set()
         self._leaving: set[int] = set()
         """Members that have left and whose processes live."""
+        self._paused: set[int] = set()
+        """Processes that have left and will return."""
         self._has_ended = False
         """Whether a member has ended without a failure."""
         self._step_of_left = 0
@@ -165,6 +170,15 @@ class Coordinator:
     @property
     def deadline_s(self) -> float | None:
         return self._deadline_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all members have ended."""
+        return self.quorum > 0 and not self._alive and not self._leaving
+
+    @property
+    def _num_living(self) -> int:
+        return len(self._alive) + len(self._leaving) + len(self._paused)
 
     def is_member(self, member: int) -> bool:
         return member in self._alive
@@ -202,7 +216,7 @@ class Coordinator:
         if request.member not in self._alive:
             return []
         self._alive.remove(request.member)
-        self._leaving.add(request.member)
+        (self._paused if request.will_return else self._leaving).add(request.member)
         self._reports.pop(request.member, None)
         self._step_of_left = max(self._step_of_left, request.step)
         return self._decide()
@@ -212,7 +226,7 @@ class Coordinator:
             return []
         is_old = member in self._alive or member in self._leaving or member in self._awaited
         was_alive = member in self._alive
-        for members in (self._processes, self._alive, self._leaving, self._awaited):
+        for members in (self._processes, self._alive, self._leaving, self._paused, self._awaited):
             members.discard(member)
         self._waiting.pop(member, None)
         self._reports.pop(member, None)
@@ -226,10 +240,12 @@ class Coordinator:
         self._has_ended |= not is_failure
         if is_failure and self._has_ended:
             return self._fail("a rank failed after another rank had ended the training")
-        if is_failure and len(self._alive) + len(self._leaving) < self._min_ranks:
-            return self._fail_for_size(len(self._alive) + len(self._leaving))
+        if is_failure and self._num_living < self._min_ranks:
+            return self._fail_for_size(self._num_living)
+        if is_failure and self.is_over:
+            return self._fail("no rank is left that has the training's state")
         instructions: list[QuorumInstruction] = [BreakQuorum(self.quorum)] if was_alive else []
-        if not self._alive and not self._leaving:
+        if self.is_over:
             return [*instructions, *self._dismiss()]
         return [*instructions, *self._decide()]
 
@@ -240,8 +256,8 @@ class Coordinator:
         self._alive -= set(silent)
         self._processes -= set(silent)
         instructions: list[QuorumInstruction] = [BreakQuorum(self.quorum), *map(ExpelMember, silent)] if silent else []
-        if len(self._alive) + len(self._leaving) < self._min_ranks:
-            return [*instructions, *self._fail_for_size(len(self._alive) + len(self._leaving))]
+        if self._num_living < self._min_ranks:
+            return [*instructions, *self._fail_for_size(self._num_living)]
         return [*instructions, *self._decide()]
 
     def _start_first(self) -> list[QuorumInstruction]:
@@ -294,6 +310,7 @@ class Coordinator:
         self.quorum += 1
         self.members = tuple(sorted(members))
         self._alive = set(members)
+        self._paused -= members
         self._reports, self._deadline_s, self._is_announced = {}, None, False
         self._start = StartQuorum(self.quorum, self.members, step, self.members.index(source), has_newcomers)
         return [self._start, *self._announce()]

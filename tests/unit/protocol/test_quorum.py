@@ -144,6 +144,34 @@ def test_a_newcomer_is_dismissed_after_the_training(coordinator: Coordinator) ->
     assert coordinator.joined(JoinRequest(4, 0)) == [DismissProcess(4)]
 
 
+def test_a_slow_member_leaves_and_enters_again_as_a_newcomer(coordinator: Coordinator) -> None:
+    coordinator.left(LeaveNotice(1, 5, will_return=True))
+    coordinator.reported(report(0, 1, 5, epoch=0), 0.0)
+    assert started(coordinator.reported(report(2, 1, 5, epoch=0), 0.0)) == StartQuorum(2, (0, 2), 5, 0, False)
+    assert coordinator.joined(JoinRequest(1, 0)) == [AnnounceNewcomers(2)]
+    coordinator.reported(report(0, 2, 7, epoch=0), 0.0)
+    assert started(coordinator.reported(report(2, 2, 7, epoch=0), 0.0)) == StartQuorum(3, (0, 1, 2), 7, 0, True)
+
+
+def test_slow_members_count_as_living_but_have_no_state() -> None:
+    coordinator = Coordinator(range(2), min_ranks=1, max_ranks=2, report_timeout_s=10.0)
+    for member in range(2):
+        coordinator.joined(JoinRequest(member, 0))
+    coordinator.left(LeaveNotice(1, 5, will_return=True))
+    (failure,) = coordinator.ended(0, is_failure=True)[-1:]
+    assert isinstance(failure, FailTraining)
+    assert "no rank is left that has the training's state" in failure.reason
+
+
+def test_a_slow_member_is_dismissed_after_the_training(coordinator: Coordinator) -> None:
+    coordinator.left(LeaveNotice(1, 5, will_return=True))
+    for member in (0, 2):
+        coordinator.left(LeaveNotice(member, 6))
+        coordinator.ended(member, is_failure=False)
+    assert coordinator.is_over
+    assert coordinator.joined(JoinRequest(1, 0)) == [DismissProcess(1)]
+
+
 def test_a_state_without_a_source_ends_the_training(coordinator: Coordinator) -> None:
     coordinator.started(3)
     coordinator.joined(JoinRequest(3, 0))
@@ -327,6 +355,23 @@ class Elastic(RuleBasedStateMachine):
         quorum = self.ranks.pop(member).rules.quorum
         self.broken.add(quorum)
         self.carry_out(self.coordinator.ended(member, is_failure=True))
+
+    def stragglers(self) -> list[Rank]:
+        """Return the ranks that may leave for a time: those between two steps, if another rank has the state."""
+        present = [
+            rank
+            for rank in self.ranks.values()
+            if rank.rules.quorum == self.coordinator.quorum and rank.rules.has_state and not rank.is_waiting
+        ]
+        return [rank for rank in present if rank.phase == 0 and len(present) > 1]
+
+    @precondition(lambda self: self.coordinator.quorum and self.stragglers())
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        rules = data.draw(st.sampled_from(self.stragglers())).rules
+        self.broken.add(rules.quorum)
+        self.ranks[rules.member] = Rank(rules.member, is_newcomer=True)
+        self.carry_out(self.coordinator.left(LeaveNotice(rules.member, rules.step, will_return=True)))
 
     @precondition(lambda self: len(self.ranks) < 6)
     @rule(count=st.integers(1, 5))

@@ -132,7 +132,7 @@ class ElasticGradients:
                 group.all_reduce(value.local, "mean", out=value.mean)
             return broadcast_copies(group, self._floating_buffers(), 0)
 
-        shared = self._group.exchange(average)
+        shared = self._group.exchange(average, is_step=True)
         self._steps.exchanged(self._group.contributors, is_complete=shared is not None)
         if shared is None:
             self._keep()

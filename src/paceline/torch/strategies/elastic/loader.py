@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,6 +45,8 @@ class ElasticLoader(Loader):
         self._is_shared = shard
         self._leases: EpochLeases | None = None
         """The leases of the running epoch; None between epochs, and on a newcomer before it joins."""
+        if trains and training.has_step_times and strategy.loaders:
+            raise UsageError("--drop-stragglers: several training loaders are not supported. Leave it out")
         if trains and is_sharded(loader.sampler, self._rank, self._size):
             raise UsageError("prepare() got a DistributedSampler: leave it out, because elastic ranks change")
         self._per_step = self._choose_step(training.steps.global_batch) if trains else None
@@ -107,11 +108,39 @@ class ElasticLoader(Loader):
 
     def _iterate_elastic(self) -> Iterator[Any]:
         epoch = self._epoch
-        if not self._training.has_joined and not self._training.join(self, epoch):
-            self._epoch = epoch + 1
-            self._take_place()
-            yield from itertools.islice(self._batches(self.inner, epoch, Remaining()), 1)
-            return
+        while True:
+            if not self._training.has_joined and not (yield from self._join(epoch)):
+                self._epoch = epoch + 1
+                return
+            yield from self._iterate_joined(epoch)
+            if self._training.has_joined:
+                return
+
+    def _join(self, epoch: int) -> Generator[Any, None, bool]:
+        """Join the other ranks; return False if they are in a later epoch.
+
+        Before it, yield the batches that this process computes alone: one in its first epoch and in each earlier epoch
+        than the other ranks', and those of a straggler until it has recovered.
+        """
+        batches: Iterator[Any] = iter(())
+        nothing = object()
+        has_yielded = False
+        while True:
+            has_tried = self._training.may_join(self, epoch)
+            if has_tried and self._training.join(self, epoch):
+                return True
+            if has_tried and has_yielded:
+                return False
+            batch = next(batches, nothing)
+            if batch is nothing:
+                self._take_place()
+                batches = self._batches(self.inner, epoch, Remaining())
+                batch = next(batches)
+            yield batch
+            has_yielded = self._training.has_computed_alone = True
+
+    def _iterate_joined(self, epoch: int) -> Iterator[Any]:
+        """Yield batches until the end of the epoch, or until this rank is left out as a straggler."""
         leases = self._leases = EpochLeases(self._remaining)
         position = self._reading = Position(epoch, self._remaining, self._generator_state())
         self._epoch, self._remaining = epoch + 1, Remaining()
@@ -122,6 +151,8 @@ class ElasticLoader(Loader):
         while True:
             self._training.steps.settle()  # before newcomers receive the position
             self._training.admit_newcomers(epoch)
+            if not self._training.has_joined:
+                break
             if quorum != self._training.quorum:
                 quorum = self._training.quorum
                 batches = self._rounds(leases, position)
@@ -133,7 +164,7 @@ class ElasticLoader(Loader):
             yield batch
         if self._leases is leases:
             self._leases = self._reading = None
-        self._training.steps.end_epoch(self)
+        self._training.end_epoch(self, epoch)
 
     def _rounds(self, leases: EpochLeases, position: Position) -> Iterator[tuple[Any, StepRound[Any]]]:
         """Return this rank's batches from the present position in the epoch, with the rounds to which they belong."""

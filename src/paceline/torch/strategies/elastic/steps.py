@@ -23,6 +23,8 @@ class ElasticSteps:
         """Whether the ranks exchange gradients after this batch; always True without a global batch."""
         self.is_complete = True
         """Whether the gradients are those of a complete step, so that the optimizer may use them."""
+        self.has_exchanged = False
+        """Whether there was an exchange of gradients."""
         self._weight = 1.0
         self._is_weight_taken = True
         self._leases: dict[Hashable, EpochLeases] = {}
@@ -65,7 +67,7 @@ class ElasticSteps:
 
     def exchanged(self, contributors: Collection[int], *, is_complete: bool) -> None:
         """Record an exchange of gradients among the contributors."""
-        self.is_complete = is_complete
+        self.is_complete, self.has_exchanged = is_complete, True
         self._contributors = set(contributors).intersection(self._contributors or contributors)
 
     def settle(self) -> None:

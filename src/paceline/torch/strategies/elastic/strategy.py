@@ -19,6 +19,7 @@ from paceline.collectives import Group
 from paceline.collectives.elastic import ElasticGroup
 from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.protocol.stragglers import StepTimes
 from paceline.strategies import ElasticOptions
 from paceline.torch.embeddings import RowTables
 from paceline.torch.strategies.all_reduce import AllReduce
@@ -188,6 +189,7 @@ def _connect(timeout: timedelta) -> ElasticGroup:
     options, member = ElasticOptions.of_environment(settings), settings.incarnation
     if options is None or member is None or not settings.master_addr or not settings.master_port or not settings.token:
         raise UsageError("ElasticAllReduce() needs a coordinator: start the script by paceline run --min-ranks N")
+    factor = options.drop_stragglers
     return ElasticGroup(
         Address("tcp", settings.master_addr, settings.master_port),
         settings.token,
@@ -195,4 +197,5 @@ def _connect(timeout: timedelta) -> ElasticGroup:
         is_newcomer=member >= options.num_ranks,
         tls=TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca),
         timeout=timeout,
+        step_times=None if factor is None else StepTimes(factor, options.min_ranks),
     )

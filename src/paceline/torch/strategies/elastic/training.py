@@ -6,6 +6,7 @@ import sys
 
 from paceline.collectives.elastic import ElasticGroup, load_kernels
 from paceline.errors import GroupClosedError
+from paceline.meeting.coordinator import ENDED
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.elastic.state import TransferredState
 from paceline.torch.strategies.elastic.steps import ElasticSteps
@@ -19,6 +20,10 @@ class ElasticTraining:
         self._strategy = strategy
         self._group = group
         self.steps = steps
+        self._is_paused = False
+        """Whether this process was left out as a straggler."""
+        self.has_computed_alone = False
+        """Whether this process, a newcomer, has computed a batch."""
 
     @property
     def has_joined(self) -> bool:
@@ -34,6 +39,11 @@ class ElasticTraining:
     def members(self) -> tuple[int, ...]:
         """The incarnations of the present ranks, in rank order."""
         return self._group.members
+
+    @property
+    def has_step_times(self) -> bool:
+        """Whether the ranks compare the times of their steps."""
+        return self._group.step_times is not None
 
     def begin_epoch(self, loader: Loader, epoch: int) -> None:
         """Publish the epoch for processes that want to join."""
@@ -52,21 +62,32 @@ class ElasticTraining:
             if not self._group.enter(epoch):
                 return False
         except GroupClosedError:
-            print("paceline: the training ended before this rank could take part", file=sys.stderr)
+            _print("the training ended before this rank could take part")
             sys.exit(0)
         self._transfer_state()
+        if self._is_paused:
+            self._is_paused = False
+            _print(f"rank {self._group.rank} has recovered, and takes part again")
         return True
 
     def _epoch_key(self, loader: Loader, epoch: int) -> str:
         return f"epoch {epoch} of loader {self._strategy.loaders.index(loader)}"
 
     def admit_newcomers(self, epoch: int) -> None:
-        """Let processes join that wait, unless a step has begun; called before each batch of the training data."""
-        if not self.steps.is_idle:
+        """Let processes join that wait, and leave a straggler out, unless a step has begun.
+
+        Called before each batch of the training data. Afterwards a straggler is alone.
+        """
+        # DistributedDataParallel changes its buckets after its first backward pass. All ranks must have made one.
+        has_buckets = self.steps.has_exchanged or self.has_computed_alone
+        if not self.steps.is_idle or not has_buckets:
+            return
+        if self._group.straggler is not None and self._group.straggler == self._group.rank:
+            self._pause()
             return
         # More newcomers may be announced during a transfer. All ranks must admit them here, as the last newcomers do.
-        while self._group.admits_newcomers or self._group.has_newcomers:
-            if self._group.admits_newcomers:
+        while self._group.admits_newcomers or self._group.has_newcomers or self._group.straggler is not None:
+            if self._group.admits_newcomers or self._group.straggler is not None:
                 self._group.admit(epoch)
             if self._group.has_newcomers:
                 self._transfer_state()
@@ -76,3 +97,39 @@ class ElasticTraining:
         is_needed = not self._group.has_state
         if self._group.transfer(state.share) and is_needed:
             state.load()
+
+    def _pause(self) -> None:
+        times, rank = self._group.step_times, self._group.rank
+        assert times is not None
+        own, others = _milliseconds(times.medians()[rank]), _milliseconds(times.others(rank))
+        self._group.pause()
+        self._is_paused = True
+        _print(
+            f"rank {rank} is left out, because its steps take {own}, more than {times.factor:g} times the other ranks' "
+            f"{others}. It computes alone until it has recovered"
+        )
+
+    def may_join(self, loader: Loader, epoch: int) -> bool:
+        """Return whether this process should try to join.
+
+        Not before it has computed a batch, and a straggler not before it has recovered.
+        """
+        if self._group.has_recovered:
+            return self.has_computed_alone
+        return self._group.is_marked(ENDED) or self._group.is_marked(self._epoch_key(loader, epoch + 1))
+
+    def end_epoch(self, loader: Loader, epoch: int) -> None:
+        """End the leases of an epoch. If the ranks compare the times of their steps, rank 0 prints them."""
+        self.steps.end_epoch(loader)
+        times = self._group.step_times
+        if times is not None and self._group.rank == 0 and times.medians():
+            shown = ", ".join(map(_milliseconds, times.medians()))
+            _print(f"epoch {epoch}: computing time of a step, by rank: {shown}")
+
+
+def _print(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+def _milliseconds(time_s: float) -> str:
+    return f"{1e3 * time_s:.3g} ms"
