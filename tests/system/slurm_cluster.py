@@ -72,7 +72,7 @@ class SlurmCluster:
         try:
             files = {"socket": "munge.sock", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "seed"}
             words = [f"--{name}={folder / file}" for name, file in files.items()]
-            self._start("munged", "--foreground", f"--key-file={key}", *words)
+            self._start("munged", "--foreground", "--force", f"--key-file={key}", *words)
             self._wait(lambda: (folder / "munge.sock").exists())
             self._start("slurmctld", "-D", "-f", str(path))
             for node in range(1, 5):
