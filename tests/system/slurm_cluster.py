@@ -1,4 +1,7 @@
-"""A Slurm of four virtual nodes on this machine, for tests. It needs root and the packages of Slurm and munge."""
+"""A Slurm of four virtual nodes on this machine, for tests.
+
+It needs root and, on Debian, `apt-get install slurmctld slurmd slurm-client munge`.
+"""
 
 from __future__ import annotations
 

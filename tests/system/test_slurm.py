@@ -130,6 +130,6 @@ def test_jobs_that_cannot_run(commands: Commands) -> None:
     finished = commands.run("run", "--on", "slurm", "--partition", "nope", "place.py")
     assert (finished.status, "invalid partition" in finished.err) == (2, True), finished
     finished = commands.run("run", "--on", "slurm", "--partition", "small", "--nodes", "2", "place.py")
-    assert (finished.status, "PartitionNodeLimit" in finished.err) == (1, True), finished
+    assert (finished.status, "cannot start: Partition" in finished.err) == (1, True), finished
     finished = commands.run("run", "--on", "slurm", "--sbatch", "begin=now+1hour", "--queue-timeout", "0", "place.py")
     assert (finished.status, "BeginTime" in finished.err) == (1, True), finished
