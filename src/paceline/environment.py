@@ -15,11 +15,11 @@ from paceline.errors import UsageError
 # Launchers of several ranks: a variable that only this launcher sets, and its variables for the rank, the world size,
 # the local rank and the local world size. The first launcher found is used. Under Slurm, mpirun's variables are correct
 # and Slurm's are not.
-_HYDRA = "MPI_LOCALRANKID"
+_OPEN_MPI, _HYDRA = "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"
 _LAUNCHERS = {
     "RANK": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "OMPI_COMM_WORLD_RANK": (
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    _OPEN_MPI: (
+        _OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     _HYDRA: ("PMI_RANK", "PMI_SIZE", _HYDRA, "MPI_LOCALNRANKS"),
     "SLURM_PROCID": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
@@ -66,6 +66,8 @@ class Environment:
     """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself serves at ``MASTER_PORT``."""
     run_id: str | None = None
     """``TORCHELASTIC_RUN_ID`` and the number of restarts, which distinguish programs at one address."""
+    is_mpirun: bool = False
+    """Whether mpirun of Open MPI, MPICH or Intel MPI has set the rank."""
     job: str | None = None
     """Identifier of the program, equal on all ranks, under Open MPI (``PMIX_NAMESPACE``), Slurm (``SLURM_JOB_ID``,
     ``SLURM_STEP_ID``), or MPICH on one machine (the process ID of the parent of all ranks)."""
@@ -147,6 +149,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         nproc_per_node=None if processes in ("auto", "cpu", "gpu") else _integer(found, "PET_NPROC_PER_NODE"),
         has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
         run_id=f"{run_id}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}" if run_id else None,
+        is_mpirun=launcher in (_OPEN_MPI, _HYDRA),
         job=job or None,
         algorithm=found.get("PACELINE_ALGORITHM") or None,
         strategy=found.get("PACELINE_STRATEGY") or None,

@@ -38,21 +38,28 @@ def mpirun(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture
 def variables() -> dict[str, str]:
     """Return variables for mpirun, two of which permit it to run as root."""
-    return {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**os.environ, **allowed, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}  # Open MPI's ranks have a terminal
 
 
-@pytest.mark.parametrize("in_shell", [False, True], ids=["directly", "by a shell"])
+@pytest.mark.parametrize("launcher", ["script", "shell", "paceline run"])
 def test_ranks_of_mpirun_train_one_model(
-    mpirun: list[str], variables: dict[str, str], tmp_path: Path, in_shell: bool
+    mpirun: list[str], variables: dict[str, str], tmp_path: Path, launcher: str
 ) -> None:
+    """mpirun starts the script, a shell that starts it, or one `paceline run` per rank, with two servers."""
     program = tmp_path / "train.py"
     program.write_text(_PROGRAM)
-    command = ["sh", "-c", f"{sys.executable} {program}; exit $?"] if in_shell else [sys.executable, str(program)]
+    command = [sys.executable, str(program)]
+    if launcher == "shell":
+        command = ["sh", "-c", f"{sys.executable} {program}; exit $?"]
+    elif launcher == "paceline run":
+        options = ["--strategy", "parameter-server", "--servers", "2"]
+        command = [sys.executable, "-m", "paceline", "run", *options, str(program)]
     ended = subprocess.run(
-        [*mpirun, "-n", "2", *command], env=variables, capture_output=True, text=True, timeout=60, check=False
+        [*mpirun, "-n", "2", *command], env=variables, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    lines = sorted(ended.stdout.splitlines())
+    lines = [line.removeprefix(f"[rank {rank}] ") for rank, line in enumerate(sorted(ended.stdout.splitlines()))]
     states = [line.partition(" state=")[2] for line in lines]
     assert [line.partition(" state=")[0] for line in lines] == [f"rank={rank} world=2 local={rank}" for rank in (0, 1)]
     assert states[0] == states[1]

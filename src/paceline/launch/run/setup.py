@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
-from paceline.launch.engines import Placement, read_placement
+from paceline.launch.engines import Placement, read_mpi_placement, read_placement
 from paceline.launch.engines.slurm import find_address
 from paceline.launch.local import Share
 from paceline.launch.run.node import wait_host, with_variables
@@ -51,12 +51,13 @@ class Setup:
 
 
 def find_placement(options: RunOptions) -> Placement | None:
-    """Return this launcher's place in a step of Slurm, unless the options name one. Raises UsageError."""
+    """Return this launcher's place under mpirun or srun, unless the options name one. Raises UsageError."""
     if options.cluster or options.master_addr or options.node_rank is not None:
         return None
     if options.nnodes is not None and options.job is None:
         return None
-    placement = read_placement(os.environ)
+    # Under Slurm, mpirun starts one process per node with srun, so the variables of mpirun are the correct ones.
+    placement = read_mpi_placement(environment()) or read_placement(os.environ)
     is_alone = placement is not None and placement.num_launchers == 1 and options.job is None
     return None if is_alone else placement
 
@@ -68,7 +69,7 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
         for name, value in (("--job", options.job), ("--index", options.index)):
             if value is not None:
                 raise UsageError(
-                    f"{name} {value} is for --cluster FILE and steps of srun. Pass --cluster too, or leave {name} out"
+                    f"{name} {value} is for --cluster FILE, mpirun and srun. Pass --cluster too, or leave {name} out"
                 )
         options = with_variables(options)
         layout = _lay_out_node(options)
@@ -77,7 +78,7 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
     choice = _choose(options, layout.world_size)
     if isinstance(choice.options, ElasticOptions) and placement is not None and placement.num_launchers > 1:
         raise UsageError(
-            f"--min-ranks {choice.options.min_ranks}: supported for one launcher, but this step of srun has "
+            f"--min-ranks {choice.options.min_ranks}: supported for one launcher, but mpirun or srun has started "
             f"{placement.num_launchers}"
         )
     if not layout.master_port:
