@@ -17,8 +17,7 @@ training scripts and their results under each strategy.
 Each idiom is a short training with 2 ranks (2 replicas), compared with one device on the whole batch:
 
 - *Equal*: parameters, buffers and optimizer state equal those of one device to 1e-5.
-- *Refused*: the training raises the error with this number in the list below the table. The error explains the
-  alternative.
+- *Refused (n)*: the training raises error n of the list below the table. The error explains the alternative.
 
 The servers use `sequential` consistency. Under `hybrid`, the dense part behaves as under `all-reduce`. The idioms are
 in `tests.conformance.IDIOMS`, and a test checks the table. Regenerate this page by

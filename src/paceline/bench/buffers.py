@@ -30,7 +30,7 @@ class Buffers:
         """Root of a broadcast; not rank 0, because a root may finish, and end the measurement, before other ranks."""
 
     def fill(self) -> None:
-        """Set this rank's known values."""
+        """Set the result to zero, and write this rank's input, from which :meth:`is_right` computes the result."""
         self.result[...] = 0
         if self._op == "broadcast" and self.rank != self.root:
             return
@@ -38,7 +38,7 @@ class Buffers:
         self.given *= self.rank + 1
 
     def is_right(self) -> bool:
-        """Return whether the operation on the known values of all ranks gave the expected result."""
+        """Return whether the operation on the inputs of all ranks (:meth:`fill`) gave the expected result."""
         ranks, rank, result = self._num_ranks, self.rank, self.result
         if self._op == "barrier":
             return True

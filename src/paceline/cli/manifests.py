@@ -54,7 +54,7 @@ def manifests(
         raise UsageError(f"{name}: expected run, scheduler or train, as in paceline manifests --image me/train:1 run")
     values = _parse(context, name, arguments)
     if pods.kind != "job" and name != "run":
-        raise UsageError(f"--kind {pods.kind}: only run has other kinds than job")
+        raise UsageError(f"--kind {pods.kind} is only for paceline manifests run. For {name}, leave --kind out")
     from paceline.transport.security.authentication import make_token
 
     if name == "run":

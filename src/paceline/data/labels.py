@@ -83,7 +83,7 @@ def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
 
     The set of all distinct words decides. Words for 0 and 1, such as no and yes, are read as numbers only if there are
     no other words, and if either both numbers occur or there is a single word. Otherwise the alphabetically second of
-    two words is 1. But a word for 0, or the negation of the other word, such as "not spam", is 0.
+    two words is the label 1. But a word for 0, or the negation of the other word, such as "not spam", is the label 0.
     """
     words = {cell.strip(_BLANKS) for cell in cells if not is_missing(cell)}
     known = {read_label(word) for word in words}

@@ -254,7 +254,7 @@ def _parse_lines(parse: Parse, lines: str, first_row: int) -> Iterator[Batch]:
 
 
 def _describe_kinds(name: str, column: Any) -> str | None:
-    """Return a message with the first value of each type in a column; None if all values have one type."""
+    """Return a message with the first values of two types in a column; None if all values have one type."""
     first: dict[str, str] = {}
     for row, value in enumerate(column):
         if value is not None:

@@ -120,7 +120,7 @@ def run_scheduler(
             stopped = asyncio.ensure_future(stop.wait())
             await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
             scheduler.end("the scheduler was ended")
-            if not with_parent or ended.done():  # wait until all members have received the end and left
+            if not with_parent or ended.done():  # wait until all members have received the message of the end and left
                 deadline = asyncio.get_running_loop().time() + _LINGER_S
                 while scheduler.core.cluster.membership.members and asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(0.01)
@@ -314,7 +314,7 @@ def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, f
     async def main() -> None:
         stop = asyncio.Event()
         for number in () if with_parent else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:  # nohup has set this signal to be ignored
+            if signal.getsignal(number) is signal.SIG_IGN:  # an ignored signal (SIGHUP under nohup) stays ignored
                 continue
             try:
                 loop.add_signal_handler(number, stop.set)

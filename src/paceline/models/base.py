@@ -133,7 +133,7 @@ class Minibatch(ABC):
 
     @abstractmethod
     def sums(self) -> ExampleSums:
-        """Return sums over the examples, including the predictions from the last call to :meth:`gradients`."""
+        """Return the minibatch's summed weights, labels and predictions of the last call to :meth:`gradients`."""
 
     @abstractmethod
     def predict(self, weights: Sequence[Floats]) -> Floats:

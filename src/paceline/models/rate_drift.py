@@ -78,7 +78,7 @@ def changed_rates(labels: Floats, weights: Floats | None) -> tuple[float, float]
 
 
 def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
-    """Return the corrections for all examples and for the newest rate; arguments in the order of the file."""
+    """Return the corrections of the log odds. The arguments have one element per example, in the order of the file."""
     if min(float((counts * labels > 0).sum()), float((counts * (1 - labels) > 0).sum())) < _LEAST_LABELS:
         return RateShift(*log_odds_shift(margins, labels, counts), 0.0, 0.0)
     counts = counts * (counts.sum() / max(float(counts @ counts), 1e-30))  # the sum is the effective sample size

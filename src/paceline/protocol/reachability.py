@@ -32,7 +32,8 @@ class Silence:
 
     def __init__(self, num_polls: int = 5) -> None:
         self._num_polls = num_polls
-        self._silent: dict[int, int] = {}  # target → consecutive polls without a message since the previous poll
+        # target → number of its consecutive silent polls (no message since the poll before); 0 after its first poll
+        self._silent: dict[int, int] = {}
         self.unreachable: tuple[int, ...] = ()
         """The unreachable servers, ascending; may be read in any thread."""
 

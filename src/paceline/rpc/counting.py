@@ -54,7 +54,10 @@ class OwnedObjects:
         counts = self._counts.get(reference, {})
         held = counts.get(holder, 0)
         if not 1 <= times <= held:
-            raise ProtocolError(f"worker {holder} released an object {times} times, its count is {held}")
+            raise ProtocolError(
+                f"worker {holder} released object {reference.number} of worker {reference.creator} {times} times, "
+                f"but holds {held} references to it"
+            )
         if times < held:
             counts[holder] = held - times
             return False

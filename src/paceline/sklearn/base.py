@@ -186,7 +186,10 @@ class SparseEstimator(BaseEstimator, ABC):
         """Return a linear model's weights by column: float64 [features, outputs]."""
         check_is_fitted(self, "_tables")
         if self._columns is not None:
-            raise AttributeError("the columns of a frame were hashed, so categories have keys instead of numbers")
+            raise AttributeError(
+                "this model has no coef_: the categories of its frame were hashed, so they have no column numbers. "
+                "Train on numeric columns only to get coef_"
+            )
         if not self._tables.is_linear:
             raise AttributeError(
                 "some columns use logarithms or bins, because their effect is nonlinear. They have several weights or "

@@ -66,7 +66,8 @@ def same(got: Any, expected: Array, context: object = "") -> None:
     if not np.array_equal(got, expected, equal_nan=got.dtype.kind == "f"):
         wrong = np.flatnonzero((got != expected).ravel())
         raise AssertionError(
-            f"{context}: {len(wrong)} of {got.size} are wrong, from {wrong[0]} on: {got} != {expected}"
+            f"{context}: {len(wrong)} of {got.size} elements are wrong, the first at index {wrong[0]}: "
+            f"{got} != {expected}"
         )
 
 

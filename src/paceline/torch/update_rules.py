@@ -166,7 +166,8 @@ def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: i
         if found is not None:
             plane[:] = found.detach().to("cpu", torch.float32).reshape(-1).numpy()
             if isinstance(rule, Momentum) and rule.has_count:
-                planes[-1] = 1  # torch stores no count here, but a velocity exists only after a step
+                # torch stores no count. 1 is enough: only the first step is undamped, and a velocity exists after it.
+                planes[-1] = 1
     if rule.has_count and "step" in state:
         planes[-1] = float(state["step"])
     return planes

@@ -134,8 +134,9 @@ def parse_schedule(text: str) -> RateSchedule:
     except ValueError:
         values = [math.nan]
     if len(values) > len(fields) or any(map(math.isnan, values)):
-        expected = "".join(f"[:{field}]" for field in fields)
-        raise UsageError(f"--schedule {text}: expected {name}{expected}, with numbers")
+        places = "".join(f"[:{field}]" for field in fields)
+        expected = f"{places}, each field a number" if fields else " without numbers"
+        raise UsageError(f"--schedule {text}: expected {name}{expected}")
     schedule: RateSchedule = kind(*values)
     return schedule
 

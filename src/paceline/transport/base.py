@@ -74,7 +74,8 @@ class Peer(ABC):
     def pause_receiving(self) -> None:
         """Stop reading from the peer until :meth:`resume_receiving` (backpressure). Idempotent.
 
-        Partly received frames may still arrive. During the pause a lost connection is not detected.
+        Frames that this process has already read may still be delivered. During the pause a lost connection is not
+        detected.
         """
 
     @abstractmethod

@@ -319,7 +319,7 @@ class StreamChannel(Channel):
         return DeadlineError(f"no answer from {self._peer_name()} within {self._timeout_s:g} s")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
-        self.close()  # close now, because a TLS server waits for the close
+        self.close()  # close now, because a TLS server waits until the client closes
         cause = f" ({error})" if error is not None else ""
         return ConnectionLostError(f"the connection to {self._peer_name()} was closed{cause}")
 

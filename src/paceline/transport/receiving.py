@@ -1,9 +1,9 @@
 """Receive frames in an event loop: bytes are received in place, and the handler gets views of the frames.
 
-A buffer for small frames receives many pipelined frames in one system call. The rest of a larger frame is received in
-place into a large buffer, so only the first part is copied. Both kinds of buffers come from a pool shared by all
-connections of an event loop. An idle connection returns its buffers to the pool, and an unauthenticated connection has
-only a small buffer.
+A buffer for small frames receives many pipelined frames in one system call. Of a larger frame, only the bytes that are
+already in this buffer are copied; the other bytes are received directly into a large buffer. Both kinds of buffers come
+from a pool shared by all connections of an event loop. An idle connection returns its buffers to the pool, and an
+unauthenticated connection has only a small buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def allocate(size: int) -> memoryview:
 
 
 class BufferPool:
-    """Reusable buffers. New buffers would cost more: the first write to a new page takes as long as the copied data."""
+    """Reusable buffers. In a new buffer, the first write to a page takes about as long as copying the page's data."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []

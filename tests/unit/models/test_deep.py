@@ -128,8 +128,8 @@ def test_layers() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("deepfm", {"hidden": (0,)}, "--hidden 0: expected 1 to 16 numbers of units"),
-        ("deepfm", {"hidden": ()}, "expected 1 to 16 numbers of units"),
+        ("deepfm", {"hidden": (0,)}, "--hidden 0: expected the sizes of 1 to 16 layers"),
+        ("deepfm", {"hidden": ()}, "expected the sizes of 1 to 16 layers"),
         ("deepfm", {"cross_layers": 2}, "--cross-layers is not an option of --model deepfm"),
         ("dcn", {"cross_layers": 0}, "--cross-layers 0: expected 1 to 16"),
         ("dcn", {"tower_lr": -1.0}, "--tower-lr -1: expected a number of 0 or more"),
@@ -148,7 +148,7 @@ def test_settings(name: str, settings: dict[str, Any], message: str) -> None:
 
 def test_units() -> None:
     assert parse_hidden("128, 64") == (128, 64)
-    with pytest.raises(UsageError, match="--hidden 12x: expected numbers of units, as in 128,64"):
+    with pytest.raises(UsageError, match="--hidden 12x: expected the number of units of each layer"):
         parse_hidden("12x")
 
 

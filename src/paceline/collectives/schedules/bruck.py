@@ -1,4 +1,4 @@
-"""Bruck's algorithms: all-gather and all-to-all in a logarithmic number of rounds, at every size.
+"""Bruck's algorithms: all-gather and all-to-all in a logarithmic number of rounds, for every number of ranks.
 
 All-gather: in round k each rank receives all blocks that the rank 2^k after it has. The time is ``ceil(log2 p) α + (p -
 1)/p n β``, where n is the gathered vector. Good for short blocks; no algorithm sends fewer bytes.

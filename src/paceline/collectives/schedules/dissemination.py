@@ -1,7 +1,7 @@
 """Dissemination barrier: in round k each rank sends to the rank 2^k after it.
 
-``ceil(log2 p) α`` at every size, without a root. After the last round every rank has, directly or indirectly, received
-a message from every other rank.
+``ceil(log2 p) α`` for every p, without a root. After the last round every rank has, directly or indirectly, received a
+message from every other rank.
 
 Source: Hensgen, Finkel and Manber 1988 "Two algorithms for barrier synchronization", section 3.
 """

@@ -1,9 +1,9 @@
 """Recursive doubling: in round k each rank exchanges its data with the rank that differs in bit k.
 
-All-reduce: ``log2(p) (α + n β + n γ)`` for p a power of two; other sizes need two more rounds
+All-reduce: ``log2(p) (α + n β + n γ)`` for p a power of two; every other p needs two more rounds
 (:mod:`paceline.collectives.schedules._fold`). This is the smallest number of rounds, but each round sends the whole
 vector: good for short vectors. All-gather: ``log2(p) α + (p - 1)/p n β``, for powers of two only (Bruck's algorithm has
-the same cost at all sizes).
+the same cost for these, and accepts every p).
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 sections on all-gather and all-reduce).
@@ -21,11 +21,11 @@ def all_reduce(rank: int, size: int) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Run an all-gather for a power of two. Raises UsageError for other sizes."""
+    """Run an all-gather among a power of two ranks. Raises UsageError for other numbers of ranks."""
     if size & (size - 1):
         raise UsageError(
             f"All-gather by recursive doubling among {size} ranks: expected a power of two. "
-            'Choose "bruck", which costs the same at every size.'
+            'Choose "bruck", which has the same cost and accepts every number of ranks.'
         )
     rounds: list[Round] = []
     distance = 1

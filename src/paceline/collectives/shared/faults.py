@@ -113,7 +113,8 @@ class SharedFaults:
             text = f"rank {own} of group {self._name!r} failed: {type(error).__name__} {error}"
             abort = Abort("error", text.strip(), (own,))
         text = abort.message.encode()[:_REPORT_BYTES].decode(errors="ignore")
-        abort = Abort(abort.kind, text, abort.ranks[:_MAX_BLAMED])  # shorten the lists to fit into the segment
+        # without the calls, and with at most _MAX_BLAMED ranks, to fit into the segment
+        abort = Abort(abort.kind, text, abort.ranks[:_MAX_BLAMED])
         self._write(steps.STORY, msgspec.msgpack.encode(abort))
         steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
 

@@ -61,7 +61,10 @@ class Format(ABC):
         return False
 
     def source_of(self, path: str) -> str:
-        """Return the name of the format that defines the features of a file. Raises DataError."""
+        """Return the name of the format whose features a file has. Raises DataError.
+
+        This is the original format of a converted file, ``libsvm`` for NumPy arrays, and otherwise this format.
+        """
         return self.name
 
     def stat(self, path: str) -> FileStatus:

@@ -57,7 +57,7 @@ class Signals(Closing):
     def __enter__(self) -> Self:
         if self.is_awake:
             for number in _PASSED_ON:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has set this signal to be ignored
+                if signal.getsignal(number) is not signal.SIG_IGN:  # an ignored signal stays ignored, as under nohup
                     self._before[number] = signal.signal(number, self._pass_on)
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
             self._wakeup_before = signal.set_wakeup_fd(self._other_end.fileno(), warn_on_full_buffer=False)

@@ -47,7 +47,8 @@ def check_layers(hidden: tuple[int, ...], num_inputs: int) -> None:
     if not 1 <= len(hidden) <= MAX_LAYERS or not all(1 <= units <= MAX_UNITS for units in hidden):
         given = ",".join(map(str, hidden))
         raise UsageError(
-            f"--hidden {given}: expected 1 to {MAX_LAYERS} numbers of units, each from 1 to {MAX_UNITS:,}, as in 128,64"
+            f"--hidden {given}: expected the sizes of 1 to {MAX_LAYERS} layers, each from 1 to {MAX_UNITS:,} units, "
+            "as in 128,64"
         )
     if num_inputs + 1 > MAX_DIM:
         raise UsageError(
@@ -59,4 +60,4 @@ def parse_hidden(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--hidden {text}: expected numbers of units, as in 128,64") from None
+        raise UsageError(f"--hidden {text}: expected the number of units of each layer, as in 128,64") from None

@@ -61,7 +61,7 @@ class RowLayout:
 
     @property
     def fields(self) -> tuple[str | None, ...]:
-        """The name of the column with each number; None for the additional column."""
+        """The names of the columns, in the order of their numbers; the last is None if `is_open`."""
         return (*self.names, None) if self.is_open else self.names
 
     @property

@@ -120,7 +120,8 @@ def _push_again(push: _Push, after: Mapping[int, ServerSession], follows: bool) 
         assert request.payload is not None
         wanted |= request.payload.buckets
     for session, request in push.retained:
-        # The server still has the buckets that it continues to lead, unless it lost them in a missed view.
+        # A server that still leads a bucket has this push. But if the client missed a view (`follows` is false), the
+        # server may have lost the bucket in between, so the push is sent again.
         wanted |= request.held_buckets & ~(_leads(session, after) if follows else 0)
     sent = 0
     for session in after.values():

@@ -255,7 +255,7 @@ class ServerSession:
         return released
 
     def refused(self, request: Request) -> None:
-        """Record a rejection because of an old view: block the request until the newer view arrives."""
+        """Block a request that the server rejected, because the client's view is old, until the newer view arrives."""
         self.received(request)
         self._blocked.add(request.number)
         self.awaits_view = True

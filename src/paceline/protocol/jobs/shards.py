@@ -247,7 +247,7 @@ class Shards:
         return instructions
 
     def _close(self, worker: int, lease: int) -> None:
-        # Rule 4: only an open lease can be done. The shard of a revoked lease is leased again, and counts then.
+        # Rule 4: a report for a lease that is not open is ignored. The shard of a revoked lease gets a new lease.
         if lease not in self._open:
             return
         holder, key = self._open[lease]

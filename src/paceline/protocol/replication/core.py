@@ -96,7 +96,9 @@ class Replication:
         return self.place.successors.get(target, 0) & ~self._fills.wanted(target) & ~self.pushes.ahead_of_primary()
 
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
-        """Return whether a bucket here must equal the bucket that `source` described in a message of view `version`.
+        """Return whether this server's copy of a bucket must equal the copy of `source`, which sent its digest.
+
+        `version` is the view of the message with the digest.
 
         While this server sends pushes upstream to `source` (rule 8), this server is ahead of `source`.
         """

@@ -78,7 +78,10 @@ class Reject(Struct, frozen=True):
 
 
 class SendElsewhere(Struct, frozen=True):
-    """Answer with Elsewhere, because this scheduler has another cluster. The member then waits for its own cluster."""
+    """Answer the member's Rejoin with Elsewhere, because this scheduler leads another cluster than the member's.
+
+    The member then waits for its own cluster.
+    """
 
     peer: object
 

@@ -132,10 +132,13 @@ class SnapshotLoading:
             self._load_through(table, unseen)
 
     def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:
-        """Return the servers' shares in the view of `version`. Raises StaleEpochError if the view has changed."""
+        """Return the connection to each server, and the buckets that it leads.
+
+        Raises StaleEpochError if the version of the chains is not `version`.
+        """
         shares = list(shares_of(self._client))
         if self._client.servers.routes.version != version:
-            raise StaleEpochError(f"the view has changed since version {version}")
+            raise StaleEpochError(f"the chains have changed since version {version}")
         return shares
 
     def _load_through(self, table: StoredTable, wanted: Buckets) -> None:

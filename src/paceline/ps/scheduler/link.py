@@ -343,7 +343,7 @@ class SchedulerLink:
         return self._lost_error()
 
     def _resume(self, timeout_s: float) -> bool:
-        """Connect, rejoin and repeat messages; return False if the scheduler has another cluster."""
+        """Connect, rejoin and repeat messages; return False if the scheduler leads another cluster."""
         try:
             channel = self.transport.connect(self.address, self.hello, timeout_s=timeout_s)
         except (AuthenticationError, VersionError):

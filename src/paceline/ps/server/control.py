@@ -60,7 +60,7 @@ class Traffic:
 
 
 class ServerControl:
-    """Answers the control calls of one server."""
+    """Answers the control calls to one server."""
 
     def __init__(self, runtime: Runtime, traffic: Traffic, non_finite: NonFinite, snapshots: ServerSnapshots) -> None:
         self._core = runtime.core

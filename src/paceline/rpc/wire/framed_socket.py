@@ -1,6 +1,7 @@
 """Frames on a connected socket, sent and received by the calling threads.
 
-A small frame is copied out of the receive buffer. The rest of a large frame is received into the memory of its arrays.
+A frame that fits the receive buffer is copied out of it. Of a larger frame, only the bytes that are already in the
+buffer are copied; the other bytes are received directly into the frame's own memory.
 Over a network without TLS, every frame has an authentication tag (`security.sealing`). The tag's key is derived from
 the token and a random number (nonce) of each end.
 """

@@ -166,7 +166,10 @@ def _unpack_record(decoding: Decoding, data: memoryview) -> Any:
             raise UsageError(f"got {printable(repr(values), 60)}, which is not a member of {kind.__qualname__}")
         return kind.__members__[values]
     if not isinstance(values, dict) or not _is_record(kind):
-        raise ProtocolError(f"got a value of {kind.__qualname__}, which is not a record or enumeration")
+        raise ProtocolError(
+            f"got an unreadable value of {kind.__qualname__}: expected the fields of a dataclass, named tuple or "
+            "msgspec.Struct, or a member of an enumeration"
+        )
     try:
         return kind(**values)
     except Exception as error:

@@ -25,7 +25,7 @@ except ImportError:  # page faults are counted only on Unix
 NUM_THREADS: Final = 32
 _FEW_KEYS: Final = 64
 _WORTH: Final = 1 / 64  # waits for the disk per key, above which reading in parallel saves time
-_MEMORY: Final = 0.8  # weight of the previous rate of waits in the next rate
+_MEMORY: Final = 0.8  # each request multiplies the earlier waits per key by this, unless the last request had more
 
 
 class ReadAhead:

@@ -211,7 +211,10 @@ class _Tracer(fx.Tracer):
         if _modes() != self._modes:
             raise _NotTraceableError("part of its forward turns gradients or autocast on or off")
         if not all(map(torch.equal, _random_states(), self._random)):
-            raise _NotTraceableError("its forward draws random numbers that depend on no argument")
+            raise _NotTraceableError(
+                "its forward calls a random function without a tensor that depends on the arguments, such as "
+                "torch.rand(3); torch.rand_like(x) can be traced"
+            )
         return super().create_node(*args, **kwargs)
 
     @override

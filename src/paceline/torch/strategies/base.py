@@ -212,7 +212,7 @@ class Strategy(Closing, ABC):
 
     @abstractmethod
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
-        """Return models and optimizers for the loop, given new models, already on the device, and new optimizers."""
+        """Distribute new models (already on the device) and new optimizers; return the ones for the training loop."""
 
     def _row_tables(self) -> RowTables:
         """Return the store of the embeddings' rows."""
@@ -231,9 +231,10 @@ class Strategy(Closing, ABC):
         return contextlib.nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of all ranks' batch like ``torch.nn.utils.clip_grad_norm_``; return their norm.
+        """Clip the gradients of the whole batch (over all ranks); return the norm of the gradients.
 
-        Call it between ``backward()`` and ``optimizer.step()``. Embeddings' rows are not clipped.
+        Works as ``torch.nn.utils.clip_grad_norm_``. Call it between ``backward()`` and ``optimizer.step()``. The rows
+        of embeddings are not clipped.
         """
         assert self.module is not None, "prepare() comes first"
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)

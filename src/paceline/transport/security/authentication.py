@@ -5,11 +5,11 @@
    fields with the token as key (HELLO).
 3. The server sends its own fields and an HMAC of the fields of both ends (WELCOME).
 
-The token is never sent. An attacker cannot replay a recorded exchange, because each end chooses a nonce. It cannot
-reflect an exchange, because the labels differ, and it cannot alter a field, because every field has a length prefix. A
-relay cannot use a proof for another server, because the proof includes the address and the listener. On connections
-with a possible intermediary, every later frame is sealed with a key derived from the token and this handshake
-(`sealing`).
+The token is never sent. An attacker cannot replay a recorded exchange, because each end chooses a nonce. It cannot send
+a proof back to its sender, because the proof includes the label of its sender (client or server). It cannot move bytes
+from one field to the next, because the HMAC includes the length of every field. A relay cannot use a proof for another
+server, because the proof includes the address and the listener. On connections with a possible intermediary, every
+later frame is sealed with a key derived from the token and this handshake (`sealing`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Average gradients over the samples of an elastic group, again if a rank dies, within the backward pass."""
 
-# Annotations are not postponed, because PyTorch compares a hook's.
+# No `from __future__ import annotations`: PyTorch compares the annotations of a hook with types, not with text.
 from dataclasses import dataclass
 from typing import Any, NoReturn, Optional
 
@@ -22,7 +22,7 @@ class _Mean:
     """This rank's values, on the CPU. They stay unchanged, to be averaged again if a rank dies."""
     mean: Tensor
     """The mean over the ranks, on the CPU."""
-    ticket: Optional[CollectiveTicket] = None  # noqa: UP045  (postponed annotations are not allowed here)
+    ticket: Optional[CollectiveTicket] = None  # noqa: UP045  (no postponed annotations: see above)
 
 
 @dataclass

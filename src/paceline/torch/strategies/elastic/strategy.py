@@ -159,7 +159,7 @@ class ElasticAllReduce(AllReduce):
 
     @torch.no_grad()
     def _share_initial_values(self, model: nn.Module) -> None:
-        """Give every rank rank 0's parameters and buffers."""
+        """Copy rank 0's parameters and buffers to all ranks."""
         tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
         tensors = [tensor.detach() for tensor in tensors if not is_stand_in(tensor)]
         values = self._elastic.exchange(lambda group: broadcast_copies(group, tensors, 0))

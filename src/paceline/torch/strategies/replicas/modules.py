@@ -95,7 +95,8 @@ class ReplicaModule:
                 if id(parameter) not in self.parameters:
                     value = values[id(parameter)]
                     self.parameters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                setattr(copy, name, self.parameters[id(parameter)])  # also updates a recurrent module's own list
+                # Not copy._parameters: nn.RNNBase.__setattr__ also puts the parameter into its list _flat_weights.
+                setattr(copy, name, self.parameters[id(parameter)])
             for name, buffer in original._buffers.items():
                 if buffer is None or shares_buffers:
                     continue

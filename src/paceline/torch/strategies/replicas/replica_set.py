@@ -228,7 +228,10 @@ class _Replicated(torch.autograd.Function):
     def forward(
         ctx: Any, run: _Pass, parts: list[list[Any]], structure: Any, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the joined outputs. Backward has gradients for `tensors`, the trained parameters and the inputs."""
+        """Return the joined outputs. Backward returns a gradient for each of `tensors`.
+
+        `tensors` are the trained parameters, then the inputs that require gradients.
+        """
         ctx.run = run
         ctx.set_materialize_grads(False)
         joined = run.forward(parts, structure)

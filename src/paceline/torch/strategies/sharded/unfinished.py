@@ -18,7 +18,10 @@ from paceline.errors import UsageError
 
 
 class Unfinished:
-    """Resets a sharded model, except ``.grad``, before the first forward after a pass that failed on every process."""
+    """Resets a model's ``fully_shard`` state, but not ``.grad``, before the first forward after a pass that failed.
+
+    The pass must have failed on every process.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
