@@ -13,7 +13,8 @@ import numpy as np
 
 from .jit import njit
 
-_MOST_GROWTH: Final = 80.0  # for larger exponents the bound is the largest curvature anyway
+_MOST_GROWTH: Final = 80.0
+"""`column_gradients` computes no exp() of a larger exponent; it then bounds the curvature by its maximum, c/4."""
 _LEAST_CURVATURE: Final = 1e-12
 
 
@@ -29,8 +30,8 @@ def count_entries(indptr, rows, columns, step, counts):  # type: ignore[no-untyp
 def column_gradients(indptr, rows, values, columns, radii, counts, weights, residuals, curvatures, out):  # type: ignore[no-untyped-def]
     """Write the gradient and a bound of the second derivative for each of `columns` to `out` (float32 [columns, 2]).
 
-    The bound is valid while weight j and the other moving weights change by up to `radii[j]` (float32 [all columns]).
-    `counts` (int32 [n]) has the number m of an example's entries in moving columns. The bound is Σ m·x²·min(c·p·(1 −
+    The bounds are valid while each moving weight j changes by at most `radii[j]` (float32 [all columns]). `counts`
+    (int32 [n]) has the number m of an example's entries in moving columns. A column's bound is Σ m·x²·min(c·p·(1 −
     p)·exp(m·|x|·radius), c/4). For m = 1 this is the bound of OSDI'14. For larger m, Jensen's inequality applies: the
     loss at a margin moved by Σ x·d is at most the mean of the losses at margins moved by m·x·d.
     """

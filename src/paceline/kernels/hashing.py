@@ -2,7 +2,8 @@
 
 **Keys.** :func:`mix` is the hash that :mod:`.index` computes; its upper bits are the key's bucket.
 
-**Bytes.** A feature's key is a 64-bit hash of its bytes. The seed identifies the field. Saved models depend on
+**Bytes.** A feature's key is a 64-bit hash of its bytes. The hash starts from a seed that differs by field (for
+example, the hash of the column's name), so equal values in two columns are different features. Saved models depend on
 this hash, so it never changes (tests hold golden values). All arithmetic is modulo 2^64::
 
     h = seed ^ (length * 0x9E3779B97F4A7C15)
@@ -12,8 +13,8 @@ this hash, so it never changes (tests hold golden values). All arithmetic is mod
     h *= 0xD6E8FEB86659FD93;  h ^= h >> 32
 
 Every step is a bijection, so two values of up to eight bytes and of one length never collide within a
-field. The multipliers come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) and of rrmxmx (Evensen,
-2018).
+field. The multipliers come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) and from rrmxmx
+(Evensen, 2018).
 """
 
 from __future__ import annotations

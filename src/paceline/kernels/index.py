@@ -67,7 +67,8 @@ _LINE = np.uint64(LINE_BYTES)
 _KEY = np.uint64(8)
 _WORD = np.uint64(4)
 _BUCKET_SHIFT = np.uint64(55)
-_MARKS_AT, _ZERO_MARK_AT = np.uint64(60), np.uint64(56)  # in an entry's line, and in key 0's
+# byte offset of the marks in a line, and of key 0's mark in its own line
+_MARKS_AT, _ZERO_MARK_AT = np.uint64(60), np.uint64(56)
 _MARK_BITS, _MARK_MASK = np.uint32(6), np.uint32(63)
 _EVERY_ENTRY = np.uint32(0x01041041)
 _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)

@@ -83,7 +83,7 @@ def _initial_row(layout, parameters, key, out, at):  # type: ignore[no-untyped-d
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _gather_narrow(directory, layout, parameters, keys, out, slots, entry_bytes, dim):  # type: ignore[no-untyped-def]
-    # slots, entry_bytes and dim are constants in the common cases: 22 → 20 ns per key at 10^7 rows
+    # slots, entry_bytes and dim are literals at the calls for the common cases: 22 → 20 ns per key at 10^7 rows
     num_keys = len(keys)
     ring = np.empty(_RING, np.uint64)
     for i in range(min(AHEAD, num_keys)):

@@ -163,7 +163,7 @@ def _is_one_of(text, at, stop, words):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-untyped-def]
-    """Read a value other than lists and objects: (kind, number, first, stop, is in scratch, end or -1, fault).
+    """Return a value other than lists and objects: (kind, number, first, stop, is in scratch, end or -1, fault).
 
     `first` and `stop` are the bounds of the value's text, also for a number.
     """
@@ -222,7 +222,9 @@ def _parse_object(  # type: ignore[no-untyped-def]
     fields,
     pair,
 ):
-    """Parse the object whose brace is at `at`: (position after it, number of pairs so far, label, weight, fault or 0).
+    """Parse the object whose brace is at `at`.
+
+    Return (position after it, number of pairs so far, label, weight, fault or 0).
 
     `bases` and `is_list`, int64 [MAX_DEPTH], describe the open lists and objects: the end of the name in `scratch`, and
     1 for a list.

@@ -41,9 +41,9 @@ def split_words(text: bytes) -> list[bytes]:
 def number_text(text: str) -> str:
     """Return one text for all spellings of a JSON number, such as ``1000``, ``1000.0`` and ``1e3``.
 
-    A category's key is computed from this text. Integers without point and exponent do not change. Others follow
-    Arrow: an exponent from 10^18 up and below 10^-6, no zeros at the end, and no point
-    after whole numbers.
+    A category's key is computed from this text. Integers without point and exponent do not change. Other numbers are
+    written as Arrow writes them: with an exponent if the magnitude is at least 10^18 or below 10^-6, without zeros at
+    the end of the fraction, and without a point if there is no fraction.
     """
     found = _DECIMAL.fullmatch(text)
     if found is None or (found[3] is None and found[4] is None):

@@ -64,7 +64,7 @@ class Adam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of :class:`Moments`, whether AMSGrad is used, whether decay is decoupled, the L1 penalty."""
+        """Hyperparameters of :class:`Moments`, 1 for AMSGrad (or 0), 1 for decoupled decay (or 0), the L1 penalty."""
         return (*super().numbers, float(self.amsgrad), float(self.is_decoupled), self.l1)
 
     @property

@@ -106,7 +106,7 @@ class UpdateRule(ABC):
     # How large records become.
 
     def initial_bounds(self, largest: float) -> Bounds:
-        """Return the bounds of records without a push, with values of at most `largest`."""
+        """Return the bounds of records that no push has changed yet; `largest` is the largest magnitude of a value."""
         return Bounds(largest)
 
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:

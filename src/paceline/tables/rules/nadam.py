@@ -33,7 +33,7 @@ class NAdam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of :class:`Moments`, the momentum's decay, and whether weight decay is decoupled."""
+        """Hyperparameters of :class:`Moments`, the momentum's decay, and 1 for decoupled weight decay (or 0)."""
         return (*super().numbers, self.momentum_decay, float(self.decoupled_weight_decay))
 
     @property

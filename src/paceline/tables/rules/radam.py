@@ -30,7 +30,7 @@ class RAdam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of :class:`Moments`, and whether weight decay is decoupled."""
+        """Hyperparameters of :class:`Moments`, and 1 for decoupled weight decay (or 0)."""
         return (*super().numbers, float(self.decoupled_weight_decay))
 
     @staticmethod
