@@ -17,6 +17,7 @@ PURE = {
     "itertools",
     "math",
     "msgspec",
+    "operator",
     "types",
     "typing",
     "typing_extensions",
