@@ -18,6 +18,7 @@ PURE = {
     "math",
     "msgspec",
     "operator",
+    "statistics",
     "types",
     "typing",
     "typing_extensions",
