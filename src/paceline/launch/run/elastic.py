@@ -81,7 +81,7 @@ class ElasticRun(Closing):
         took_part = self._server.has_joined(member)
         self._server.ended(member, is_failure=bool(rank.status))
         if not rank.status:
-            self._is_over = True
+            self._is_over = self._is_over or took_part  # a newcomer may end before it takes part
             return None
         assert rank.status is not None
         text = f"paceline run: rank {rank.rank} {describe_status(rank.status)}"
