@@ -126,6 +126,11 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     runtime_dir = found.get("XDG_RUNTIME_DIR")
     launcher = next((launcher for launcher in _LAUNCHERS if found.get(launcher)), "RANK")
     rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in _LAUNCHERS[launcher])
+    if launcher in (_OPEN_MPI, _HYDRA):
+        names = _LAUNCHERS[launcher]
+        if rank is None or world_size is None or rank >= world_size:
+            given = " and ".join(f"{name} is {found.get(name) or 'missing'}" for name in names[:2])
+            raise UsageError(f"the variables of mpirun disagree: {given}; expected a rank below the number of ranks")
     run_id, processes = found.get("TORCHELASTIC_RUN_ID"), found.get("PET_NPROC_PER_NODE")
     job = "/".join(found[name] for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID") if found.get(name))
     if launcher == _HYDRA and local_world_size == world_size:

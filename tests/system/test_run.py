@@ -313,7 +313,8 @@ def test_the_commands_of_manifests_run_as_pods_would_run_them(
     """The engine inserts the pod's number into the command (job), or sets variables (trainjob)."""
     name = script(tmp_path, _CONNECT)
     options = ("--nnodes", "2", "--strategy", "parameter-server", "--servers", "2")
-    written = paceline.succeed("manifests", "--image", "image", "--kind", kind, "run", *options, name)
+    written = paceline.succeed("manifests", "--image", "image", "--kind", kind, "run", *options, name, "1e-3", "y")
+    assert written.out.count('- "1e-3"') == written.out.count('- "y"') == 1  # kubectl reads other words as strings
     last = [*yaml.safe_load_all(written.out)][-1]["spec"]
     container = last["trainer"] if kind == "trainjob" else last["template"]["spec"]["containers"][0]
     port, nodes = str(two_free_ports()), []
@@ -337,6 +338,8 @@ def test_the_commands_of_manifests_run_as_pods_would_run_them(
     [
         (("predict",), "paceline: predict: expected run, scheduler or train, "),
         (("run", "--node-rank", "1", "train.py"), "paceline: --node-rank: leave it out, "),
+        (("run", "--nnodes", "0", "train.py"), "paceline: --nnodes 0: expected 1 or more"),
+        (("scheduler", "--servers", "1", "--replicas", "3"), "paceline: replicas=3 with servers=1: "),
         (("run", "--no-such-option", "train.py"), "paceline: unknown option --no-such-option"),
         (("train", "--scheduler", "a:1", __file__), "paceline: --scheduler: leave it out, "),
     ],

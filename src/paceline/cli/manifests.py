@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
@@ -15,15 +16,22 @@ from paceline.launch.engines.kubernetes import (
     manifests_of_run,
     manifests_of_training,
 )
+from paceline.launch.run.options import RunOptions
 
-from .parameters import expand_flags
+from .parameters import build_flags, expand_flags
+from .roles import ClusterFlags
 
 _SET_BY_MANIFESTS: Final = {
-    "run": ("on", "node_rank", "master_addr", "master_port", "cluster", "job", "index"),
-    "scheduler": ("host", "port", "replaces", "token_file"),
+    "run": (
+        "node_rank", "master_addr", "master_port", "cluster", "job", "index",
+        "on", "partition", "time", "sbatch", "requeue", "queue_timeout", "dry_run",
+    ),
+    "scheduler": ("host", "port", "replaces", "token_file", "tls_cert", "tls_key", "tls_ca"),
     "train": ("scheduler", "token_file", "servers", "workers"),
-}
+}  # fmt: skip
 """The commands that run on Kubernetes, and the options that the manifests or the cluster determine."""
+_PLAIN: Final = re.compile(r"(--)?[A-Za-z][\w./-]*")
+_WORDS_OF_YAML: Final = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 
 @expand_flags
@@ -55,11 +63,14 @@ def manifests(
     values = _parse(context, name, arguments)
     if pods.kind != "job" and name != "run":
         raise UsageError(f"--kind {pods.kind} is only for paceline manifests run. For {name}, leave --kind out")
+    from paceline.launch.run.setup import plan_roles
     from paceline.transport.security.authentication import make_token
 
     if name == "run":
-        found = manifests_of_run(pods, make_token(), values["nnodes"] or 1, arguments)
+        _, _, nnodes = plan_roles(build_flags(RunOptions, "options", values))  # raises UsageError for invalid options
+        found = manifests_of_run(pods, make_token(), nnodes, arguments)
     elif name == "scheduler":
+        build_flags(ClusterFlags, "cluster", values).parse()  # raises UsageError for invalid settings
         found = manifests_of_cluster(pods, make_token(), values["servers"], values["workers"], arguments)
     else:
         found = manifests_of_training(pods, arguments)
@@ -69,7 +80,17 @@ def manifests(
         raise UsageError(
             "paceline manifests needs PyYAML, which is not installed: pip install 'paceline[kubernetes]'"
         ) from None
-    yaml.safe_dump_all(found, sys.stdout, sort_keys=False, width=1000)
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        pass
+
+    def represent(dumper: Dumper, text: str) -> Any:
+        """Quote every string that some version of YAML reads as a number, a Boolean or null."""
+        is_plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS_OF_YAML
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if is_plain else '"')
+
+    Dumper.add_representer(str, represent)
+    yaml.dump_all(found, sys.stdout, Dumper, sort_keys=False, width=1000, allow_unicode=True)
 
 
 def _parse(context: typer.Context, name: str, arguments: list[str]) -> Mapping[str, Any]:

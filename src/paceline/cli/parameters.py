@@ -65,7 +65,7 @@ def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        command(**{name: _build(hint, name, values) for name, hint in hints.items() if name != "return"})
+        command(**{name: build_flags(hint, name, values) for name, hint in hints.items() if name != "return"})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -112,11 +112,12 @@ def _in_panel(parameter: Any, hint: Any, panel: str | None) -> Any:
     return parameter
 
 
-def _build(hint: Any, name: str, values: Mapping[str, Any]) -> Any:
+def build_flags(hint: Any, name: str, values: Mapping[str, Any]) -> Any:
+    """Return the dataclass `hint` with the values of the command line; for another type, the value of `name`."""
     if not _is_flags(hint):
         return values[name]
     hints = _hints(hint)
-    return hint(**{field.name: _build(hints[field.name], field.name, values) for field in fields(hint)})
+    return hint(**{field.name: build_flags(hints[field.name], field.name, values) for field in fields(hint)})
 
 
 def _is_flags(hint: Any) -> TypeGuard[type[Any]]:

@@ -53,6 +53,12 @@ def test_mpich_is_recognized_by_the_local_rank() -> None:
     assert (found.rank, found.world_size, found.local_rank, found.job) == (1, 4, None, None)
 
 
+@pytest.mark.parametrize("size", ["2", ""])
+def test_variables_of_mpirun_that_disagree_are_rejected(size: str) -> None:
+    with pytest.raises(UsageError, match=r"PMI_RANK is 3 and PMI_SIZE is (2|missing)"):
+        environment({"PMI_RANK": "3", "PMI_SIZE": size, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"})
+
+
 def test_slurm() -> None:
     detected = environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"})
     assert (detected.rank, detected.world_size, detected.local_rank, detected.local_world_size) == (5, 8, 1, None)

@@ -52,7 +52,7 @@ def by_kind(manifests: list[dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
 @pytest.mark.parametrize("nnodes", [1, 4])
 def test_manifests_of_a_script_are_valid(pods: PodOptions, kind: str, nnodes: int) -> None:
     if kind == "trainjob":
-        pods = dataclasses.replace(pods, volume=None, tls_secret=None)
+        pods = dataclasses.replace(pods, volume=None, tls_secret=None, restarts=0)
     check(manifests_of_run(dataclasses.replace(pods, kind=kind), "token", nnodes, ["--nnodes", "4", "train.py"]))
 
 
@@ -106,11 +106,23 @@ def test_a_secret_that_exists_is_used() -> None:
         ({"volume": ["data"]}, "--volume data: "),
         ({"volume": ["data:relative"]}, "--volume data:relative: "),
         ({"kind": "trainjob", "volume": ["data:/data"]}, "--kind trainjob: "),
+        ({"kind": "trainjob", "restarts": 1}, "--kind trainjob: --restarts"),
+        ({"namespace": "Foo Bar"}, "--namespace Foo Bar: "),
+        ({"volume": ["a:/data", "b:/data"]}, "--volume: two volumes have one path"),
     ],
 )
 def test_invalid_options(wrong: Mapping[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         PodOptions(image="me/train:1", **wrong)
+
+
+def test_arguments_reach_the_pod_unchanged() -> None:
+    """Kubernetes expands variables in commands, except for a doubled $."""
+    (job,) = manifests_of_run(SMALL, "t", 1, ["train.py", "$(PACELINE_TOKEN)", "$$(X)"])
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"][-2:] == ["$$(PACELINE_TOKEN)", "$$$$(X)"]
+    with pytest.raises(UsageError, match="not UTF-8"):
+        manifests_of_run(SMALL, "t", 1, ["train.py", "\udcff"])
 
 
 def test_kubeflows_variables() -> None:

@@ -55,15 +55,23 @@ class PodOptions:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UsageError(f"--kind {self.kind}: expected one of {', '.join(KINDS)}")
-        for flag, name in (("--name", self.name), ("--secret", self.secret), ("--tls-secret", self.tls_secret)):
+        names = {"name": self.name, "namespace": self.namespace, "secret": self.secret, "tls-secret": self.tls_secret}
+        for flag, name in names.items():
             if name is not None and not _NAME.fullmatch(name):
                 raise UsageError(
-                    f"{flag} {name}: expected a name of Kubernetes: at most 40 lower-case letters, digits and hyphens, "
-                    "with a letter first and no hyphen last"
+                    f"--{flag} {name}: expected a name of Kubernetes: at most 40 lower-case letters, digits and "
+                    "hyphens, with a letter first and no hyphen last"
                 )
         for flag, quantity in (("--cpus", self.cpus), ("--memory", self.memory)):
             if quantity is not None and not _QUANTITY.fullmatch(quantity):
                 raise UsageError(f"{flag} {quantity}: expected a quantity of Kubernetes, such as 4, 500m or 8Gi")
+        if not self.image or not self.image.isprintable() or " " in self.image:
+            raise UsageError(f"--image {self.image!r}: expected the name of an image, such as me/train:1")
+        paths = [volume.partition(":")[2] for volume in self.volume or ()]
+        if len({*paths, _TLS_FOLDER}) <= len(paths):
+            raise UsageError(f"--volume: two volumes have one path, or the path {_TLS_FOLDER}")
+        if self.kind == "trainjob" and self.restarts:
+            raise UsageError("--kind trainjob: --restarts belongs into the training runtime of Kubeflow")
         for volume in self.volume or ():
             claim, _, path = volume.partition(":")
             if not claim or not path.startswith("/"):
@@ -82,14 +90,15 @@ def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequenc
     host = f"{pods.name}-node-0-0.{pods.name}" if pods.kind == "jobset" else f"{pods.name}-0.{pods.name}"
     node = ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--master-addr", host, "--master-port", str(_PORT)]
     has_variables = one_pod or pods.kind == "trainjob"
-    pod = _pod(pods, ["run", *([] if has_variables else node), *command], has_token=not one_pod)
+    pod = _pod(pods, ["run", *([] if has_variables else node), *_escape(command)], has_token=not one_pod)
     if pods.kind == "trainjob":
         return [*secret, _train_job(pods, nnodes, pod["containers"][0])]
     job = {
         "completionMode": "Indexed",
         "completions": nnodes,
         "parallelism": nnodes,
-        "backoffLimit": pods.restarts if pods.kind == "job" else 0,
+        # If one node fails, the others end too, and Kubernetes counts each.
+        "backoffLimit": pods.restarts * nnodes if pods.kind == "job" else 0,
         "template": {"metadata": {"labels": _labels(pods)}, "spec": {**pod, "subdomain": pods.name}},
     }
     if pods.kind == "jobset":
@@ -109,7 +118,7 @@ def manifests_of_cluster(
     address = f"{pods.name}-scheduler:{_SCHEDULER_PORT}"
     join = ["--scheduler", address, "--wait", str(_START_S)]
     # A scheduler that is started again waits for the members of its predecessor, and takes over the cluster.
-    scheduler = _pod(pods, ["scheduler", "--host", "0.0.0.0", "--replaces", *command], role="scheduler")
+    scheduler = _pod(pods, ["scheduler", "--host", "0.0.0.0", "--replaces", *_escape(command)], role="scheduler")
     scheduler["containers"][0]["ports"] = [{"containerPort": _SCHEDULER_PORT}]
     server = _pod(pods, ["server", "--host", "0.0.0.0", *join], role="server")
     server["terminationGracePeriodSeconds"] = _GRACE_S
@@ -133,12 +142,20 @@ def manifests_of_cluster(
 def manifests_of_training(pods: PodOptions, command: Sequence[str]) -> list[Manifest]:
     """Return a Job for ``paceline train`` on the cluster of this name; `command` are the arguments after ``train``."""
     address = f"{pods.name}-scheduler:{_SCHEDULER_PORT}"
-    pod = _pod(pods, ["train", "--scheduler", address, *command], role="train")
+    pod = _pod(pods, ["train", "--scheduler", address, *_escape(command)], role="train")
     job = {
         "backoffLimit": pods.restarts,
         "template": {"metadata": {"labels": _labels(pods, "train")}, "spec": {**pod, "restartPolicy": "Never"}},
     }
     return [_object(pods, "batch/v1", "Job", f"{pods.name}-train", job)]
+
+
+def _escape(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in which Kubernetes expands no variable. Raises UsageError for arguments that are not UTF-8."""
+    for argument in arguments:
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise UsageError(f"the argument {argument!r} is not UTF-8, so a manifest cannot have it")
+    return [argument.replace("$", "$$") for argument in arguments]
 
 
 def _labels(pods: PodOptions, role: str = "node") -> dict[str, str]:

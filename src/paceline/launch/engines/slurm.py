@@ -71,7 +71,7 @@ class Slurm(RunEngine):
             *(("requeue", f"signal=TERM@{_NOTICE_S}") if flags.requeue else ()),
             *(setting.removeprefix("--") for setting in flags.sbatch or ()),
         ]
-        lines = ["#!/bin/bash", *(f"#SBATCH --{setting}" for setting in settings), ""]
+        lines = ["#!/bin/bash", *(f"#SBATCH --{_quote(setting)}" for setting in settings), ""]
         *others, last = roles
         for role in others:
             placed = f"--nodes={role.num_nodes} --ntasks={role.num_nodes} --cpus-per-task={role.num_cpus}"
@@ -226,6 +226,12 @@ def find_address(node: str) -> str:
         found = re.search(r"\sNodeAddr=(\S+)", done.stdout)
         return node if found is None else found[1]
     return node
+
+
+def _quote(setting: str) -> str:
+    """Return a setting of sbatch whose value is in double quotes if it has spaces."""
+    name, equals, value = setting.partition("=")
+    return f'{name}{equals}"{value}"' if " " in value and not value.startswith(('"', "'")) else setting
 
 
 def _open(*command: str, start_new_session: bool = False) -> subprocess.Popen[str]:

@@ -46,7 +46,9 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     inner = replace(options, engine=EngineFlags(), nnodes=None)
     assert options.script is not None
     script = (options.script, *(options.arguments or ()))
-    threads = options.threads or 1
+    threads = 1 if options.threads is None else options.threads
+    if threads < 1:
+        raise UsageError(f"--threads {threads}: expected 1 or more")
     command = (sys.executable, "-m", "paceline", "run")
     if not num_servers:
         words = words_of(inner)
