@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 _PROGRAM = """
+import os
 import torch
 import paceline.torch
 
@@ -22,7 +23,8 @@ with paceline.torch.strategy() as strategy:
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
     state = [parameter.detach().tolist() for parameter in model.parameters()]
-    print(f"rank={strategy.rank} world={strategy.world_size} local={strategy.local_rank} state={state}", flush=True)
+    line = f"rank={strategy.rank} world={strategy.world_size} local={strategy.local_rank} state={state}\\n"
+    os.write(1, line.encode())  # in one piece, because mpirun mixes the output of its ranks
 """
 
 
