@@ -126,11 +126,10 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     runtime_dir = found.get("XDG_RUNTIME_DIR")
     launcher = next((launcher for launcher in _LAUNCHERS if found.get(launcher)), "RANK")
     rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in _LAUNCHERS[launcher])
-    if launcher in (_OPEN_MPI, _HYDRA):
-        names = _LAUNCHERS[launcher]
-        if rank is None or world_size is None or rank >= world_size:
-            given = " and ".join(f"{name} is {found.get(name) or 'missing'}" for name in names[:2])
-            raise UsageError(f"the variables of mpirun disagree: {given}; expected a rank below the number of ranks")
+    is_mpirun = launcher in (_OPEN_MPI, _HYDRA)
+    if is_mpirun and (rank is None or world_size is None or rank >= world_size):
+        given = " and ".join(f"{name} is {found.get(name) or 'missing'}" for name in _LAUNCHERS[launcher][:2])
+        raise UsageError(f"the variables of mpirun disagree: {given}; expected a rank below the number of ranks")
     run_id, processes = found.get("TORCHELASTIC_RUN_ID"), found.get("PET_NPROC_PER_NODE")
     job = "/".join(found[name] for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID") if found.get(name))
     if launcher == _HYDRA and local_world_size == world_size:
@@ -154,7 +153,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         nproc_per_node=None if processes in ("auto", "cpu", "gpu") else _integer(found, "PET_NPROC_PER_NODE"),
         has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
         run_id=f"{run_id}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}" if run_id else None,
-        is_mpirun=launcher in (_OPEN_MPI, _HYDRA),
+        is_mpirun=is_mpirun,
         job=job or None,
         algorithm=found.get("PACELINE_ALGORITHM") or None,
         strategy=found.get("PACELINE_STRATEGY") or None,
@@ -194,8 +193,11 @@ def _path(found: Mapping[str, str], name: str) -> Path | None:
 
 def _integer(found: Mapping[str, str], name: str) -> int | None:
     text = found.get(name)
-    if not text:
-        return None
+    return parse_integer(name, text) if text else None
+
+
+def parse_integer(name: str, text: str) -> int:
+    """Return the value of a variable. Raises UsageError unless it is a whole number from 0 up."""
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"the environment variable {name} is {text!r}, expected a whole number from 0 up")
     return int(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Final
 
 import typer
@@ -16,6 +17,7 @@ from paceline.launch.engines.kubernetes import (
     manifests_of_run,
     manifests_of_training,
 )
+from paceline.launch.engines.options import EngineFlags
 from paceline.launch.run.options import RunOptions
 
 from .parameters import build_flags, expand_flags
@@ -24,7 +26,7 @@ from .roles import ClusterFlags
 _SET_BY_MANIFESTS: Final = {
     "run": (
         "node_rank", "master_addr", "master_port", "cluster", "job", "index",
-        "on", "partition", "time", "sbatch", "requeue", "queue_timeout", "dry_run",
+        *(field.name for field in fields(EngineFlags)),
     ),
     "scheduler": ("host", "port", "replaces", "token_file", "tls_cert", "tls_key", "tls_ca"),
     "train": ("scheduler", "token_file", "servers", "workers"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.command_options import option
-from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
+from paceline.launch.flags import SCHEDULER_PORT, FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
 
 from . import options
 from .parameters import expand_flags
@@ -56,7 +56,7 @@ def scheduler(
     *,
     cluster: ClusterFlags,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free port.")] = 7337,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free port.")] = SCHEDULER_PORT,
     replaces: Annotated[
         bool,
         typer.Option("--replaces", help="Wait for the previous cluster's members before starting a new cluster."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline.command_options import option
 
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from paceline.ps.messages import ClusterSettings
     from paceline.tables.memory.limit import MemoryLimit
     from paceline.transport import TLS
+
+
+SCHEDULER_PORT: Final = 7337
+RENDEZVOUS_PORT: Final = 29500
+"""Default ports, of ``paceline scheduler`` and of ``paceline run`` on several machines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from paceline.errors import (
 from paceline.meeting.credentials import choose_secret
 from paceline.meeting.network_store import NetworkStore, StoreServer
 from paceline.meeting.store import MemoryStore, Store
-from paceline.transport.addresses import Address, announced_host
+from paceline.transport.addresses import LOOPBACK, Address, announced_host
 from paceline.transport.backoff import Backoff
 from paceline.transport.security.authentication import Hello, make_token
 from paceline.transport.tls.contexts import TLS
@@ -43,7 +43,6 @@ _ATTEMPT_S = 5.0
 _SHORT_ATTEMPT_S = 1.0
 """Timeout of an attempt if there are several addresses, because a listener may be silent."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
-_LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _NUM_PORTS = 20000, 10000  # default ports, below the ports that operating systems assign
 
 
@@ -60,7 +59,7 @@ class Meeting:
     address: Address | None = None
     """Address of the store; ``None`` for a single rank."""
     token: str = field(repr=False)
-    host: str = _LOOPBACK
+    host: str = LOOPBACK
     """Address of this machine for the other ranks."""
 
     def close(self) -> None:
@@ -103,7 +102,7 @@ def rendezvous(
     if rank == 0:
         server = _serve(places, token, hello, tls)
         try:
-            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)  # the host in the certificate
+            everywhere = LOOPBACK if tls is None else own_host(places[0].host)  # the host in the certificate
             reached = Address("tcp", everywhere if server.is_everywhere else server.address.host, server.address.port)
             store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server, answer_s=timeout_s, tls=tls)
         except BaseException:
@@ -141,7 +140,7 @@ def is_loopback(host: str) -> bool:
 def own_host(rendezvous_host: str) -> str:
     """Return the address of this machine on the route to the rendezvous, for the other ranks."""
     if is_loopback(rendezvous_host):
-        return "::1" if ":" in rendezvous_host else _LOOPBACK
+        return "::1" if ":" in rendezvous_host else LOOPBACK
     try:
         family, _, _, _, place = socket.getaddrinfo(rendezvous_host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -166,9 +165,14 @@ def _numbers(rank: int | None, world_size: int | None, variables: Environment) -
             f"{given} is given and {missing} is missing; pass both, or set RANK and WORLD_SIZE like torchrun, mpirun "
             "and srun"
         )
+    check_rank(rank, world_size)
+    return rank, world_size
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise UsageError unless there is a rank of this number."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise UsageError(f"got rank {rank} of {world_size}, expected a rank from 0 to the world size - 1")
-    return rank, world_size
 
 
 def _places(address: str | None, world_size: int, variables: Environment) -> list[Address]:
@@ -191,7 +195,7 @@ def default_place(world_size: int, variables: Environment) -> Address:
     """
     host, port = variables.master_addr, variables.master_port
     if host is None and variables.local_world_size == world_size:
-        host = _LOOPBACK
+        host = LOOPBACK
     if port is None and variables.job:
         port = port_of_job(variables.job)
     if host is None or not port:

@@ -103,6 +103,8 @@ class _Lease:
 
     def numbers(self, places: Collection[int]) -> list[int]:
         """Return the numbers of the items that were leased to the ranks `places`."""
+        if not places:
+            return []
         size = len(self.members)
         return [number for i, number in enumerate(self.before.numbers(self.count)) if i % size in places]
 
@@ -132,9 +134,7 @@ class EpochLeases:
 
     def lacks(self, contributors: Collection[int]) -> bool:
         """Return whether a member that is not a contributor holds items."""
-        return any(
-            lost and lease.numbers(lost) for lease in self._leases for lost in (_other(lease.members, contributors),)
-        )
+        return any(lease.numbers(_other(lease.members, contributors)) for lease in self._leases)
 
     def keep(self, contributors: Collection[int]) -> None:
         """Add the items of all members except the contributors to :attr:`remaining` again."""

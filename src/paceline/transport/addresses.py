@@ -16,6 +16,7 @@ import psutil
 
 from paceline.errors import AddressError, UsageError
 
+LOOPBACK = "127.0.0.1"
 _WILDCARDS = ("", "0.0.0.0", "::")
 _PORT_ATTEMPTS = 16  # attempts to find a port that is free on all addresses of a host
 _UNAVAILABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from tests.free_ports import free_port
 from tests.warm.processes import RANKS, WarmProcess
+
+from paceline.errors import UsageError
 
 pytest.importorskip("torch")
 
@@ -97,3 +101,14 @@ def test_servers_do_not_wait_for_ranks_after_a_break_from_an_epoch(tmp_path: Pat
     assert status == 0, err
     printed_steps = sorted(line.partition("steps ")[2].split() for line in out.splitlines() if "steps" in line)
     assert [(rank, steps) for rank, steps, _ in printed_steps] == [("0", "8"), ("1", "3")], out
+
+
+def test_a_rank_beyond_the_world_size_does_not_wait_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed would wait until its timeout."""
+    from paceline.torch.strategies.ranks import Ranks
+
+    variables = {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="rank 3 of 2"):
+        Ranks.meet(timedelta(seconds=5), backend="gloo")

@@ -13,7 +13,9 @@ import pytest
 
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.launch.engines import EngineFlags, RunRole, Slurm, read_placement
+from paceline.launch.engines.engine import RunRole
+from paceline.launch.engines.options import EngineFlags
+from paceline.launch.engines.slurm import Slurm, read_placement
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.setup import find_placement, plan_node
 

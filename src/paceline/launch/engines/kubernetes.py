@@ -17,12 +17,11 @@ from typing import Any, Final, TypeAlias
 
 from paceline.command_options import option
 from paceline.errors import UsageError
+from paceline.launch.flags import RENDEZVOUS_PORT, SCHEDULER_PORT
 
 Manifest: TypeAlias = dict[str, Any]
 
 KINDS: Final = ("job", "jobset", "trainjob")
-_PORT: Final = 29500
-_SCHEDULER_PORT: Final = 7337
 _TLS_FOLDER: Final = "/etc/paceline/tls"
 _TLS_FILES: Final = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}  # those of cert-manager
 _GRACE_S: Final = 600
@@ -67,17 +66,27 @@ class PodOptions:
                 raise UsageError(f"{flag} {quantity}: expected a quantity of Kubernetes, such as 4, 500m or 8Gi")
         if not self.image or not self.image.isprintable() or " " in self.image:
             raise UsageError(f"--image {self.image!r}: expected the name of an image, such as me/train:1")
-        paths = [volume.partition(":")[2] for volume in self.volume or ()]
-        if len({*paths, _TLS_FOLDER}) <= len(paths):
-            raise UsageError(f"--volume: two volumes have one path, or the path {_TLS_FOLDER}")
-        if self.kind == "trainjob" and self.restarts:
-            raise UsageError("--kind trainjob: --restarts belongs into the training runtime of Kubeflow")
-        for volume in self.volume or ():
-            claim, _, path = volume.partition(":")
+        for volume, (claim, path) in zip(self.volume or (), self.volumes, strict=True):
             if not claim or not path.startswith("/"):
                 raise UsageError(f"--volume {volume}: expected the name of a claim and a path, such as data:/data")
-        if self.kind == "trainjob" and (self.volume or self.tls_secret):
-            raise UsageError("--kind trainjob: --volume and --tls-secret belong into the training runtime of Kubeflow")
+        paths = [path for _, path in self.volumes]
+        if len({*paths, _TLS_FOLDER}) <= len(paths):
+            raise UsageError(f"--volume: two volumes have one path, or the path {_TLS_FOLDER}")
+        settings = {"volume": self.volume, "tls-secret": self.tls_secret, "restarts": self.restarts}
+        for flag, value in settings.items() if self.kind == "trainjob" else ():
+            if value:
+                raise UsageError(f"--kind trainjob: --{flag} belongs into the training runtime of Kubeflow")
+
+    @property
+    def volumes(self) -> list[tuple[str, str]]:
+        """The claims with their paths."""
+        parts = (volume.partition(":") for volume in self.volume or ())
+        return [(claim, path) for claim, _, path in parts]
+
+    @property
+    def scheduler(self) -> str:
+        """The scheduler's address within the cluster."""
+        return f"{self.name}-scheduler:{SCHEDULER_PORT}"
 
 
 def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequence[str]) -> list[Manifest]:
@@ -88,26 +97,22 @@ def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequenc
     one_pod = nnodes == 1
     secret = [] if one_pod or pods.secret else [_secret(pods, token)]
     host = f"{pods.name}-node-0-0.{pods.name}" if pods.kind == "jobset" else f"{pods.name}-0.{pods.name}"
-    node = ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--master-addr", host, "--master-port", str(_PORT)]
+    node = ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--master-addr", host, "--master-port", str(RENDEZVOUS_PORT)]
     has_variables = one_pod or pods.kind == "trainjob"
     pod = _pod(pods, ["run", *([] if has_variables else node), *_escape(command)], has_token=not one_pod)
     if pods.kind == "trainjob":
         return [*secret, _train_job(pods, nnodes, pod["containers"][0])]
-    job = {
-        "completionMode": "Indexed",
-        "completions": nnodes,
-        "parallelism": nnodes,
-        # If one node fails, the others end too, and Kubernetes counts each.
-        "backoffLimit": pods.restarts * nnodes if pods.kind == "job" else 0,
-        "template": {"metadata": {"labels": _labels(pods)}, "spec": {**pod, "subdomain": pods.name}},
-    }
+    indexed = {"completionMode": "Indexed", "completions": nnodes, "parallelism": nnodes}
     if pods.kind == "jobset":
+        job = {**indexed, "backoffLimit": 0, "template": _template(pods, "node", pod)}
         jobs = [{"name": "node", "replicas": 1, "template": {"spec": job}}]
-        del job["template"]["spec"]["subdomain"]  # type: ignore[index]
         network = {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True}
         specification = {"network": network, "failurePolicy": {"maxRestarts": pods.restarts}, "replicatedJobs": jobs}
         return [*secret, _object(pods, "jobset.x-k8s.io/v1alpha2", "JobSet", pods.name, specification)]
-    service = [] if one_pod else [_headless(pods, pods.name, _labels(pods))]
+    # If one node fails, the others end too, and Kubernetes counts each.
+    limit = pods.restarts * nnodes
+    job = {**indexed, "backoffLimit": limit, "template": _template(pods, "node", {**pod, "subdomain": pods.name})}
+    service = [] if one_pod else [_headless(pods, pods.name, "node")]
     return [*secret, *service, _object(pods, "batch/v1", "Job", pods.name, job)]
 
 
@@ -115,17 +120,16 @@ def manifests_of_cluster(
     pods: PodOptions, token: str, num_servers: int, num_workers: int, command: Sequence[str]
 ) -> list[Manifest]:
     """Return the manifests for a cluster that stands; `command` are the arguments after ``scheduler``."""
-    address = f"{pods.name}-scheduler:{_SCHEDULER_PORT}"
-    join = ["--scheduler", address, "--wait", str(_START_S)]
+    join = ["--scheduler", pods.scheduler, "--wait", str(_START_S)]
     # A scheduler that is started again waits for the members of its predecessor, and takes over the cluster.
     scheduler = _pod(pods, ["scheduler", "--host", "0.0.0.0", "--replaces", *_escape(command)], role="scheduler")
-    scheduler["containers"][0]["ports"] = [{"containerPort": _SCHEDULER_PORT}]
+    scheduler["containers"][0]["ports"] = [{"containerPort": SCHEDULER_PORT}]
     server = _pod(pods, ["server", "--host", "0.0.0.0", *join], role="server")
     server["terminationGracePeriodSeconds"] = _GRACE_S
     worker = _pod(pods, ["worker", *join], role="worker")
     service = {
         "selector": _labels(pods, "scheduler"),
-        "ports": [{"port": _SCHEDULER_PORT}],
+        "ports": [{"port": SCHEDULER_PORT}],
         "publishNotReadyAddresses": True,
     }
     servers = {"serviceName": f"{pods.name}-server", "podManagementPolicy": "Parallel"}
@@ -133,7 +137,7 @@ def manifests_of_cluster(
         *([] if pods.secret else [_secret(pods, token)]),
         _object(pods, "v1", "Service", f"{pods.name}-scheduler", service),
         _replicated(pods, "Deployment", "scheduler", 1, scheduler, {"strategy": {"type": "Recreate"}}),
-        _headless(pods, f"{pods.name}-server", _labels(pods, "server")),
+        _headless(pods, f"{pods.name}-server", "server"),
         _replicated(pods, "StatefulSet", "server", num_servers, server, servers),
         _replicated(pods, "Deployment", "worker", num_workers, worker, {}),
     ]
@@ -141,12 +145,8 @@ def manifests_of_cluster(
 
 def manifests_of_training(pods: PodOptions, command: Sequence[str]) -> list[Manifest]:
     """Return a Job for ``paceline train`` on the cluster of this name; `command` are the arguments after ``train``."""
-    address = f"{pods.name}-scheduler:{_SCHEDULER_PORT}"
-    pod = _pod(pods, ["train", "--scheduler", address, *_escape(command)], role="train")
-    job = {
-        "backoffLimit": pods.restarts,
-        "template": {"metadata": {"labels": _labels(pods, "train")}, "spec": {**pod, "restartPolicy": "Never"}},
-    }
+    pod = _pod(pods, ["train", "--scheduler", pods.scheduler, *_escape(command)], role="train")
+    job = {"backoffLimit": pods.restarts, "template": _template(pods, "train", pod)}
     return [_object(pods, "batch/v1", "Job", f"{pods.name}-train", job)]
 
 
@@ -158,38 +158,39 @@ def _escape(arguments: Sequence[str]) -> list[str]:
     return [argument.replace("$", "$$") for argument in arguments]
 
 
-def _labels(pods: PodOptions, role: str = "node") -> dict[str, str]:
+def _labels(pods: PodOptions, role: str) -> dict[str, str]:
     labels = {"name": "paceline", "instance": pods.name, "component": role}
     return {f"app.kubernetes.io/{name}": value for name, value in labels.items()}
 
 
-def _object(pods: PodOptions, version: str, kind: str, name: str, specification: Mapping[str, Any]) -> Manifest:
-    metadata: dict[str, Any] = {"name": name}
-    if pods.namespace is not None:
-        metadata["namespace"] = pods.namespace
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(specification)}
+def _object(
+    pods: PodOptions, version: str, kind: str, name: str, content: Mapping[str, Any], field: str = "spec"
+) -> Manifest:
+    metadata = {"name": name} if pods.namespace is None else {"name": name, "namespace": pods.namespace}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, field: content}
 
 
 def _secret(pods: PodOptions, token: str) -> Manifest:
-    manifest = _object(pods, "v1", "Secret", f"{pods.name}-token", {})
-    del manifest["spec"]
-    return {**manifest, "stringData": {"token": token}}
+    return _object(pods, "v1", "Secret", f"{pods.name}-token", {"token": token}, "stringData")
 
 
-def _headless(pods: PodOptions, name: str, labels: Mapping[str, str]) -> Manifest:
-    specification = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(labels)}
+def _template(pods: PodOptions, role: str, pod: Mapping[str, Any]) -> Manifest:
+    return {"metadata": {"labels": _labels(pods, role)}, "spec": pod}
+
+
+def _headless(pods: PodOptions, name: str, role: str) -> Manifest:
+    specification = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(pods, role)}
     return _object(pods, "v1", "Service", name, specification)
 
 
 def _replicated(
     pods: PodOptions, kind: str, role: str, number: int, pod: Manifest, settings: Mapping[str, Any]
 ) -> Manifest:
-    labels = _labels(pods, role)
     specification = {
         "replicas": number,
-        "selector": {"matchLabels": labels},
+        "selector": {"matchLabels": _labels(pods, role)},
         **settings,
-        "template": {"metadata": {"labels": dict(labels)}, "spec": {**pod, "restartPolicy": "Always"}},
+        "template": _template(pods, role, {**pod, "restartPolicy": "Always"}),
     }
     return _object(pods, "apps/v1", kind, f"{pods.name}-{role}", specification)
 
@@ -202,8 +203,7 @@ def _pod(pods: PodOptions, arguments: Sequence[str], *, role: str = "node", has_
         variables.append({"name": "PACELINE_TOKEN", "valueFrom": {"secretKeyRef": key}})
     mounts: list[dict[str, Any]] = []
     volumes: list[dict[str, Any]] = []
-    for number, volume in enumerate(pods.volume or ()):
-        claim, _, path = volume.partition(":")
+    for number, (claim, path) in enumerate(pods.volumes):
         mounts.append({"name": f"volume{number}", "mountPath": path})
         volumes.append({"name": f"volume{number}", "persistentVolumeClaim": {"claimName": claim}})
     if pods.tls_secret is not None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from paceline.environment import Environment
 from paceline.errors import UsageError
+from paceline.transport.addresses import LOOPBACK
 
 from .engine import Placement
-
-_LOOPBACK = "127.0.0.1"
 
 
 def read_mpi_placement(variables: Environment) -> Placement | None:
@@ -18,7 +17,7 @@ def read_mpi_placement(variables: Environment) -> Placement | None:
     rank, size = variables.rank, variables.world_size
     if not variables.is_mpirun or rank is None or size is None:
         return None
-    host = _LOOPBACK if variables.local_world_size == size else variables.master_addr
+    host = LOOPBACK if variables.local_world_size == size else variables.master_addr
     if host is None:
         raise UsageError(
             f"launcher {rank} of {size}: mpirun has started launchers on several machines. Set MASTER_ADDR to the host "

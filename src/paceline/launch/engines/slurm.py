@@ -14,6 +14,7 @@ from typing import IO, Final
 
 from typing_extensions import override
 
+from paceline.environment import parse_integer
 from paceline.errors import PeerError, UsageError, printable
 from paceline.meeting.node_list import parse_node_list, parse_repeated
 
@@ -282,10 +283,7 @@ def _last_error(text: str) -> str:
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:
-    text = variables.get(name, "")
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"the environment variable {name} is {text!r}, expected a whole number from 0 up")
-    return int(text)
+    return parse_integer(name, variables.get(name, ""))
 
 
 def _report(text: str) -> None:

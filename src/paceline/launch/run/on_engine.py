@@ -9,7 +9,9 @@ from pathlib import Path
 
 from paceline.command_options import words_of
 from paceline.errors import UsageError
-from paceline.launch.engines import EngineFlags, RunRole, Slurm
+from paceline.launch.engines.engine import RunRole
+from paceline.launch.engines.options import EngineFlags
+from paceline.launch.engines.slurm import Slurm
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.run import check_script
 from paceline.launch.run.setup import plan_roles

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.command_options import argument, in_panel, option
-from paceline.launch.engines import EngineFlags
-from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
+from paceline.launch.engines.options import EngineFlags
+from paceline.launch.flags import RENDEZVOUS_PORT, FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
 from paceline.strategies import STRATEGIES, StrategyFlags
 
 _COMMON, _SERVERS, _FAILURES, _MACHINES = "Common options", "Servers and traffic", "Failures", "Several machines"
@@ -62,7 +62,7 @@ class RunOptions:
         "Address of node 0, where the ranks meet; default 127.0.0.1 for one node.", panel=_MACHINES
     )
     master_port: int | None = option(
-        "Port where the ranks meet; default: a free port for one node, else 29500.", panel=_MACHINES
+        f"Port where the ranks meet; default: a free port for one node, else {RENDEZVOUS_PORT}.", panel=_MACHINES
     )
     cluster: Path | None = option(
         'Static cluster: file {"server": ["host:port", ...], "worker": [...]}.', panel=_MACHINES

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import AddressError, UsageError
+from paceline.launch.flags import RENDEZVOUS_PORT
 from paceline.strategies import StrategyChoice
 from paceline.transport import TLS, Address
-
-LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500
+from paceline.transport.addresses import LOOPBACK
 
 # Variables from another launcher, or from an outer run, do not apply to the ranks.
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -152,7 +151,7 @@ def lay_out_node(
     if nnodes > 1 and not master_addr:
         raise UsageError(f"--nnodes {nnodes}: pass --master-addr, the address of node 0 that all nodes can reach")
     if master_port is None:
-        master_port = 0 if nnodes == 1 else DEFAULT_PORT
+        master_port = 0 if nnodes == 1 else RENDEZVOUS_PORT
     elif not 1 <= master_port <= 65534:
         raise UsageError(f"--master-port {master_port}: expected a port from 1 to 65534")
     first = node_rank * nproc_per_node

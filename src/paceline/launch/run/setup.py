@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
-from paceline.launch.engines import Placement, read_mpi_placement, read_placement
-from paceline.launch.engines.slurm import find_address
+from paceline.launch.engines.engine import Placement
+from paceline.launch.engines.mpi import read_mpi_placement
+from paceline.launch.engines.slurm import find_address, read_placement
 from paceline.launch.local import Share
 from paceline.launch.run.node import wait_host, with_variables
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
-    LOOPBACK,
     ClusterFile,
     Layout,
     lay_out_node,
@@ -26,7 +26,7 @@ from paceline.meeting.credentials import job_token
 from paceline.meeting.rendezvous import is_loopback, own_host, port_of_job
 from paceline.strategies import STRATEGIES, ElasticOptions, StrategyChoice, choose_strategy, needs_servers
 from paceline.transport import TLS, Address, make_token
-from paceline.transport.addresses import bind_tcp
+from paceline.transport.addresses import LOOPBACK, bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_token
 
 PATIENCE_S = 300.0
@@ -203,14 +203,8 @@ def plan_cluster(options: RunOptions) -> Setup:
     cluster = read_cluster_file(options.cluster)
     job, index = cluster.check_task(options.job, options.index)
     num_servers = len(cluster.servers)
-    choice = choose_strategy(
-        options.strategy,
-        processes=len(cluster.workers),
-        servers=num_servers or (0 if needs_servers(options.strategy) else None),
-        consistency=options.consistency,
-        replicas=options.replicas,
-        flags=options.flags,
-    )
+    servers = num_servers or (0 if needs_servers(options.strategy) else None)
+    choice = _choose(replace(options, servers=servers), len(cluster.workers))
     token = _need_token(f"the processes of {options.cluster}")
     layout = None
     if job == "worker":

@@ -21,9 +21,8 @@ from paceline.meeting.store import SealedStore, Store, written_twice
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.transport import TLS
+from paceline.transport.addresses import LOOPBACK
 from paceline.transport.backoff import Backoff
-
-_LOOPBACK: Final = "127.0.0.1"
 
 
 def create(options: Any) -> PacelineProcessGroup:
@@ -65,7 +64,7 @@ def join_through(
         rank,
         size,
         token=token,
-        host=_LOOPBACK if is_loopback(place) else own_host(place),
+        host=LOOPBACK if is_loopback(place) else own_host(place),
         tls=TLS.of_files(variables.tls_cert, variables.tls_key, variables.tls_ca),
         name=f"torch {name}",
         timeout=timeout,
@@ -80,8 +79,8 @@ def find_place(store: CStore, master: str | None) -> str:
     if isinstance(store, TCPStore):
         return str(store.host)
     if isinstance(store, FileStore):
-        return master or _LOOPBACK  # with a launcher (`master`), ranks on several hosts may share the file
-    return _LOOPBACK
+        return master or LOOPBACK  # with a launcher (`master`), ranks on several hosts may share the file
+    return LOOPBACK
 
 
 _FIRST_PAUSE_S: Final = 0.0005

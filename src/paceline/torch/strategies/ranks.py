@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from paceline.collectives import Group, init
 from paceline.environment import environment
 from paceline.errors import PacelineError, UsageError, first_line
-from paceline.meeting.rendezvous import default_place
+from paceline.meeting.rendezvous import check_rank, default_place
 from paceline.torch.backend.registration import join_through
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -60,12 +60,13 @@ class Ranks:
         owns_torch = False
         if backend is not None and not dist.is_initialized():
             has_place = settings.master_addr and settings.master_port
-            world_size = settings.world_size or 1
+            rank, size = settings.rank or 0, settings.world_size or 1
+            check_rank(rank, size)  # torch would wait for other ranks until its timeout
             dist.init_process_group(
                 backend,
-                init_method=None if has_place else str(default_place(world_size, settings)),
-                rank=settings.rank or 0,
-                world_size=world_size,
+                init_method=None if has_place else str(default_place(size, settings)),
+                rank=rank,
+                world_size=size,
                 timeout=timeout,
             )
             owns_torch = True
