@@ -317,6 +317,14 @@ OF_PROTOCOL: Final = (
         unit=_CLIENT,
     ),
     Defect(
+        "stable-by-late-answer",
+        "an answer that belongs to an earlier view makes pushes stable",
+        "protocol/client/session.py",
+        "request is None or request.kind is RequestKind.CALL or clock <= self.stable_clock",
+        "clock <= self.stable_clock",
+        unit=_CLIENT,
+    ),
+    Defect(
         "second-answer-not-expected",
         "the second answer to a request that was sent twice over one connection has no receiver",
         "protocol/client/session.py",
