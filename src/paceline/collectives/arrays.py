@@ -1,8 +1,8 @@
 """Access the memory of NumPy arrays and CPU tensors, without importing torch.
 
-Contiguous arrays (including the dtypes of `ml_dtypes`) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used
-in place; other arrays are copied. An invalid array for results is rejected before the first message, because the other
-ranks would wait after a later error.
+Contiguous NumPy arrays (including the dtypes of `ml_dtypes`) and PyTorch's CPU tensors (recognized by ``data_ptr``) are
+used in place. Other arrays are copied. This module rejects an invalid result array before a call sends its first
+message. After a later rejection, the other ranks would wait for this rank.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 
 
 class ArrayMemory:
-    """The contiguous memory of one array."""
+    """The contiguous memory of one array, or of a contiguous copy of the array."""
 
     __slots__ = ("_original", "address", "array", "count", "dtype", "item_bytes", "num_bytes", "shape")
 
     def __init__(self, array: Any, *, target: bool = False) -> None:
-        """With `target`, the array receives a result. Raises UsageError for unsupported objects, dtypes and devices,
-        and for a result array that cannot be written."""
+        """With `target`, the array receives the result of a call. Raises UsageError for unsupported objects, dtypes and
+        devices, and for a result array that cannot be written.
+        """
         self._original: Any = None
         if type(array) is not np.ndarray and isinstance(array, np.ndarray):
             array = _as_ndarray(array)
@@ -90,7 +91,10 @@ def empty_like(array: Any, shape: Sequence[int]) -> Any:
 
 
 def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview:
-    """Return memory as writable bytes, which keep `owner` alive. Without `owner`, the caller keeps the memory valid."""
+    """Return ``num_bytes`` of memory at ``address`` as a writable view that keeps `owner` alive.
+
+    Without `owner`, the caller must ensure that the memory is valid while the view is used.
+    """
     if not num_bytes:
         return memoryview(bytearray())
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
@@ -99,7 +103,7 @@ def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview
 
 
 def words(tensor: Any, item_bytes: int) -> Any:
-    """Return the tensor's memory as a NumPy array, because a mode of PyTorch may reject writes to the tensor."""
+    """Return the tensor's memory as a NumPy array. Inside some modes of PyTorch, a write to the tensor itself fails."""
     strides = [stride * item_bytes for stride in tensor.stride()]
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)) + item_bytes
     memory = view_bytes(tensor.data_ptr(), reach if tensor.numel() else 0, owner=tensor)
@@ -107,12 +111,12 @@ def words(tensor: Any, item_bytes: int) -> Any:
 
 
 def distinct(array: Any) -> Any:
-    """Return the array. Raises UsageError if several items of the array share memory."""
+    """Return the array unchanged. Raises UsageError if several items of the array share memory."""
     offsets = zip(array.strides, array.shape, strict=True)
     axes = sorted((abs(stride), length) for stride, length in offsets if length > 1)
     reach = array.itemsize
     for stride, length in axes:
-        if stride < reach:  # items overlap or interleave, which is rare
+        if stride < reach:  # the items of this axis may overlap, so an exact and slow check follows
             break
         reach += (length - 1) * stride
     else:

@@ -1,7 +1,8 @@
-"""Describe a rank's call, so that ranks can compare their calls. Pure.
+"""Describe the collective call that a rank makes, so that the ranks can check that their calls are equal. Pure.
 
-Every message of a collective, and every slot in shared memory, carries the call's signature. If a rank receives a
-different signature, the ranks exchange their calls, and every rank raises MismatchError with both calls.
+Every message of a collective, and every slot in shared memory, contains the signature (a hash) of the sender's call. If
+a rank receives a signature that differs from its own, the ranks exchange their calls. Then every rank raises
+MismatchError with the different calls.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from paceline.errors import MismatchError, name_ranks
 
 _MOST_NUMBERS: Final = 128
-"""Largest number of sizes in a call; a message header or a shared segment has room for a call of about 1.7 KB."""
+"""The maximum number of sizes in a call, because a call must fit into about 1.7 KB of a message or shared segment."""
 _SHOWN_NUMBERS: Final = 20
 
 
@@ -25,7 +26,7 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """The numbers that must be equal on all ranks: the array's shape, and sizes of parts."""
+    """The numbers that must be equal on all ranks: the array's shape and the sizes of its parts."""
     reduction: str = ""
     root: int = -1
 
@@ -43,7 +44,10 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shorten(call: CollectiveCall) -> CollectiveCall:
-    """Replace a long list of sizes by its length, its hash and its first sizes. Different calls remain different."""
+    """Replace a long list of sizes in a call by its length, its hash and its first sizes.
+
+    The shortened calls of two ranks are equal only if their sizes are equal.
+    """
     shape = call.shape
     if len(shape) <= _MOST_NUMBERS:
         return call

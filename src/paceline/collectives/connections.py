@@ -26,7 +26,7 @@ _UNKNOWN_CALL = CollectiveCall("a call")
 
 
 class Connections:
-    """Connections between the ranks of one group, created at first use."""
+    """The connections and the shared memory of one rank in a group, created at first use."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Connections:
         self._world, self._timeout_s, self._on_failure = world, timeout_s, on_failure
         self.layout = GroupLayout(name, ranks, world.rank, world.infos)
         self.at: tuple[int, CollectiveCall | None] = (-1, None)
-        """The number of the current call, and the call; between calls, the number of the last call, and None."""
+        """The number of the current call and the call. Between calls: the number of the last call, and None."""
         self._executor: ScheduleExecutor | None = None
         self._network: NetworkEngine | None = None
         self._point_to_point: PointToPoint | None = None
@@ -95,7 +95,10 @@ class Connections:
             raise GroupClosedError(f"group {self.layout.name!r} was closed or aborted")
 
     def abort(self, error: BaseException, sequence: int) -> None:
-        """Make the other ranks raise this error in their current or next call. Only for the thread that runs calls."""
+        """Make the other ranks raise ``error`` in their current or next call.
+
+        Only the thread that runs the group's calls may call this method.
+        """
         if not isinstance(error, GroupClosedError):
             report = self._to_report(error)
             self._abort = self._abort or Abort.of(report)
@@ -107,7 +110,10 @@ class Connections:
             self._executor.abort(_UNKNOWN_CALL, sequence, error)
 
     def interrupt(self, error: CollectiveError) -> None:
-        """End the current call of another thread, on this rank and the other ranks. Afterwards, call :meth:`abort`."""
+        """End the current call, which another thread runs, on this rank and the other ranks.
+
+        The caller must call :meth:`abort` after the current call has ended.
+        """
         self._abort = self._abort or Abort.of(error)
         if self.shared is not None:
             self.shared.abort(error)
@@ -121,7 +127,7 @@ class Connections:
         return CollectiveError(_verdicts.failed(current, error).message)
 
     def end_all(self) -> None:
-        """End all calls of other threads, and report to the other ranks that this rank aborted the group."""
+        """End all calls that other threads of this rank run, and notify the other ranks that this rank aborted."""
         with self._creating:
             self._is_closed = True
         if self.shared is not None:
@@ -141,7 +147,7 @@ class Connections:
                 part.close()
         self._world.node.forget(self._identity)
 
-    # The following methods answer and send status requests between ranks.
+    # The following methods answer the status requests of other ranks, and request the status of another rank.
 
     def _status(self) -> bytes:
         waiting_for = () if self._executor is None or self.at[1] is None else self._executor.status().waiting_for

@@ -1,6 +1,8 @@
-"""A group whose ranks may die and join during a training: either all ranks complete an exchange, or none does.
+"""A group whose ranks may die and join during a training.
 
-The rules are in :mod:`paceline.protocol.quorum`. The ranks of each quorum form a new :class:`Group`.
+A quorum is the set of ranks that currently take part. Each exchange of data (for example an all-reduce of gradients)
+succeeds on all ranks of the quorum or on none. If a rank dies or joins, the ranks form the next quorum and a new
+:class:`Group`. The rules are in :mod:`paceline.protocol.quorum`.
 """
 
 from __future__ import annotations
@@ -39,22 +41,25 @@ from paceline.transport.security.authentication import Hello
 
 _Result = TypeVar("_Result")
 _MOST_REPETITIONS: Final = 5
-"""The number of repetitions of an exchange by the same members. If the last one fails, its error is raised."""
+"""The maximum number of repetitions of an exchange by the same ranks.
+
+If the last repetition fails, its error is raised.
+"""
 _LEAVE_S: Final = 5.0
 
 
 class _NoNewcomersError(Exception):
-    """All newcomers have died before they received the state."""
+    """Raised if all newcomers died before they received the training's state."""
 
 
 class ElasticGroup(Closing):
-    """The ranks of an elastic training, as one rank uses them.
+    """The group of an elastic training, as one of its ranks uses it.
 
-    Before :meth:`enter` the group has only this process. All ranks make the same calls in the same order. If a rank
-    dies during a call, the other ranks repeat the call without this rank. A newcomer enters when the other ranks call
-    :meth:`admit`, and then makes the same calls as the other ranks.
+    Before :meth:`enter`, the group contains only this process. All ranks must make the same calls in the same order. If
+    a rank dies during a call, the other ranks repeat the call without the dead rank. A new process waits in
+    :meth:`enter` until the other ranks call :meth:`admit`, and then makes the same calls as they do.
 
-    Raises RankLostError if this rank was declared lost, and GroupClosedError after the end of the training.
+    Calls raise RankLostError if the coordinator declared this rank lost, and GroupClosedError after the training ended.
     """
 
     def __init__(
@@ -68,9 +73,10 @@ class ElasticGroup(Closing):
         timeout: timedelta,
         step_times: StepTimes | None = None,
     ) -> None:
-        """Connect to the coordinator. `member` is the incarnation of this process; `timeout` limits each call.
+        """Connect to the coordinator, the process that forms the quorums.
 
-        With `step_times` the ranks compare the times of their steps, and find stragglers.
+        `member` is the unique number (incarnation) of this process, and `timeout` limits each call. With `step_times`,
+        the ranks compare the times of their training steps to find stragglers (slow ranks).
         """
         self._token, self._tls, self.timeout = token, tls, timeout
         hello = Hello(role="rank", rank=member, incarnation=member, to=COORDINATOR)
@@ -79,9 +85,9 @@ class ElasticGroup(Closing):
         self._group = join(MemoryStore(), 0, 1, token=token, timeout=timeout)
         self._is_closed = False
         self.members: tuple[int, ...] = (member,)
-        """The incarnations of the ranks, in rank order."""
+        """The unique numbers (incarnations) of the ranks' processes, in the order of ranks."""
         self.contributors: tuple[int, ...] = self.members
-        """The incarnations of the ranks whose data are in the result of the last exchange."""
+        """The unique numbers (incarnations) of the ranks whose data are in the last exchange's result."""
         self.source = 0
         """The rank that sends the training's state to newcomers."""
         self.has_newcomers = False
@@ -89,16 +95,17 @@ class ElasticGroup(Closing):
         self._newcomers_wait = False
         """Whether rank 0 has received the announcement of newcomers."""
         self.admits_newcomers = False
-        """Whether all ranks must call :meth:`admit`; the same on all ranks after each exchange."""
+        """Whether all ranks must call :meth:`admit` now. After an exchange, the value is equal on all ranks."""
         self.step_times = step_times
         self.straggler: int | None = None
-        """The rank that must call :meth:`pause` while the others call :meth:`admit`; the same on all ranks."""
+        """The slow rank that must call :meth:`pause` while the other ranks call :meth:`admit`; None if there is none.
+        """
         self._limit_s = 0.0
-        """The step time of a recovered straggler."""
+        """The step time in seconds that a paused straggler must reach before it may join again; 0 for other ranks."""
         self._busy_s = 0.0
-        """Time outside of exchanges since the last step."""
+        """The seconds that this rank spent outside of exchanges since its last step."""
         self._left_at_s = time.monotonic()
-        """The end of the last exchange."""
+        """The time at which the last exchange ended."""
         atexit.register(self.close)
 
     @property
@@ -111,7 +118,7 @@ class ElasticGroup(Closing):
 
     @property
     def quorum(self) -> int:
-        """Number of the current quorum; 0 before :meth:`enter`."""
+        """The number of the current quorum (set of participating ranks); 0 before :meth:`enter`."""
         return self._rules.quorum
 
     @property
@@ -120,7 +127,7 @@ class ElasticGroup(Closing):
         return self._rules.has_state
 
     def enter(self, epoch: int = 0) -> bool:
-        """Become a member; return False if the other ranks are in another `epoch` of the training loop."""
+        """Join the training. Return False if the other ranks are in an epoch of the training other than `epoch`."""
         start = self._request(JoinRequest(self._rules.member, epoch))
         if isinstance(start, RetryJoin):
             return False
@@ -128,11 +135,17 @@ class ElasticGroup(Closing):
         return True
 
     def admit(self, epoch: int) -> None:
-        """Let in the newcomers that wait in `epoch`. All ranks call this method between the same two exchanges."""
+        """Form a quorum with the new processes that wait in :meth:`enter` for this `epoch`.
+
+        All ranks must call this method between the same two exchanges.
+        """
         self._recover(self._rules.report(epoch))
 
     def pause(self) -> None:
-        """Leave the other ranks between two exchanges, because this rank is a straggler. Then it is alone."""
+        """Leave the training between two exchanges, because this rank is too slow.
+
+        The group then has only this rank.
+        """
         assert self.step_times is not None
         self._limit_s = self.step_times.factor * self.step_times.others(self.rank)
         member = self._rules.member
@@ -145,21 +158,22 @@ class ElasticGroup(Closing):
 
     @property
     def has_recovered(self) -> bool:
-        """Whether this process may join: always, except after :meth:`pause` until its steps are fast enough."""
+        """Whether this process may join the training. After :meth:`pause`, its steps must first be fast enough."""
         return not self._limit_s or self.step_times is None or self.step_times.has_recovered(self._limit_s)
 
     def _reset_quorum(self) -> None:
-        """Reset the agreements of the last quorum."""
+        """Reset the attributes on which the ranks of the last quorum had agreed."""
         self._newcomers_wait = self.admits_newcomers = self.has_newcomers = False
         self.straggler = None
         if self.step_times is not None:
             self.step_times.reset()
 
     def exchange(self, run: Callable[[Group], _Result], *, is_step: bool = False) -> _Result:
-        """Call `run` with a group until it succeeds on all ranks of the group; return this rank's result.
+        """Call ``run(group)`` until it succeeds on all ranks of the group, and return this rank's result.
 
-        `run` must not change its inputs, because it may be called again. Raises MismatchError, and errors of `run` that
-        are not a CollectiveError. `is_step` ends a step; the ranks compare the times of their steps.
+        `run` must not change its inputs, because it may be called several times. With `is_step`, the exchange ends a
+        training step, and the ranks compare the times of their steps. Raises MismatchError if the ranks make different
+        calls, and errors of `run` that are not a CollectiveError.
         """
         self._busy_s += time.monotonic() - self._left_at_s
         try:
@@ -193,7 +207,10 @@ class ElasticGroup(Closing):
             return result
 
     def transfer(self, share: Callable[[Group, int], None]) -> bool:
-        """Call ``share(group, source)`` on all ranks until all succeed; return False if no newcomer is left."""
+        """Send the training's state to newcomers: call ``share(group, source)`` until it succeeds on all ranks.
+
+        Return False if all newcomers died before they received the state.
+        """
 
         def run(group: Group) -> None:
             if not self.has_newcomers:
@@ -209,14 +226,16 @@ class ElasticGroup(Closing):
         return True
 
     def start_mean(self, array: Any, out: Any) -> CollectiveTicket | None:
-        """Start an all-reduce of the next :meth:`exchange`; None if a rank was lost before."""
+        """Start an all-reduce whose result the next :meth:`exchange` uses. Return None if the group has failed."""
         try:
             return self._group.all_reduce_async(array, "mean", out=out)
         except CollectiveError:
             return None
 
     def _vote(self, *, is_step: bool) -> None:
-        """Succeed if all ranks call it; share the flag of newcomers, and the ranks' times of the step."""
+        """Check that all ranks have finished the exchange, and share two facts: whether newcomers wait, and the time of
+        each rank's step.
+        """
         has_times = is_step and self.step_times is not None
         votes = np.zeros(1 + has_times * self.size)
         votes[0] = self._newcomers_wait
@@ -230,12 +249,15 @@ class ElasticGroup(Closing):
             self.straggler = self.step_times.straggler() if self.quorum else None
 
     def _recover(self, report: QuorumReport) -> bool:
-        """Enter the next quorum; return whether the prepared step is committed."""
-        self._group.abort()  # so that no other rank waits for this rank
+        """Enter the next quorum. Return whether the last step is committed (all ranks must apply it)."""
+        self._group.abort()  # ends the calls in which other ranks wait for this rank
         return self._start(self._request(report))
 
     def _start(self, start: StartQuorum | RetryJoin) -> bool:
-        """Form quorums until one of them succeeds; return whether the prepared step is committed."""
+        """Form quorums until one of them succeeds.
+
+        Return whether the last step is committed (all ranks must apply it).
+        """
         is_committed = False
         while True:
             assert isinstance(start, StartQuorum)
@@ -262,7 +284,7 @@ class ElasticGroup(Closing):
             return is_committed
 
     def _watch(self, store: PrefixStore, quorum: int) -> None:
-        """Wait in a thread for the announcement of newcomers. The coordinator ends the wait with the quorum."""
+        """Wait in a thread until the coordinator announces newcomers or ends the quorum."""
         while True:
             try:
                 store.get(NEWCOMERS, time.monotonic() + self.timeout.total_seconds())
@@ -275,7 +297,7 @@ class ElasticGroup(Closing):
             return
 
     def _request(self, request: JoinRequest | QuorumReport) -> StartQuorum | RetryJoin:
-        # The coordinator declares silent members lost after `timeout`, so it answers within twice this time.
+        # The coordinator waits at most `timeout` for reports of the other ranks, so it answers within twice this time.
         patience = 2 * self.timeout if isinstance(request, QuorumReport) else timedelta(days=365)
         answer = request_quorum(self._store, request, patience)
         if answer is None:
@@ -283,14 +305,17 @@ class ElasticGroup(Closing):
         return answer
 
     def mark(self, key: str) -> None:
-        """Set a key for :meth:`is_marked`."""
+        """Set a key in the store that all ranks share. :meth:`is_marked` returns whether a key is set."""
         self._store.set(key, b"")
 
     def is_marked(self, key: str) -> bool:
         return self._store.collect([key], time.monotonic())[0] is not None
 
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None) -> Any:
-        """Return the reduction of `array` over all ranks; `out` may be `array` itself."""
+        """Return the reduction of `array` over all ranks.
+
+        The result is written to `out`, which may be `array` itself.
+        """
         given = as_array(array)
         if out is not None:
             given = given.copy() if isinstance(given, np.ndarray) else given.detach().clone()
@@ -316,13 +341,13 @@ class ElasticGroup(Closing):
                 leave = LeaveNotice(self._rules.member, self._rules.step)
                 request_quorum(self._store, leave, timedelta(seconds=_LEAVE_S))
             except PacelineError:
-                pass  # without a message, the launcher detects the end of this process
+                pass  # the launcher detects the end of this process without the message
         self._group.close()
         self._store.close()
 
 
 def load_kernels() -> None:
-    """Load the compiled code of a group with two ranks, so that no first call exceeds its timeout meanwhile."""
+    """Load the compiled kernels by running a group of two ranks, so that the first real calls do not wait for this."""
     store, token = MemoryStore(), make_token()
 
     def work(rank: int) -> None:

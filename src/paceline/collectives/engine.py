@@ -1,7 +1,8 @@
-"""Interface between :class:`~paceline.collectives.Group` and the engines for shared memory and networks.
+"""The interface of engines, which run the collectives of a :class:`~paceline.collectives.Group`.
 
-The caller has already checked dtypes and shapes. All ranks of the group call the same methods in the same order, with
-an equal :class:`CollectiveCall` and sequence number. A method returns when this rank's part is done.
+There is an engine for shared memory and an engine for networks. The caller of an engine must check dtypes and shapes.
+All ranks of the group call the same methods in the same order, with an equal :class:`CollectiveCall` and sequence
+number. A method returns when this rank's part of the call is done.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ class Area(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Parameters of a reduction."""
+    """The parameters of a reduction: the compiled function, the operation, the final scale and the item size."""
 
     combiner: int
-    """The address of a compiled function of `kernels.combine`."""
+    """The memory address of a compiled function of `kernels.combine`, which reduces arrays."""
     op: int
     scale: float
     item_bytes: int
 
 
 class Order(NamedTuple):
-    """One call of a collective, in the form that an engine receives."""
+    """The description of one collective call that :class:`Group` passes to an engine."""
 
     call: CollectiveCall
     signature: int
     sequence: int
     timeout_s: float
     algorithm: str = ""
-    """Name of the algorithm; empty if the engine chooses the algorithm."""
+    """The name of the algorithm to use; empty if the engine chooses the algorithm."""
 
 
 def copy(source: Area, target: Area) -> None:
@@ -48,7 +49,7 @@ def copy(source: Area, target: Area) -> None:
 
 
 class Engine(ABC):
-    """Abstract: run the calls of one group."""
+    """Runs the collective calls of one rank in one group."""
 
     @abstractmethod
     def barrier(self, order: Order) -> None: ...
@@ -63,7 +64,10 @@ class Engine(ABC):
 
     @abstractmethod
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
-        """Reduce part r of the contiguous `sources` over all ranks into rank r's `target`."""
+        """For each rank r, reduce ``sources[r]`` over all ranks into the `target` of rank r.
+
+        `sources` are contiguous.
+        """
 
     @abstractmethod
     def broadcast(self, order: Order, area: Area, root: int) -> None:
@@ -71,19 +75,22 @@ class Engine(ABC):
 
     @abstractmethod
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:
-        """Copy rank r's `source` to target r of every rank."""
+        """Copy the `source` of each rank r to ``targets[r]`` of all ranks."""
 
     @abstractmethod
     def gather(self, order: Order, source: Area, targets: Sequence[Area], root: int) -> None:
-        """Copy rank r's `source` to the root's target r; other ranks have no targets."""
+        """Copy the `source` of each rank r to the root's ``targets[r]``. Ranks other than the root pass no targets."""
 
     @abstractmethod
     def scatter(self, order: Order, sources: Sequence[Area], target: Area, root: int) -> None:
-        """Copy the root's source r to rank r's `target`; other ranks have no sources."""
+        """Copy the root's ``sources[r]`` to the `target` of each rank r. Ranks other than the root pass no sources."""
 
     @abstractmethod
     def all_to_all(self, order: Order, sources: Sequence[Area], targets: Sequence[Area], *, equal: bool) -> None:
-        """Copy source d of rank s to target s of rank d. `equal`: all areas on all ranks have the same size."""
+        """For all ranks s and d, copy ``sources[d]`` of rank s to ``targets[s]`` of rank d.
+
+        `equal` states that all areas on all ranks have the same size.
+        """
 
     @abstractmethod
     def close(self) -> None: ...

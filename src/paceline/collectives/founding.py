@@ -1,4 +1,4 @@
-"""Set up a group before its first call: its ranks and hosts, and the shared memory of each host's ranks."""
+"""Prepare a new group: find the host of each rank, and create shared memory for the ranks of each host."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ _MEET = CollectiveCall("meet")
 
 
 class _Attached(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's report after it has tried to open the shared segment."""
+    """A rank's report to the other ranks of its host, after it tried to open their segment of shared memory."""
 
     is_open: bool
     cores: tuple[int, ...]
 
 
 class GroupLayout:
-    """The ranks and hosts of a group. `ranks` are world ranks, `rank` is this process's rank in the group."""
+    """The ranks and hosts of a group. `ranks` are ranks in the group of all ranks; `rank` is this process's rank in
+    the new group.
+    """
 
     def __init__(self, name: str, ranks: Sequence[int], world_rank: int, world_infos: Sequence[NodeInfo]) -> None:
         self.name = name
@@ -42,7 +44,7 @@ class GroupLayout:
         self.infos = tuple(world_infos[rank] for rank in self.ranks)
         domains = [info.memory_domain for info in self.infos]
         self.hosts = tuple(sorted(set(domains), key=domains.index).index(domain) for domain in domains)
-        """For every rank, the number of its host. Ranks of one host can share memory."""
+        """The number of each rank's host. Ranks of one host can share memory."""
         self.local_ranks = tuple(rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank])
 
     @property
@@ -51,14 +53,20 @@ class GroupLayout:
 
 
 class Founding:
-    """Prepares a new group: its ranks exchange values through the store. Raises RankLostError for missing ranks."""
+    """Prepares a new group by exchanging values between its ranks through the rendezvous store.
+
+    The methods raise RankLostError if ranks are missing at the deadline.
+    """
 
     def __init__(self, world: World, layout: GroupLayout) -> None:
         self._world, self._layout = world, layout
         self._store = PrefixStore(world.store, f"group {layout.name}")
 
     def share(self, deadline: float) -> SharedMemory | None:
-        """Share memory with the other ranks of this host. Return None if this rank is alone, or if sharing fails."""
+        """Create or open the shared memory of this host's ranks.
+
+        Return None if this rank is alone, or after a failure.
+        """
         local = self._layout.local_ranks
         if len(local) < 2 or config.DISABLE_JIT:  # type: ignore[attr-defined]
             return None
@@ -98,7 +106,10 @@ class Founding:
         return engine
 
     def agree_on_layers(self, shared: SharedMemory | None, deadline: float) -> bool:
-        """Return whether hierarchical calls are possible: on several hosts, if the ranks of each host share memory."""
+        """Return whether hierarchical all-reduces are possible.
+
+        They need several hosts, and shared memory between the ranks of each host.
+        """
         if len(set(self._layout.hosts)) in (1, self._layout.size):
             return False
         alone = len(self._layout.local_ranks) == 1
@@ -138,7 +149,7 @@ class Founding:
                 segment = Segment.create(num_bytes)
                 self._store.set(key, segment.path.encode())
                 return segment
-            path = self._path_of(key, leader, deadline)  # empty if the leader has no shared memory
+            path = self._path_of(key, leader, deadline)  # empty if the host's first rank could not create the segment
             return Segment.open(path, num_bytes, pid=self._layout.infos[leader].pid) if path else None
         except SegmentError:
             if self._layout.rank == leader:

@@ -1,7 +1,7 @@
 """Arrange ranks in a Cartesian grid for stencil computations, and exchange ghost layers.
 
-Provides MPI's ``MPI_Cart_create``, ``MPI_Dims_create``, ``MPI_Cart_shift`` and ``MPI_Neighbor_alltoall`` (MPI 4.1,
-chapters 8.5 and 8.6), and an exchange of ghost layers, which MPI does not have.
+The module provides ``MPI_Cart_create``, ``MPI_Dims_create``, ``MPI_Cart_shift`` and ``MPI_Neighbor_alltoall`` of MPI
+4.1 (chapters 8.5 and 8.6). In addition it provides an exchange of ghost layers, which MPI does not have.
 
 >>> from paceline.collectives import init
 >>> grid = Grid(init(rank=0, world_size=1), [1, 1], periodic=True)
@@ -30,7 +30,9 @@ from paceline.errors import GroupClosedError, UsageError
 _Array: TypeAlias = np.ndarray[Any, Any]
 
 _TAG: Final = 1 << 62
-"""First tag of the grid's messages. Each axis has two tags: towards lower and towards higher coordinates."""
+"""The first tag of the grid's messages. Each axis has one tag for messages to lower coordinates, and one for messages
+to higher coordinates.
+"""
 _MAX_PLANS: Final = 256
 _LOW, _HIGH = -1, 1
 
@@ -53,7 +55,7 @@ class Grid:
         """
         self.group = group
         self.shape = dims_create(group.size, (0, 0) if shape is None else shape)
-        """Number of ranks along every axis."""
+        """The number of ranks along each axis."""
         periodic_axes = [periodic] * len(self.shape) if isinstance(periodic, (bool, np.bool_)) else list(periodic)
         if len(periodic_axes) != len(self.shape):
             raise UsageError(
@@ -99,7 +101,9 @@ class Grid:
         return self._find(coordinates)
 
     def shift(self, axis: int, step: int = 1) -> tuple[int | None, int | None]:
-        """Return the source and the target of a shift by `step`, like ``MPI_Cart_shift``."""
+        """Return the ranks at distance `-step` (the source) and `step` (the target) on an axis, as ``MPI_Cart_shift``
+        does. A rank beyond an edge is None.
+        """
         return self.neighbour(axis, -step), self.neighbour(axis, step)
 
     def local_slice(self, global_shape: Sequence[int], *, rank: int | None = None) -> tuple[slice, ...]:
@@ -123,13 +127,13 @@ class Grid:
         `width` ghost layers on both sides, and at least `width` own cells between them. Further axes, such as
         components, are not divided.
 
-        Without `corners`, all axes are exchanged at the same time, and corner cells (ghost cells on several axes) keep
-        their values; a 5-point stencil does not read them. With `corners`, the axes are exchanged one after another,
-        and each exchange includes the ghost cells of the previous axes. Ghost cells beyond an edge of the grid always
-        keep their values.
+        Without `corners`, all axes are exchanged at the same time. Corner cells (cells in the ghost layers of several
+        axes) then keep their values, which a 5-point stencil does not read. With `corners`, the axes are exchanged one
+        after another, and each exchange includes the ghost cells of the previous axes. Ghost cells beyond an edge of
+        the grid always keep their values.
 
-        Raises UsageError before the first message, MismatchError if a neighbour's block has another shape or dtype, and
-        RankLostError.
+        Raises UsageError for an invalid array (before any message is sent), MismatchError if a neighbour's block has
+        another shape or dtype, and RankLostError if a neighbour is lost.
         """
         self._check(array, width)
         key = (array.shape, array.strides, array.dtype, width, bool(corners))
@@ -155,8 +159,9 @@ class Grid:
     def neighbour_all_to_all(self, array: _Array, *, out: _Array | None = None) -> _Array:
         """Send one row of `array` to each neighbour, and return the rows received from the neighbours.
 
-        Rows are in MPI's order, two for each axis: lower neighbour, then higher neighbour. Rows of missing neighbours
-        are neither sent nor written; they are zero in a new array.
+        `array` has two rows for each axis, in MPI's order: the row for the lower neighbour, then the row for the higher
+        neighbour. The row of a missing neighbour is neither sent nor written. Without `out`, the result is a new array,
+        in which the rows of missing neighbours are zero.
         """
         rows = 2 * len(self.shape)
         if not array.ndim or array.shape[0] != rows:
@@ -227,8 +232,8 @@ class Grid:
             cut = [
                 slice(width, array.shape[other] - width)
                 if not corners or other > axis
-                # Include ghost cells of earlier axes. Beyond an edge, the neighbour has no values for ghost cells, so
-                # leave them out.
+                # The slice includes the ghost cells of the axes that were exchanged before. It excludes ghost cells
+                # beyond an edge of the grid, because no neighbour has values for them.
                 else slice(
                     width if self.neighbour(other, _LOW) is None else 0,
                     array.shape[other] - (width if self.neighbour(other, _HIGH) is None else 0),
@@ -250,12 +255,14 @@ class Grid:
         return phases if corners else [[side for sides in phases for side in sides]]
 
     def _transfer(self, sides: Sequence[_Side], outgoing: Sequence[_Array], incoming: Sequence[_Array]) -> None:
-        """Exchange the sides. Receives are posted before sends, so that arriving messages need no buffer."""
+        """Exchange messages with the neighbours of ``sides``. Receives start before sends, so that arriving messages
+        are written directly to their arrays.
+        """
         if self._pending:
             raise GroupClosedError(
                 f"{self!r} refuses further exchanges because an earlier one failed; create a new group and grid"
             )
-        # Keep the tickets: after a failure they still use the buffers.
+        # After a failure, unfinished tickets may still use their buffers, so this object keeps both.
         tickets = self._pending
         try:
             for side, array in zip(sides, incoming, strict=True):
@@ -263,7 +270,7 @@ class Grid:
             for side, array in zip(sides, outgoing, strict=True):
                 tickets.append(self.group.send_async(_plain(array), side.neighbour, tag=side.send_tag))
         except GroupClosedError:
-            for ticket in tickets:  # the failed ticket's error has the cause
+            for ticket in tickets:  # raises the error of the ticket that failed, if there is one
                 ticket.wait()
             raise
         for ticket in tickets:
@@ -285,11 +292,12 @@ class _Side:
 def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Replace the zeros in `shape` so that its product is `size`, like ``MPI_Dims_create``.
 
-    The new numbers do not increase from axis to axis. The numbers are as even as possible: the largest number is
-    minimal, then the second largest, and so on. (Some MPIs distribute prime factors greedily and get 12 x 6 for 72
-    instead of 9 x 8: Träff and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
+    The new numbers do not increase from axis to axis, and are as even as possible: the largest number is as small as
+    possible, then the second largest, and so on. Some MPI libraries distribute prime factors greedily, and return 12 x
+    6 instead of 9 x 8 for 72 ranks (Träff and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI
+    2015).
 
-    Raises UsageError if no shape fits.
+    Raises UsageError if no shape has this product.
 
     >>> dims_create(12, [0, 0]), dims_create(12, [0, 0, 0]), dims_create(12, [0, 3, 0])
     ((4, 3), (3, 2, 2), (2, 3, 2))
@@ -324,7 +332,9 @@ def split_evenly(n: int, parts: int) -> list[slice]:
 
 
 def _even_factors(size: int, num_factors: int, most: int) -> tuple[int, ...] | None:
-    """Return the lexically first non-increasing factors of `size`, each at most `most`; None if there are none."""
+    """Return `num_factors` non-increasing factors of `size`, each at most `most`. The largest factor is as small as
+    possible, then the second largest, and so on. Return None if no such factors exist.
+    """
     if not num_factors:
         return () if size == 1 else None
     for first in range(1, min(size, most) + 1):
@@ -346,6 +356,6 @@ def _buffer(cells: _Array) -> _Array | None:
 
 
 def _plain(array: _Array) -> _Array:
-    """Return a contiguous array as a vector that can be sent: complex numbers become pairs of real numbers."""
+    """Return a contiguous array as a vector that a group can send. Complex numbers become pairs of real numbers."""
     flat = array.reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

@@ -1,4 +1,4 @@
-"""Define groups: ranks that run collective operations together."""
+"""Groups of ranks that run collective operations together."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ _FORKED: Final = "it belongs to the parent of this forked process; a forked proc
 class Group(Closing):
     """A group of ranks, numbered 0 to ``size - 1``, that make the same calls in the same order.
 
-    Arrays are NumPy arrays or PyTorch CPU tensors of float16, bfloat16, float32, float64, any integer dtype or bool;
-    results are of the same kind as the arguments. Reductions: ``sum``, ``mean`` (floats), ``product``, ``min``,
-    ``max``, and for integers and bool ``bitwise_and``, ``bitwise_or``, ``bitwise_xor``. On one host, half precision is
-    reduced in float32. An all-reduce gives the same bits on every rank (if all hosts have the same kind of processor).
+    Arguments are NumPy arrays or PyTorch CPU tensors of float16, bfloat16, float32, float64, any integer dtype or bool.
+    Results have the type (array or tensor) of the arguments. The reductions are ``sum``, ``product``, ``min`` and
+    ``max``, ``mean`` for floats, and ``bitwise_and``, ``bitwise_or`` and ``bitwise_xor`` for integers and bool. On one
+    host, values of half precision are reduced in float32. An all-reduce returns the same bits on every rank if all
+    hosts have the same kind of processor.
 
     Every call has a variant ``*_async`` that returns a :class:`CollectiveTicket`. All calls run in the order of their
     submission. A call waits at most :attr:`timeout`. If the calls of the ranks differ, all ranks raise MismatchError.
-    If a rank dies, stops or is missing, the other ranks raise RankLostError, which names the rank. Later calls raise
-    GroupClosedError.
+    If a rank dies, stops or is missing, the other ranks raise RankLostError, which names the rank. After such an error,
+    all further calls raise GroupClosedError.
     """
 
     def __init__(
         self, world: World, ranks: Sequence[int], name: str, *, timeout: timedelta, algorithm: str | None = None
     ) -> None:
-        """Internal; users call :func:`init` or :meth:`subgroup`."""
+        """This constructor is internal. Users call :func:`init` or :meth:`subgroup`."""
         check_algorithm(algorithm)
         self._timeout_s = timeout.total_seconds()
         self.name = name
@@ -52,13 +53,13 @@ class Group(Closing):
         """This process's rank in the group."""
         self.size = self._connections.layout.size
         self.ranks = self._connections.layout.ranks
-        """For every rank of the group, its rank in the group of all ranks (its world rank)."""
+        """The world rank of each rank: its rank in the group of all ranks."""
         self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
         self._operations = Operations(self._connections, self._tuner, self._timeout_s)
         self._sequence = 0
         self._failure: str = ""
         self._unreported: CollectiveError | None = None
-        """The error of a failed message that no operation has raised yet. The next call raises this error."""
+        """The error of a failed send or receive that no operation has raised yet. The next call raises this error."""
         self._reporter: threading.Thread | None = None
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
@@ -70,12 +71,12 @@ class Group(Closing):
 
     @property
     def timeout(self) -> timedelta:
-        """The longest time that a call waits for other ranks."""
+        """The maximum time that a call waits for other ranks."""
         return timedelta(seconds=self._timeout_s)
 
     @property
     def num_pending(self) -> int:
-        """Number of unfinished asynchronous calls, without sends and receives."""
+        """The number of unfinished asynchronous calls. Sends and receives do not count."""
         return self._num_pending
 
     def barrier(self) -> None:
@@ -87,7 +88,10 @@ class Group(Closing):
         return self._submit(self._operations.barrier())
 
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None) -> Any:
-        """Return the reduction of `array` over all ranks; `out` may be `array` itself (in place)."""
+        """Return the reduction of `array` over all ranks.
+
+        The result is written to `out`, which may be `array` itself.
+        """
         return self._run_blocking(self._operations.all_reduce(array, op, out))
 
     def all_reduce_async(self, array: Any, op: str = "sum", *, out: Any = None) -> CollectiveTicket:
@@ -95,7 +99,7 @@ class Group(Closing):
         return self._submit(self._operations.all_reduce(array, op, out))
 
     def reduce(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> Any:
-        """Return the reduction over all ranks on `root`, None on other ranks."""
+        """Return the reduction of `array` over all ranks to rank `root`; return None on other ranks."""
         return self._run_blocking(self._operations.reduce(array, op, root, out))
 
     def reduce_async(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> CollectiveTicket:
@@ -105,10 +109,10 @@ class Group(Closing):
     def reduce_scatter(
         self, array: Any, op: str = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> Any:
-        """Return this rank's part of the reduction; `array` is divided along its first axis.
+        """Reduce `array` over all ranks, divide the result along its first axis, and return this rank's part.
 
-        `sizes` are the numbers of rows of the ranks' parts, the same list on all ranks. By default all parts are equal,
-        and the number of rows must be a multiple of the group's size.
+        `sizes` has the number of rows of each rank's part, and must be equal on all ranks. By default all parts are
+        equal, and the number of rows must be a multiple of the group's size.
         """
         return self._run_blocking(self._operations.reduce_scatter(array, op, sizes, out))
 
@@ -119,7 +123,10 @@ class Group(Closing):
         return self._submit(self._operations.reduce_scatter(array, op, sizes, out))
 
     def broadcast(self, array: Any, *, root: int = 0) -> Any:
-        """Copy the root's `array` into `array` on all ranks and return it; shapes and dtypes must be equal."""
+        """Copy the `array` of rank `root` into the `array` of all other ranks, and return `array`.
+
+        The shape and dtype of `array` must be equal on all ranks.
+        """
         return self._run_blocking(self._operations.broadcast(array, root))
 
     def broadcast_async(self, array: Any, *, root: int = 0) -> CollectiveTicket:
@@ -127,10 +134,10 @@ class Group(Closing):
         return self._submit(self._operations.broadcast(array, root))
 
     def all_gather(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the arrays of all ranks, concatenated along the first axis (0-d arrays as a vector).
+        """Return the arrays of all ranks, concatenated along the first axis. Arrays without axes become a vector.
 
-        `sizes` are the numbers of rows of the ranks' arrays, the same list on all ranks. Pass `sizes` if these numbers
-        differ; :meth:`gather_sizes` returns the list.
+        `sizes` has the number of rows of each rank's array, and must be equal on all ranks. Pass `sizes` if the arrays
+        have different numbers of rows; :meth:`gather_sizes` returns this list.
         """
         return self._run_blocking(self._operations.all_gather(array, sizes, out))
 
@@ -145,7 +152,7 @@ class Group(Closing):
         return [int(number) for number in self.all_gather(rows)]
 
     def gather(self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the result of :meth:`all_gather` on `root`, None on other ranks."""
+        """Return the arrays of all ranks on rank `root`, as :meth:`all_gather` does; return None on other ranks."""
         return self._run_blocking(self._operations.gather(array, root, sizes, out))
 
     def gather_async(
@@ -155,9 +162,9 @@ class Group(Closing):
         return self._submit(self._operations.gather(array, root, sizes, out))
 
     def scatter(self, array: Any, out: Any, *, root: int = 0, sizes: Sequence[int] | None = None) -> Any:
-        """Fill `out` with this rank's part of the root's `array`, divided along its first axis.
+        """Divide the `array` of rank `root` along its first axis, and copy part r to the `out` of each rank r.
 
-        On other ranks `array` is None.
+        On ranks other than `root`, `array` is None.
         """
         return self._run_blocking(self._operations.scatter(array, out, root, sizes))
 
@@ -175,10 +182,11 @@ class Group(Closing):
         receive_sizes: Sequence[int] | None = None,
         out: Any = None,
     ) -> Any:
-        """Send part d of `array` (along its first axis) to rank d; return the received parts in rank order.
+        """Send a part of `array` to each rank, and return the received parts in the order of ranks.
 
-        `send_sizes` are the numbers of rows for every rank; by default all parts are equal. `receive_sizes` are the
-        numbers of rows from every rank; if they are missing, the ranks exchange the numbers first.
+        `array` is divided along its first axis. `send_sizes` has the number of rows for each rank; by default all parts
+        are equal. `receive_sizes` has the number of rows from each rank; without it, the ranks exchange these numbers
+        first.
         """
         return self._run_blocking(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
@@ -194,7 +202,10 @@ class Group(Closing):
         return self._submit(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
-        """Return the root's value, which may contain numbers, strings, bytes, lists and dicts. Does not use pickle."""
+        """Return the value of rank `root` on all ranks. Values are numbers, strings, bytes, lists and dicts.
+
+        The value is not pickled.
+        """
         return _objects.broadcast(self, value, root)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -206,9 +217,10 @@ class Group(Closing):
         return _objects.gather(self, value, root)
 
     def send(self, array: Any, to: int, *, tag: int = 0) -> None:
-        """Send an array to a rank, which calls :meth:`recv` with the same tag and an array of the same dtype and size.
+        """Send an array to rank ``to``, which calls :meth:`recv` with an equal tag and an array of equal dtype and
+        size.
 
-        Tags are numbers below 2^62; higher numbers are reserved.
+        Tags are numbers below 2^62. Higher numbers are reserved.
         """
         self.send_async(array, to, tag=tag).wait()
 
@@ -221,7 +233,10 @@ class Group(Closing):
         return MessageTicket(pending, self.timeout, memory)
 
     def recv(self, out: Any, source: int | None = None, *, tag: int = 0) -> int:
-        """Fill `out` with a message of this tag from `source` (None: from any rank); return the sender's rank."""
+        """Receive a message with this tag from `source` into `out`, and return the sender's rank.
+
+        Without `source`, a message from any rank is received.
+        """
         return int(self.recv_async(out, source, tag=tag).result())
 
     def recv_async(self, out: Any, source: int | None = None, *, tag: int = 0) -> CollectiveTicket:
@@ -233,9 +248,9 @@ class Group(Closing):
         return MessageTicket(pending, self.timeout, memory)
 
     def subgroup(self, ranks: Iterable[int], *, timeout: timedelta | None = None) -> Group | None:
-        """Return the group of these ranks of this group, in this order; None on other ranks.
+        """Return a new group of some ranks of this group. The first rank in `ranks` is rank 0 of the new group.
 
-        All ranks of the new group must call this method. Other ranks may call this method too; they send no messages.
+        All ranks of the new group must call this method. Other ranks may call it too, and get None.
         """
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen) or not chosen:
@@ -243,9 +258,10 @@ class Group(Closing):
         return self._create_subgroup(tuple(self.ranks[rank] for rank in chosen), timeout)
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Return the group of the ranks with the same `color`, ordered by `key`, then rank; None if `color` is None.
+        """Divide this group by `color`, and return the new group of the ranks that passed this rank's `color`.
 
-        This is a collective call: every rank of this group must make the call.
+        The ranks of a new group are ordered by `key`, then by their rank in this group. A rank with the color None gets
+        None. Every rank of this group must make this call.
         """
         try:
             own = np.array([[color is not None, color or 0, key]], np.int64)
@@ -259,43 +275,49 @@ class Group(Closing):
         return self._create_subgroup(tuple(self.ranks[rank] for rank in same), label="split")
 
     def union(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of the ranks of both groups, in the order of world ranks.
+        """Return a new group of all ranks in this group or `other`, in the order of world ranks.
 
-        `other` is a group or a list of world ranks. All ranks of the new group must call this method, on one of the two
-        groups.
+        `other` is a group or a list of world ranks. All ranks of the new group must call this method, on this group or
+        on `other`.
         """
         return self._create_subgroup(tuple(sorted({*self.ranks, *_world_ranks(other)})))
 
     def intersection(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of the ranks in both groups, in the order of world ranks; None on other ranks.
+        """Return a new group of the ranks in this group and in `other`, in the order of world ranks.
+
+        Ranks that are not in the new group get None.
 
         All ranks of the new group must call this method.
         """
         return self._create_subgroup(tuple(sorted({*self.ranks} & {*_world_ranks(other)})))
 
     def difference(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of this group's ranks that are not in `other`; None on other ranks.
+        """Return a new group of the ranks of this group that are not in `other`. Ranks in `other` get None.
 
         All ranks of the new group must call this method.
         """
         return self._create_subgroup(tuple(sorted({*self.ranks} - {*_world_ranks(other)})))
 
     def explain(self, nbytes: int, operation: str = "all_reduce") -> str:
-        """Return a table of the algorithms for an operation, with predicted and measured times and the choice."""
+        """Return a text table of the algorithms for an operation on arrays of ``nbytes`` bytes.
+
+        The table has the predicted and measured time of each algorithm, and the algorithm that the group chooses.
+        """
         return self._tuner.explain(operation, nbytes)
 
     def candidates(self, nbytes: int, operation: str = "all_reduce") -> list[Candidate]:
-        """Return the rows of :meth:`explain`: name, predicted seconds, measured seconds (None for an unknown time)."""
+        """Return the algorithms that :meth:`explain` lists. A time of None is unknown."""
         return self._tuner.candidates(operation, nbytes)
 
     def close(self) -> None:
-        """Leave the group; the other ranks' next call raises RankLostError. Idempotent.
+        """Leave the group. The next call of the other ranks raises RankLostError. Idempotent.
 
-        Closing the group of all ranks also closes its subgroups. In a forked child this method has no effect.
+        If this is the group of all ranks, its subgroups are closed too. In a forked child process this method has no
+        effect.
         """
         if self._failure == _FORKED:
             return
-        with self._submitting:  # so that no call is queued after the end marker
+        with self._submitting:  # prevents that another thread queues a call after the end marker
             self._failure = self._failure or "it was closed"
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -311,10 +333,10 @@ class Group(Closing):
             self._world.close()
 
     def abort(self) -> None:
-        """End all work in progress: this rank's current and later calls, tickets and messages raise GroupClosedError.
+        """End all work in progress on this rank. Its current and later calls and messages raise GroupClosedError.
 
-        The other ranks raise RankLostError for this rank, in their first call that needs this rank. Returns
-        immediately; thread-safe and idempotent. :meth:`close` must still be called.
+        The other ranks raise RankLostError in their first call that needs this rank. The method returns immediately,
+        and is thread-safe and idempotent. The caller must still call :meth:`close`.
         """
         with self._submitting:
             self._failure = self._failure or _ABORTED
@@ -322,7 +344,7 @@ class Group(Closing):
             self._connections.end_all()
 
     def disown(self) -> None:
-        """Make the group unusable in a forked child, because the group belongs to the parent process."""
+        """Make the group unusable in a forked child process, because its connections belong to the parent process."""
         self._failure = _FORKED
 
     def __repr__(self) -> str:
@@ -353,7 +375,10 @@ class Group(Closing):
                 raise
 
     def _message_failed(self, error: CollectiveError, is_reported: bool) -> None:
-        """Refuse further work, and end the current call. :class:`PointToPoint` calls this method as ``on_failure``."""
+        """Refuse further work after a failed send or receive, and end the current call.
+
+        This method is the ``on_failure`` callback of :class:`PointToPoint`.
+        """
         if not self._failure:
             self._unreported = None if is_reported else error
             self._failure = f"a message failed: {error}"
@@ -364,7 +389,7 @@ class Group(Closing):
 
     def _report_failure(self, error: CollectiveError) -> None:
         self._connections.interrupt(error)
-        with self._lock:  # wait for the end of the interrupted call
+        with self._lock:  # the thread that runs the interrupted call holds this lock until the call ends
             self._connections.abort(error, self._sequence)
 
     def _run_blocking(self, work: Work) -> Any:
@@ -417,8 +442,8 @@ class Group(Closing):
             ):
                 return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
         except RankLostError as error:
-            # If a subgroup fails only because a rank is late, the program may try again. But if all ranks agreed on the
-            # subgroup in a call of this group (`label`), or if a rank has ended, this group fails too.
+            # If a rank of the subgroup is only late, the program may try again, and this group continues. This group
+            # fails if a rank's process has ended, or if the subgroup is part of a collective call (`label`).
             if label or (isinstance(error, EndedError) and set(error.ranks) & set(self.ranks)):
                 self._subgroup_failed(error)
             raise RankLostError(str(error), error.ranks) from error.__cause__

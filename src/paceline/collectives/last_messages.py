@@ -1,4 +1,4 @@
-"""Send a last message, with the reason for a failure, on connections, and close them."""
+"""Send a last message with the reason for a failure on several connections, and close the connections."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CHUNK_BYTES = 1 << 18
 
 
 class ClosingConnection:
-    """Sends the last message on a connection, then reads until the other end closes it, or the deadline passes.
+    """A connection that sends its last message, and then reads until the peer closes it or the deadline passes.
 
-    Reading is necessary, because closing a socket with unread bytes resets the connection, and the other end could lose
-    the message.
+    If a process closes a socket with unread bytes, the system resets the connection, and the peer could lose the last
+    message. So this process reads all bytes first.
     """
 
     def __init__(self, connected: socket.socket, message: Sequence[memoryview]) -> None:

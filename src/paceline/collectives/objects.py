@@ -1,4 +1,4 @@
-"""Send objects through collectives, encoded with msgpack. The ranks exchange the sizes first."""
+"""Send Python objects through collectives, encoded with msgpack. The ranks exchange the encoded sizes first."""
 
 from __future__ import annotations
 

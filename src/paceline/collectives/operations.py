@@ -1,4 +1,4 @@
-"""Implement a group's calls: check the arguments, and return the work to run later."""
+"""The calls of a group: check the arguments of a call, and return a function that runs it later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_KNOWN_CALLS: Final = 10_000
 
 
 class Operations:
-    """The operations of one rank in a group."""
+    """The collective operations of one rank in a group."""
 
     def __init__(self, connections: Connections, tuner: Tuner, timeout_s: float) -> None:
         self.rank, self.size = connections.layout.rank, connections.layout.size
@@ -213,7 +213,7 @@ class Operations:
         equal = sends is None and receives is None
         send_rows = self._rows(source.shape, sends, "all_to_all")
         expected = send_rows if equal else self._expected(receives, send_rows[self.rank])
-        target: ArrayMemory | None = None  # None until the number of received rows is known
+        target: ArrayMemory | None = None  # None if the number of rows to receive is not known yet
         if expected is not None:
             shape = (sum(expected), *source.shape[1:])
             out = empty_like(array, shape) if out is None else out
@@ -257,7 +257,10 @@ class Operations:
     def _exchange_sizes(
         self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
-        """Exchange numbers of rows; return every rank's number. A rank with another `call` causes a MismatchError."""
+        """Exchange the numbers of rows between all ranks, and return the number of rows that each rank sends here.
+
+        Raises MismatchError if another rank makes a different `call`.
+        """
         numbers = np.array([sends, sends], np.int64)  # row 0 is sent, row 1 is received
         if self.size > 1:
             source_area, target_area = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)
@@ -325,7 +328,9 @@ class Operations:
     def _gathered(
         self, source: ArrayMemory, sizes: Sequence[int] | None
     ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-        """Return each rank's number of rows, the shape of the result, and the sizes that all ranks must agree on."""
+        """Return the number of rows of each rank, the shape of the result, and the numbers that must be equal on all
+        ranks.
+        """
         own = source.shape or (1,)
         if sizes is None:
             return [own[0]] * self.size, (own[0] * self.size, *own[1:]), source.shape
@@ -339,7 +344,10 @@ class Operations:
     def _begin(
         self, operation: str, num_bytes: int, call: tuple[CollectiveCall, int], sequence: int
     ) -> tuple[Engine, Order]:
-        """Return the engine and the order for a call; the tuner chooses. `num_bytes` must be equal on all ranks."""
+        """Return the engine and the description of a call. The tuner chooses the engine and the algorithm.
+
+        `num_bytes` must be equal on all ranks, so that all ranks get the same choice.
+        """
         self._connections.at = (sequence, call[0])
         order = Order(call[0], call[1], sequence, self._timeout_s)
         engine, algorithm = self._tuner.choose(operation, num_bytes, order)

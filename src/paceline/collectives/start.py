@@ -27,13 +27,15 @@ def init(
 ) -> Group:
     """Connect the ranks of this program and return the group of all ranks.
 
-    Missing arguments come from the variables of PyTorch's launchers: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` (`address` is ``host:port``). `token` (``PACELINE_TOKEN``) is a secret that all ranks share; it is
-    required between hosts. ``PACELINE_ALGORITHM`` is the default of `algorithm`. `timeout` limits the rendezvous and
-    every later call. `tls` (``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY``, ``PACELINE_TLS_CA``) encrypts all TCP traffic.
+    By default, `rank`, `world_size` and `address` (``host:port``) come from the environment variables that PyTorch's
+    launchers set: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. `token` is a secret that all ranks
+    share (default: ``PACELINE_TOKEN``). Ranks on several hosts need a token. The default of `algorithm` is
+    ``PACELINE_ALGORITHM``. `timeout` limits the time until all ranks are connected, and every later call. `tls`
+    encrypts all TCP traffic (default: ``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY`` and ``PACELINE_TLS_CA``).
 
-    Raises UsageError, AddressError (the port is in use), AuthenticationError (another token), DeadlineError (rank 0
-    does not answer), RankLostError (missing ranks) or MismatchError (different algorithms).
+    Raises UsageError for invalid arguments, AddressError if the port is in use, AuthenticationError if another rank has
+    a different token, DeadlineError if rank 0 does not answer, RankLostError if ranks are missing, and MismatchError if
+    the ranks' algorithms differ.
     """
     variables = environment()
     check_algorithm(algorithm or variables.algorithm)
@@ -67,7 +69,7 @@ def join(
     timeout: timedelta = DEFAULT_TIMEOUT,
     algorithm: str | None = None,
 ) -> Group:
-    """Connect ranks that share a store, and return the group of all ranks."""
+    """Connect ranks that already share a rendezvous store, and return the group of all ranks."""
     check_algorithm(algorithm)
     timeout_s = timeout.total_seconds()
     world = World(

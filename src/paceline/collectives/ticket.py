@@ -1,4 +1,4 @@
-"""Define tickets: asynchronous collectives, sends and receives in progress."""
+"""Tickets: asynchronous collectives, sends and receives in progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class CollectiveTicket:
-    """The result of an asynchronous call. Do not use its arrays before the call is done.
+    """An asynchronous call, which returns its result later. Do not use the call's arrays before the call is done.
 
     >>> ticket = group.all_reduce_async(gradient)       # doctest: +SKIP
     >>> other_work()                                    # doctest: +SKIP
@@ -30,7 +30,7 @@ class CollectiveTicket:
     __slots__ = ("_callbacks", "_error", "_finished", "_lock", "_result", "_worker")
 
     def __init__(self, worker: threading.Thread | None = None) -> None:
-        """`worker` is the thread that runs the call; this thread must not wait for the ticket."""
+        """`worker` is the thread that runs the group's calls. This thread must not wait for the ticket."""
         self._worker = worker
         self._finished = threading.Event()
         self._lock = threading.Lock()
@@ -39,10 +39,10 @@ class CollectiveTicket:
         self._callbacks: list[Callable[[CollectiveTicket], None]] = []
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the call is done. Raises the call's error.
+        """Wait until the call is done. If the call failed, raise its error.
 
-        Raises DeadlineError after ``timeout``; the call continues. Raises UsageError in a callback of the same group,
-        because the group's thread would run the call only after the callback.
+        Raises DeadlineError after ``timeout``, although the call continues. Raises UsageError inside a callback of the
+        group's tickets: the group's thread runs the callback, and would run the call only afterwards.
         """
         if not self._finished.is_set() and threading.current_thread() is self._worker:
             raise no_waiting_in_callbacks()
@@ -57,16 +57,16 @@ class CollectiveTicket:
         return self._finished.is_set()
 
     def result(self) -> Any:
-        """Wait, and return the result of the call."""
+        """Wait until the call is done, and return its result."""
         self.wait()
         return self._result
 
     def exception(self) -> BaseException | None:
-        """Return the error of a failed call; ``None`` if the call is running or has succeeded."""
+        """Return the error of a failed call. Return None if the call is still running or has succeeded."""
         return self._error
 
     def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
-        """Call ``callback(ticket)`` in the group's thread when the call ends, or immediately if it has ended.
+        """Call ``callback(ticket)`` in the group's thread when the call ends. If the call has ended, call it now.
 
         The callback may start asynchronous calls of the group, but must not wait for these calls.
         """
@@ -102,7 +102,10 @@ class MessageTicket(CollectiveTicket):
 
     @override
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the message is done. Without ``timeout``, fail after the group's timeout."""
+        """Wait until the send or receive is done.
+
+        Without ``timeout``, raise RankLostError after the group's timeout.
+        """
         if timeout is None:
             self._pending.wait(self._timeout.total_seconds())
         elif not self._pending.wait_for(timeout.total_seconds()):
@@ -125,7 +128,7 @@ class MessageTicket(CollectiveTicket):
         return False
 
     def result(self) -> int:
-        """Wait, and return the sender's rank."""
+        """Wait until the send or receive is done, and return the sender's rank."""
         self.wait()
         return self._pending.source
 
@@ -134,7 +137,7 @@ class MessageTicket(CollectiveTicket):
         return self._pending.error
 
     def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
-        """Call ``callback(ticket)`` in a new thread when the message is done or has failed."""
+        """Call ``callback(ticket)`` in a new thread when the send or receive is done or has failed."""
 
         def wait() -> None:
             try:
@@ -147,7 +150,10 @@ class MessageTicket(CollectiveTicket):
 
 
 def no_waiting_in_callbacks() -> UsageError:
-    """Return the error for a callback that waits for a call, although the callback's thread must run this call."""
+    """Return the error for a callback that waits for a call of its group.
+
+    Only the callback's thread runs such calls.
+    """
     return UsageError(
         "a callback of a group's ticket waits for another call of the group, which its own thread runs later; "
         "make the call asynchronous without waiting, or wait in another thread"

@@ -1,10 +1,12 @@
 """Choose the algorithm of each operation of a group, and explain the choice.
 
-On one host the algorithms are ``shared`` (data passes through slots of a shared segment) and, for large all-reduces,
-``direct`` (a rank reads the other ranks' arrays). The faster algorithm depends on the distance of the cores, so both
-algorithms are timed once. Between hosts the tuner chooses the schedule with the shortest predicted time in the model α
-+ nβ + nγ. The ranks measure α, β and γ together, once, in 10 ms to 1 s. All ranks use the values of the slowest rank,
-so that their choices are equal.
+On one host there are two algorithms: ``shared`` copies data through a segment of shared memory, and ``direct`` (for
+large all-reduces only) reads the arrays in the other ranks' memory. Which algorithm is faster depends on the distance
+of the processor cores, so the ranks time both algorithms once.
+
+Between hosts the tuner chooses the schedule with the shortest predicted time. A message of n bytes is predicted to take
+α + nβ, and its reduction nγ. At the first call the ranks measure α, β and γ in 10 ms to 1 s. All ranks use the values
+of the slowest rank, so that their choices are equal.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ if TYPE_CHECKING:
 SHARED, DIRECT = "shared", "direct"
 _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found} | {SHARED, DIRECT})
 _REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9, 1 << 26: 5}
-"""Array sizes in bytes for which both algorithms on one host are timed, and the number of repetitions."""
+"""The array sizes in bytes for which ``shared`` and ``direct`` are timed, and the number of repetitions per size."""
 _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
-"""From each of these sizes, ``direct`` is chosen if it takes less than this multiple of the time of ``shared``.
+"""For arrays of at least each size (bytes), ``direct`` is chosen if it takes less than this multiple of the time of
+``shared``.
 
-The limit grows with the size, because the cores of a virtual machine may move while a program runs. On close cores
-``direct`` is up to three times slower for small data, and equally fast for large data. On distant cores ``direct`` is
-equally fast for small data, and 1.5 to 4 times faster for large data (2 and 4 ranks, 1 to 100 MB).
+A virtual machine may move to other cores while a program runs, so the limits favour the algorithm that loses less after
+a move. On close cores ``direct`` is up to three times slower for small data, and equally fast for large data. On
+distant cores ``direct`` is equally fast for small data, and 1.5 to 4 times faster for large data (2 and 4 ranks, 1 to
+100 MB).
 """
 _MIN_TIMED_S: Final = 0.05
 _MAX_TIMED_BYTES: Final = 1 << 24
@@ -46,7 +50,7 @@ _NUM_RECENT: Final = 32
 
 
 class Model(NamedTuple):
-    """The cost of messages and reductions between the ranks of a group."""
+    """The measured cost of messages and reductions between the ranks of a group."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -70,7 +74,7 @@ class Tuner:
     """Chooses the algorithms of one group."""
 
     def __init__(self, connections: Connections, timeout_s: float, algorithm: str | None) -> None:
-        """If `algorithm` is not None, every operation uses this algorithm if the algorithm supports it."""
+        """With `algorithm`, every operation that the algorithm supports uses the algorithm."""
         self.forced = algorithm
         self.model: Model | None = None
         """The measured constants α, β and γ; None before the first operation between hosts."""
@@ -81,7 +85,11 @@ class Tuner:
         self._measured: dict[tuple[str, str, int], deque[float]] = {}
 
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
-        """Return the engine and the algorithm. Before a measurement, a barrier for `order` detects mismatches."""
+        """Return the engine and the algorithm for an operation. All ranks must call this method.
+
+        The first call may measure the candidates. Before the measurement, a barrier checks that all ranks make the call
+        `order`.
+        """
         name, _ = self._known_choice(operation, num_bytes)
         shared = self._preferred()
         if shared is not None:
@@ -116,7 +124,7 @@ class Tuner:
         return found
 
     def explain(self, operation: str, num_bytes: int) -> str:
-        """Return a table of the candidates, with the choice and its reason.
+        """Return a text table of the candidate algorithms, with the chosen algorithm and the reason for the choice.
 
         `num_bytes` is the size of the whole result for all_gather, and of this rank's array for the other operations.
         """
@@ -148,7 +156,7 @@ class Tuner:
         return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.layout.hosts)
 
     def _known_choice(self, operation: str, num_bytes: int) -> tuple[str | None, str]:
-        """Return the algorithm (None if the choice needs a measurement) and the reason for the choice."""
+        """Return the algorithm for an operation and the reason. Return None as algorithm if a measurement is needed."""
         shared = self._preferred()
         if shared is not None:
             if not self._may_be_direct(shared, operation, num_bytes):
@@ -226,7 +234,7 @@ class Tuner:
         return [name for name, known in ALGORITHMS[operation].items() if known.supports(self._connections.layout.size)]
 
     def measure(self) -> Model:
-        """Measure seconds per message, per byte and per reduced byte, by messages around the ring of all ranks."""
+        """Measure the time per message, per byte and per reduced byte, with messages around a ring of all ranks."""
         network = self._connections.network(self._choose_schedule)
         alpha = self._time_shift(network, 8, 15)
         num_bytes, seconds = 1 << 16, 0.0

@@ -1,4 +1,7 @@
-"""Map the block numbers of a schedule to memory. Input and output may overlap, so overlaps are found by address."""
+"""Map the block numbers of a schedule to memory.
+
+The input and output buffers of a call may share memory, so this module compares addresses to find blocks that overlap.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,20 @@ import numpy as np
 from paceline.collectives.schedules.base import Spans
 
 Ranges: TypeAlias = list[tuple[int, int]]
-"""Half-open ranges of addresses, none of them empty, in the order in which a message contains their bytes."""
+"""Non-empty, half-open ranges of addresses, in the order in which a message contains their bytes."""
 
 
 class Blocks:
-    """The memory that a schedule works on, in parts: input, output and scratch memory.
+    """The memory that a schedule reads and writes, in parts (for example input, output and scratch memory).
 
-    A part is a writable buffer and the sizes of its blocks. Block numbers continue from part to part.
+    A part is a writable buffer and the sizes of its blocks. The first block of a part has the number after the last
+    block of the previous part.
     """
 
     def __init__(self, parts: Sequence[tuple[memoryview, Sequence[int]]]) -> None:
         self._views = [view.cast("B") for view, _ in parts]
         self._addresses = [_address_of(view) for view in self._views]
-        # Offsets of blocks continue from part to part, as if the parts were contiguous.
+        # The offsets count the bytes of all previous parts too, as if the parts were one buffer.
         self._offsets = list(accumulate((size for _, sizes in parts for size in sizes), initial=0))
         self._starts = [0]
         num_blocks = 0
@@ -37,7 +41,7 @@ class Blocks:
 
     @classmethod
     def even(cls, buffer: memoryview, num_blocks: int, item_bytes: int) -> Blocks:
-        """Split one buffer as evenly as possible at item boundaries; the first blocks may have one item more."""
+        """Divide a buffer of whole items into ``num_blocks`` blocks. The first blocks may have one item more."""
         num_items, remainder = divmod(buffer.nbytes, item_bytes)
         if remainder:
             raise ValueError(f"a buffer of {buffer.nbytes} bytes does not hold whole items of {item_bytes} bytes")
@@ -49,7 +53,7 @@ class Blocks:
         return len(self._offsets) - 1
 
     def views(self, spans: Spans) -> list[memoryview]:
-        """Return the bytes of these blocks, in this order. Adjacent blocks are merged; empty blocks are left out."""
+        """Return the memory of the blocks in ``spans``, in order. Adjacent blocks become one view; empty ones none."""
         return self.locate(spans)[0]
 
     def locate(self, spans: Spans) -> tuple[list[memoryview], Ranges]:
@@ -81,7 +85,7 @@ class Blocks:
 
 
 def collide(written: Iterable[tuple[int, int]], read: Iterable[tuple[int, int]]) -> bool:
-    """Return whether any byte is written twice, or both written and read."""
+    """Return whether any byte of the address ranges is written twice, or both written and read."""
     reach_written = reach = 0
     for start, end, is_written in sorted([(*span, True) for span in written] + [(*span, False) for span in read]):
         if start < (reach if is_written else reach_written):

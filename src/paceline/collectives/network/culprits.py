@@ -1,9 +1,9 @@
-"""Find the ranks that cause a delay.
+"""Find the ranks that delay a collective call or a message, for the text of the timeout error.
 
-The awaited rank is often not the cause, because the awaited rank waits for another rank. A late call is caused by the
-ranks that do not answer a poll, and by ranks that have not made the call and wait in no other call. Without such ranks,
-the ranks in an earlier call are the cause. A late message is caused by the last ranks in the chain of ranks that wait
-for each other.
+The rank that this rank waits for is often not the cause, because it may itself wait for another rank. A late call is
+caused by the ranks that do not answer a status request, and by the ranks that have not made the call and wait for
+nothing. If no such rank exists, the ranks that are still in an earlier call are the cause. A late message is caused by
+the last rank of a chain in which each rank waits for the next rank.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _SILENT: Final = "does not answer (its process is stopped or has died, or its ho
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's position in the sequence of its group's calls."""
+    """A rank's answer to a status request: its position in the sequence of the group's calls."""
 
     sequence: int
-    """The number of the current call; between calls, the number of the last call; -1 before the first call."""
+    """The number of the rank's current or last call; -1 before the first call."""
     call: CollectiveCall | None
     waiting_for: tuple[int, ...]
-    """During a call, the ranks awaited in the last sleep; between calls, the other ranks of pending messages."""
+    """The ranks that this rank waits for: in a call, or between calls for the messages that it sends or receives."""
     abort: Abort | None = None
 
 
 RequestStatus: TypeAlias = Callable[[int], Status | None]
-"""A function that returns a rank's status; None if the rank does not answer within about a second."""
+"""A function that requests and returns a rank's status. It returns None if the rank does not answer in a second."""
 
 
 class Search:
-    """Requests the status of ranks concurrently, in threads, while the call continues."""
+    """Status requests to several ranks. They run in threads, while the main thread continues the collective call."""
 
     def __init__(self, request_status: RequestStatus, ranks: Sequence[int]) -> None:
         self._request_status = request_status
@@ -60,7 +60,7 @@ class Search:
                 rank = self._pending.pop()
             try:
                 status = self._request_status(rank)
-            except Exception:  # every error counts as no answer
+            except Exception:  # an error of any kind counts as a missing answer
                 status = None
             with self._lock:
                 self._answers[rank] = status
@@ -74,7 +74,11 @@ def first_abort(answers: Mapping[int, Status | None]) -> Abort | None:
 
 
 def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Sequence[int]) -> dict[int, str]:
-    """Return the ranks that delay a message, with reasons: those at the end of the chain of waiting ranks."""
+    """Return the ranks that delay a message, each with the reason for the error's text.
+
+    The search starts at ``waiting_for`` and follows the ranks that wait for other ranks. A rank that does not answer or
+    waits for no rank delays the message. Without such a rank, the ranks wait in a cycle, and all of them are returned.
+    """
     seen = {own}
     guilty: dict[int, str] = {}
     pending = list(waiting_for)
@@ -92,7 +96,7 @@ def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Seq
             pending += status.waiting_for
     if guilty:
         return dict(sorted(guilty.items()))
-    cycle = sorted(seen - {own})  # if the chain has no end, the ranks wait in a cycle
+    cycle = sorted(seen - {own})
     return {rank: f"waits for {name_ranks(answers[rank].waiting_for)}" for rank in cycle}  # type: ignore[union-attr]
 
 
@@ -102,7 +106,7 @@ def find_culprits(answers: Mapping[int, Status | None], sequence: int, waiting_f
     absent = {rank: status for rank, status in late.items() if status.call is None and not status.waiting_for}
     if silent or absent:
         return {rank: _describe(answers.get(rank), sequence) for rank in sorted({*silent, *absent})}
-    # A rank in an earlier call is not a cause if it waits for another rank in an earlier call.
+    # If a rank in an earlier call waits for another rank in an earlier call, only the other rank can be the cause.
     first = {rank: status for rank, status in late.items() if not set(status.waiting_for) & set(late)}
     if first or late:
         return {rank: _describe(status, sequence) for rank, status in sorted((first or late).items())}

@@ -1,4 +1,7 @@
-"""Run schedules over connections, for groups on several hosts or with a requested algorithm."""
+"""The engine that runs collectives over sockets.
+
+It serves groups on several hosts, and calls for which the user selects an algorithm.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,16 @@ Choose = Callable[[str, int], str]
 
 
 class Layered:
-    """Runs all-reduces for hosts with several ranks each.
+    """The hierarchical all-reduce, for groups on several hosts with several ranks each.
 
-    Only the first rank of each host, its leader, uses the network. The steps are a reduce to the leader in shared
-    memory, an all-reduce among the leaders, and a broadcast from the leader.
+    Each host reduces its data in shared memory to its leader (the first rank of the host). The leaders run an
+    all-reduce over the network, and each leader broadcasts the result in shared memory.
     """
 
     def __init__(
         self, executor: ScheduleExecutor, shared: SharedMemory | None, hosts: Sequence[int], rank: int
     ) -> None:
-        """`shared` is the engine for the ranks of this host; None if this rank is alone on its host."""
+        """`shared` is the shared-memory engine of this host's ranks; None if the host has only this rank."""
         self._executor, self._shared = executor, shared
         self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
         self._is_leader = rank in self._leaders
@@ -52,7 +55,8 @@ class Layered:
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
         sums = reduction._replace(scale=1.0)
         try:
-            # The barrier creates the links, so that a host can report a mismatch that it finds in shared memory.
+            # If the ranks of one host find that their calls differ, they report this to the other hosts over links. The
+            # barrier connects these links.
             execute(self._executor, order, self._barrier, Blocks([]), None)
             if self._shared is not None:
                 self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)
@@ -64,7 +68,7 @@ class Layered:
                 scale(target, reduction)
             if self._shared is not None:
                 self._shared.broadcast(order, target, 0)
-        except BaseException as error:  # report the error in shared memory and in the network
+        except BaseException as error:  # the other ranks of this host and of other hosts must raise the error too
             if self._shared is not None:
                 self._shared.abort(error)
             self._executor.abort(order.call, order.sequence, error)
@@ -82,7 +86,9 @@ class NetworkEngine(Engine):
         choose: Choose,
         layered: Layered | None = None,
     ) -> None:
-        """`hosts` has the number of each rank's host. `layered` runs hierarchical all-reduces; None if impossible."""
+        """`hosts` has the number of each rank's host. `choose` returns the algorithm for a collective and a size in
+        bytes. `layered` runs hierarchical all-reduces; without it, they run as ordinary schedules.
+        """
         self.rank, self.size = links.rank, links.size
         self._links = links
         self._executor = executor
@@ -118,7 +124,7 @@ class NetworkEngine(Engine):
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
         sizes = [source.num_bytes for source in sources]
         start, total = sources[0].address, sum(sizes)
-        work = bytearray(view_bytes(start, total))  # a copy, because schedules overwrite memory
+        work = bytearray(view_bytes(start, total))  # a copy, because the schedule overwrites its input
         blocks = Blocks([(memoryview(work), sizes)])
         self.run(order, "reduce_scatter", blocks, total, reduction=reduction)
         own = sum(sizes[: self.rank])
@@ -167,7 +173,7 @@ class NetworkEngine(Engine):
         self._links.close()
 
     def algorithm(self, order: Order, collective: str, num_bytes: int) -> str:
-        """Return the requested algorithm if it supports the collective, else the tuner's choice."""
+        """Return the user's algorithm if it supports the collective and the group's size, else the tuner's choice."""
         known = ALGORITHMS[collective].get(order.algorithm)
         if known is not None and known.supports(self.size):
             return order.algorithm
@@ -207,7 +213,9 @@ class NetworkEngine(Engine):
         self.run(order, collective, blocks, total, root=root, algorithm=algorithm)
 
     def _agree(self, order: Order) -> None:
-        """Run a barrier before the call, because ranks that only send data would not detect different calls."""
+        """Run a barrier that checks that all ranks make the same call. In the call itself, a rank that only sends
+        receives no message, and could not detect that the other ranks make a different call.
+        """
         self.execute(order, self._schedule("barrier", "dissemination", 0, 1), Blocks([]), None)
 
     def _only(self, own: Area) -> list[Area]:

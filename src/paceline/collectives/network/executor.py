@@ -1,9 +1,9 @@
 """Run one rank's part of a schedule on non-blocking links (sockets), and end the group after an error.
 
-The first failing rank sends an ABORT as the last message on all its links. A rank that receives an ABORT forwards it
-once on all its links, so the ABORT reaches all connected ranks.
+The first rank that fails sends an ABORT message on all its links, and then closes the links. A rank that receives an
+ABORT forwards it on all its own links, so the ABORT reaches all connected ranks.
 
-One thread runs calls, one at a time; any thread may call :meth:`ScheduleExecutor.status`.
+One thread runs the calls, one after another. Any thread may call :meth:`ScheduleExecutor.status`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.collectives.schedules.base import Copy, Schedule
 from paceline.errors import CollectiveError, GroupClosedError, PacelineError, ProtocolError, RankLostError
 
 _ABORT_S: Final = 0.2
-"""Time limit for finding an ABORT on a broken link, and for sending an ABORT after the call's timeout."""
+"""The time limit for reading an ABORT from a broken link, and for sending an ABORT after the call's timeout."""
 _MAX_LINKED: Final = 1000
 _CHUNK_BYTES: Final = 1 << 17
 _CONNECT_S: Final = 2.5
-"""Time that a rank waits for a connection before it checks the other links."""
+"""The time that a rank waits for a connection before it checks its other links for an ABORT."""
 
 
 class ScheduleExecutor:
@@ -46,7 +46,9 @@ class ScheduleExecutor:
         self._request_status = request_status
         self._peers: dict[int, PeerMessages] = {}
         self._linked: dict[int, Schedule] = {}
-        """The schedules whose links are connected, by ``id``. The references keep the ids unique."""
+        """The schedules whose links are connected, by ``id(schedule)``. Python does not reuse the id of a schedule
+        while this dictionary refers to it.
+        """
         self._loop = RoundLoop()
         self._scratch = Scratch()
         self._status = Status(-1, None, ())
@@ -70,8 +72,8 @@ class ScheduleExecutor:
         """Run this rank's part of one call. All ranks must pass an equal ``call`` and ``sequence``.
 
         When the method returns, other ranks may still be running the call. After an error, this rank notifies the other
-        ranks and closes its links. Raises MismatchError, RankLostError (ranks died, left or did not make the call in
-        time) or CollectiveError.
+        ranks and closes its links. Raises MismatchError if the ranks make different calls, RankLostError if ranks
+        died, left the group or did not make the call in time, and CollectiveError for other failures.
         """
         if self._failure:
             raise GroupClosedError(f"group {self._group!r} refuses further work: a call failed: {self._failure}")
@@ -90,11 +92,11 @@ class ScheduleExecutor:
         self._status = Status(sequence, None, ())
 
     def interrupt(self, error: CollectiveError) -> None:
-        """Make the current call in another thread raise this error soon. Thread-safe."""
+        """Make the call that runs in another thread raise ``error`` at its next check (within 0.25 s). Thread-safe."""
         self._interruption = error
 
     def abort(self, call: CollectiveCall, sequence: int, error: BaseException) -> None:
-        """End the group after a call failed outside :meth:`run`. The connected ranks raise the error."""
+        """End the group after a part of a call outside :meth:`run` failed. The connected ranks raise ``error`` too."""
         if not self._failure:
             current = CurrentCall(self._group, self._links.rank, call, sequence)
             self._end_group(_verdicts.of_error(current, error), time.monotonic() + LINGER_S)
@@ -110,7 +112,7 @@ class ScheduleExecutor:
     ) -> None:
         assert schedule.num_blocks == len(blocks)
 
-        if id(schedule) not in self._linked:  # connect before any round, so that all ranks connect in the same order
+        if id(schedule) not in self._linked:
             self._connect(schedule, patience)
             if len(self._linked) >= _MAX_LINKED:
                 self._linked.clear()
@@ -124,7 +126,9 @@ class ScheduleExecutor:
             self._loop.finish(planner.begin(actions), patience.wake)
 
     def _connect(self, schedule: Schedule, patience: Patience) -> None:
-        """Connect to the schedule's peers in the order of the pairs of ranks, so that ranks cannot wait in a cycle."""
+        """Connect to all peers of the schedule. All ranks connect in the order of the pairs of ranks (lower, higher).
+        With one order, the ranks cannot wait for each other in a cycle.
+        """
         own = self._links.rank
         needed = {action.peer for actions in schedule.rounds for action in actions if not isinstance(action, Copy)}
         for rank in sorted(needed - self._peers.keys(), key=lambda rank: (min(rank, own), max(rank, own))):
@@ -141,7 +145,7 @@ class ScheduleExecutor:
         for peer in self._peers.values():
             try:
                 peer.peek()
-            except LinkBroken:  # ignore the error: the rank may have finished; otherwise a later step fails
+            except LinkBroken:  # ignored: the rank may have finished its work; if not, a later send or receive fails
                 pass
 
     def _fail(self, signal: UnexpectedMessage | LinkBroken | CallEnded, patience: Patience) -> NoReturn:
@@ -191,7 +195,10 @@ class ScheduleExecutor:
 
 
 def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
-    """Return the next head of a link; None if the link has ended or the deadline has passed. Raises ProtocolError."""
+    """Return the head (header and text) of the next message on a link.
+
+    Returns None if the peer has closed the link or the deadline has passed. Raises ProtocolError for invalid bytes.
+    """
     scanner = peer.scan()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     poll = select.poll()

@@ -1,14 +1,14 @@
-"""Define the messages of collectives on a link. Pure.
+"""The format of the messages that ranks exchange in collectives. Pure.
 
-A message is a header of 32 bytes, a text (msgpack) and the body (raw bytes of blocks)::
+A message is a header of 32 bytes, a text (in msgpack format) and a body (the raw bytes of blocks)::
 
     0       2         3      4            8          16          24       32
     | magic | version | kind | text_bytes | sequence | signature | nbytes | text, padded to 16 | body |
 
-All fields are unsigned and little-endian. The text of a DATA message is the sender's call. With this text, which adds
-about 60 bytes to each message, the receiver of an unexpected message can report both calls. The receiver knows the
-header to expect, so it compares the 32 bytes and does not parse them. The text of ABORT is an :class:`Abort`. ABORT has
-no body and is the last message of a link. ``nbytes`` counts the body only.
+All fields are unsigned and little-endian. ``nbytes`` counts the body only. The text of a DATA message describes the
+sender's call in about 60 bytes, so that the receiver of an unexpected message can report the sender's call and its own.
+The receiver of a DATA message compares the 32 bytes with the header that it expects, and parses them only if they
+differ. The text of an ABORT message is an :class:`Abort`. An ABORT has no body and is the last message on its link.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALIGNMENT: Final = 16
 
 
 class MessageKind(IntEnum):
-    """Kind of a message."""
+    """The kind of a message: data of a call, or the notification that the group has failed."""
 
     DATA = 1
     ABORT = 2
@@ -62,7 +62,7 @@ class Head(NamedTuple):
 
 
 class Heads:
-    """The heads (header and text) of one call's messages, which differ only in the length of the body."""
+    """Creates the head (header and text) of each message of one call. The heads differ only in the body's length."""
 
     __slots__ = ("_heads", "_padded", "_sequence", "_signature", "_text_bytes", "head_bytes")
 
@@ -84,7 +84,7 @@ class Heads:
 
 
 class Scanner:
-    """Parses the bytes that arrive after an error: keeps the heads of messages and skips their bodies."""
+    """A parser for the bytes that arrive on a link after an error. It keeps the heads of messages and skips bodies."""
 
     def __init__(self, skip: int = 0) -> None:
         self.frames: deque[Head] = deque()

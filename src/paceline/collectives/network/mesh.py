@@ -23,7 +23,7 @@ _MAX_BUFFERS = 64
 """Maximum number of buffers in one system call. POSIX guarantees 16; Linux and macOS accept 1024."""
 _PURPOSE: Purpose = "collective"
 _CHECK_S = 1.0
-"""Interval at which a rank that waits for a connection checks that the other rank is alive."""
+"""The interval of checks that the other rank is alive, while this rank waits for its connection."""
 
 
 class Link:
@@ -37,7 +37,7 @@ class Link:
         return self.socket.fileno()
 
     def send_nowait(self, buffers: Sequence[memoryview]) -> int:
-        """Return the number of sent bytes. Raises RankLostError if the connection is broken."""
+        """Send as many bytes as the system accepts now, and return their number. Raises RankLostError if broken."""
         try:
             if len(buffers) == 1:
                 return self.socket.send(buffers[0])
@@ -48,7 +48,7 @@ class Link:
             raise self._broken(error) from None
 
     def receive_nowait(self, buffer: memoryview) -> int:
-        """Return the number of received bytes. Raises RankLostError if the connection is broken or closed."""
+        """Receive the available bytes, and return their number. Raises RankLostError if broken or closed."""
         if not buffer.nbytes:
             return 0
         try:
@@ -92,8 +92,10 @@ class Mesh:
         self._is_closed = False
 
     def link(self, rank: int, deadline: float) -> Link:
-        """Return the link to a rank, which must call this method too. Raises RankLostError if the other rank is dead or
-        late, and AuthenticationError if the other rank has another token.
+        """Return the link to ``rank``, and create it at the first call. The other rank must call this method too.
+
+        Raises RankLostError if the other rank is dead or does not call the method before ``deadline``, and
+        AuthenticationError if the other rank has a different token.
         """
         link = self._links.get(rank)
         if link is not None:

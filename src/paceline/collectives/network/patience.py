@@ -14,17 +14,17 @@ from paceline.collectives.network.rounds import Round
 from paceline.collectives.network.verdicts import CurrentCall
 
 LINGER_S: Final = 1.0
-"""The longest time that a failed rank keeps its links open, to notify the other ranks."""
+"""The maximum time that a failed rank keeps its links open to send the ABORT to the other ranks."""
 _MIN_POLL_S: Final = 0.3
 _MAX_POLL_S: Final = 1.5
 _MAX_SLEEP_S: Final = 0.25
-"""The longest sleep of a call. After each sleep, the call checks whether a message of its group has failed."""
+"""The maximum sleep of a waiting call. After each sleep, the call checks whether another thread interrupted it."""
 _FIRST_CHECK_S: Final = 2.0
 _ANSWER_S: Final = 1.2
 
 
 class CallEnded(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """The call cannot finish; ``abort`` is the reason."""
+    """Raised if the current call cannot finish. ``abort`` contains the reason."""
 
     def __init__(self, abort: Abort) -> None:
         super().__init__(abort.message)
@@ -32,10 +32,11 @@ class CallEnded(Exception):  # noqa: N818  (a signal to the executor, which rais
 
 
 class Patience:
-    """Controls the waits of one call.
+    """Limits the waits of one call.
 
-    Ranks with different calls may wait for messages that will never be sent. So a long wait polls all ranks for their
-    current calls: after two seconds, then at intervals that grow by a factor of 4, and before the timeout.
+    If ranks make different calls by mistake, they may wait for messages that will never be sent. So a rank that waits
+    for a long time requests the current calls of all ranks: after two seconds, then at intervals that grow by a factor
+    of 4, and shortly before the timeout.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Patience:
         current: CurrentCall,
         interruption: Callable[[], Abort | None] = lambda: None,
     ) -> None:
-        """``set_waiting_for`` receives the awaited ranks; ``interruption`` returns a reason to end the call or None."""
+        """``set_waiting_for`` records the ranks that this rank waits for, for status requests of other ranks.
+        ``interruption`` returns the reason to end the call, or None if the call may continue.
+        """
         self._timeout_s = timeout_s
         self.current = current
         self._check_interval_s = _FIRST_CHECK_S
@@ -67,7 +70,9 @@ class Patience:
         return min(self.wait_for(tuple(sorted({peer.rank for peer in peers}))), time.monotonic() + _MAX_SLEEP_S)
 
     def wait_for(self, ranks: tuple[int, ...]) -> float:
-        """Return the time (``time.monotonic``) of the next check. Raises CallEnded after a failure or the timeout."""
+        """Check whether the call may continue to wait for ``ranks``. Return the time (``time.monotonic``) of the next
+        check. Raises CallEnded after a failure or the timeout.
+        """
         self._set_waiting_for(ranks)
         abort = self._interruption()
         if abort is not None:

@@ -1,8 +1,8 @@
 """Receive the messages of one link, and decide when their bytes may be written to memory.
 
-A round sends the contents that memory has at the beginning of the round. So received bytes wait in scratch memory,
-piece by piece, until the contents that they replace have been sent. Receives into the same memory are applied in the
-order of the schedule's actions, so that floating-point sums are equal in every run.
+A round must send the contents that its blocks have at the beginning of the round. So if received bytes replace bytes
+that are not sent yet, the received bytes wait in scratch memory. If several messages of a round write the same memory,
+they are written in the order of the schedule's actions, so that floating-point sums are equal in every run.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from paceline.collectives.network.sending import Blocker, OutgoingMessage
 from paceline.errors import ProtocolError, RankLostError
 
 Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
-"""A function that combines received bytes with the target, in place: ``(target, incoming, incoming_first)``.
+"""A function ``(target, incoming, incoming_first)`` that reduces the received bytes into ``target``, in place.
 
-The lower rank's value is the first operand on all ranks, so that ranks get the same sign of min(-0, 0) and the same
-NaN.
+With ``incoming_first``, the received value is the first operand. On all ranks, the first operand is the lower rank's
+value, because the sign of min(-0, 0) and the bits of a NaN result depend on the order of the operands.
 """
 
 SMALL_BYTES: Final = 1 << 13
-"""Bodies up to this size are received together with the head, by one system call."""
+"""Up to this size, the body of a message is received together with its head, by one system call."""
 PIECE_BYTES: Final = 1 << 17
-"""Bytes that are combined at once, while the next bytes arrive in the system's buffer. They fit into the L2 cache."""
+"""The size of the pieces in which a received body is reduced. A piece fits into the processor's L2 cache, and the next
+piece arrives in the system's socket buffer during its reduction.
+"""
 _REUSED_BYTES: Final = 1 << 24
-_MIN_IN_PLACE_BYTES: Final = 1 << 14  # bytes per view; for smaller views, a copy is cheaper than a system call per view
+_MIN_IN_PLACE_BYTES: Final = 1 << 14  # bytes per view; into smaller views, a copy is faster than a receive per view
 _NUM_RECEIVES: Final = 8  # receive calls on one link before the next link gets its turn
 
 
 class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """A peer sent a head (header and text) that differs from the expected head."""
+    """Raised if a peer sent a message whose head (header and text) differs from the expected head."""
 
     def __init__(self, peer: PeerMessages) -> None:
         super().__init__(peer.rank)
@@ -44,7 +46,7 @@ class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, wh
 
 
 class LinkBroken(Exception):  # noqa: N818
-    """A link was closed or has broken."""
+    """Raised if a link is closed or broken."""
 
     def __init__(self, peer: PeerMessages) -> None:
         super().__init__(peer.rank)
@@ -52,7 +54,7 @@ class LinkBroken(Exception):  # noqa: N818
 
 
 class PeerMessages:
-    """The pending messages of one link, and the part of the next head that has been received."""
+    """The pending messages of one link, and the received part of the next message's head (header and text)."""
 
     __slots__ = ("got", "link", "rank", "receives", "scanner", "sends", "stage")
 
@@ -103,7 +105,9 @@ class PeerMessages:
         return self.got >= HEADER_BYTES and not self.receives
 
     def peek(self) -> None:
-        """Check for an ABORT or a closed connection on a link without a pending receive. Keep the received bytes."""
+        """Check whether a link without a pending receive has an ABORT or is closed. Raises UnexpectedMessage for an
+        ABORT, and LinkBroken for a closed link. The received bytes are kept for the next receive.
+        """
         try:
             count = self.link.receive_nowait(self.stage[self.got : HEADER_BYTES]) if self.got < HEADER_BYTES else 0
         except RankLostError as error:
@@ -123,12 +127,12 @@ class PeerMessages:
         return self.scanner
 
     def _check_for_abort(self) -> None:
-        # A rank that ends the group sends an ABORT first, and then discards this rank's bytes. So while this rank
-        # sends, an ABORT may have arrived.
+        # A rank that fails sends an ABORT and then no longer reads, so this rank's sends make no progress. Therefore a
+        # slow send checks for an ABORT.
         try:
             self.peek()
         except LinkBroken:
-            if self.sends:  # otherwise the link may end, because the peer has finished
+            if self.sends:  # without sends, the link may be closed, because the peer has finished its work
                 raise
 
     def _is_data(self) -> bool:
@@ -139,7 +143,7 @@ class PeerMessages:
 
 
 class Scratch:
-    """Pieces of scratch memory, of which up to 16 MiB are kept for later calls."""
+    """Pieces of scratch memory. Up to 16 MiB of free pieces are kept for later calls."""
 
     def __init__(self) -> None:
         self._pieces: list[memoryview] = []
@@ -194,7 +198,7 @@ class IncomingMessage:
         *,
         is_first: bool,
     ) -> None:
-        """`is_first`: the received value is the first operand of the reduction."""
+        """With `is_first`, the received value is the first operand of the reduction."""
         self._peer = peer
         self._head = head
         self._views = views
@@ -211,7 +215,7 @@ class IncomingMessage:
         self.nbytes = nbytes
         self.blockers: list[Blocker] = []
         self.got = 0
-        """Number of received bytes of the body."""
+        """The number of received bytes of the body."""
         self.has_head = self.is_done = False
 
     @property
@@ -253,8 +257,8 @@ class IncomingMessage:
         return True
 
     def _check_head(self) -> None:
-        # Comparing the headers is enough: they contain the call's signature, so the descriptions of the call after them
-        # are equal too.
+        # The header contains the signature (a hash) of the call. So if the headers are equal, the texts after the
+        # headers, which describe the calls, are equal too.
         if self._peer.stage[:HEADER_BYTES] != self._head[:HEADER_BYTES]:
             raise UnexpectedMessage(self._peer)
 
@@ -293,7 +297,7 @@ class IncomingMessage:
                 self._backlog.append((piece, piece[:limit]))
                 self._piece = None
                 self._write_backlog()
-                if self._backlog or self.got == self.nbytes:  # a backlog remains until sends on other links are done
+                if self._backlog or self.got == self.nbytes:  # the backlog waits for sends on other links
                     break
         return moved
 

@@ -14,12 +14,12 @@ from paceline.transport.spinning import Spinner
 
 _IN = select.POLLIN
 _OUT = select.POLLOUT
-_MOVED = (-1, 0)  # stands for an event without a descriptor, if bytes were moved before the poll
-_MAX_TRIED = 3  # one poll is cheaper than an attempt on each of more links
+_MOVED = (-1, 0)  # the event if an attempt without a poll sent or received bytes; it has no file descriptor
+_MAX_TRIED = 3  # for more links, one poll is cheaper than one attempt per link
 
 
 class RoundLoop:
-    """The loop of one executor. Sockets stay registered for polling from round to round."""
+    """The loop that sends and receives the messages of rounds. Sockets stay registered for polling between rounds."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -27,7 +27,9 @@ class RoundLoop:
         self._spinner = Spinner()
 
     def finish(self, round_: Round, wake: Callable[[Round], float]) -> None:
-        """Run all actions of a round. ``wake`` returns when a sleep must end (``time.monotonic``), or raises."""
+        """Run all actions of a round. Before each sleep, ``wake`` returns the time (``time.monotonic``) at which the
+        sleep must end, or raises an error that ends the call.
+        """
         sending: Sequence[PeerMessages] = round_.sending
         receiving: Sequence[PeerMessages] = round_.receiving
         while True:
@@ -65,7 +67,9 @@ class RoundLoop:
         return _ready(round_, events)
 
     def _watch(self, round_: Round) -> None:
-        """Register the links of a round. Links that only send are watched for reads too, as the other end may abort."""
+        """Register the round's sockets for polling. A link that only sends is polled for reads too, because the other
+        rank may send an ABORT.
+        """
         wanted = {peer.link.fileno(): _IN for peer in round_.receiving if peer.wants_bytes}
         for peer in round_.sending:
             fd = peer.link.fileno()
@@ -105,6 +109,6 @@ def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[P
     for peer in round_.sending:
         if ready.get(peer.link.fileno(), 0) & ~_OUT and not peer.receives:
             peer.peek()
-    if sending:  # bytes received on any link may wait for these sends
+    if sending:  # received bytes of any link may wait in scratch memory until these sends are done
         return sending, round_.receiving
     return sending, [peer for peer in round_.receiving if peer.link.fileno() in ready]

@@ -1,4 +1,4 @@
-"""Convert a round of a schedule into messages, such that no data is overwritten before it is sent."""
+"""Convert a round of a schedule into messages, so that no data is overwritten before it is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Read: TypeAlias = list[tuple[Blocker, Ranges]]
 
 
 class Round:
-    """The messages and local copies of a round that are not finished."""
+    """The unfinished messages and local copies of the current round."""
 
     __slots__ = ("copies", "receiving", "sending")
 
@@ -58,7 +58,7 @@ class RoundPlanner:
         self._peer = peer
 
     def begin(self, actions: Sequence[Action]) -> Round:
-        """Enqueue the messages of a round, and run the local copies that conflict with no message."""
+        """Enqueue the messages of a round. Run its local copies now if they overwrite no data of a message."""
         round_ = Round()
         read: _Read = []
         written: _Written = []
@@ -118,13 +118,14 @@ class RoundPlanner:
 
 
 def _order(read: _Read, written: _Written) -> None:
-    """Set for each write the sends and earlier writes that it must wait for. Usually there is nothing to wait for."""
+    """Set the ``blockers`` of each write: the sends and earlier writes of the round that use the write's memory."""
     spans_written = [span for _, ranges in written for span in ranges]
     if not spans_written or not collide(spans_written, [span for _, ranges in read for span in ranges]):
         return
     earlier = list(read)
     for write, ranges in written:
-        # Both lists are passed as if written, to find any overlap. One message alone never writes a byte twice.
+        # Both ranges are passed as written ranges, so that ``collide`` finds every overlap between them. A single
+        # message never writes a byte twice.
         write.blockers.extend(blocker for blocker, earlier_ranges in earlier if collide(ranges, earlier_ranges))
         earlier.append((write, ranges))
 

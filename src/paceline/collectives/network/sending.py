@@ -1,4 +1,4 @@
-"""Send messages, and delay local copies that would overwrite data before it is sent."""
+"""Send messages, and delay local copies that would overwrite unsent data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_BUFFERS: Final = 512  # buffers per sendmsg; the system's limit (IOV_MAX) i
 
 
 class Blocker(Protocol):
-    """A use of memory (a send or an earlier write) that must end before the memory is written."""
+    """A send or an earlier write that must finish before a write to the same memory starts."""
 
     def holds(self, low: int, high: int) -> bool: ...
 
@@ -51,7 +51,7 @@ class OutgoingMessage:
 
     @property
     def unsent(self) -> list[memoryview]:
-        """The rest of a partly sent message, which must be sent before the next message."""
+        """The remaining bytes of a partly sent message. They must be sent before the next message on the link."""
         return [] if self.is_done or not self.is_started else self._buffers
 
     def holds(self, low: int, high: int) -> bool:
@@ -60,7 +60,9 @@ class OutgoingMessage:
 
 
 class LateCopy:
-    """A local copy that conflicts with a message. It saves the source now, and writes the target when that is free."""
+    """A local copy whose target overlaps a message. It saves the source at the beginning of the round, and writes the
+    target after the message is done.
+    """
 
     def __init__(self, sources: Sequence[memoryview], targets: Sequence[memoryview], ranges: Ranges) -> None:
         self._saved = memoryview(b"".join(sources))

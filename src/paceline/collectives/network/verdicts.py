@@ -1,6 +1,6 @@
-"""Create the ABORT message of a failed call, and the error that each rank raises. Pure.
+"""Create the ABORT message of a failed call, from which each rank makes the error that it raises. Pure.
 
-All ranks raise the same error, except that each rank adds its own call to the text of a mismatch.
+All ranks raise an error with the same text. If the ranks made different calls, each rank adds its own call to the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAME: Final = f"every rank must make the same calls in the same order with the 
 
 
 class CurrentCall(NamedTuple):
-    """The current call of one rank, for error messages."""
+    """The current call of this rank, for error messages."""
 
     group: str
     rank: int
@@ -51,7 +51,7 @@ def failed(current: CurrentCall, error: BaseException) -> Abort:
 
 
 def of_error(current: CurrentCall, error: BaseException) -> Abort:
-    """Return the ABORT for an error. The text of a CollectiveError stays unchanged."""
+    """Return the ABORT message for ``error``. The text of a CollectiveError is kept; other errors get this call's."""
     if isinstance(error, CollectiveError):
         return msgspec.structs.replace(Abort.of(error), sequence=current.sequence)
     return failed(current, error)
@@ -92,7 +92,9 @@ def unexpected(current: CurrentCall, rank: int, frame: Head) -> Abort:
 
 
 def received(current: CurrentCall, abort: Abort) -> Abort:
-    """Return an ABORT that another rank sent. If the ABORT reports a mismatch, add this rank's call."""
+    """Return the ABORT of another rank for this rank's error. If the ABORT reports a mismatch in the current call, this
+    rank's call is added to it.
+    """
     if abort.kind != "mismatch" or not abort.calls or abort.sequence != current.sequence:
         return abort
     return msgspec.structs.replace(abort, calls={**abort.calls, current.rank: current.call})

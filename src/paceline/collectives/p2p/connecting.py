@@ -1,4 +1,7 @@
-"""Connect one rank to the other ranks of its group at the first message; close with the reason for a failure."""
+"""Connect one rank to the other ranks of its group at the first message.
+
+After a failure, the connections send its reason before they are closed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _LINGER_S = 1.0
 
 
 class Streams(ConnectionReceiver):
-    """One outgoing and one incoming stream for each other rank, created at first use."""
+    """One outgoing and one incoming stream of messages for each other rank, created at the first message."""
 
     def __init__(
         self,
@@ -47,11 +50,11 @@ class Streams(ConnectionReceiver):
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
         self.abort_message = b""
-        """After a failure, the last message on every connection, with the reason. Before a failure, it is empty."""
+        """The last message on every connection after a failure; it contains the reason. Empty before a failure."""
         self._num_expected: dict[int, int] = {}
         self._connectors: set[threading.Thread] = set()
 
-    # Call the following methods with the lock held.
+    # The caller of the following methods must hold the lock of the progress loop.
 
     @property
     def _has_ended(self) -> bool:
@@ -81,7 +84,7 @@ class Streams(ConnectionReceiver):
         self._progress.unwatch(incoming)
         incoming.connected.close()
 
-    # The node calls the following methods.
+    # The node, which accepts connections of other ranks, calls the following methods.
 
     @override
     def coming(self, rank: int) -> None:
@@ -102,7 +105,7 @@ class Streams(ConnectionReceiver):
                 return
         self._reject(connected)
 
-    # Call the following methods without the lock.
+    # The caller of the following methods must not hold the lock.
 
     def _connect(self, outgoing: Outgoing) -> None:
         connected: socket.socket | None = None
@@ -126,7 +129,7 @@ class Streams(ConnectionReceiver):
             self._connectors.discard(threading.current_thread())
 
     def send_abort(self) -> None:
-        self._progress.close("given up")  # then no other thread uses the connections
+        self._progress.close("given up")  # after this call, no other thread uses the connections
         message = memoryview(self.abort_message)
         closing = []
         with self._progress.lock:
@@ -153,5 +156,5 @@ class Streams(ConnectionReceiver):
                 self.drop(incoming)
             connectors = list(self._connectors)
         deadline = time.monotonic() + _LINGER_S
-        for connector in connectors:  # a connector may wait for a stopped rank; it ends at its own timeout
+        for connector in connectors:  # a thread that connects to a stopped rank ends at its own timeout
             connector.join(max(deadline - time.monotonic(), 0.0))

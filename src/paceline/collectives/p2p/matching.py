@@ -1,7 +1,7 @@
 """Match messages with receives. Pure.
 
-As in MPI (4.1, section 3.5), a receive gets the first message with its tag from its source, and a message goes to the
-first posted of several matching receives.
+The rules are those of MPI 4.1, section 3.5: a receive gets the first message with its tag from its source. If several
+receives match a message, the receive that started first gets the message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MAX_BUFFERED_BYTES = 64 << 20
-"""Limit in bytes for buffered messages from one rank, which have no receive yet."""
+"""The maximum number of bytes of buffered messages from one rank. A message is buffered if it has no receive yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +42,7 @@ class Message:
 
 
 class Matching:
-    """The receives of one rank that wait for a message, and the messages that wait for a receive."""
+    """The receives of one rank that wait for a message, and the arrived messages that wait for a receive."""
 
     def __init__(self, max_buffered_bytes: int = MAX_BUFFERED_BYTES) -> None:
         self._max_buffered_bytes = max_buffered_bytes
@@ -73,10 +73,10 @@ class Matching:
         return False
 
     def has_room(self, message: Message) -> bool:
-        """Return whether to buffer the message.
+        """Return whether to buffer a message that has no receive yet.
 
-        Above the limit, a message waits in the network. It is buffered nevertheless if a receive waits for another
-        message from the same rank, because the awaited message may come after this one.
+        Above the memory limit, this process does not read the message, so that its sender waits. The message is
+        buffered nevertheless if a receive waits for another message of the sender, which may be the next one.
         """
         buffered = self._buffered_bytes.get(message.source, 0)
         return buffered + message.nbytes <= self._max_buffered_bytes or bool(self.awaiting(message.source))

@@ -1,4 +1,4 @@
-"""Define pending sends and receives, and the header of a message on the wire."""
+"""Pending sends and receives, and the format of a message header."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from paceline.errors import CollectiveError, MismatchError, ProtocolError, RankL
 from paceline.transport import read_meta
 
 HEADER: Final = struct.Struct("<2sBB4xqQ40s")
-"""The header: magic number, kind, length of ``description``, tag, length of the message in bytes, ``description``."""
+"""The header of a message: magic number, kind, length of the description, tag, number of bytes, and description."""
 MAGIC: Final = b"PM"
 MESSAGE: Final = 1
 ABORT: Final = 2
-"""Kind of the last message on a failed connection, in either direction. Its body is an :class:`Abort`."""
+"""The kind of the last message on a connection after a failure. Its body is an :class:`Abort`."""
 MAX_ABORT_BYTES: Final = 1 << 20
 _DESCRIPTION_BYTES: Final = 40
 
 
 class Waiting(Protocol):
-    """The owner of pending operations, which waits for them."""
+    """The object that created pending operations, and that runs the wait for them."""
 
     def wait(self, pending: Pending, timeout_s: float) -> None: ...
 
@@ -34,7 +34,7 @@ class Waiting(Protocol):
 
 
 class Pending(Waitable):
-    """A send or receive in progress. The caller must not use the buffer before the operation ends."""
+    """A send or receive in progress. The caller must not use the buffer of the operation before the operation ends."""
 
     def __init__(self, owner: Waiting) -> None:
         self._owner = owner
@@ -42,16 +42,17 @@ class Pending(Waitable):
         self.error: CollectiveError | None = None
 
     def done(self) -> bool:
-        """Return whether the operation is done; raise its error if it has failed."""
+        """Return whether the operation is done. If the operation failed, raise its error."""
         if self.error is not None:
             raise self.error
         return self.finished
 
     def wait(self, timeout_s: float) -> int:
-        """Return the sender's rank when the operation is done. The message of a finished send may not have arrived yet.
+        """Wait until the operation is done, and return the sender's rank.
 
-        Raises RankLostError (dead rank, timeout), MismatchError, another rank's error or GroupClosedError. Every error
-        except GroupClosedError ends the group: later messages are not transferred, and no buffers are written.
+        When a send is done, its message may not have arrived yet. Raises RankLostError for a dead rank or a timeout,
+        MismatchError if the type or size of the message is not the expected one, the error of another rank that failed,
+        or GroupClosedError. After every error the group transfers no more messages, and writes no buffers.
         """
         if not self.finished:
             self._owner.wait(self, timeout_s)
@@ -63,20 +64,20 @@ class Pending(Waitable):
         return self.finished or self._owner.wait_for(self, timeout_s)
 
     def finish(self, source: int) -> None:
-        """Mark the operation as done. The caller holds the lock."""
+        """Mark the operation as done. The caller must hold the lock of the progress loop."""
         if not self.finished:
             self.source = source
             self.finished = True
 
     def fail(self, error: CollectiveError) -> None:
-        """Mark the operation as failed. The caller holds the lock."""
+        """Mark the operation as failed. The caller must hold the lock of the progress loop."""
         if not self.finished:
             self.error = error
             self.finished = True
 
 
 class Sending(Pending):
-    """A send, with the parts that are not sent yet."""
+    """A send in progress. ``parts`` contains the buffers that are not sent yet."""
 
     def __init__(self, owner: Waiting, buffer: memoryview, to: int, tag: int, description: str) -> None:
         super().__init__(owner)
@@ -106,7 +107,7 @@ class Sending(Pending):
 
 
 class Receiving(Pending):
-    """A receive that waits for its message."""
+    """A receive in progress, which waits for its message."""
 
     def __init__(self, owner: Waiting, buffer: memoryview, source: int | None, tag: int, description: str) -> None:
         super().__init__(owner)
@@ -115,7 +116,9 @@ class Receiving(Pending):
     def timeout_error(
         self, timeout_s: float, rank: int, answers: Mapping[int, Status | None], partial_source: int | None, size: int
     ) -> RankLostError:
-        """Return the timeout error; `partial_source` is the rank that has sent a part of the message, if any."""
+        """Return the error for a receive that timed out. `partial_source` is the rank that sent a part of the message;
+        None if no part has arrived.
+        """
         source = self.posted.source if partial_source is None else partial_source
         culprits, reasons = _blame(rank, range(size) if source is None else (source,), answers)
         missing = "no message" if partial_source is None else "only a part of a message"

@@ -1,12 +1,12 @@
 """Send and receive tagged messages between the ranks of one group.
 
-Each pair of communicating ranks has one connection per direction, created at the first send. Messages with the same tag
-from one rank are received in the order of sending. Messages without a receive are buffered, up to 64 MB from each rank;
-then the sender waits for a matching receive.
+Each pair of communicating ranks has one connection per direction, created at the first send. Messages from one rank
+with equal tags are received in the order of sending. A message that arrives before its receive starts is buffered, up
+to 64 MB from each rank. Above this limit, the sender waits until the matching receive starts.
 
-The first failed message ends the group: the rank sends the reason on all its connections, and every rank that receives
-the reason does the same. Before a timeout the rank polls all ranks, because the awaited rank may not be the cause of
-the delay.
+The first failed message ends the group: its rank sends the reason on all its connections, and every rank that receives
+the reason forwards it on all its own connections. Before a timeout, a waiting rank requests the status of all ranks,
+because the rank that it waits for may itself wait for another rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from paceline.errors import CollectiveError, GroupClosedError, PeerError, RankLo
 from paceline.meeting.node import Node, NodeInfo
 
 _CHECK_S = 1.0
-"""Time after which a waiting rank first checks the other rank; later intervals grow by a factor of 4."""
+"""The time after which a waiting rank first checks that the other rank is alive.
+
+Later intervals grow by a factor of 4.
+"""
 _ANSWER_S = 1.2
 _MIN_POLL_S = 0.3
 _MAX_POLL_S = 1.5
@@ -37,7 +40,7 @@ __all__ = ["Pending", "PointToPoint"]
 
 
 class PointToPoint(Ends):
-    """Sends and receives messages of one rank. Thread-safe; operations progress in the background."""
+    """Sends and receives the messages of one rank. It is thread-safe, and transfers messages in the background."""
 
     def __init__(
         self,
@@ -51,10 +54,10 @@ class PointToPoint(Ends):
         request_status: RequestStatus | None = None,
         on_failure: Callable[[CollectiveError, bool], None] | None = None,
     ) -> None:
-        """``group`` is the group's name: unique, and equal on all ranks of the group.
+        """``group`` is the unique name of the group, which is equal on all its ranks.
 
-        ``on_failure`` is called once, in any thread and with the lock held. The arguments of ``on_failure`` are the
-        first error, and whether an operation of this rank raises this error.
+        After the first error, ``on_failure(error, is_reported)`` is called once, in any thread and with the lock held.
+        ``is_reported`` states whether a send or receive of this rank raises the error.
         """
         self.rank = rank
         self.size = len(infos)
@@ -72,8 +75,8 @@ class PointToPoint(Ends):
     def send(self, buffer: memoryview, to: int, tag: int, description: str = "") -> Pending:
         """Start a send. Do not write to the buffer before the send has ended.
 
-        ``description`` (at most 40 bytes) is the type of the data, such as ``float32[1000]``. The receiver must pass
-        the same description.
+        ``description`` (at most 40 bytes) is the type of the data, such as ``float32[1000]``. The receiver must pass an
+        equal description.
         """
         self._check_rank(to)
         sending = Sending(self, check(buffer, tag, description), to, tag, description)
@@ -97,7 +100,7 @@ class PointToPoint(Ends):
         return sending
 
     def receive(self, buffer: memoryview, source: int | None, tag: int, description: str = "") -> Pending:
-        """Start to receive a message of the buffer's size, from ``source`` or, if None, from any rank."""
+        """Start to receive a message of the buffer's size from ``source``. Without ``source``, any rank may send it."""
         if source is not None:
             self._check_rank(source)
         receiving = Receiving(self, check(buffer, tag, description, writable=True), source, tag, description)
@@ -127,7 +130,10 @@ class PointToPoint(Ends):
             self._end(error)
 
     def close(self, cause: str = "closed") -> None:
-        """Close every connection. Pending operations raise GroupClosedError, whose text has `cause`. Idempotent."""
+        """Close every connection.
+
+        Pending operations raise GroupClosedError, whose text contains `cause`. Idempotent.
+        """
         with self._progress.lock:
             reporter = self._reporter
         if reporter is not None:
@@ -137,7 +143,7 @@ class PointToPoint(Ends):
             self._fail_all(GroupClosedError(f"group {self.group!r} was {cause} while a message was pending"))
         self._streams.close()
 
-    # Pending operations call the following methods.
+    # The pending sends and receives call the following methods.
 
     def wait(self, pending: Pending, timeout_s: float) -> None:
         start = time.monotonic()
@@ -173,7 +179,7 @@ class PointToPoint(Ends):
     def wait_for(self, pending: Pending, timeout_s: float) -> bool:
         return self._progress.wait(pending, time.monotonic() + timeout_s)
 
-    # Call the following methods with the lock held.
+    # The caller of the following methods must hold the lock of the progress loop.
 
     def _is_sending(self) -> bool:
         return any(outgoing.queue for outgoing in self._streams.outgoing.values())
@@ -216,7 +222,7 @@ class PointToPoint(Ends):
         failure = lost_connection(outgoing.to, error)
         if outgoing.fail(failure):
             self._end(failure, is_reported=True)
-        # If messages of the rank may still arrive, the end of the incoming connection reports the loss later.
+        # If messages of the lost rank may still arrive, this rank reports the loss when the incoming connection ends.
         elif not self._streams.may_deliver(outgoing.to):
             self._rank_lost(outgoing.to, failure)
 
@@ -238,8 +244,10 @@ class PointToPoint(Ends):
             self._end(error)
 
     def _check_peer(self, pending: Pending, deadline: float) -> bool:
-        """Check the awaited rank; return whether the operation has ended. If the rank's process has ended, a new
-        connection fails. If the rank has ended the group, its status contains the reason.
+        """Check the rank that ``pending`` waits for. Return whether ``pending`` has ended.
+
+        The operation ends if a new connection to the rank fails (its process has ended), or if the rank's status
+        contains the reason for the group's end.
         """
         waiting_for = pending.to if isinstance(pending, Sending) else None
         with self._progress.lock:
@@ -260,7 +268,10 @@ class PointToPoint(Ends):
         return abort is not None
 
     def _end(self, error: CollectiveError, *, is_reported: bool = False) -> None:
-        """Fail all pending operations, and start to send the reason to other ranks. Call it with the lock held."""
+        """Fail all pending operations, and start to send the reason to the other ranks.
+
+        The caller must hold the lock.
+        """
         if self._error is not None or self._progress.is_closed:
             return
         self._error = error

@@ -1,10 +1,10 @@
-"""Move the bytes of sends and receives in a waiting thread, or in a background thread if no thread waits.
+"""Run the socket I/O of sends and receives in a waiting thread, or in a background thread if no thread waits.
 
-Waking another thread takes more time than moving a small message, so a waiting thread runs the selector loop itself
-(leader and followers, Schmidt et al. 2000). A posted receive does not start the background thread before its wait.
-Otherwise each wait would take the loop over from the background thread, and a step with 16 messages of 16 KB would take
-18 ms instead of 10 ms. Round trips of 8 bytes and 1 MB between two processes over Unix sockets on two cores: 24 and 162
-µs, but 143 and 447 µs if the background thread always runs the loop.
+Waking another thread takes more time than sending a small message, so a thread that waits for a message runs the
+selector loop itself (leader and followers, Schmidt et al. 2000). The start of a receive does not start the background
+thread. Otherwise each wait would take the loop over from the background thread, and a step with 16 messages of 16 KB
+would take 18 ms instead of 10 ms. Between two processes over Unix sockets on two cores, round trips of 8 bytes and 1 MB
+take 24 and 162 µs. If the background thread always ran the loop, they would take 143 and 447 µs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WRITE = selectors.EVENT_WRITE
 _Select: TypeAlias = Callable[[float | None], list[tuple[selectors.SelectorKey, int]]]
 _PARKED_S = 0.02
 _RECENT_S = 0.005
-"""The background thread stays idle for this time after the last wait, because another wait is likely to follow."""
+"""The time for which the background thread stays idle after the last wait, because another wait probably follows."""
 
 
 class Watched(ABC):
@@ -36,17 +36,20 @@ class Watched(ABC):
 
     @abstractmethod
     def ready(self, events: int) -> None:
-        """Move bytes without waiting. The method must not raise an error."""
+        """Send or receive the bytes that the socket accepts or has now. The method must not wait or raise an error."""
 
 
 class Waitable:
-    """An operation that can be waited for. Only the holder of the lock may set `finished`."""
+    """An operation for which threads can wait. A thread must hold the loop's lock to set `finished`."""
 
     finished = False
 
 
 class ProgressLoop:
-    """A selector loop that one thread at a time (the leader) runs. ``lock`` protects the loop and its users' data."""
+    """A selector loop that one thread at a time (the leader) runs.
+
+    ``lock`` protects the loop and the data of its users.
+    """
 
     def __init__(self, is_sending: Callable[[], bool]) -> None:
         """``is_sending`` returns whether unsent bytes remain. The loop calls it with the lock held."""
@@ -72,7 +75,7 @@ class ProgressLoop:
         self._resume = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # Call the following methods with the lock held.
+    # The caller of the following methods must hold the lock.
 
     def start(self) -> None:
         if self._thread is None and not self.is_closed:
@@ -80,7 +83,7 @@ class ProgressLoop:
             self._thread.start()
 
     def watch(self, watched: Watched, events: int) -> None:
-        """Call ``watched.ready`` on these events from now on. With 0, it is not called until the next :meth:`watch`."""
+        """Call ``watched.ready`` whenever one of ``events`` occurs. With 0 events, it is not called."""
         if self._wanted.get(watched, 0) == events:
             return
         self._wanted[watched] = events
@@ -91,15 +94,18 @@ class ProgressLoop:
             self._apply()
 
     def unwatch(self, watched: Watched) -> None:
-        # A thread may remove a socket while the leader is in select(): epoll and kqueue allow this, and the loop skips
-        # removed sockets.
+        # This thread may remove the socket while the leader is in select(). epoll and kqueue allow this, and the leader
+        # skips removed sockets.
         self._wanted.pop(watched, None)
         self._stale.discard(watched)
         if not self.is_closed and watched.connected in self._selector.get_map():
             self._selector.unregister(watched.connected)
 
     def kick(self) -> None:
-        """Wake the leader, or a thread that becomes the leader, to apply changes."""
+        """Wake the leader to apply changes of the watched sockets.
+
+        If no thread is the leader, wake one that becomes it.
+        """
         if self._is_selecting:
             if not self._is_woken:
                 self._is_woken = True
@@ -108,15 +114,18 @@ class ProgressLoop:
             self._resume.set()
 
     def notify(self) -> None:
-        """Wake waiting threads, after an operation was finished or failed by a thread outside the loop."""
+        """Wake waiting threads, after a thread outside the loop has finished an operation."""
         if self._num_waiting:
             self._changed.notify_all()
             self.kick()
 
-    # Call the following methods without the lock.
+    # The caller of the following methods must not hold the lock.
 
     def wait(self, operation: Waitable, deadline: float) -> bool:
-        """Return whether ``operation`` finishes before the deadline. Run the loop if no other thread runs it."""
+        """Wait for ``operation``, and return whether it finished before the deadline.
+
+        The waiting thread runs the loop if no other thread runs it.
+        """
         with self.lock:
             self._num_waiting += 1
             if self._is_in_background:
@@ -157,11 +166,11 @@ class ProgressLoop:
         self._wakened.close()
 
     def _spin_and_select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Not Spinner.wait, which spins longer: measurements showed no benefit here.
+        # Spinner.wait would spin longer than Spinner.poll, without a measured benefit.
         return self._spinner.poll(self._selector.select) or self._selector.select(timeout)
 
     def _lead(self, timeout: float | None, select: _Select) -> None:
-        """Run one round of the loop. The lock is held except during the select."""
+        """Run one round of the loop. The thread releases the lock only during the select."""
         self._has_leader = True
         try:
             self._is_selecting = True

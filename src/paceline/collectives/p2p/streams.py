@@ -1,6 +1,6 @@
-"""Implement the two ends of a connection that carries messages from sender to receiver.
+"""The sender's end and the receiver's end of a connection that transfers messages.
 
-The thread that runs the :class:`ProgressLoop` calls both ends, with the loop's lock held.
+The thread that runs the :class:`ProgressLoop` calls the methods of the ends, and holds the loop's lock.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from paceline.transport.client import shut
 from paceline.transport.receiving import allocate
 
 _MAX_MOVED_BYTES = 1 << 22
-"""Bytes that one connection may move before the next connection gets its turn."""
+"""The number of bytes that one connection may receive before the loop continues with the next connection."""
 
 
 class Ends(Protocol):
-    """The owner of both ends, which receives their events."""
+    """The object that owns the ends of connections, and that receives their events."""
 
     def abort_received(self, abort: Abort) -> None: ...
 
@@ -37,7 +37,7 @@ class Ends(Protocol):
 
 
 class Incoming(Watched):
-    """The receiver's end: copies each message directly into the buffer of its receive."""
+    """The receiver's end of a connection. It receives each message directly into the buffer of the matching receive."""
 
     def __init__(
         self, source: int, rank: int, connected: socket.socket, matching: Matching, progress: ProgressLoop, ends: Ends
@@ -77,14 +77,17 @@ class Incoming(Watched):
                 moved += got
                 self._into = self._into[got:]
                 if not self._into and self._received():
-                    return  # the next message has probably not arrived yet; the selector reports its arrival
+                    return  # the next message has probably not arrived; the selector will report its arrival
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
             self._ends.incoming_lost(self, error)
 
     def resume(self) -> None:
-        """Check again whether the waiting message has a receive or room, because a receive was posted."""
+        """Check whether the message that waits in the network now has a matching receive, or room in the buffer.
+
+        The owner calls this method when a receive has started.
+        """
         if self.is_paused:
             self.is_paused = False
             try:
@@ -190,7 +193,7 @@ def fail_mismatched(message: Message, rank: int, ends: Ends) -> None:
 
 
 class Outgoing(Watched):
-    """The sender's end: sends messages in order, and queues them until the connection exists."""
+    """The sender's end of a connection. It sends messages in order, and queues them until the connection exists."""
 
     def __init__(self, to: int, progress: ProgressLoop, ends: Ends) -> None:
         self.to = to
@@ -233,14 +236,14 @@ class Outgoing(Watched):
         except BlockingIOError:
             pass
         except OSError as error:
-            self._read()  # received bytes may contain the reason for the other rank's end
+            self._read()  # the other rank may have sent the reason for its failure
             if self.is_connected:
                 self._ends.outgoing_lost(self, error)
             return
         self._progress.watch(self, READ | WRITE if self.queue else READ)
 
     def fail(self, error: RankLostError) -> bool:
-        """Fail all unsent and later messages. Return whether there was an unsent message."""
+        """Fail all unsent messages and all later messages. Return whether there was an unsent message."""
         self.error = error
         had_any = bool(self.queue)
         while self.queue:

@@ -1,7 +1,8 @@
 """Describe collective algorithms as data, and predict their times.
 
-``base`` defines schedules. Each algorithm has a module with its cost and source, and ``registry`` is the table of all
-algorithms. Pure: without I/O, clocks or arrays; only the standard library and ``paceline.errors`` are imported.
+``base`` defines schedules. Each algorithm has a module that documents its cost and source, and ``registry`` is the
+table of all algorithms. The package is pure: it uses no I/O, clock or array, and imports only the standard library and
+``paceline.errors``.
 
 >>> schedules = ALGORITHMS["all_reduce"]["ring"].schedules(4)
 >>> round(predict(schedules, block_bytes=1000, link=LinkCost(1e-5, 1e-9)) * 1e6, 3)

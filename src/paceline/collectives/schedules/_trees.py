@@ -1,11 +1,12 @@
-"""Build trees of ranks with a timetable, and pipelines along these trees.
+"""Build trees of ranks with a timetable, and the schedules that send a vector in pieces along these trees.
 
-A vector is divided into pieces that follow each other up the tree (reduce), down the tree (broadcast), or up and then
-down (all-reduce). Each edge has a step at which the first piece (number 0) passes; piece k passes k steps later. A
-rank's rounds are its actions in the order of steps. Both ends of a message have the same step. Therefore the ranks
-cannot deadlock, even if a send waits for its receive: the ranks at the earliest current step can always finish this
-step. Two children never send the same piece to their parent at the same step, because the parent adds one piece at a
-time.
+The pieces of the vector move up the tree (reduce), down the tree (broadcast), or up and then down (all-reduce). The
+timetable assigns each edge of the tree the step at which piece 0 crosses the edge. Piece k crosses k steps later. Each
+round of a rank contains the rank's actions of one step, and the rounds are in the order of steps.
+
+The ranks cannot deadlock, even if each send waits for its receive: a send and its receive have the same step, so the
+ranks at the earliest step can always finish it. The children of a rank send piece k to the rank at different steps,
+because the rank adds one child's piece at a time.
 """
 
 from __future__ import annotations
@@ -24,28 +25,32 @@ Timed: TypeAlias = tuple[int, Action]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A tree over ranks 0..p-1, built by :func:`tree_of`."""
+    """A tree whose nodes are the ranks 0..p-1, with its timetable. :func:`tree_of` builds it."""
 
     parents: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
-    """Children of each rank. The child with the largest subtree is first, because its subtree needs the most time."""
+    """The children of each rank. The child with the largest subtree is first, because its subtree needs most time."""
     up_steps: tuple[int, ...]
+    """The step at which each rank sends piece 0 to its parent."""
     down_steps: tuple[int, ...]
-    """Step at which each rank receives piece 0 from its parent, if the root sends it at step 0."""
+    """The step at which each rank receives piece 0 from its parent, if the root sends piece 0 at step 0."""
     height: int
 
 
 def tree_of(parents: Sequence[int]) -> Tree:
-    """Return the tree with these parents (``NO_RANK`` for the root) and its earliest timetable."""
+    """Return the tree in which rank r has the parent ``parents[r]`` (``NO_RANK`` for the root).
+
+    The timetable of the tree has the earliest possible steps.
+    """
     num_ranks = len(parents)
     children: list[list[int]] = [[] for _ in parents]
     for rank, parent in enumerate(parents):
         if parent != NO_RANK:
             children[parent].append(rank)
     order = [parents.index(NO_RANK)]
-    for rank in order:  # the loop appends the children of each rank, so parents come before children
+    for rank in order:  # the loop extends the list that it iterates over, so parents come before their children
         order.extend(children[rank])
-    assert len(order) == num_ranks, "the parents make no tree"
+    assert len(order) == num_ranks, "the parents do not form a tree: some ranks cannot be reached from the root"
     weights, ready = [1] * num_ranks, [0] * num_ranks
     up_steps, down_steps = [0] * num_ranks, [-1] * num_ranks
     for rank in reversed(order):
@@ -78,7 +83,10 @@ def passed_down(tree: Tree, rank: int, pieces: Sequence[Spans], start: int = 0) 
 
 
 def passed_up_and_down(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterator[Timed]:
-    """Yield the actions of ``rank`` for an all-reduce; each piece goes down as soon as it is complete."""
+    """Yield the steps and actions of ``rank`` for an all-reduce.
+
+    The root sends each piece down as soon as the piece contains the data of all ranks.
+    """
     yield from passed_up(tree, rank, pieces)
     yield from passed_down(tree, rank, pieces, start=tree.height)
 

@@ -1,25 +1,25 @@
 """Define schedules: the actions of one rank, as data.
 
-An algorithm is a pure function ``(rank, size, ...) -> Schedule``. One executor runs schedules on connections, one
-evaluator predicts their times, and a checker in the tests proves that they are correct. All three work for every
-algorithm.
+An algorithm is a pure function ``(rank, size, ...) -> Schedule``. One executor runs the schedules of all algorithms on
+connections, one evaluator predicts their times, and one checker in the tests proves that they are correct.
 
-Common rules:
+Rules of all schedules:
 
-- The working memory of a rank is one vector of ``num_blocks`` blocks, which may have different sizes.
-- Rounds of one rank run in order. The actions of a round start together, and the round ends when all are done.
-  There is no barrier between the rounds of different ranks.
-- A round sends and copies the contents at the round's beginning, even if another action of the same round
-  writes these blocks.
-- Messages from one rank to another are matched in the order of sending.
+- The working memory of a rank is one vector of ``num_blocks`` blocks. The blocks may have different sizes.
+- A rank runs its rounds in order. The actions of a round start together, and the round ends when all its actions are
+  done. A rank does not wait for the rounds of other ranks, except for the messages that it receives.
+- ``Send`` and ``Copy`` read the contents that the blocks have at the beginning of the round, even if another action of
+  the round writes these blocks.
+- The first message that rank a sends to rank b belongs to the first ``Receive`` of rank b from rank a, and so on.
 
-Layout of the blocks:
+Each collective numbers its blocks in this way:
 
-- all_reduce, reduce, broadcast: the vector, divided into any number of blocks.
-- reduce_scatter, all_gather, gather, scatter: block r belongs to rank r.
-- all_to_all: ``[0, size)`` is the input (block d goes to rank d; read-only), ``[size, 2 * size)`` the output
-  (block size + s comes from rank s), ``[2 * size, 3 * size)`` scratch memory.
-- barrier: no blocks; its messages are empty.
+- all_reduce, reduce and broadcast divide the vector into any number of blocks.
+- In reduce_scatter, all_gather, gather and scatter, block r belongs to rank r.
+- In all_to_all, the blocks ``[0, size)`` are the read-only input, and block d goes to rank d. The blocks ``[size, 2 *
+  size)`` are the output, and block ``size + s`` comes from rank s. The blocks ``[2 * size, 3 * size)`` are scratch
+  memory.
+- A barrier has no blocks, and its messages are empty.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import NamedTuple, TypeAlias
 from paceline.errors import PacelineError
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open ranges of block numbers. A message contains these blocks in this order."""
+"""Half-open ranges of block numbers, in the order in which a message contains the blocks."""
 
 
 class ScheduleError(PacelineError, AssertionError):
-    """The schedules do not implement their collective: an error in the algorithm, not in the caller's data."""
+    """Raised if schedules deadlock or give a wrong result. The cause is an error in the algorithm, not in the data."""
 
 
 class Send(NamedTuple):
@@ -46,7 +46,10 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receive the blocks of ``spans`` from ``peer``. With ``reduce``, combine them with the current contents."""
+    """Receive the blocks of ``spans`` from ``peer``.
+
+    With ``reduce``, each received block is combined with the block's current contents (for example added).
+    """
 
     peer: int
     spans: Spans
@@ -66,14 +69,14 @@ Round: TypeAlias = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The rounds of one rank."""
+    """The rounds that one rank runs for one collective operation."""
 
     num_blocks: int
     rounds: tuple[Round, ...]
 
 
 def wrapped(start: int, count: int, size: int) -> Spans:
-    """Return ``count`` blocks from ``start`` on, modulo ``size``, as one span, or two if they continue at block 0.
+    """Return the ``count`` blocks from ``start`` on, modulo ``size``: one span, or two if the range passes the end.
 
     >>> wrapped(6, 3, 8)
     ((6, 8), (0, 1))
@@ -84,7 +87,7 @@ def wrapped(start: int, count: int, size: int) -> Spans:
 
 
 def merged(blocks: Iterable[int]) -> Spans:
-    """Return spans of these blocks in this order; consecutive numbers are merged into one span.
+    """Return spans that contain ``blocks`` in their order. Consecutive block numbers become one span.
 
     >>> merged([1, 2, 3, 7, 6])
     ((1, 4), (7, 8), (6, 7))
@@ -99,7 +102,7 @@ def merged(blocks: Iterable[int]) -> Spans:
 
 
 def renamed(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
-    """Return the rounds with peer i replaced by ``ranks[i]``, to run an algorithm among a subset of the ranks."""
+    """Return the rounds with each peer i replaced by ``ranks[i]``, to run an algorithm among some of the ranks."""
     return tuple(
         tuple(action if isinstance(action, Copy) else action._replace(peer=ranks[action.peer]) for action in actions)
         for actions in rounds

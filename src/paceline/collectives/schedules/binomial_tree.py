@@ -1,9 +1,11 @@
-"""Binomial tree: every rank with data sends to one more rank in each step.
+"""Binomial tree: in each step of a broadcast, every rank that has the data sends it to one more rank.
 
-Broadcast and reduce take ``ceil(log2 p) (α + n β)`` (and ``n γ`` per step); gather and scatter
-``ceil(log2 p) α + (p - 1)/p n β``; all-reduce is reduce and broadcast. Good for short vectors, and for gather and
-scatter of short blocks. With ``pieces`` the steps of different pieces overlap. This helps long vectors, but less than
-the double binary tree, because the root sends each piece log2(p) times.
+For p ranks and vectors of n bytes, a broadcast costs ``ceil(log2 p) (α + n β)``, and a reduce costs ``ceil(log2 p)
+(α + n β + n γ)`` (the α-β-γ model of ``evaluator``). Gather and scatter cost ``ceil(log2 p) α + (p - 1)/p n β``. An
+all-reduce is a reduce and then a broadcast. Binomial trees are good for short vectors and short blocks.
+
+If the vector is divided into several ``pieces``, the steps of different pieces overlap. So long vectors take less time,
+but more than with the double binary tree, because the root sends each piece log2(p) times.
 
 Source: Chan, Heimlich, Purkayastha and van de Geijn 2007 "Collective communication: theory, practice, and
 experience" (the section on minimum-spanning-tree algorithms); Thakur, Rabenseifner and Gropp 2005 "Optimization of
@@ -24,7 +26,7 @@ def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedu
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Reduce in ``pieces`` blocks. A parent adds its nearest child's data first."""
+    """Reduce a vector of ``pieces`` blocks to ``root``. A parent adds the data of its nearest child first."""
     return pipelined(_trees.passed_up, [_tree(size, root)], rank, pieces)
 
 
@@ -50,13 +52,15 @@ def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _tree(size: int, root: int) -> Tree:
-    """Return the tree. With ranks counted from the root, the parent of v is v without its lowest bit."""
+    """Return the binomial tree. The parent of the rank at distance d from the root is at distance d without its lowest
+    set bit.
+    """
     distances = [(rank - root) % size for rank in range(size)]
     return tree_of([((v & (v - 1)) + root) % size if v else NO_RANK for v in distances])
 
 
 def _subtree(rank: int, size: int, root: int) -> Spans:
-    """Return the blocks of the ranks in the subtree of ``rank``; counted from the root, they are consecutive."""
+    """Return the blocks of ``rank`` and its descendants, which have consecutive distances from the root."""
     distance = (rank - root) % size
     reach = distance & -distance if distance else size
     return wrapped(rank, min(reach, size - distance), size)

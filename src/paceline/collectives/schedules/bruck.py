@@ -1,16 +1,18 @@
 """Bruck's algorithms: all-gather and all-to-all in a logarithmic number of rounds, for every number of ranks.
 
-All-gather: in round k each rank receives all blocks that the rank 2^k after it has. The time is ``ceil(log2 p) α + (p -
-1)/p n β``, where n is the gathered vector. Good for short blocks; no algorithm sends fewer bytes.
+All-gather: in round k, rank r receives all blocks that rank ``r + 2^k`` (modulo p) has. For p ranks and a gathered
+vector of n bytes, the time is ``ceil(log2 p) α + (p - 1)/p n β`` (the α-β-γ model of ``evaluator``). The all-gather is
+good for short blocks, and no algorithm sends fewer bytes.
 
-All-to-all: the block for the rank at distance o makes a hop of 2^k for each bit k that is set in o. The time is
-``ceil(log2 p) (α + n/2 β)``, where n is one rank's input. All-to-all sends more bytes than the pairwise algorithm, but
-far fewer messages: good for short blocks. Blocks must have equal sizes, because ranks forward blocks of other ranks.
+All-to-all: a block for the rank d places further reaches its target in several hops: one hop of 2^k ranks for each bit
+k that is set in d. For an input of n bytes per rank, the time is ``ceil(log2 p) (α + n/2 β)``. The all-to-all sends
+more bytes than the pairwise algorithm, but far fewer messages, so it is good for short blocks. All blocks must have the
+same size, because ranks forward blocks whose sizes they do not know.
 
 Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997 "Efficient algorithms for all-to-all communications in multiport
-message-passing systems" (the sections on the index and the concatenation operation). The first and last step of the
-paper rotate the blocks in memory. Here, each block is sent and received at its final index, in spans that continue at
-block 0.
+message-passing systems" (the sections on the index and the concatenation operation). The algorithms of the paper rotate
+the blocks in memory in their first and last steps. This module does not rotate blocks: each block is sent from and
+received at its final index, and a range of blocks that passes the last block continues at block 0.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from paceline.collectives.schedules.base import Copy, Receive, Round, Schedule, 
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """In round k, send the blocks of this rank and the ranks after it: 2^k blocks."""
+    """Gather all blocks. In round k, ``rank`` sends 2^k blocks: its own block and the blocks of the ranks after it."""
     rounds: list[Round] = []
     for hop in _hops(size):
         count = min(hop, size - hop)
@@ -31,7 +33,7 @@ def all_gather(rank: int, size: int) -> Schedule:
 
 
 def all_to_all(rank: int, size: int) -> Schedule:
-    """Send each block in hops. Between hops, the block for distance o is in scratch block ``2 * size + o``."""
+    """Send each block in hops. Between two hops, a block for the rank d places further is in block ``2 * size + d``."""
     copy_own = Copy(((rank, rank + 1),), ((size + rank, size + rank + 1),))
     rounds: list[Round] = [] if size > 1 else [(copy_own,)]
     for hop in _hops(size):

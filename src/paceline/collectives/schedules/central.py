@@ -1,9 +1,16 @@
 """Central: all data goes through one rank, as in a parameter server.
 
-The root's port carries p - 1 messages, so the times grow linearly: reduce takes about ``α + (p - 1) n β`` and ``(p - 1)
-n γ``, broadcast ``α + (p - 1) n β``, all-reduce the sum of both; gather and scatter ``α + (p - 1)/p n β``, all-gather
-and reduce-scatter ``2 α`` and about ``p n β``. With ``pieces``, incoming and outgoing data overlap. Good for very few
-ranks, for gather and scatter of long blocks, and as a baseline.
+For p ranks and vectors of n bytes, the root sends or receives p - 1 messages, so the times grow linearly with p (in the
+α-β-γ model of ``evaluator``):
+
+- A reduce takes about ``α + (p - 1) n β + (p - 1) n γ``.
+- A broadcast takes ``α + (p - 1) n β``.
+- An all-reduce takes the time of a reduce and a broadcast. With several ``pieces``, the reduce and the broadcast
+  overlap.
+- Gather and scatter take ``α + (p - 1)/p n β``.
+- All-gather and reduce-scatter take ``2 α`` and about ``p n β``.
+
+The algorithm is good for very few ranks, for gather and scatter of long blocks, and as a baseline.
 
 Source: Li et al. 2014 "Scaling Distributed Machine Learning with the Parameter Server" (OSDI'14); the
 linear algorithms of Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication: theory, practice,
@@ -24,7 +31,7 @@ def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedu
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Reduce in ``pieces`` blocks. The root adds the ranks' data in the order of ranks."""
+    """Reduce a vector of ``pieces`` blocks to ``root``, which adds the data of the ranks in their order."""
     return pipelined(_trees.passed_up, [_star(size, root)], rank, pieces)
 
 

@@ -1,7 +1,7 @@
-"""Dissemination barrier: in round k each rank sends to the rank 2^k after it.
+"""Dissemination barrier: in round k, rank r sends an empty message to rank ``r + 2^k`` (modulo the number of ranks).
 
-``ceil(log2 p) α`` for every p, without a root. After the last round every rank has, directly or indirectly, received a
-message from every other rank.
+For p ranks the barrier takes ``ceil(log2 p) α``, where α is the latency of a message. It has no root. After the last
+round, every rank has received a message from every other rank, directly or through other ranks.
 
 Source: Hensgen, Finkel and Manber 1988 "Two algorithms for barrier synchronization", section 3.
 """

@@ -1,14 +1,17 @@
 """Double binary tree: each of two trees carries half of the vector; inner ranks of one tree are leaves of the other.
 
 In a broadcast along a single binary tree, the leaves (half of all ranks) send nothing. With two trees, every rank sends
-about as much as it receives. So broadcast and reduce approach ``n β``, and all-reduce ``2 n β``, in O(log p) steps of
-latency. With ``pieces`` in each half, broadcast takes about ``(log2 p + pieces) α + (1 + log2(p)/pieces) n β``; reduce
-and all-reduce take about twice the steps (a parent adds one child's piece at a time) and ``n γ``. Good for long vectors
-and many ranks; the best ``pieces`` is near the square root of ``n β log2(p) / α``.
+about as many bytes as it receives. For p ranks and long vectors of n bytes, the time of broadcast and reduce therefore
+approaches ``n β``, and the time of all-reduce ``2 n β``, plus O(log p) times α (the α-β-γ model of ``evaluator``).
+
+If each half of the vector is divided into ``pieces``, a broadcast takes about ``(log2 p + pieces) α + (1 +
+log2(p)/pieces) n β``. Reduce and all-reduce take about twice as many steps, because a parent adds one child's piece at
+a time, and additionally ``n γ``. The best number of pieces is about the square root of ``n β log2(p) / α``. The
+algorithm is good for long vectors and many ranks.
 
 Source: Sanders, Speck and Träff 2009 "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (the
-sections on broadcast and reduction). The paper colours the edges with two colours, for ranks that can send only one
-message at a time. In this implementation both trees move in every step.
+sections on broadcast and reduction). In the paper a rank uses its two trees in alternate steps, so that it sends one
+message at a time. In this implementation a rank may send along both trees in one step.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Broadcast in ``2 * pieces`` blocks, from the root to the tops of both trees."""
+    """Broadcast a vector of ``2 * pieces`` blocks. ``root`` sends half of the blocks to the top rank of each tree."""
     return pipelined(_trees.passed_down, _trees_below(size, root), rank, pieces)
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """Reduce in ``2 * pieces`` blocks, from the tops of both trees to the root."""
+    """Reduce a vector of ``2 * pieces`` blocks. The top rank of each tree sends half of the blocks to ``root``."""
     return pipelined(_trees.passed_up, _trees_below(size, root), rank, pieces)
 
 
@@ -52,7 +55,9 @@ def _trees_below(size: int, root: int) -> tuple[Tree, Tree]:
 
 
 def _placed(parents: Sequence[int], ranks: Sequence[int], root: int) -> list[int]:
-    """Convert a tree of places to a tree of ranks: place i is ``ranks[i]``, and the parent of its top is ``root``."""
+    """Return the parent of each rank, given the parents of positions. The rank at position i is ``ranks[i]``, and the
+    parent of the top rank is ``root``.
+    """
     result = [NO_RANK] * (len(ranks) + 1)
     for position, parent in enumerate(parents):
         result[ranks[position]] = root if parent == NO_RANK else ranks[parent]
@@ -60,7 +65,9 @@ def _placed(parents: Sequence[int], ranks: Sequence[int], root: int) -> list[int
 
 
 def _parent_lists(size: int) -> tuple[list[int], list[int]]:
-    """Return the parents in both trees. Odd places are inner nodes of the first tree, even places of the second."""
+    """Return the parent of each position in both trees. Odd positions are inner nodes of the first tree, and even
+    positions are inner nodes of the second tree.
+    """
     first = [_in_order_parent(position + 1, size) - 1 for position in range(size)]
     shifted = [first[(position + 1) % size] for position in range(size)]
     second = [NO_RANK if parent == NO_RANK else (parent - 1) % size for parent in shifted]
@@ -68,10 +75,10 @@ def _parent_lists(size: int) -> tuple[list[int], list[int]]:
 
 
 def _in_order_parent(number: int, size: int) -> int:
-    """Return the parent in the binary tree whose in-order walk is 1, 2, ..., size; 0 for the root.
+    """Return the parent of ``number`` in the binary tree whose in-order walk is 1, 2, ..., size; 0 for the root.
 
-    The level of a number is the position of its lowest bit. A parent above ``size`` is replaced by its nearest
-    ancestor.
+    The height of a number in the tree is the position of its lowest set bit. If the number that should be the parent is
+    larger than ``size``, the nearest ancestor that is at most ``size`` takes its place.
     """
     if number == 1 << (size.bit_length() - 1):
         return 0

@@ -1,10 +1,10 @@
 """Predict the time of schedules in the α-β-γ model.
 
-A message of n bytes takes ``α + β n`` over a link, and ``γ n`` of the receiver's time if it is combined with the
-receiver's data. Each rank has one output port and one input port, which work concurrently. A rank's messages leave one
-after another, ``β n`` apart, and arrive one after another. If several ranks share a host, messages between hosts use
-the single port of each host instead. A send is done when the message has left. A message that arrives before its round
-is buffered. Local copies take no time.
+A message of n bytes takes ``α + β n`` seconds: α is the latency of the link, and β the time per byte. If the receiver
+combines the message with its own data, this takes additional ``γ n`` seconds. Each rank has one output port and one
+input port, which work concurrently. A port sends or receives one message at a time. Messages between hosts use one
+output port and one input port per host, which all ranks of the host share. A send is done when the last byte has left
+the port. A message that arrives before its receive is buffered. Local copies take no time.
 
 Source: Hockney 1994 "The communication challenge for MPP" (α and β); with γ, Thakur, Rabenseifner and Gropp 2005
 "Optimization of collective communication operations in MPICH" (the section on the cost model).
@@ -37,14 +37,15 @@ def predict(
 ) -> float:
     """Return the seconds until the last rank has finished, if all ranks start together.
 
-    `schedules` has one schedule for each rank. `block_bytes` is the size of all blocks, or has the size of each block.
-    Ranks with the same number in `hosts` share a port. Raises ScheduleError if the ranks deadlock.
+    `schedules` has one schedule for each rank. `block_bytes` is a list with the size of each block, or one size for all
+    blocks. `link` is the cost of all links, or a function from two ranks to the cost of their link. `hosts` has the
+    number of each rank's host; without it, all ranks are on one host. Raises ScheduleError if the ranks deadlock.
     """
     return _Run(schedules, block_bytes, link, gamma_s_per_byte, hosts).until_all_finished()
 
 
 class _Run:
-    """Simulates the schedules: events run in the order of time, simultaneous events in the order of their creation."""
+    """A simulation of the schedules. Events run in the order of time; events of equal time in the order of creation."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class _Run:
         self._combining_until_s: Final = [0.0] * size
         self._sending_until_s: Final = defaultdict[tuple[str, int], float](float)
         self._receiving_until_s: Final = defaultdict[tuple[str, int], float](float)
-        # By (source, target): the number of messages before their receive, and the receives that wait for their
-        # message.
+        # By (source, target): the number of messages that arrived before their receive started, and the receives that
+        # started before their message arrived.
         self._buffered: Final = defaultdict[tuple[int, int], int](int)
         self._posted: Final = defaultdict[tuple[int, int], deque[Receive]](deque)
         self._events: Final[list[tuple[float, int, Callable[[float], None]]]] = []

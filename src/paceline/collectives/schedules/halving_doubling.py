@@ -1,10 +1,14 @@
 """Halving-doubling (Rabenseifner's algorithm): reduce-scatter by recursive halving, all-gather by doubling.
 
-In each round of the first half, a pair of ranks splits its common blocks and each rank reduces its part; the second
-half reverses these steps. The longest messages go to the nearest rank. For p a power of two:
-``2 log2(p) α + 2 (p - 1)/p n β + (p - 1)/p n γ``: as many bytes as the ring, in a logarithmic number of rounds. Other
-sizes need two more rounds with the whole vector (:mod:`paceline.collectives.schedules._fold`). Good for long vectors
-and many ranks.
+Each round of the first half pairs the ranks. The two ranks of a pair work on the same range of blocks: each sends one
+half of the range to the other rank, and reduces the other half, which is its range in the next round. The second half
+of the rounds repeats these exchanges in reverse order with the reduced blocks. The longest messages go to the nearest
+rank.
+
+For p ranks (a power of two) and vectors of n bytes, an all-reduce takes ``2 log2(p) α + 2 (p - 1)/p n β + (p - 1)/p n
+γ`` (the α-β-γ model of ``evaluator``). This is the ring's number of bytes in a logarithmic number of rounds. If p is
+not a power of two, two more rounds send the whole vector (:mod:`paceline.collectives.schedules._fold`). The algorithm
+is good for long vectors and many ranks.
 
 Source: Rabenseifner 2004 "Optimization of collective reduction operations" (recursive vector halving, distance
 doubling); Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the

@@ -1,11 +1,13 @@
-"""Hierarchical: reduce within each host, then all-reduce between one leader per host.
+"""Hierarchical: reduce within each host, run an all-reduce between the hosts, then broadcast within each host.
 
-A binomial tree reduces within each host to its leader (the lowest rank), the leaders run an all-reduce, and each leader
-broadcasts within its host. For h hosts of g ranks, with links inside that cost α', β': ``2 log2(g) (α' + n β') +
-log2(g) n γ`` and the all-reduce of h ranks. Each host's network port carries one rank's data only. The leaders use
-halving-doubling if their number is a power of two, else the ring. Both move the same number of bytes. Halving-doubling
-has fewer rounds for a power of two, and needs two additional rounds with the whole vector for other sizes. Good if
-links within a host are much faster than links between hosts.
+The leader of a host is its lowest rank. A binomial tree reduces the data of each host to its leader, the leaders run an
+all-reduce, and each leader broadcasts the result within its host. For hosts of g ranks, vectors of n bytes and links
+within a host that cost α' and β', the reduce and the broadcast take ``2 log2(g) (α' + n β') + log2(g) n γ`` (the α-β-γ
+model of ``evaluator``). The network port of each host carries one rank's data only.
+
+If the number of leaders is a power of two, the leaders use halving-doubling, which has fewer rounds than the ring.
+Otherwise the leaders use the ring, because halving-doubling would send the whole vector in two additional rounds. The
+algorithm is good if links within a host are much faster than links between hosts.
 
 Source: Karonis et al. 2000 "Exploiting hierarchy in parallel computer networks to optimize collective operation
 performance" (the sections on multilevel trees).
@@ -21,7 +23,7 @@ from paceline.errors import UsageError
 
 
 def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
-    """Run an all-reduce; ``hosts[r]`` is the number of rank r's host."""
+    """Return the all-reduce schedule of ``rank``. ``hosts[r]`` is the number of rank r's host."""
     if len(hosts) != size:
         raise UsageError(f"{len(hosts)} host numbers for {size} ranks: expected one for each rank.")
     neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]

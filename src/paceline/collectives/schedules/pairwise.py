@@ -1,9 +1,11 @@
-"""Pairwise: in round i each rank sends to the rank i after it and receives from the rank i before it.
+"""Pairwise: in round i, rank r sends to rank ``r + i`` and receives from rank ``r - i`` (modulo the number of ranks).
 
-Every block is sent directly to its target: ``(p - 1) α + (p - 1)/p n β``, and ``(p - 1)/p n γ`` for the reduce-scatter,
-where n is one rank's whole vector. No algorithm sends fewer bytes; each rank sends p - 1 messages. Good for all-to-all
-of long blocks. All-gather and reduce-scatter cost as much as the ring, but no round depends on data of the previous
-round, and each block is added by one rank, in a fixed order.
+Every block is sent directly to its target, in p - 1 messages per rank. For p ranks and vectors of n bytes, the time is
+``(p - 1) α + (p - 1)/p n β``, and for the reduce-scatter additionally ``(p - 1)/p n γ`` (the α-β-γ model of
+``evaluator``). No algorithm sends fewer bytes. The algorithm is good for all-to-all of long blocks.
+
+All-gather and reduce-scatter cost as much as with the ring. Unlike the ring, no round waits for data of the previous
+round, and one rank does all additions of a block, in a fixed order.
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 sections on all-to-all and reduce-scatter).
@@ -15,7 +17,10 @@ from paceline.collectives.schedules.base import Copy, Receive, Round, Schedule, 
 
 
 def all_to_all(rank: int, size: int) -> Schedule:
-    """Send blocks from input to output, without scratch memory. The first round copies the rank's own block."""
+    """Send each block from the sender's input to the receiver's output, without scratch memory.
+
+    The rank's block for itself is copied in the first round.
+    """
     copy_own = Copy(_one(rank), _one(size + rank))
     if size == 1:
         return Schedule(3, ((copy_own,),))

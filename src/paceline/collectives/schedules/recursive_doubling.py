@@ -1,9 +1,12 @@
-"""Recursive doubling: in round k each rank exchanges its data with the rank that differs in bit k.
+"""Recursive doubling: in round k, each rank exchanges its data with the rank whose number differs in bit k only.
 
-All-reduce: ``log2(p) (α + n β + n γ)`` for p a power of two; every other p needs two more rounds
-(:mod:`paceline.collectives.schedules._fold`). This is the smallest number of rounds, but each round sends the whole
-vector: good for short vectors. All-gather: ``log2(p) α + (p - 1)/p n β``, for powers of two only (Bruck's algorithm has
-the same cost for these, and accepts every p).
+For p ranks (a power of two) and vectors of n bytes, an all-reduce takes ``log2(p) (α + n β + n γ)`` (the α-β-γ model of
+``evaluator``). If p is not a power of two, the all-reduce needs two more rounds
+(:mod:`paceline.collectives.schedules._fold`). No algorithm has fewer rounds, but each round sends the whole vector, so
+the all-reduce is good for short vectors.
+
+An all-gather takes ``log2(p) α + (p - 1)/p n β`` and accepts only powers of two. Bruck's algorithm has the same cost,
+and accepts every p.
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 sections on all-gather and all-reduce).
@@ -21,7 +24,7 @@ def all_reduce(rank: int, size: int) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Run an all-gather among a power of two ranks. Raises UsageError for other numbers of ranks."""
+    """Return the all-gather schedule of ``rank``. Raises UsageError if ``size`` is not a power of two."""
     if size & (size - 1):
         raise UsageError(
             f"All-gather by recursive doubling among {size} ranks: expected a power of two. "

@@ -1,5 +1,7 @@
-"""List all algorithms in one table with a common interface. To add an algorithm, write its module and add a line to the
-table; ``tests/reference/schedules.py`` checks all algorithms of the table.
+"""The table of all collective algorithms, with a common interface.
+
+To add an algorithm, write its module and add a line to the table ``ALGORITHMS``. ``tests/reference/schedules.py``
+checks all algorithms of the table.
 """
 
 from __future__ import annotations
@@ -45,9 +47,12 @@ class Algorithm:
     name: str
     collective: str
     build: Callable[..., Schedule]
-    """The function of the algorithm's module, whose parameters are only the options that the algorithm uses."""
+    """The function that returns one rank's schedule. Its parameters are the rank, the size and the options it uses."""
     pipelined: bool = False
-    """Whether the algorithm sends the vector in ``pieces``, one after another (double binary tree: ``2 * pieces``)."""
+    """Whether the algorithm divides the vector into ``pieces`` blocks and sends one after another.
+
+    The double binary tree divides the vector into ``2 * pieces`` blocks.
+    """
     hierarchical: bool = False
     powers_of_two_only: bool = False
     equal_blocks_only: bool = False
@@ -63,7 +68,10 @@ class Algorithm:
     def schedule(
         self, rank: int, size: int, *, root: int = 0, pieces: int = 1, hosts: Sequence[int] | None = None
     ) -> Schedule:
-        """Return the schedule of ``rank``; options that the algorithm does not use are ignored. Raises UsageError."""
+        """Return the schedule of ``rank``. Options that the algorithm does not use are ignored.
+
+        Raises UsageError if a rank, the number of pieces or the number of ranks is invalid for the algorithm.
+        """
         if not (0 <= rank < size and 0 <= root < size and pieces >= 1):
             raise UsageError(
                 f"{self.name} {self.collective}: rank {rank}, root {root} of {size} ranks, {pieces} pieces: "

@@ -1,8 +1,9 @@
 """Ring: every rank sends to the next rank and receives from the previous one.
 
-Reduce-scatter takes p - 1 rounds of n/p bytes each, all-gather takes as many, and all-reduce is both in sequence: ``2
-(p - 1) (α + n/p β) + (p - 1) n/p γ``. No algorithm moves fewer bytes, and each rank has only two neighbours, but the
-number of rounds grows with p. Good for long vectors and few ranks.
+For p ranks and vectors of n bytes, reduce-scatter and all-gather take p - 1 rounds of n/p bytes each. An all-reduce is
+a reduce-scatter and then an all-gather, and takes ``2 (p - 1) (α + n/p β) + (p - 1) n/p γ`` (the α-β-γ model of
+``evaluator``). No algorithm sends fewer bytes, and each rank has only two neighbours, but the number of rounds grows
+with p. The algorithm is good for long vectors and few ranks.
 
 Source: Chan, Heimlich, Purkayastha and van de Geijn 2007 "Collective communication: theory, practice, and
 experience" (the section on bucket algorithms); Patarasuk and Yuan 2009 "Bandwidth optimal all-reduce algorithms
@@ -27,7 +28,7 @@ def all_reduce(rank: int, size: int) -> Schedule:
 
 
 def _pass_on(rank: int, size: int, *, first: int, reduce: bool) -> tuple[Round, ...]:
-    """Send block ``first`` in the first round; in later rounds send the block that was received last."""
+    """Return rounds that send block ``first`` in the first round, and then the block received in the previous round."""
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple(
         (

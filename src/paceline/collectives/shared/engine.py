@@ -1,7 +1,8 @@
-"""Run collectives on one host with kernels on a shared segment (`kernels.shared`).
+"""Run collectives on one host with compiled kernels that exchange data through a segment of shared memory.
 
-A waiting kernel returns every few milliseconds. Then the engine checks the timeout, the other processes and signals.
-The first failing rank writes the reason into the segment's header, and the other ranks raise the same error.
+A kernel (`kernels.shared`) that waits for other ranks returns every few milliseconds, so that the engine can check the
+timeout, the other processes and signals. The first rank that fails writes its error into the header of the segment, and
+the other ranks raise this error too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.errors import GroupClosedError
 from paceline.kernels import peer_memory, shared, steps
 
 _SPINS: Final = 300
-"""Spins before a rank yields its core: about 5 microseconds. Yielding is nearly as fast, and lets other ranks run."""
+"""The number of checks of a waiting rank (about 5 microseconds) before it yields its core to other processes."""
 _YIELDS: Final = 300
 _CLOSE_S: Final = 2.0
 _SCRATCH_BYTES: Final = 1 << 18
@@ -38,11 +39,13 @@ _NO_PUTS: Final = np.zeros((0, 2), np.uint64)
 _NO_TAKES: Final = np.zeros((0, 4), np.uint64)
 
 DIRECT_BYTES: Final = 1 << 18
-"""Below this size, reading other processes' memory is always slower than copying through shared slots."""
+"""Below this number of bytes, a direct read of another process's memory is always slower than two copies through the
+shared segment.
+"""
 
 
 class SharedMemory(Engine):
-    """The engine for all ranks of a group on one host, in one segment."""
+    """The engine for ranks of one host. All ranks map one segment of shared memory."""
 
     def __init__(
         self,
@@ -54,7 +57,9 @@ class SharedMemory(Engine):
         num_cores: int,
         members: Sequence[int] | None = None,
     ) -> None:
-        """`processes` has the ranks' process ids, `members` their numbers for error messages (default 0, 1, ...)."""
+        """`processes` has the process id of each rank. `members` has the number of each rank in error messages (by
+        default 0, 1, ...).
+        """
         size = len(processes)
         self.rank, self.size, self.name = rank, size, name
         self._segment = segment
@@ -74,14 +79,19 @@ class SharedMemory(Engine):
         self.control = segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
         steps.publish_word(np.uint64(self.control + steps.PROCESS), np.uint64(os.getpid()))
         self.reads_peers = False
-        """Whether every rank can read every other rank's memory; see :meth:`test_peer_reads`."""
+        """Whether each rank can read the memory of all other ranks' processes; see :meth:`test_peer_reads`."""
         self._in_use = threading.Lock()
         self._mapping = threading.Lock()
-        """Prevents writes to the segment after it was unmapped. Acquire this lock after `_in_use`."""
+        """The lock that prevents writes to the segment after :meth:`close` has unmapped it. A thread that needs
+        `_in_use` too must acquire `_in_use` first.
+        """
         self._is_closing = False
 
     def test_peer_reads(self, order: Order) -> None:
-        """Set :attr:`reads_peers`. All ranks make this call, and test whether they can read the other ranks' memory."""
+        """Test whether each rank can read the memory of the other ranks' processes, and set :attr:`reads_peers`.
+
+        All ranks must call this method.
+        """
         if sys.platform != "linux":
             return
         _let_peers_read()
@@ -244,19 +254,22 @@ class SharedMemory(Engine):
             self._plan[steps.SPINS] = spins
 
     def abort(self, error: BaseException) -> None:
-        """Make the other ranks raise this error in their current or next call."""
+        """Make the other ranks raise ``error`` in their current or next call."""
         with self._mapping:
             if not self._is_closing:
                 self._faults.report(error)
 
 
 def _small_bytes(size: int) -> int:
-    """Return the largest size for which every rank reads all data. Such calls need fewer waits, but more reads."""
+    """Return the largest array, in bytes, of which every rank reads the data of all ranks.
+
+    For larger arrays each rank reduces one part only, which needs fewer reads but more waits.
+    """
     return 1 << 15 if size == 2 else (1 << 13 if size <= 8 else 1 << 10)
 
 
 def _part(num_bytes: int, size: int, most: int) -> int:
-    """Return the size of a rank's part of a chunk, at most `most`. Small arrays have only one chunk."""
+    """Return the number of bytes that each rank reduces per chunk of the array, at most `most`."""
     return min(most, -(-num_bytes // size // _LINE) * _LINE + _LINE)
 
 
@@ -265,7 +278,10 @@ def _table(*rows: tuple[int, ...]) -> Any:
 
 
 def _let_peers_read() -> None:
-    """Allow this user's processes to read this process's memory. (By default, Linux's Yama allows only the parent.)"""
+    """Allow other processes of this user to read this process's memory.
+
+    By default, the security module Yama of Linux allows this only to the parent process.
+    """
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     except OSError:

@@ -21,14 +21,17 @@ from paceline.transport import register_type
 
 _DESCRIBE_S: Final = 2.0
 _EARLY_S: Final = 0.1
-"""A rank reports an error this long before the timeout, so that the other ranks receive the error in time."""
+"""The time before the timeout at which a rank reports an error, so that the other ranks receive the error in time."""
 DYING_S: Final = 1.0
 _REPORT_BYTES: Final = 3000
 _MAX_BLAMED: Final = 100
 
 
 class SharedFaults:
-    """Detects failed ranks, and reports errors, on behalf of one rank. `state` is the state of the rank's kernels."""
+    """Detects failed ranks, and exchanges errors with the other ranks through the segment.
+
+    `state` is the array in which this rank's kernels store their progress.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,11 @@ class SharedFaults:
         self._watch.close()
 
     def unreadable(self, order: Order, rank: int) -> RankLostError:
-        """Return the error for a rank's unreadable memory. A process loses its memory before its end is detected."""
+        """Return the error after this rank could not read the memory of ``rank``.
+
+        The memory of a dying process disappears before the system reports its end. So this method waits up to a second
+        for the end of the process.
+        """
         until = time.monotonic() + min(DYING_S, order.timeout_s)
         while rank not in self._watch.dead() and time.monotonic() < until:
             time.sleep(0.001)
@@ -64,7 +71,7 @@ class SharedFaults:
         )
 
     def check_ranks(self, order: Order, start: float) -> None:
-        """Raise RankLostError for awaited ranks that died or left, and for all awaited ranks after the timeout."""
+        """Raise RankLostError if a rank that this rank waits for has died or left, or if the timeout has passed."""
         late = self._late()
         self._blame_dead(order, late)
         call_text = f"{order.call}, call {order.sequence} of group {self._name!r}"
@@ -113,7 +120,7 @@ class SharedFaults:
             text = f"rank {own} of group {self._name!r} failed: {type(error).__name__} {error}"
             abort = Abort("error", text.strip(), (own,))
         text = abort.message.encode()[:_REPORT_BYTES].decode(errors="ignore")
-        # without the calls, and with at most _MAX_BLAMED ranks, to fit into the segment
+        # The calls are left out and the number of ranks is limited, because the space in the segment's header is small.
         abort = Abort(abort.kind, text, abort.ranks[:_MAX_BLAMED])
         self._write(steps.STORY, msgspec.msgpack.encode(abort))
         steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))

@@ -1,10 +1,10 @@
-"""Share memory between the ranks of one host, without a file that could outlive them.
+"""Segments: memory that the ranks of one host share, without a file that remains after the ranks have ended.
 
 On Linux a segment is an anonymous file (``memfd_create``), which the other ranks open through ``/proc``. On other
-systems it is a temporary file, unlinked as soon as all ranks have opened it. So killed ranks leave no files, and the
-size of ``/dev/shm`` does not matter.
+systems a segment is a temporary file, which is deleted as soon as all ranks have opened it. So killed ranks leave no
+files. The size of ``/dev/shm`` does not limit a segment.
 
-Before a rank maps a segment, the rank checks that the expected process of this user created the file.
+Before a rank maps a segment, it checks that the expected process of this user created the file.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NAME: Final = "paceline"
 
 
 class SegmentError(CollectiveError):
-    """Memory cannot be shared, so the ranks use sockets instead."""
+    """Raised if a segment cannot be created or opened. The ranks then exchange data through sockets."""
 
 
 class Segment(Closing):
-    """Mapped shared memory that starts at :attr:`address` in this process."""
+    """A segment of shared memory, mapped at :attr:`address` in this process."""
 
     def __init__(self, descriptor: int, num_bytes: int, path: str) -> None:
         self._descriptor = descriptor
         self.num_bytes = num_bytes
         self.path = path
-        """The path by which the other ranks open the segment, until :meth:`hide`."""
+        """The path by which other ranks open the segment. It is valid until :meth:`hide` is called."""
         self._map = mmap.mmap(descriptor, num_bytes)
         self.bytes = np.frombuffer(self._map, np.uint8)
         self.address: int = self.bytes.ctypes.data
@@ -54,7 +54,7 @@ class Segment(Closing):
             raise SegmentError(f"cannot create shared memory: {error.strerror}") from None
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, num_bytes)  # otherwise a lack of memory raises SIGBUS later
+                os.posix_fallocate(descriptor, 0, num_bytes)  # reserve the memory now: a lack later raises SIGBUS
             else:
                 os.ftruncate(descriptor, num_bytes)
             return cls(descriptor, num_bytes, path)
@@ -68,7 +68,7 @@ class Segment(Closing):
 
     @classmethod
     def open(cls, path: str, num_bytes: int, *, pid: int) -> Segment:
-        """Open the segment of another rank's process ``pid``. Raises SegmentError."""
+        """Open the segment that process ``pid`` of another rank created. Raises SegmentError if this fails."""
         if hasattr(os, "memfd_create") and not re.fullmatch(f"/proc/{pid}/fd/[0-9]+", path):
             raise SegmentError(f"got {path!r} for another rank's shared memory, expected a path of process {pid}")
         try:
@@ -95,7 +95,7 @@ class Segment(Closing):
     def close(self) -> None:
         self.hide()
         self.bytes = np.zeros(0, np.uint8)
-        with contextlib.suppress(BufferError):  # the memory remains mapped as long as views of it exist
+        with contextlib.suppress(BufferError):  # raised if memoryviews exist; the memory then remains mapped
             self._map.close()
 
 
@@ -103,7 +103,7 @@ def _check(descriptor: int, path: str, num_bytes: int) -> None:
     found = os.fstat(descriptor)
     is_own = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode)
     if hasattr(os, "memfd_create"):
-        # Only a memfd (an anonymous file in memory) has this link text and a link count of 0.
+        # Only an anonymous file of memfd_create has this link text and a link count of 0.
         is_segment = found.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
     else:
         is_segment = not found.st_mode & 0o077 and os.path.basename(path).startswith(f"{_NAME}-")
