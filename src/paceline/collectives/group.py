@@ -123,10 +123,7 @@ class Group(Closing):
         return self._submit(self._operations.reduce_scatter(array, op, sizes, out))
 
     def broadcast(self, array: Any, *, root: int = 0) -> Any:
-        """Copy the `array` of rank `root` into the `array` of all other ranks, and return `array`.
-
-        The shape and dtype of `array` must be equal on all ranks.
-        """
+        """Copy the root's `array` into all ranks' arrays of equal shape and dtype, and return `array`."""
         return self._run_blocking(self._operations.broadcast(array, root))
 
     def broadcast_async(self, array: Any, *, root: int = 0) -> CollectiveTicket:
@@ -202,10 +199,7 @@ class Group(Closing):
         return self._submit(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
-        """Return the value of rank `root` on all ranks. Values are numbers, strings, bytes, lists and dicts.
-
-        The value is not pickled.
-        """
+        """Return the root's value. Values are numbers, strings, bytes, lists and dicts. They are not pickled."""
         return _objects.broadcast(self, value, root)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -233,10 +227,7 @@ class Group(Closing):
         return MessageTicket(pending, self.timeout, memory)
 
     def recv(self, out: Any, source: int | None = None, *, tag: int = 0) -> int:
-        """Receive a message with this tag from `source` into `out`, and return the sender's rank.
-
-        Without `source`, a message from any rank is received.
-        """
+        """Receive a message with this tag from `source` (or any rank) into `out`, and return the sender's rank."""
         return int(self.recv_async(out, source, tag=tag).result())
 
     def recv_async(self, out: Any, source: int | None = None, *, tag: int = 0) -> CollectiveTicket:
