@@ -14,10 +14,11 @@ TEXT = """\
 You may change gradients between `backward()` and `step()`, and parameters between steps. The table lists idioms of
 training scripts and their results under each strategy.
 
-Each idiom is a short training with 2 ranks (2 replicas), compared with one device on the whole batch:
+Each idiom is a short training with 2 ranks (under `mirrored` and `central-storage`: 2 replicas). The result is compared
+with a training on one device with the whole batch:
 
 - *Equal*: parameters, buffers and optimizer state equal those of one device to 1e-5.
-- *Refused (n)*: the training raises error n of the list below the table. The error explains the alternative.
+- *Refused (n)*: the training raises error n of the list below the table. The error names an alternative.
 
 The servers use `sequential` consistency. Under `hybrid`, the dense part behaves as under `all-reduce`. The idioms are
 in `tests.conformance.IDIOMS`, and a test checks the table. Regenerate this page by

@@ -1,7 +1,7 @@
 """Exclude this package from ``torch.compile``: its frames run uncompiled, between compiled graphs.
 
-Communication has effects that a graph cannot express. During a compiled model's call, Dynamo may also compile any frame
-of this package. Dynamo would then find no attributes in a process group.
+Communication has effects that a graph cannot express. During a compiled model's call, Dynamo also compiles frames of
+this package, unless they are excluded; it does not find the attributes of a process group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RULES: Final = "torch._dynamo.trace_rules"
 
 
 def keep_out_of_graphs() -> None:
-    """Make Dynamo skip this package's files, as soon as the program imports Dynamo (an import takes over a second)."""
+    """Make Dynamo skip this package's files. Do not import Dynamo here, because the import takes over a second."""
     rules = sys.modules.get(_RULES)
     if rules is not None:
         rules.add("paceline")

@@ -1,4 +1,4 @@
-"""Groups for CUDA tensors: NCCL, or none if ranks share a device, because NCCL does not support shared devices."""
+"""Groups for CUDA tensors, over NCCL. Ranks that share a device have no such group, because NCCL rejects them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DeviceGroups:
         return self._group is not None
 
     def barrier(self) -> None:
-        """Run a barrier of the NCCL group on the current CUDA device; its default device, the CPU, would fail."""
+        """Run a barrier of the NCCL group on the current CUDA device. The default, the CPU, would fail."""
         options = BarrierOptions()
         options.device = torch.device(_CUDA, torch.cuda.current_device())
         self._group.barrier(options).wait()

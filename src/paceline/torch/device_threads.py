@@ -29,7 +29,7 @@ class DeviceThreads:
         """Return ``work(i)`` for the first `count` devices, computed at the same time; `grad` enables gradients.
 
         The threads have the caller's inference mode, autocast, CUDA streams and context variables. After all threads
-        have ended, the first exception is raised; its message begins with the number and the device.
+        have ended, the first exception is raised; its message begins with the thread's number and device.
         """
         if self._pid != os.getpid():  # this process is a fork, which does not contain the threads
             self._pool, self._submitting, self._pid = None, threading.Lock(), os.getpid()

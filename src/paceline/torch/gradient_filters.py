@@ -1,7 +1,7 @@
 """Reduce the bytes of gradients: filters and PyTorch's compression as hooks of DistributedDataParallel.
 
-With filters, a bucket (a group of gradients) is exchanged while backward computes later buckets and the hook exchanges
-them. All ranks run the exchanges in the same order, because only the hook starts exchanges.
+With filters, the exchange of a bucket (a group of gradients) overlaps with the computation and the exchange of later
+buckets. All ranks run the exchanges in one order, because DistributedDataParallel calls the hook in the buckets' order.
 """
 
 # No `from __future__ import annotations`: PyTorch compares the annotations of a hook with types, not with text.
@@ -32,7 +32,7 @@ Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
 
 def filter_hook(filters: Sequence[Filter] | str) -> Hook:
-    """Return a hook for ``DistributedDataParallel.register_comm_hook(group, hook)``; group None: all ranks.
+    """Return a hook for ``DistributedDataParallel.register_comm_hook(group, hook)``. A group of None means all ranks.
 
     `filters`: one of :class:`~paceline.filters.TopK` and :class:`~paceline.filters.RandomK`, which select single values
     of a gradient, and one of :class:`~paceline.filters.Float16`, :class:`~paceline.filters.BFloat16` and
@@ -133,7 +133,10 @@ class _FilteredGradients:
                 self._in_flight.remove(step)
 
     def _mean_of(self, group: Any, bucket: GradBucket) -> GradientMean:
-        """Return the averaging of a bucket. The error feedback remains if torch redistributes parameters to buckets."""
+        """Return the object that averages a bucket.
+
+        Error feedback remains if torch moves parameters to other buckets.
+        """
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
         found = self._means.get(key)
@@ -145,7 +148,7 @@ class _FilteredGradients:
             ]
             joined = np.concatenate(parts)
             ends = np.cumsum([len(part) for part in parts])
-            # These views follow the updates of `joined` by GradientMean.
+            # GradientMean updates `joined` in place, so these views of `joined` contain the updates.
             self._feedback.update(zip(key, np.split(joined, ends[:-1]), strict=True))
             found = self._means[key] = GradientMean(
                 self._chain, dist.get_rank(group), dist.get_world_size(group), joined, number=bucket.index()

@@ -39,8 +39,8 @@ _SCALARS = ("mu_product", "eta")
 def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
     """Return the update rule that has the same effect as an optimizer on one of its parameter groups.
 
-    The results differ only by float32 rounding. Numbers may be tensors, as in torch. Options that only change how torch
-    computes (``foreach``, ``fused``, ``capturable``, ``differentiable``) are ignored.
+    The results differ only by float32 rounding. Hyperparameters may be tensors, as in torch. Options that only change
+    how torch computes (``foreach``, ``fused``, ``capturable``, ``differentiable``) are ignored.
 
     Raises UsageError for an optimizer without an equivalent rule: one that does not update each element separately
     (Adafactor, LBFGS, Muon), needs sparse gradients, or is not from torch. The message lists the supported optimizers.
@@ -104,7 +104,7 @@ def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
 
 
 def _same_options(kind: Callable[..., UpdateRule], numbers: str, flags: str = "maximize", pairs: str = "") -> _Maker:
-    """Return a function that creates a rule whose options have torch's names: texts of words separated by spaces."""
+    """Return a function that creates a rule from options with torch's names, listed in texts separated by spaces."""
 
     def make(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
         of_pairs = {name: tuple(map(float, group[name])) for name in pairs.split()}
@@ -157,7 +157,7 @@ def state_to_torch(
 
 
 def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: int) -> npt.NDArray[np.float32]:
-    """Return planes, float32 [num_planes, num_elements], of a state in torch's form; missing states are initial."""
+    """Convert a state in torch's form to planes, float32 [num_planes, num_elements]; missing states are initialized."""
     planes = np.zeros((num_planes(rule), num_elements), np.float32)
     if isinstance(rule, Adagrad):
         planes[0] = rule.initial_accumulator
@@ -166,7 +166,8 @@ def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: i
         if found is not None:
             plane[:] = found.detach().to("cpu", torch.float32).reshape(-1).numpy()
             if isinstance(rule, Momentum) and rule.has_count:
-                # torch stores no count. 1 is enough: only the first step is undamped, and a velocity exists after it.
+                # torch stores no step count. A count of 1 is enough: it only shows that the first step, without
+                # dampening, is over.
                 planes[-1] = 1
     if rule.has_count and "step" in state:
         planes[-1] = float(state["step"])

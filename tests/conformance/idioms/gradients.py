@@ -61,7 +61,7 @@ def noise(trial: Trial) -> Result:
 @with_unused
 @idiom
 def drop_gradients(trial: Trial) -> Result:
-    """`p.grad = None` for some, so that the step leaves them."""
+    """`p.grad = None` for some parameters, so that the step does not update them."""
     for _ in trial.prepare().steps():
         trial.bare[0].bias.grad = None
     return trial.values()
@@ -128,7 +128,7 @@ def scaler_fused(trial: Trial) -> Result:
 
 @idiom
 def skip_large(trial: Trial) -> Result:
-    """`step()` left out where the norm is large."""
+    """`step()` left out if the norm is large."""
     trial.prepare()
     for step in range(STEPS):
         trial.optimizer.zero_grad()
@@ -141,7 +141,7 @@ def skip_large(trial: Trial) -> Result:
 @without_overlap
 @idiom
 def skip_late(trial: Trial) -> Result:
-    """`step()` left out once, late."""
+    """`step()` left out once, after many steps."""
     trial.prepare()
     for step in range(STEPS):
         trial.optimizer.zero_grad()
@@ -154,7 +154,7 @@ def skip_late(trial: Trial) -> Result:
 between(
     {
         "`clip_grad_norm_` of torch": lambda trial: nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5),
-        "`clip_grad_norm_` of torch, the largest element": lambda trial: nn.utils.clip_grad_norm_(
+        "`clip_grad_norm_` of torch with the maximum norm": lambda trial: nn.utils.clip_grad_norm_(
             trial.model.parameters(), 0.5, norm_type=float("inf")
         ),
         "`clip_grad_value_` of torch": lambda trial: nn.utils.clip_grad_value_(trial.model.parameters(), 0.1),

@@ -349,7 +349,7 @@ def test_wrong_use_is_reported(cluster: LocalCluster) -> None:
         strategy, model, optimizer = make()
         with strategy:
             one_backward(model)
-            with pytest.raises(UsageError, match=rf"rank {rank}: no gradient for 'never_called.bias'.*unused='skip'"):
+            with pytest.raises(UsageError, match=rf"rank {rank}: .*: 'never_called.bias'.*unused='skip'"):
                 optimizer.step()
         strategy, model, optimizer = make(unused="skip")
         with strategy:

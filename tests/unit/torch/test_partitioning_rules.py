@@ -167,7 +167,8 @@ def test_describes_a_cut_graph() -> None:
         "  segment 1: b<0>",
         "    receives a (float32 [2]) from device 0",
         "    sends b<0> to device 0",
-        "2 transfers between devices in a forward; in backward, the gradient of each value that has one is sent back",
+        "2 transfers between devices in a forward; in backward, the gradient of each value is sent back, if the value "
+        "has a gradient",
     ]
 
 

@@ -36,7 +36,7 @@ class Calls:
         self._nested: Group | None = None
 
     def group(self) -> Group:
-        """Return the group for a call of this thread. Callbacks use a second group, created at first use."""
+        """Return the group that runs this thread's calls; calls inside a future's callback use a second group."""
         if not is_in_callback():
             return self._group
         if self._nested is None:
@@ -83,12 +83,13 @@ class Calls:
 
 
 class MonitoredBarrier:
-    """Barriers that report missing ranks. Ranks send messages, because a collective would hang without a rank."""
+    """Barriers that report missing ranks. Ranks send messages to rank 0; a collective would hang if one is missing."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._tags = itertools.count(-2, -2)
-        """Negative, unlike users' tags. Each barrier takes two, so that a late message cannot match a later barrier.
+        """Tags of the barriers' messages: negative, unlike users' tags. Each barrier uses two new tags, so that a late
+        message cannot match a later barrier.
         """
 
     def wait(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:

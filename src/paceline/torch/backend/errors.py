@@ -60,11 +60,14 @@ class Terms(NamedTuple):
 
     timeout: timedelta
     global_ranks: tuple[int, ...] = ()
-    """For each rank of the process group, its rank in the program; empty if both ranks are always equal."""
+    """For each rank of the group, the rank of the same process in the program; empty if the numbers are equal."""
 
 
 def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
-    """Convert a peer's error to an error of ``torch.distributed``. Return other errors, such as UsageError."""
+    """Convert a peer's error to an error of ``torch.distributed``.
+
+    Return other errors, such as UsageError, unchanged.
+    """
     if not isinstance(error, PeerError) or isinstance(error, DistBackendError):
         return error
     if isinstance(error, RankLostError):
@@ -78,7 +81,7 @@ def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
 
 
 def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()) -> str:
-    """Return an addition to `text` that names the program's ranks of the group's ranks; "" if both are equal."""
+    """Return an addition to `text` that converts the group's ranks to the program's ranks; "" if they are equal."""
     if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
         return ""
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))

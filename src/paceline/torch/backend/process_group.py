@@ -63,7 +63,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(self, store: Store, group: Group, global_ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(group.rank, group.size)  # no store, because C++ would then ignore the methods of this object
+        super().__init__(group.rank, group.size)  # with a store, C++ would ignore the methods of this object
         self._store = store
         self._group = group
         self._terms = Terms(group.timeout, global_ranks)
@@ -339,7 +339,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         receives = None if is_even else _tensors.rows_of(output, output_splits, self._group.size, "output")
         sends = None if is_even else _tensors.rows_of(input, input_splits, self._group.size, "input")
         given, out, after = _tensors.movable(input), _tensors.writable(output), None
-        if input.shape[1:] != output.shape[1:]:  # equal parts may have other shapes; splits are then counted in items
+        if input.shape[1:] != output.shape[1:]:  # only the numbers of items are equal, so count the splits in items
             given, (out, after) = _tensors.source(input), _tensors.target(output)
             sends, receives = _tensors.in_items(sends, input, given), _tensors.in_items(receives, output, out)
         step = Step("all_to_all", (given,), {"send_sizes": sends, "receive_sizes": receives, "out": out})

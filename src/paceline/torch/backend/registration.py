@@ -40,8 +40,8 @@ def join_through(
 ) -> Group:
     """Return a group of the ranks that share one of PyTorch's stores; every group of a store has its own `name`.
 
-    The store has no authentication, so it never contains a secret. Rank 0 writes a random number, from which all ranks
-    derive a token with their common secret. Values without a proof of this token are rejected.
+    The store has no authentication, so it never contains a secret. Rank 0 writes a random number to the store. All
+    ranks derive a token from this number and their common secret. A rank rejects values without a proof of the token.
 
     Raises UsageError if PACELINE_TOKEN is missing although other machines reach the store, and AuthenticationError if
     the ranks' tokens differ.
@@ -79,7 +79,7 @@ def find_place(store: CStore, master: str | None) -> str:
     if isinstance(store, TCPStore):
         return str(store.host)
     if isinstance(store, FileStore):
-        return master or LOOPBACK  # with a launcher (`master`), ranks on several hosts may share the file
+        return master or LOOPBACK  # `master` is the launcher's host; its ranks on several hosts may share the file
     return LOOPBACK
 
 
@@ -113,7 +113,7 @@ class TorchStore(Store):
 
     @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """Poll for the keys. A wait of c10d that times out would write two warnings to standard error."""
+        """Poll for the keys, because a wait of c10d that times out writes two warnings to standard error."""
         places = [self._prefix + key for key in keys]
         longest = max(_PAUSE_S, len(keys) * _PAUSE_A_KEY_S)
         backoff = Backoff(_FIRST_PAUSE_S, longest)

@@ -33,14 +33,14 @@ def first_tensor(arguments: tuple[Any, ...]) -> Tensor | None:
 
 
 def only(tensors: Sequence[Any]) -> Any:
-    """Return the only tensor of a list; PyTorch's lists are for several devices in one process."""
+    """Return the only tensor of a list. (PyTorch's lists exist for processes with several devices.)"""
     if len(tensors) != 1:
         raise UsageError(f"got a list of {len(tensors)} tensors, expected one tensor per process")
     return tensors[0]
 
 
 def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
-    """Return the number of rows of every rank's part. Raises UsageError, before the call can fail and end the group."""
+    """Return the number of rows of every rank's part. Raises UsageError for wrong splits, before the call starts."""
     num_rows = tensor.shape[0] if tensor.dim() else 0
     rows = list(splits) or [num_rows // size] * size
     if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
@@ -51,7 +51,7 @@ def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or its memory as a supported dtype. That dtype is right for copies, not for all reductions.
+    """Return the tensor, or a view of its memory with a supported dtype, which is correct for copies, not for all sums.
 
     A tensor with the conjugate or negative bit is copied, because its memory does not contain its values.
     """
@@ -65,7 +65,10 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return :func:`movable` of a tensor for results. Raises UsageError if the tensor's memory cannot be written."""
+    """Return :func:`movable` of a tensor that receives results.
+
+    Raises UsageError if the tensor's memory cannot be written.
+    """
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError(
             "got a tensor with the conjugate or negative bit for a result. Pass tensor.resolve_conj().resolve_neg()"
@@ -183,11 +186,11 @@ NAMES: Final[dict[int, str]] = {
     int(_RED_OP_TYPE.BOR): "bitwise_or",
     int(_RED_OP_TYPE.BXOR): "bitwise_xor",
 }
-"""Names of the reductions by number. The number is the hash of a ReduceOp, whose lookup is the fastest."""
+"""Paceline's name of each reduction, by the hash of PyTorch's ReduceOp, which is the fastest key."""
 
 
 def reducible(tensor: Tensor, name: str, *, is_target: bool) -> Tensor:
-    """Return the tensor. For the sum or mean of complex numbers, return its memory as real numbers."""
+    """Return the tensor; for a sum or mean of complex numbers, return a view of its memory as real numbers."""
     if tensor.is_complex() and name in ("sum", "mean"):
         return writable(tensor) if is_target else movable(tensor)
     return tensor

@@ -34,7 +34,7 @@ _AnyTensor: Any = torch.Tensor
 
 
 class _Failed(_AnyTensor):  # type: ignore[misc]
-    """The value of a failed call: each use raises the error. C++ code receives the values of futures, but no errors."""
+    """The value of a failed call: each use raises the error. C++ code reads a future's value, but not its error."""
 
     error: Exception
 
@@ -60,12 +60,15 @@ class CallFuture(torch.futures.Future[Any]):
 
     A callback, such as PowerSGD's communication hook, may make calls and wait for them. The callback runs in the
     group's thread, which cannot wait for its own calls, or in the caller's thread if the future is already done. So the
-    calls of callbacks and the calls of the main thread have another order on each rank. The second group runs only
-    calls of callbacks, in the order of the futures, which is equal on all ranks.
+    order of callbacks' calls and the main thread's calls differs between ranks. The second group runs only callbacks'
+    calls, in the order of the futures, which is equal on all ranks.
     """
 
     def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
-        """Complete the future with an error, for Python and C++. ``is_one_tensor``: C++ expects one tensor, no list."""
+        """Complete the future with an error, for Python and C++.
+
+        ``is_one_tensor``: C++ expects a tensor, not a list.
+        """
 
         def unwrap(_: Any) -> None:
             raise error
@@ -102,14 +105,14 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class TracedOperation:
-    """An operation in PyTorch's profiler, from its creation to :meth:`end`. Names are like the names of Gloo."""
+    """An operation in PyTorch's profiler, from its creation to :meth:`end`. Its name has the form of Gloo's names."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._began_in = threading.get_ident()
         self._handle: Any = torch._C._autograd._record_function_with_args_enter(f"paceline:{name}", *tensors)
 
     def end(self) -> None:
-        """End the operation in another thread than it began, because the profiler then treats it as asynchronous."""
+        """End the operation, in a thread other than its first thread: the profiler then treats it as asynchronous."""
         if threading.get_ident() != self._began_in:
             self._exit()
         else:
@@ -150,7 +153,7 @@ class FinishedWork(CallWork):
         return True
 
     def exception(self) -> None:
-        """Return None, because a call that failed has no FinishedWork."""
+        """Return None: only a call that succeeded has a FinishedWork."""
 
     def get_future(self) -> CallFuture:
         future = CallFuture()

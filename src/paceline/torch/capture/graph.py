@@ -66,7 +66,10 @@ def bind(
 
 
 def of_class(kind: Any, fields: Mapping[str, Any]) -> Any:
-    """Create a dictionary or a dataclass of class `kind`. A defaultdict loses its default, which cannot be sent."""
+    """Create a dictionary or a dataclass of class `kind`.
+
+    A defaultdict loses its function for missing keys, which cannot be sent.
+    """
     if issubclass(kind, defaultdict):
         return kind(None, fields)
     return kind(fields) if not dataclasses.is_dataclass(kind) else kind(**fields)  # type: ignore[operator]
@@ -92,7 +95,7 @@ def _name(path: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputForm:
-    """The result of a traced forward: graph nodes inside the tuples, dictionaries and objects that it returns."""
+    """The result of a traced forward: the tuples, dictionaries and objects, with graph nodes instead of tensors."""
 
     nodes: tuple[Any, ...]
     build: Callable[[Iterator[Any]], Any]

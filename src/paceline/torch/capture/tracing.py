@@ -30,7 +30,7 @@ class _FlatCall(nn.Module):
     """A model whose arguments and result are flat lists."""
 
     def __init__(self, model: nn.Module, arguments: CallArguments, take_build: Callable[[Any], None]) -> None:
-        """`take_build` receives the function that builds the result; torch.export would reset an attribute with it."""
+        """`take_build` receives the function that builds the result. (torch.export resets attributes of the model.)"""
         super().__init__()
         self.model = model
         self.arguments = arguments
@@ -179,7 +179,10 @@ class _NotTraceableError(Exception):
 
 
 class _Tracer(fx.Tracer):
-    """Traces all modules except `whole`. Rejects forwards that change modes, or draw random numbers by themselves."""
+    """Traces all modules except `whole`.
+
+    Rejects forwards that change modes, or draw random numbers without a tensor.
+    """
 
     proxy_buffer_attributes = True
 

@@ -35,9 +35,9 @@ class Embedder:
         """Create the tables of `embeddings` (by name). Steps of the embeddings' optimizer update the tables.
 
         The update rule of a table is the embedding's own rule, or else the rule of the optimizer that has the
-        embedding's anchor. Without optimizers rows are only read. Raises UsageError for an embedding that has no rule
-        and whose anchor no optimizer has, for an optimizer without a corresponding rule, and for two different
-        embeddings with one name.
+        embedding's anchor (an empty parameter). Without optimizers rows are only read. Raises UsageError if an
+        embedding has no rule and no optimizer has its anchor, if an optimizer has no corresponding rule, and for two
+        different embeddings with one name.
         """
         first = optimizers[0] if optimizers else None
         for name, module in sorted(embeddings.items()):
@@ -71,14 +71,14 @@ class Embedder:
     # The following methods run in the training loop.
 
     def step_with(self, optimizers: Iterable[Optimizer], tick: Callable[[], None] | None = None) -> None:
-        """Make every step of the `optimizers` that update rows end with a call of :meth:`step`."""
+        """Make each step of those `optimizers` that update rows end with a call of :meth:`step`."""
         for optimizer in optimizers:
             if any(other is optimizer for _, other in self._sources):
                 hook = optimizer.register_step_post_hook(lambda stepped, *_: self.step(stepped, tick))
                 self._hooks.append(hook)
 
     def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
-        """Apply the row gradients of `optimizer` since ``zero_grad()``; every rank calls it in every iteration.
+        """Apply the gradients of the rows that `optimizer` updates. Every rank calls this in every iteration.
 
         `tick` ends the iteration on the servers, and is called when the gradients are sent. A caller without `tick`
         calls :meth:`ticked` afterwards.
@@ -152,7 +152,8 @@ class _Follower:
                 self._rule = rule
 
     def _values(self) -> list[Any]:
-        group = self.optimizer.param_groups[self._group]  # not kept, because loading a checkpoint replaces the groups
+        # read each time, because loading a checkpoint replaces the groups
+        group = self.optimizer.param_groups[self._group]
         values = [value for key, value in group.items() if key != "params"]
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
 

@@ -17,7 +17,7 @@ _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def to_device(rows: Floats, device: torch.device) -> torch.Tensor:
-    """Return rows as a tensor on `device`. On the CPU it shares the memory of `rows`; CUDA copies on a side stream."""
+    """Return rows as a tensor on `device`: on the CPU with the memory of `rows`, on CUDA a copy on a side stream."""
     tensor = torch.from_numpy(rows)
     if device.type != "cuda":
         return tensor if device.type == "cpu" else tensor.to(device)
@@ -112,8 +112,8 @@ class RowGradients:
     def take(self) -> list[RowGradient]:
         """Return the gradients since ``zero_grad()`` for an optimizer's step.
 
-        If no optimizer has the anchor, ``zero_grad()`` does not reset the anchor; so the returned gradients are dropped
-        here.
+        If no optimizer has the anchor, ``zero_grad()`` does not reset the anchor; so this method drops the gradients
+        that it returns.
         """
         with self._lock:
             if self._anchor.grad is None:

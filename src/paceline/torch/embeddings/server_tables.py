@@ -42,7 +42,7 @@ class ClusterTable(RowTable):
         return self._table.pull_async(keys, assume_unique=True, ahead=int(ahead))
 
     def push(self, keys: Keys, grads: Floats) -> None:
-        """Send the gradients of distinct keys. If the push fails, the client's next tick raises the error."""
+        """Send the gradients of distinct keys. If the push fails, the client's next ``tick()`` raises the error."""
         self._table.push(keys, grads, assume_unique=True)
 
     @override
@@ -103,7 +103,10 @@ class ClusterTables(RowTables):
 
     @override
     def push(self, pushes: Sequence[Push]) -> None:
-        """Send the gradients without waiting. The cluster's consistency determines whether the servers average them."""
+        """Send the gradients without waiting.
+
+        The cluster's consistency determines whether servers average over ranks.
+        """
         for table, keys, grads in pushes:
             assert isinstance(table, ClusterTable)
             table.push(keys, grads)

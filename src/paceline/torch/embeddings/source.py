@@ -22,13 +22,13 @@ _TENSOR_SIZE = -1
 
 
 class KeyPlace(NamedTuple):
-    """The position of keys in a batch, as a view of one of its tensors."""
+    """The position of keys in a batch, as a view of one of the batch's tensors."""
 
     leaf: int
     """The tensor's index in the batch."""
     dtype: torch.dtype
     size: tuple[int, ...]
-    """The view's shape. Its first size is -1 if it is the tensor's first size, which is smaller in a last batch."""
+    """The view's shape. A first size of -1 stands for the tensor's first size, which is smaller in a last batch."""
     stride: tuple[int, ...]
     offset: int
     """Offset from the start of the tensor, in elements."""
@@ -85,7 +85,7 @@ class Prefetcher:
         self._fetched.clear()
 
     def find(self, source: RowSource, keys: torch.Tensor, flat: Keys) -> tuple[DistinctKeys, Floats] | None:
-        """Return the rows of a lookup if they were requested; otherwise record the position of the lookup's keys."""
+        """Return the rows of a lookup if they were prefetched; otherwise record the position of the lookup's keys."""
         waiting = self._fetched.get(source, [])
         for fetched in waiting:
             if not self._is_late(fetched) and np.array_equal(fetched.keys.flat, flat):
@@ -108,7 +108,7 @@ class Prefetcher:
             waiting = self._fetched.setdefault(source, [])
             for fetched in [fetched for fetched in waiting if self._is_late(fetched)]:
                 waiting.remove(fetched)
-                if fetched.place in places:  # this position has no keys that a lookup uses
+                if fetched.place in places:  # no lookup used the rows of this position
                     places.remove(fetched.place)
             for place in places:
                 if place not in distinct:

@@ -35,7 +35,7 @@ def describe_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]
     num_sent = sum(transfer.source != CALLER for transfer in cut.transfers)
     lines.append(
         f"{num_sent} {'transfer' if num_sent == 1 else 'transfers'} between devices in a forward; in backward, "
-        "the gradient of each value that has one is sent back"
+        "the gradient of each value is sent back, if the value has a gradient"
     )
     return "\n".join(lines)
 

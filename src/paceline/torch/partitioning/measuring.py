@@ -116,7 +116,7 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
 
 def _operations_of(root: fx.GraphModule, graph: fx.Graph) -> tuple[Operation, ...]:
     operations: list[Operation] = []
-    last: dict[Any, str] = {}  # for each state that operations change in order, the last of them
+    last: dict[Any, str] = {}  # the last operation that changed each state of _ordered_effects
     for node in graph.nodes:
         if node.op in _OPERATIONS and (node.users or node.op != "get_attr"):
             effects = _ordered_effects(root, node)
@@ -137,7 +137,7 @@ _RANDOM = "random numbers"
 
 
 def _ordered_effects(root: fx.GraphModule, node: fx.Node) -> list[Any]:
-    """Return the states whose changes must keep their order: a module with buffers, the random generator."""
+    """Return the states that a node may change, if the order matters: a module with buffers, the random generator."""
     effects: list[Any] = []
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is not None and any(True for _ in module.buffers()):

@@ -66,7 +66,7 @@ def _checked_devices(devices: Sequence[str | torch.device]) -> tuple[torch.devic
     for device in devices:
         try:
             checked.append(torch.empty(0, device=device).device)
-        except (RuntimeError, AssertionError) as error:  # torch raises one of them for an unsupported kind of device
+        except (RuntimeError, AssertionError) as error:  # torch's errors for an unsupported kind of device
             raise UsageError(f"devices: {device} cannot be used: {str(error).splitlines()[0]}") from None
     return tuple(checked)
 
@@ -107,7 +107,7 @@ def _plan(measured: MeasuredGraph, devices: Sequence[torch.device], memory: Sequ
 
 
 def _groups(measured: MeasuredGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
-    """Return the groups of operations that have objects (`held_by`) in common; no group for operations without any."""
+    """Return the groups of operations that have objects (`held_by`) in common. Other operations are in no group."""
     leader: dict[int, int] = {}
 
     def leader_of(key: int) -> int:
@@ -192,7 +192,7 @@ class PartitionedModel(nn.Module):
         Path(path).write_text(draw_cut(program.cut, program.titles(), program.measured.shapes), encoding="utf-8")
 
     def _program(self, arguments: CallArguments | None = None) -> Program:
-        """Return the program for a call (None: the example). Other modes, constants or structures need another one."""
+        """Return the program for a call (None: the example). Each mode, constant and structure has its own program."""
         model, example = self._whole
         arguments = arguments or example
         key = self._key(arguments)

@@ -90,7 +90,7 @@ class Program:
 class _Homes:
     """The device of each parameter and buffer: the device of the first operation that uses it.
 
-    A transfer sends its value to operations on other devices.
+    Operations on other devices receive the parameter or buffer by a transfer.
     """
 
     def __init__(self, measured: MeasuredGraph, by_operation: Mapping[str, int]) -> None:
@@ -175,7 +175,7 @@ class _Call:
 
 
 def _raising_operation(error: Exception, operations: Sequence[str]) -> str:
-    """Return the name of the operation that raised the error; if it is unknown, the first and the last name."""
+    """Return the name of the operation that raised the error; if unknown, the names of the first and the last one."""
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -1,4 +1,4 @@
-"""Describe models and optimizers, so that the ranks can check that theirs are equal."""
+"""Describe models and optimizers, so that the ranks can check that all ranks have equal ones."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class AllReduce(Strategy):
     The result equals one process on the concatenated batch, if the loss is a mean and the ranks' batches have the same
     size.
 
-    - `backend`: ``paceline`` (NCCL for CUDA tensors), ``gloo`` or ``nccl``. If the program has initialized
-      ``torch.distributed``, its backend is used.
+    - `backend`: ``paceline`` (NCCL for CUDA tensors), ``gloo`` or ``nccl``. If the program has already initialized
+      ``torch.distributed``, that backend is used.
     - `join`: allow ranks to have different numbers of batches. A rank without data contributes zero gradients (the mean
       is still over all ranks). At the end of the epoch all ranks get the values and the optimizer state of the rank
       with the most batches. Schedulers that step once per batch have made fewer steps on ranks with fewer batches.
@@ -105,7 +105,7 @@ class AllReduce(Strategy):
         self._reached: list[Reached] = []
 
     def _meet(self, timeout: timedelta, backend: str) -> Ranks:
-        """Return the ranks of the training; ``torch.distributed`` is initialized afterwards."""
+        """Connect the ranks of the training, initialize ``torch.distributed``, and return the ranks."""
         if ElasticOptions.of_environment(environment()) is not None:
             raise UsageError(
                 f"{type(self).__name__}() in a run with --min-ranks: create the strategy by paceline.torch.strategy()"
@@ -174,7 +174,10 @@ class AllReduce(Strategy):
 
     @contextlib.contextmanager
     def epoch(self, num_batches: int | None) -> Iterator[None]:
-        """Return a context for one epoch of the training loader. With ``join``, its end waits for ranks with more."""
+        """Return a context for one epoch of the training loader.
+
+        With ``join``, it ends when all ranks have no batches.
+        """
         if not self.takes_uneven or not self._replicas:
             yield
             return
@@ -217,7 +220,7 @@ class AllReduce(Strategy):
 
 
 def broadcast_values(model: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers to every rank, except placeholders, whose values are set later."""
+    """Copy rank 0's parameters and buffers to every rank, except placeholders of models from the meta device."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel() and not is_stand_in(tensor):
             dist.broadcast(tensor.detach(), 0)

@@ -40,8 +40,8 @@ class Strategy(Closing, ABC):
             optimizer.step()
         strategy.save("checkpoint/")
 
-    Abstract: a subclass distributes the model and the optimizer in :meth:`_spread`, and overrides the hooks that differ
-    for it. `seed` determines how data is shuffled; pass the same seed on every rank. Use the strategy as a context
+    Abstract: a subclass distributes the model and the optimizer in :meth:`_spread`, and overrides other methods where
+    necessary. `seed` determines how data is shuffled; pass the same seed on every rank. Use the strategy as a context
     manager, or call :meth:`close`; otherwise the strategy is closed when the process ends.
     """
 
@@ -50,7 +50,7 @@ class Strategy(Closing, ABC):
     shards_data: ClassVar[bool] = True
     """Whether each rank reads only a part of the data, not all of it."""
     fills_in_parts: ClassVar[bool] = False
-    """Whether a rank of a model built on the meta device sets only the values that this rank holds."""
+    """For a model built on the meta device: whether each rank initializes only the parameters that it holds."""
     takes_sparse: ClassVar[bool] = False
     """Whether parameters and buffers may be sparse."""
     takes_uneven: bool = False
@@ -72,7 +72,7 @@ class Strategy(Closing, ABC):
         self.registered = RegisteredStates()
         """The objects of :meth:`register_state`."""
         self.deferred: DeferredValues | None = None
-        """Sets the values of the last prepared models' modules from the meta device; None without such modules."""
+        """Initializes those modules of the last prepared models that were built on the meta device; or None."""
         self.embedder: Embedder | None = None
         """Connects the models' embeddings with their tables; None without embeddings."""
         self._step_guard: Any = None
@@ -123,9 +123,9 @@ class Strategy(Closing, ABC):
 
         A model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. Modules built
         under ``torch.device("meta")`` get their values from ``reset_parameters``. `loader` is a
-        ``torch.utils.data.DataLoader``: each rank gets its part, of a map dataset reshuffled in every epoch
-        (:class:`~paceline.torch.strategies.loaders.Loader`); its batch size is per rank. `scheduler` is a learning-rate
-        scheduler of an optimizer. Prepare loaders for evaluation by :meth:`prepare_loader`.
+        ``torch.utils.data.DataLoader``: each rank gets its part of the data, reshuffled in every epoch if the loader
+        shuffles (:class:`~paceline.torch.strategies.loaders.Loader`); the loader's batch size is per rank. `scheduler`
+        is a learning-rate scheduler of an optimizer. Prepare loaders for evaluation by :meth:`prepare_loader`.
 
         Raises UsageError on every rank for models or loaders that differ between ranks, for a loader of length 0, and
         for an optimizer that the strategy does not support.
@@ -212,17 +212,17 @@ class Strategy(Closing, ABC):
 
     @abstractmethod
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
-        """Distribute new models (already on the device) and new optimizers; return the ones for the training loop."""
+        """Distribute new models (already on the device) and optimizers; return the objects for the training loop."""
 
     def _row_tables(self) -> RowTables:
         """Return the store of the embeddings' rows."""
         return ReplicatedTables(self._ranks.group)
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which ``backward()`` only adds to the gradients, without messages. Do not step in it.
+        """Return a context in which ``backward()`` only adds to the gradients, without messages.
 
-        With `is_last`, ``backward()`` sends the gradients as usual. Put forward and backward into
-        ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` to send the sum of four backwards.
+        Do not call ``optimizer.step()`` in it. With `is_last`, ``backward()`` sends the gradients as usual. Put forward
+        and backward into ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` to send the sum of four backwards.
         """
         return contextlib.nullcontext() if is_last else self.no_sync()
 
@@ -233,8 +233,8 @@ class Strategy(Closing, ABC):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of the whole batch (over all ranks); return the norm of the gradients.
 
-        Works as ``torch.nn.utils.clip_grad_norm_``. Call it between ``backward()`` and ``optimizer.step()``. The rows
-        of embeddings are not clipped.
+        Works as ``torch.nn.utils.clip_grad_norm_``. Call it between ``backward()`` and ``optimizer.step()``. The
+        gradients of embeddings' rows are not clipped.
         """
         assert self.module is not None, "prepare() comes first"
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)

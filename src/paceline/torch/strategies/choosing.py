@@ -41,9 +41,9 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
 
     A `name` takes precedence. Without a choice the strategy is ``hybrid`` if the environment names parameter servers,
     ``all-reduce`` if the environment names several ranks (torchrun, mpirun, Slurm), else ``one-device``. `options` are
-    the arguments of the class; all classes have ``device`` and ``seed``. So that one script runs under all strategies,
-    a strategy ignores options of other strategies that do not change the result (``find_unused_parameters=True``, which
-    parameter-server treats as ``unused="skip"``, ``bucket_mb``, ``timeout``).
+    the arguments of the class; all classes have ``device`` and ``seed``. A strategy
+    ignores options of other strategies that do not change the result, so that one script runs under all strategies:
+    ``bucket_mb``, ``timeout`` and ``find_unused_parameters=True``, which parameter-server treats as ``unused="skip"``.
 
     Raises UsageError for an unknown name, or an option that the strategy does not have.
     """

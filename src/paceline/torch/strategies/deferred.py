@@ -1,6 +1,6 @@
 """Initialize models that were built under ``torch.device("meta")``, module by module.
 
-The values are drawn from (seed, module name), so they are the same in every process and under every strategy.
+Random values depend only on the seed and the module's name, so they are equal in all processes and strategies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.errors import UsageError, first_line
 
 
 class DeferredValues:
-    """The modules of a model whose values are not set yet. Each parameter is a placeholder: one NaN, expanded."""
+    """The modules of a model whose values are not set yet. Each parameter is a placeholder (:func:`stand_in`)."""
 
     def __init__(self, modules: dict[str, nn.Module], seed: int) -> None:
         """`modules` has the modules by name, inner modules before the modules that contain them."""
@@ -51,7 +51,7 @@ class DeferredValues:
         return cls(dict(reversed(found.items())), seed)
 
     def fill(self, is_needed: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        """Set the values of each module with a tensor for which `is_needed` is true, once. Raises UsageError."""
+        """Initialize each module, once, that has a tensor for which `is_needed` is true. Raises UsageError."""
         for name, module in list(self._modules.items()):
             own = _own(module)
             if not any(is_needed(tensor) for tensor in own.values()):
@@ -76,7 +76,7 @@ class DeferredValues:
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """Return a placeholder: a tensor of the same shape that needs no memory, because it is one NaN, expanded."""
+    """Return a placeholder: a tensor of the same shape whose elements are one NaN in memory, which is expanded."""
     return torch.full((), _nothing(tensor.dtype), dtype=tensor.dtype).expand(tensor.shape)
 
 

@@ -1,4 +1,4 @@
-"""Data loaders under a strategy: all ranks shuffle alike, and each rank reads its part to its device."""
+"""Data loaders under a strategy: all ranks shuffle in the same order, and each rank reads its part to its device."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Position:
-    """Position in an epoch: the items that ranks have not received, and the generator's state at its beginning."""
+    """Position in an epoch: the items that no rank has received, and the generator's state at the epoch's start."""
 
     epoch: int
     remaining: Remaining
-    """Numbers of samples, or of batches in a stream or without a batch size."""
+    """The numbers of the remaining samples, or of batches if the data is a stream or has no batch size."""
     generator: str | None
 
 
@@ -43,15 +43,16 @@ class Loader:
     *Map dataset*: all options of the loader are kept. Rank r of W reads the samples r, r + W, … of each epoch, so batch
     t of all ranks together is batch t of one process with W times the batch size. The order of a shuffling loader
     depends only on (seed, epoch), under every strategy; epochs are counted automatically. A user's own sampler or batch
-    sampler must yield the same items on every rank, which takes every W-th of them (its ``set_epoch`` is called). A
+    sampler must yield the same items on every rank, and each rank takes every W-th item; its ``set_epoch`` is called. A
     ``DistributedSampler`` for these ranks is used unchanged.
 
     *Iterable dataset*: every rank reads the whole stream and takes the batches r, r + W, …. If the dataset yields each
     rank's own part already, pass ``shard=False``.
 
     A training loader (``trains=True``) has the same number of batches on all ranks: it repeats some samples at the end,
-    or drops the remainder with ``drop_last``. Other loaders yield every sample exactly once, so the ranks' numbers may
-    differ by one. Tensors in tuples, lists and dictionaries are moved too; on the CPU a batch is returned unchanged.
+    or drops the remainder with ``drop_last``. Other loaders yield every sample exactly once, so the ranks' numbers of
+    batches may differ by one. Tensors in tuples, lists and dictionaries are moved too; on the CPU a batch is returned
+    unchanged.
 
     A training loader knows its position (:meth:`state_dict`), which checkpoints contain. After
     :meth:`Strategy.load <paceline.torch.strategies.base.Strategy.load>` the next iteration yields the rest of the
@@ -174,12 +175,12 @@ class Loader:
 
     @property
     def _items_per_number(self) -> int:
-        """Number of items that one number of :class:`Remaining` counts: a stream is divided by batches."""
+        """Number of samples for each number in :class:`Remaining`: the batch size for a stream, otherwise 1."""
         return (self.batch_size or 1) if self._is_stream else 1
 
     @property
     def numbers_per_step(self) -> int:
-        """The numbers of :class:`Remaining` that all ranks receive together in one batch each."""
+        """Number of samples, or of batches in a stream, in one batch of every rank together."""
         return self._size * (1 if self._is_stream else self.batch_size or 1)
 
     def _generator(self) -> torch.Generator | None:

@@ -26,7 +26,10 @@ def only_rank(name: str) -> Ranks:
 
 
 class OneDevice(Strategy):
-    """Runs the loop unchanged on one device, with embeddings' rows in this process. Tests compare others with it."""
+    """Runs the loop unchanged on one device, with embeddings' rows in this process.
+
+    Tests compare other strategies with it.
+    """
 
     name: ClassVar[str] = "one-device"
     takes_sparse: ClassVar[bool] = True

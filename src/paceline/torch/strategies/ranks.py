@@ -61,7 +61,7 @@ class Ranks:
         if backend is not None and not dist.is_initialized():
             has_place = settings.master_addr and settings.master_port
             rank, size = settings.rank or 0, settings.world_size or 1
-            check_rank(rank, size)  # torch would wait for other ranks until its timeout
+            check_rank(rank, size)  # with a wrong rank, torch would wait until its timeout
             dist.init_process_group(
                 backend,
                 init_method=None if has_place else str(default_place(size, settings)),

@@ -19,8 +19,8 @@ from paceline.collectives import Group
 from paceline.errors import UsageError
 from paceline.torch.strategies.base import warn
 
-_AT_ONCE = 1 << 20  # elements that one all-reduce averages at most, unless a parameter is larger
-_NUM_CHECKED = 256  # first elements of each gradient; enough, because a non-finite value spreads through the layers
+_AT_ONCE = 1 << 20  # maximum number of elements in one all-reduce, unless a parameter is larger
+_NUM_CHECKED = 256  # checked elements of each gradient; few are enough, because a NaN spreads through the layers
 
 
 class Reached:

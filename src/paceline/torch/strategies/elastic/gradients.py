@@ -1,4 +1,4 @@
-"""Average gradients over the samples of an elastic group, again if a rank dies, within the backward pass."""
+"""Average gradients over the samples of an elastic group. If a rank dies, backward averages them again."""
 
 # No `from __future__ import annotations`: PyTorch compares the annotations of a hook with types, not with text.
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class _Mean:
 @dataclass
 class _Bucket:
     gradients: list[tuple[Tensor, Tensor]]
-    """Each parameter's part of `buffer`; empty without a global batch."""
+    """Each parameter and its part of `buffer`; empty without a global batch."""
     buffer: Tensor
     """DistributedDataParallel's memory, which receives the mean."""
     value: _Mean
@@ -37,10 +37,10 @@ class _Bucket:
 
 
 class ElasticGradients:
-    """The gradients of one model. Backward ends when all ranks have the mean, or when all survivors have theirs.
+    """The gradients of one model. Backward ends when all ranks that are still alive have the same mean.
 
-    The mean is over samples: each rank's gradients count with the number of samples in its batches. With a global batch
-    of several batches, the gradients of all but the last one are set to zero after they were added to `_earlier`.
+    The mean is over samples: a rank's gradients are weighted by the number of samples in its batches. If a step has
+    several batches, the gradients of each batch except the last are added to `_earlier`, and then set to zero.
     """
 
     def __init__(self, group: ElasticGroup, model: nn.Module, steps: ElasticSteps) -> None:
@@ -49,7 +49,7 @@ class ElasticGradients:
         self._steps = steps
         self._buckets: list[_Bucket] = []
         self._weight = _Mean(torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
-        """The sum of the weights of this rank's batches in the step, and its mean over the ranks."""
+        """The sum of the weights of this rank's batches in the step, and the mean of these sums over the ranks."""
         self._batch_weight = 1.0
         self._batch = -1
         """The number of the last batch with gradients."""
@@ -66,7 +66,7 @@ class ElasticGradients:
         has_steps = self._steps.global_batch is not None
         gradients = list(zip(bucket.parameters(), bucket.gradients(), strict=True)) if has_steps else []
         if not self._batch_weight:
-            buffer.zero_()  # not a product, because a gradient may be infinite
+            buffer.zero_()  # not a product with 0, because infinity times 0 is NaN
         elif self._batch_weight != 1.0:
             buffer.mul_(self._batch_weight)
         if self._earlier:
@@ -119,7 +119,7 @@ class ElasticGradients:
         is_repeated = False
 
         def average(group: Group) -> Optional[list[Tensor]]:  # noqa: UP045
-            """Return rank 0's buffers; None if samples of the step are missing."""
+            """Average the values over `group`, and return rank 0's buffers; None if samples of the step are missing."""
             nonlocal is_repeated
             is_first, is_repeated = not is_repeated, True
             for value in values[:-1] if is_first else ():

@@ -24,12 +24,11 @@ class ElasticLoader(Loader):
 
     Each item of an epoch is in exactly one committed step. Items of a rank that died before their step was committed
     come again, on the other ranks. A rank without an item at the end of an epoch gets another rank's item, which has no
-    effect on the gradient. A newcomer's loader yields one batch for each epoch before its first one, so that the
-    training loop's variables have values. The state that the newcomer receives later replaces the effects of these
-    batches.
+    effect on the gradient. A newcomer's loader yields one batch of each epoch that is over, so that the training
+    loop's variables have values. The state that the newcomer receives later replaces the effects of these batches.
 
-    With a global batch, a step has that many items on all ranks together, or the rest of the epoch. If a rank's part of
-    them is larger than its batch size, the step has several batches.
+    The global batch is the number of items in a step on all ranks together; the last step of an epoch has the rest. If
+    a rank's part of a step is larger than its batch size, the step has several batches.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class ElasticLoader(Loader):
         self._training = training
         self._is_shared = shard
         self._leases: EpochLeases | None = None
-        """The leases of the running epoch; None between epochs, and on a newcomer before it joins."""
+        """The items of the running epoch by rank; None between epochs, and on a newcomer before it joins."""
         if trains and training.has_step_times and strategy.loaders:
             raise UsageError("--drop-stragglers: several training loaders are not supported. Leave it out")
         if trains and is_sharded(loader.sampler, self._rank, self._size):
@@ -52,7 +51,7 @@ class ElasticLoader(Loader):
         self._per_step = self._choose_step(training.steps.global_batch) if trains else None
 
     def _choose_step(self, global_batch: int | None) -> int | None:
-        """Return the items of a step in the unit of :class:`Remaining`; None for one batch per rank."""
+        """Return the size of a step in samples, or in batches of a stream; None for one batch per rank."""
         if global_batch is None:
             return None
         if self.batch_size is None:
@@ -66,7 +65,7 @@ class ElasticLoader(Loader):
 
     @property
     def _per_rank(self) -> int:
-        """The most numbers of :class:`Remaining` that a rank receives in one batch."""
+        """The largest size of a rank's batch in samples, or in batches of a stream."""
         return 1 if self._is_stream else self.batch_size or 1
 
     @override
@@ -99,7 +98,7 @@ class ElasticLoader(Loader):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of :meth:`Loader.state_dict`. With a global batch: that of the last complete step."""
+        """Return the position as in :meth:`Loader.state_dict`; with a global batch, after the last complete step."""
         self._training.steps.settle()
         if self._leases is not None and self._reading is not None:
             has_steps = self._per_step is not None
@@ -119,8 +118,8 @@ class ElasticLoader(Loader):
     def _join(self, epoch: int) -> Generator[Any, None, bool]:
         """Join the other ranks; return False if they are in a later epoch.
 
-        Before it, yield the batches that this process computes alone: one in its first epoch and in each earlier epoch
-        than the other ranks', and those of a straggler until it has recovered.
+        Before joining, yield the batches that this process computes alone: one in its first epoch, one in each epoch
+        that the other ranks have completed, and a straggler's batches until it has recovered.
         """
         batches: Iterator[Any] = iter(())
         nothing = object()
@@ -149,7 +148,7 @@ class ElasticLoader(Loader):
         quorum = -1
         batches: Iterator[tuple[Any, StepRound[Any]]] = iter(())
         while True:
-            self._training.steps.settle()  # before newcomers receive the position
+            self._training.steps.settle()  # newcomers receive the position without these leases
             self._training.admit_newcomers(epoch)
             if not self._training.has_joined:
                 break
@@ -167,7 +166,7 @@ class ElasticLoader(Loader):
         self._training.end_epoch(self, epoch)
 
     def _rounds(self, leases: EpochLeases, position: Position) -> Iterator[tuple[Any, StepRound[Any]]]:
-        """Return this rank's batches from the present position in the epoch, with the rounds to which they belong."""
+        """Return this rank's batches from the current position, each with its round (one batch of every rank)."""
         loader = self._given
         rank, size = self._strategy.data_place
         missing = None if self._per_step is None else self._per_step - leases.num_held
@@ -194,7 +193,7 @@ class ElasticLoader(Loader):
         return batch if device.type == "cpu" else moved(batch, device)
 
     def _weight_of(self, dealt: StepRound[Any], batch: Any) -> float:
-        """Return the number of samples in this rank's batch that count, in units of the batch size."""
+        """Return the number of samples in this rank's batch, divided by the batch size; 0 for another rank's item."""
         if not dealt.num_own:
             return 0.0
         if self._is_stream or self._given.batch_sampler is None:
@@ -205,7 +204,7 @@ class ElasticLoader(Loader):
 
 
 class _RoundSampler(Sampler[Any]):
-    """A rank's batches of indices; their rounds are appended to `rounds`, because a loader reads ahead."""
+    """A rank's batches of indices. The round of each batch is appended to `rounds`, because a loader reads ahead."""
 
     def __init__(
         self,

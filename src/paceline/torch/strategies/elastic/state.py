@@ -14,7 +14,7 @@ from paceline.torch.strategies.checkpoints import options_of_group
 from paceline.torch.strategies.json_values import from_json, like, to_json
 
 _ALIGNMENT: Final = 16
-"""Bytes; a multiple of the size of every dtype's elements."""
+"""Alignment of tensors in a message, in bytes: a multiple of the size of every dtype's elements."""
 
 
 def broadcast_copies(group: Group, tensors: Sequence[torch.Tensor], root: int) -> list[torch.Tensor]:
@@ -46,7 +46,10 @@ class TransferredState:
         self._description: dict[str, Any] = {}
 
     def share(self, group: Group, source: int) -> None:
-        """Receive the state of the rank `source`; every rank of the group calls it, again if it fails."""
+        """Receive the state of the rank `source`.
+
+        Every rank of the group calls this, and repeats it after a failure.
+        """
         strategy, is_source = self._strategy, group.rank == source
         assert strategy.module is not None
         states, tensors = strategy.registered.encode() if is_source else ({}, {})
@@ -71,7 +74,7 @@ class TransferredState:
     def describe(self) -> Any:
         """Return the options of optimizers and the states of schedulers and loaders, as JSON values.
 
-        Raises UsageError for another value in the state of a scheduler.
+        Raises UsageError for a value in a scheduler's state that JSON does not support.
         """
         strategy = self._strategy
         groups = [

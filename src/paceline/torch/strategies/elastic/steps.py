@@ -1,4 +1,4 @@
-"""One rank's view of the present step: its samples, the leases of all ranks, and whether the step is complete."""
+"""One rank's record of the current step: its samples, the leases of all ranks, and whether the step is complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ElasticSteps:
         self._leases: dict[Hashable, EpochLeases] = {}
         """The leases of the running epochs, by loader."""
         self._contributors: set[int] | None = None
-        """The incarnations of the ranks that took part in all exchanges since :meth:`settle`; None without one."""
+        """Incarnations of the ranks in all exchanges since the last :meth:`settle`; None if there was no exchange."""
 
     def begin_epoch(self, loader: Hashable, leases: EpochLeases) -> None:
         self._leases[loader] = leases
@@ -44,9 +44,9 @@ class ElasticSteps:
         return all(leases.is_idle for leases in self._leases.values())
 
     def receive(self, weight: float, *, is_last: bool) -> None:
-        """Record that this rank receives a batch. `weight` is its number of samples in units of the batch size.
+        """Record that this rank receives a batch. `weight` is its number of samples divided by the batch size.
 
-        Call it before the batch's lease.
+        Call this method before the lease of the batch's items begins.
         """
         self.is_first_batch = self.is_idle
         if self._is_weight_taken:
@@ -57,7 +57,7 @@ class ElasticSteps:
             self.is_last_batch, self.is_complete = is_last, False
 
     def take_weight(self) -> float:
-        """Return the samples of this rank since its last gradients, or those of the last gradients, as a weight."""
+        """Return the weight of this rank's batches since its last gradients; the next batch starts a new sum."""
         self._is_weight_taken = True
         return self._weight
 

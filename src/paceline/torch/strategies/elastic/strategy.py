@@ -49,7 +49,7 @@ class _ElasticRanks(Ranks):
     @property
     @override
     def rank(self) -> int:
-        # A newcomer that is alone prints and writes nothing.
+        # A newcomer has no rank 0 until it joins, because rank 0 prints and writes.
         return self._elastic.rank if self._elastic.quorum else max(self.local_rank, 1)
 
     @property
@@ -133,7 +133,7 @@ class ElasticAllReduce(AllReduce):
         return super()._spread(models, optimizers)
 
     def _delay_steps(self, stepper: Any) -> None:
-        """Give the ``step()`` of an optimizer or scheduler no effect until the global batch is complete."""
+        """Make the ``step()`` of an optimizer or scheduler do nothing until the global batch is complete."""
         if self._steps.global_batch is None:
             return
         original = stepper.step
@@ -146,7 +146,7 @@ class ElasticAllReduce(AllReduce):
 
         if isinstance(stepper, Optimizer):
             stepper.step = types.MethodType(step, stepper)  # type: ignore[method-assign]  # torch reads its function
-        else:  # not an attribute, because state_dict() would return it
+        else:  # not an attribute: a scheduler's state_dict() would contain the attribute
             stepper.__class__ = type(type(stepper).__name__, (type(stepper),), {"step": step})
 
     @contextlib.contextmanager

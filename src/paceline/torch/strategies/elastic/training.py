@@ -74,9 +74,9 @@ class ElasticTraining:
         return f"epoch {epoch} of loader {self._strategy.loaders.index(loader)}"
 
     def admit_newcomers(self, epoch: int) -> None:
-        """Let processes join that wait, and leave a straggler out, unless a step has begun.
+        """Let waiting processes join, and exclude a straggler; within a step, do nothing.
 
-        Called before each batch of the training data. Afterwards a straggler is alone.
+        Every rank calls this before each batch of the training data. An excluded straggler computes alone.
         """
         # DistributedDataParallel changes its buckets after its first backward pass. All ranks must have made one.
         has_buckets = self.steps.has_exchanged or self.has_computed_alone
@@ -85,7 +85,7 @@ class ElasticTraining:
         if self._group.straggler is not None and self._group.straggler == self._group.rank:
             self._pause()
             return
-        # More newcomers may be announced during a transfer. All ranks must admit them here, as the last newcomers do.
+        # During a transfer, more newcomers may request to join. All ranks must admit them at this position.
         while self._group.admits_newcomers or self._group.has_newcomers or self._group.straggler is not None:
             if self._group.admits_newcomers or self._group.straggler is not None:
                 self._group.admit(epoch)
@@ -112,7 +112,7 @@ class ElasticTraining:
     def may_join(self, loader: Loader, epoch: int) -> bool:
         """Return whether this process should try to join.
 
-        Not before it has computed a batch, and a straggler not before it has recovered.
+        It must have computed a batch, and a straggler must have recovered.
         """
         if self._group.has_recovered:
             return self.has_computed_alone

@@ -37,7 +37,7 @@ class Pipeline(Strategy):
     their gradients are averaged. `schedule`: a key of :data:`~paceline.strategies.SCHEDULES` or ``auto``.
     `microbatches`: number of parts of a batch; None: the number with the shortest predicted step. `split`: names of
     modules that begin a stage. `stage_memory`: limit in bytes for parameters, optimizer state and activations on a
-    process. The default of each option is its value in ``paceline run``.
+    process. The default of each option is the value that ``paceline run`` received.
 
     Sources: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
     GPU Clusters Using Megatron-LM" (1F1B), SC 2021; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
@@ -120,14 +120,17 @@ class Pipeline(Strategy):
     def reduce(self, value: Any, op: str = "mean") -> Any:
         """Return the reduction over all pipelines. The processes of a pipeline have one value, which counts once."""
         found = super().reduce(value, op)
-        if op != "sum" or isinstance(value, Mapping):  # of a mapping, the base class reduces each value by this method
+        if op != "sum" or isinstance(value, Mapping):  # the base class calls this method for each value of a mapping
             return found
         once = found / self.options.stages
         return once.to(value.dtype) if isinstance(value, torch.Tensor) else once
 
     @override
     def gather_values(self) -> dict[str, torch.Tensor]:
-        """Return all values on rank 0, whose module has them until the model's next call. All ranks call this."""
+        """Return all values on rank 0, whose module keeps them until the next call of the model.
+
+        All ranks call this.
+        """
         runner = self._runner
         if runner is not None and runner.ownership is not None and self.data_place[0] == 0:
             runner.ownership.gather_values(runner.group)

@@ -55,14 +55,14 @@ _State = tuple[int | None, int, int]
 class Mirrors(ReplicaValues):
     """Copies of the parameters on every device except the first.
 
-    The first forward after an optimizer step updates the copies, which also covers writes through ``.data``. After any
-    other write in place, the parameter's version changes, and the next forward updates the copy. Without an optimizer,
-    each forward makes new copies.
+    The first forward after an optimizer step updates all copies, even if the optimizer writes through ``.data``. Other
+    writes in place change the parameter's version, and the next forward updates the copy. Without an optimizer, each
+    forward makes new copies.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._num_steps: int | None = None  # steps of all optimizers; None without an optimizer
+        self._num_steps: int | None = None  # number of steps of all optimizers; None without an optimizer
         self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, _State]] = {}
         """By (replica, id of the parameter): the parameter, its copy, and its state when it was copied."""
 

@@ -114,7 +114,7 @@ class ReplicaModule:
         self._attributes = [dict(vars(copy)) for _, copy in self._pairs]
 
     def keep_state(self) -> None:
-        """Copy this replica's buffers and changed attributes back; BatchNorm changes buffers without a new version."""
+        """Copy this replica's changed attributes and all its buffers to the original module."""
         for (original, copy), attributes in zip(self._pairs, self._attributes, strict=True):
             for name, value in vars(copy).items():
                 if attributes.get(name, _MISSING) is not value:

@@ -158,8 +158,9 @@ def raise_for_replaced(model: nn.Module, prepared: Mapping[str, nn.Parameter], r
 
 def describe_unused(rank: int, names: list[str]) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    parameters = f"the parameters {shown}" if names else "some parameters"
+    parameters = f"the parameters {shown}" if names else "some parameters of the model"
     return (
-        f"rank {rank}: {parameters} got no gradient from this backward pass, but the other ranks wait for it: leave "
-        "them out of the model (or requires_grad_(False)), or choose AllReduce(find_unused_parameters=True)"
+        f"rank {rank}: {parameters} got no gradient from this backward pass, but the other ranks wait for a gradient: "
+        "leave these parameters out of the model (or requires_grad_(False)), or choose "
+        "AllReduce(find_unused_parameters=True)"
     )

@@ -143,7 +143,8 @@ class _Pass:
                 starts.append(part[i])
             self._starts[replica] += starts
             args, kwargs = tree_unflatten(part, structure)
-            return tree_flatten(replicas[replica].module.forward(*args, **kwargs))  # no hooks: they get the whole batch
+            # without the model's hooks, which receive the complete batch
+            return tree_flatten(replicas[replica].module.forward(*args, **kwargs))
 
         self._starts = [[replica.parameters.get(id(parameter)) for parameter in self._trained] for replica in replicas]
         outputs = owner._threads.run(compute, count, grad=bool(self._trained or self._sources))

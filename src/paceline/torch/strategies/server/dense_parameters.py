@@ -161,7 +161,7 @@ class DenseParameters:
         return optimizer in self._parts
 
     def drop_pushes(self) -> None:
-        """Restore the servers' values if gradients were pushed, but the optimizer's step does not follow."""
+        """Receive the servers' values again if gradients were pushed, but ``optimizer.step()`` does not follow."""
         if any(slot.num_backward for slot in self._slots) and not self._find_written():
             self._push_pull.pull(self._buckets)  # these pulls follow the pushes in flight
         self.wait_all()
@@ -188,9 +188,9 @@ class DenseParameters:
             more = f" and {len(unused) - _NAMED} more" if unused[_NAMED:] else ""
             named = ", ".join(map(repr, unused[:_NAMED])) + more
             raise UsageError(
-                f"rank {rank}: no gradient for {named}: the loss of this iteration does not depend on them, or "
-                "backward() was not called; if that is intended, create the strategy with "
-                "ParameterServer(unused='skip'), else remove them from the model"
+                f"rank {rank}: parameters without a gradient: {named}. Either the loss of this iteration does not "
+                "depend on these parameters, or backward() was not called. If that is intended, create the strategy "
+                "with ParameterServer(unused='skip'), else remove these parameters from the model"
             )
 
     def _wait_for(self, parameter: nn.Parameter) -> None:

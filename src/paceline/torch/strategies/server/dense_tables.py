@@ -219,7 +219,7 @@ class DenseTables:
             write_records(self._client, table.spec, keys, np.column_stack([values[part], *planes[:, part]]))
 
     def read_all(self, table: DenseTable) -> Floats:
-        """Return a table's values, and one plane of values for each optimizer state: float32 [1 + num_planes, size]."""
+        """Return a table's values, then one row of numbers per optimizer state: float32 [1 + num_planes, size]."""
         return self._read(table, 0, table.size)
 
     def _read(self, table: DenseTable, start: int, stop: int) -> Floats:

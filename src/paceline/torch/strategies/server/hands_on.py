@@ -17,7 +17,7 @@ from paceline.torch.strategies.reached import average_present
 from paceline.torch.strategies.server.dense_tables import Slot
 from paceline.torch.strategies.server.watched import gradient_of, set_gradient
 
-_CALM_STEPS = 3  # after so many steps without an access to gradients, they are sent early
+_CALM_STEPS = 3  # after this number of steps without an access to gradients, gradients are sent early
 _NEVER = -(1 << 30)  # so small that added steps never reach `_CALM_STEPS`
 _LOOP = "is in backward(), or past the loop"
 
@@ -92,7 +92,7 @@ class HandsOn:
         """Replace the gradients by their mean over all ranks, unless a rank has left the loop."""
         group = self._ranks.group
         assert group is not None
-        if any(slot.gradient.was_changed for slot in self._slots):  # a hook of the program changed it
+        if any(slot.gradient.was_changed for slot in self._slots):  # a hook of the program changed the gradient
             self._num_calm = _NEVER
         has_gradient = bytes(slot.grad is not None for slot in self._slots)
         states = self._ranks.exchange_as(_LOOP, [True, self._num_calm, has_gradient])
@@ -110,7 +110,7 @@ class HandsOn:
             slot.gradient.open()
 
     def meet(self) -> None:
-        """Wait until no rank averages gradients. Call it before other exchanges, because ranks may be in the loop."""
+        """Wait until no rank averages gradients. Call this before other exchanges: ranks may still be in the loop."""
         if self._joins and not self.is_early and not self._is_uneven:
             while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
                 pass
@@ -130,8 +130,9 @@ class HandsOn:
         text = f"rank {self._ranks.rank}: the gradient of {slot.name!r} was changed between backward() and step(), "
         if self.is_early:
             return text + (
-                "after it was sent during backward(), because earlier steps did not touch gradients: create the "
-                "strategy with ParameterServer(overlap=False), or change gradients from the first step on"
+                "but it was already sent during backward(), because the program did not access gradients in earlier "
+                "steps: create the strategy with ParameterServer(overlap=False), or change gradients from the first "
+                "step on"
             )
         if not self.all_take_part:
             return text + (
@@ -139,8 +140,8 @@ class HandsOn:
                 "the same number, or change the loss instead"
             )
         return text + (
-            "and is only this rank's, because every backward() was in no_sync(): run the last one outside, or use "
-            "strategy.accumulate(is_last)"
+            "and is not averaged over the ranks, because every backward() was in no_sync(): run the last backward() "
+            "outside of no_sync(), or use strategy.accumulate(is_last)"
         )
 
     def begin(self, slots: Sequence[Slot]) -> None:

@@ -32,7 +32,7 @@ class ServerOptimizer(Optimizer):
         self._dense = dense
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # copy.copy() reads it before it is set
+        if name == "inner":  # copy.copy() reads `inner` before it is set
             raise AttributeError(name)
         return getattr(self.inner, name)
 

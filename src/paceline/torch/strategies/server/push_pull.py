@@ -14,7 +14,7 @@ from paceline.ps import Client, Ticket
 from paceline.torch.strategies.server.dense_tables import Bucket
 from paceline.torch.strategies.server.staging import Staging
 
-_PULLS_AT_ONCE = 3  # enough to keep a server busy; more pulls would only need memory for replies
+_PULLS_AT_ONCE = 3  # maximum of pulls in flight: enough to keep servers busy; more would only need memory for replies
 
 
 class PushPull:
@@ -95,7 +95,8 @@ class PushPull:
                 return
             if self._failure is None:
                 try:
-                    with torch._C.DisableTorchFunctionSubclass():  # else using a parameter would wait for this thread
+                    # otherwise an access to a parameter waits for this thread itself
+                    with torch._C.DisableTorchFunctionSubclass():
                         job()
                 except BaseException as error:
                     self._fail(error)

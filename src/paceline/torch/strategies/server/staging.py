@@ -1,6 +1,6 @@
 """Copy between parameters and the host memory of a client's messages.
 
-A bucket inside one float32 parameter on the CPU needs no copy. Any other bucket has a buffer of its size. For
+A bucket inside one float32 parameter on the CPU needs no copy. Any other bucket has a buffer of the bucket's size. For
 parameters on CUDA the buffer is in pinned memory, and is copied on a side stream.
 """
 

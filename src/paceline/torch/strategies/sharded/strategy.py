@@ -140,7 +140,7 @@ class Sharded(Strategy):
             fully_shard(
                 unit,
                 mesh=mesh,
-                reshard_after_forward=True,  # also for the model, because gathered parameters are stale after a step
+                reshard_after_forward=True,  # also for the outermost module: gathered parameters are stale after a step
                 shard_placement_fn=place,
                 ignored_params=set(replicated),
             )
@@ -170,7 +170,7 @@ class Sharded(Strategy):
 
     def _meet_forward(self, called: nn.Module, _: Any) -> None:
         """Raise UsageError if a rank calls a model alone, for example to evaluate it."""
-        if torch._C._current_graph_task_id() == -1:  # else a checkpointed forward is repeated within backward
+        if torch._C._current_graph_task_id() == -1:  # within backward, a checkpointed forward is repeated: no new call
             models = [getattr(model, "_orig_mod", model) for model in self.models]  # without torch.compile's wrapper
             number = next(number for number, other in enumerate(models) if other is called)
             how = "train" if called.training and torch.is_grad_enabled() else "evaluate"

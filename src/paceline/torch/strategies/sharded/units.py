@@ -16,7 +16,7 @@ from torch import nn
 from paceline.errors import UsageError
 
 LEAST_NUMEL: Final = 1 << 16
-"""Minimum number of parameters of an automatic unit, because a unit costs three collectives of about 0.1 ms per step.
+"""Minimum number of parameters in an automatic unit: each unit costs three collectives of about 0.1 ms per step.
 """
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -61,7 +61,7 @@ def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
 
 
 def row_bounds(size: int, parts: int) -> list[int]:
-    """Return the bounds of `parts` parts of `size` rows. If they cannot be equal, the first ones have one row more."""
+    """Return the bounds of `parts` parts of `size` rows. If parts cannot be equal, the first ones have one row more."""
     small, larger = divmod(size, parts)
     return [part * small + min(part, larger) for part in range(parts + 1)]
 

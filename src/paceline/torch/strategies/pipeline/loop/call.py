@@ -149,7 +149,7 @@ class ModelCall:
             )
 
     def number_weights(self, leaf: int) -> Sequence[float]:
-        """Return the weight of each microbatch's number (such as its loss) in the batch's, on the last stage's rank."""
+        """Return each microbatch's weight in a number of the batch, such as the loss, on the last stage's rank."""
         if leaf not in self._weights:
             bounds = row_bounds(self.rows, self._number_of_parts)
             rows = [end - begin for begin, end in itertools.pairwise(bounds)]

@@ -86,7 +86,7 @@ class PartialLoss(ABC):
 
     leaf: int
     base: int = field(default_factory=lambda: next(_numbers))
-    """A unique number of the term; its multiples have the same number."""
+    """A unique number of the term. Multiples of the term have the same number."""
     scale: float | Tensor = 1.0
 
     @abstractmethod

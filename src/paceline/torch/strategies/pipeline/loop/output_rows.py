@@ -44,7 +44,7 @@ class NumberRule:
     plain: Mapping[fx.Node, Any] = field(default_factory=dict, compare=False)
     """Values of the nodes whose numbers are equal in all batches."""
     terms: tuple[NumberRule, ...] = ()
-    """For a sum of two numbers: the rules of both, which must give equal weights."""
+    """For a sum of two numbers: the rules of the two numbers, which must give equal weights."""
 
     def weights(self, graph: LayerGraph, arguments: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[float]:
         """Return the weight of each microbatch's number, given the microbatches' arguments and numbers of rows."""

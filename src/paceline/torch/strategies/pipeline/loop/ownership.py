@@ -223,7 +223,7 @@ def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any
 def gather_state(
     state: Mapping[int, Mapping[str, Any]], keepers: Sequence[int], rank: int, pg: Any
 ) -> dict[int, dict[str, Any]]:
-    """Return the optimizer state of all parameters by number, on rank 0. Rank `keepers[i]` has that of parameter i."""
+    """Return the optimizer state of all parameters by number, on rank 0. Rank `keepers[i]` has parameter i's."""
     own = {number: entries for number, entries in state.items() if keepers[number] == rank}
     described = [
         [number, name, describe_entry(value)] for number, entries in own.items() for name, value in entries.items()

@@ -71,7 +71,7 @@ class RowShapes:
         return node
 
     def output_dimension(self, leaf: int) -> int | None:
-        """Return an output's first dimension that grows with the rows (LSTM's state: 1), or else 0; None if unknown."""
+        """Return an output's first dimension that grows with the rows, 0 if none grows, None if this is unknown."""
         node = self._outputs[leaf]
         return (self.dimension(node) or 0) if self._is_known(node) else None
 

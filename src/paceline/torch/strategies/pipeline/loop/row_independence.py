@@ -1,4 +1,4 @@
-"""Check on values that a model computes rows independently and repeatably, because a pipeline would change its results.
+"""Check on values that a model computes rows independently and repeatably; a pipeline changes other models' results.
 Shapes do not show whether the batch is in another dimension than the first (``batch_first=False``). So the first call
 runs the rows of two microbatches through the model twice: together and separately.
 """

@@ -27,7 +27,7 @@ from paceline.transport import register_type
 _AUTO_SCHEDULES = ("1f1b", "interleaved", "zbv")
 """The schedules for ``auto``, in the order of preference."""
 _WORTH_IT = 0.98
-"""A later schedule of this list is chosen if its predicted step takes at most this share of the best earlier one."""
+"""A later schedule of this list must shorten the predicted step of the best earlier schedule to this share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ class Measurements:
 
     def __init__(self, num_ranks: int) -> None:
         self.own: list[Any] = [0, 0.0, {}]
-        """The number of measured steps, their seconds, and the seconds of computing a microbatch by ``F3``, ``B3``."""
+        """Number of steps, their seconds, and the seconds of computing by ``F3`` (forward of stage 3) or ``B3``."""
         self.by_rank: list[list[Any]] = [[0, 0.0, {}] for _ in range(num_ranks)]
         self._num_seen = 0
         self._update_began = 0.0

@@ -129,7 +129,7 @@ def _runs(
     *,
     splits: bool = False,
 ) -> Iterator[_LayerRun]:
-    """Yield measured calls of a layer, after a warm-up call. Some start without gradients; slow layers have fewer."""
+    """Yield measured calls of a layer, after a warm-up call: some without gradients, and fewer for slow layers."""
     end = time.perf_counter() + _LONG_S
     for number in range(1 + _REPEATS):
         is_first = number % _FIRST_OF == 0

@@ -70,7 +70,8 @@ def split_layers(
     """Return the numbers of the first layers of stages 1, 2, … such that the slowest stage is as fast as possible.
 
     ``crossing_s(c)`` is the time to send the values that cross a cut before layer `c`, and to return the gradients. A
-    stage's time is the sum of its layers and its two cuts. Among equally fast splits the total crossing time decides.
+    stage's time is the sum of the times of its layers and of its two cuts. Among equally fast splits the total crossing
+    time decides.
 
     Raises UsageError for more stages than layers, and if every split exceeds the memory limit.
     """

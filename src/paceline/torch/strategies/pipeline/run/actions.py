@@ -19,7 +19,7 @@ class Action:
 
 
 class ActionError(Exception):
-    """An action failed. The exception that failed it is the cause of this error."""
+    """An action failed. The ``__cause__`` of this error is the exception that the action raised."""
 
     def __init__(self, action: Action) -> None:
         super().__init__(f"{action.kind}{action.microbatch} of stage {action.stage}")

@@ -37,7 +37,7 @@ class PipelineStep:
         number: int,
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`arguments` are the model's, by microbatch; `split` has the (stage, microbatch) with a backward in halves."""
+        """`arguments`: the model's arguments by microbatch; `split`: (stage, microbatch) with a backward in halves."""
         self._partition, self._routes = partition, partition.routes
         self._stages = stages
         self._rank = rank
@@ -63,7 +63,7 @@ class PipelineStep:
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> Self:
-        """Run the actions in order. Raises ActionError for an own failure, the process group's errors for other ranks'.
+        """Run the actions in order. Raises ActionError if this rank fails, the process group's errors if others fail.
 
         The backward of the last stage starts from the result of `loss_of`, or from `output_grads` (by microbatch).
         """

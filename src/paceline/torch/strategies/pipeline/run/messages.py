@@ -26,7 +26,10 @@ class Messages:
     """The messages of one rank in one step."""
 
     def __init__(self, group: Any, known: dict[tuple[int, int], Any], *, is_new: bool) -> None:
-        """`known` has the descriptions of values by (route, microbatch). With `is_new`, messages contain them."""
+        """`known` has the descriptions of values by (route, microbatch).
+
+        With `is_new`, messages contain descriptions.
+        """
         self._group = group
         self._known = known
         self._is_new = is_new
@@ -52,7 +55,7 @@ class Messages:
         self._post(key, tensors_of(self._known[route, microbatch]))
 
     def receive_value(self, route: int, microbatch: int, source: int) -> Any:
-        """Wait for a value. The received tensors are leaves of autograd; they need gradients if the source's do."""
+        """Wait for a value. The received tensors are leaves of autograd that need the same gradients."""
         key = (route, microbatch, FORWARD, source)
         if self._is_new:
             length = torch.zeros(1, dtype=torch.int64)

@@ -57,7 +57,7 @@ class Stage:
         self._has_large_weights = any(weight.dim() == 2 and is_large(weight) for weight in weights)
 
     def products(self, *, defers: bool) -> WeightProducts | None:
-        """Return an object that computes weight gradients; None: autograd does it. `defers`: split the backward."""
+        """Return an object that computes weight gradients, or None if autograd does. `defers`: split the backward."""
         if not torch.is_grad_enabled() or not (defers or self._has_large_weights):
             return None
         return WeightProducts(defers=defers)
