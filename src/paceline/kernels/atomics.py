@@ -1,7 +1,9 @@
-"""Primitives of kernels that share memory with other processes: atomics, copies, calls through an address, waits.
+"""Operations on memory that several processes share, for kernels: atomics, copies, calls of functions by address,
+waits.
 
-Addresses are ``uint64``. After an acquire load of a word, the reader sees all writes that the word's writer made before
-its exchange. There is no plain-Python version, because with ``NUMBA_DISABLE_JIT=1`` shared memory is not used.
+Addresses are ``uint64``. If a process writes a word with :data:`exchange` and another process reads it with
+:func:`load_acquire`, the reader also sees all earlier writes of the writer. Other modules have plain-Python versions of
+their kernels for ``NUMBA_DISABLE_JIT=1``. This module has none, because shared memory is not used in this mode.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _MACHINE = platform.machine().lower()
 _FUTEX_NUMBERS = {"x86_64": 202, "amd64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 
 FUTEX = _FUTEX_NUMBERS.get(_MACHINE, 0) if sys.platform == "linux" else 0
-"""The number of the futex system call; 0 on systems without futexes, where a waiter polls with short sleeps."""
+"""The number of the futex system call. It is 0 on systems without futexes, on which a waiting process polls."""
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -32,12 +34,12 @@ process_vm_readv = types.ExternalFunction(
     "process_vm_readv",
     types.int64(types.int32, types.uint64, types.uint64, types.uint64, types.uint64, types.uint64),
 )
-"""A system call of Linux; kernels that call it are compiled only on Linux."""
+"""The Linux function that reads the memory of another process. Kernels that call it are compiled only on Linux."""
 
 
 @intrinsic
 def load_acquire(typing_context: Any, address: Any) -> Any:
-    """Return the 64-bit word at `address`."""
+    """Return the 64-bit word at `address`, with acquire memory order."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], _LONG.as_pointer()), "acquire", 8)
@@ -57,14 +59,14 @@ def _make_read_modify_write(operation: str) -> Any:
 
 
 exchange = _make_read_modify_write("xchg")
-"""Write a word and return the previous one; a full fence."""
+"""Write a 64-bit word atomically and return its previous value. The operation is a full memory fence."""
 fetch_add = _make_read_modify_write("add")
-"""Add to a word and return the previous one; a full fence."""
+"""Add to a 64-bit word atomically and return its previous value. The operation is a full memory fence."""
 
 
 @intrinsic
 def copy_bytes(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
-    """Copy memory that does not overlap."""
+    """Copy `num_bytes` between two areas of memory that do not overlap."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         pointer = _BYTE.as_pointer()
@@ -76,7 +78,7 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, num_bytes: Any) ->
 
 @intrinsic
 def pause(typing_context: Any) -> Any:
-    """Mark a waiting loop for the processor, which then saves power."""
+    """Notify the processor that this thread polls in a loop, so that the processor saves power."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if _MACHINE in ("x86_64", "amd64"):
@@ -95,7 +97,7 @@ def pause(typing_context: Any) -> Any:
 def call_combiner(
     typing_context: Any, function: Any, target: Any, sources: Any, num: Any, count: Any, op: Any, scale: Any
 ) -> Any:
-    """Call the native function at an address returned by :func:`paceline.kernels.combine.combiner`."""
+    """Call the compiled reduction whose address :func:`paceline.kernels.combine.combiner` returned."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_LONG, _LONG, _LONG, _LONG, _LONG, ir.DoubleType()])

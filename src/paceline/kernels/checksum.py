@@ -1,4 +1,4 @@
-"""A checksum that costs less than reading the memory: XXH64 (Collet, "xxHash fast digest algorithm", 0.1.1)."""
+"""The checksum XXH64, whose computation is faster than memory (Collet, "xxHash fast digest algorithm", 0.1.1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def _round(lane, word):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def xxh64(words):  # type: ignore[no-untyped-def]
-    """Return the checksum (uint64), with seed 0, of `words` (uint64 [n]; n is a positive multiple of 4)."""
+    """Return the checksum (uint64) of `words` with seed 0.
+
+    `words` is uint64 [n], where n is a positive multiple of 4.
+    """
     a, b, c, d = _STARTS
     for at in range(0, words.shape[0], 4):
         a, b = _round(a, words[at]), _round(b, words[at + 1])
@@ -43,5 +46,5 @@ KERNELS = (xxh64,)
 
 
 def compile_kernels() -> None:
-    """Compile the kernel for the signature of the real calls, or load it from Numba's cache."""
+    """Compile the kernel for the argument types of its callers, or load it from Numba's cache."""
     xxh64(np.zeros(4, np.uint64))

@@ -1,8 +1,10 @@
-"""Examples by column: gradients of the logistic loss and bounds of its curvature, a few columns at a time.
+"""Kernels of logistic regression that process a few columns (features) of the examples at a time.
 
-A matrix is `indptr` int64 [columns + 1], `rows` int32 [nnz], `values` float32 [nnz], or of length 0 if every value is
-1. Arrays with an element per example: the margin (float64), the weight c (float32 [n], or of length 0 if all are 1),
-the residual c·(p − y) and the curvature c·p·(1 − p) (float32).
+They compute gradients of the logistic loss and upper bounds of its second derivatives. A sparse matrix of examples is
+stored by column, in three arrays: `indptr` int64 [columns + 1], `rows` int32 [nnz] and `values` float32 [nnz]. `values`
+has length 0 if every value is 1. Four arrays have an element for each of n examples: the margin (float64), the weight c
+(float32, or length 0 if all weights are 1), the residual c·(p − y) and the curvature c·p·(1 − p) (both float32). Here p
+is the predicted probability and y the label.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import numpy as np
 from .jit import njit
 
 _MOST_GROWTH: Final = 80.0
-"""`column_gradients` computes no exp() of a larger exponent; it then bounds the curvature by its maximum, c/4."""
+"""The maximum exponent for which `column_gradients` computes exp(). Above it, the bound of the curvature is c/4."""
 _LEAST_CURVATURE: Final = 1e-12
 
 
 @njit(cache=True, nogil=True)
 def count_entries(indptr, rows, columns, step, counts):  # type: ignore[no-untyped-def]
-    """Add `step` to an example's element of `counts` (int32 [n]) for each of its entries in `columns` (int64)."""
+    """Add `step` to ``counts[i]`` for each entry of example i in `columns` (int64). `counts` is int32 [n]."""
     for at in range(len(columns)):
         for k in range(indptr[columns[at]], indptr[columns[at] + 1]):
             counts[rows[k]] += step
@@ -28,12 +30,14 @@ def count_entries(indptr, rows, columns, step, counts):  # type: ignore[no-untyp
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def column_gradients(indptr, rows, values, columns, radii, counts, weights, residuals, curvatures, out):  # type: ignore[no-untyped-def]
-    """Write the gradient and a bound of the second derivative for each of `columns` to `out` (float32 [columns, 2]).
+    """Write the gradient and an upper bound of the second derivative for each of `columns` to `out` (float32 [columns,
+    2]).
 
-    The bounds are valid while each moving weight j changes by at most `radii[j]` (float32 [all columns]). `counts`
-    (int32 [n]) has the number m of an example's entries in moving columns. A column's bound is Σ m·x²·min(c·p·(1 −
-    p)·exp(m·|x|·radius), c/4). For m = 1 this is the bound of OSDI'14. For larger m, Jensen's inequality applies: the
-    loss at a margin moved by Σ x·d is at most the mean of the losses at margins moved by m·x·d.
+    The bounds hold for a simultaneous change of several weights, if the weight of column j changes by at most
+    ``radii[j]`` (float32 [all columns]). ``counts[i]`` (int32 [n]) is the number m of example i's entries in the
+    columns that change. A column's bound is Σ m·x²·min(c·p·(1 − p)·exp(m·|x|·radius), c/4), summed over its entries x.
+    For m = 1 this is the bound of OSDI'14. For larger m, it follows from Jensen's inequality: the loss at a margin
+    changed by Σ x·d is at most the mean of the losses at margins changed by m·x·d.
     """
     ones = len(values) == 0
     for at in range(len(columns)):
@@ -60,9 +64,9 @@ def column_gradients(indptr, rows, values, columns, radii, counts, weights, resi
 
 @njit(cache=True, nogil=True)
 def move_columns(indptr, rows, values, columns, steps, labels, weights, margins, residuals, curvatures, touched):  # type: ignore[no-untyped-def]
-    """Add the changes `steps` (float64 [columns]) of weights to margins, and update the derived arrays.
+    """Change the weights of `columns` by `steps` (float64 [columns]): update margins, residuals and curvatures.
 
-    `touched` is uint8 [n], and zero before and after the call.
+    `touched` is scratch memory, uint8 [n]. It must be zero before the call, and is zero after the call.
     """
     ones = len(values) == 0
     size = 0
@@ -96,7 +100,7 @@ def move_columns(indptr, rows, values, columns, steps, labels, weights, margins,
 
 @njit(cache=True, nogil=True)
 def summed_loss(labels, weights, margins):  # type: ignore[no-untyped-def]
-    """Return the summed log loss (float64), without overflow. `labels` float32 [n]; others as in the module."""
+    """Return the sum of the examples' log losses (float64), computed without overflow. `labels` is float32 [n]."""
     loss = 0.0
     for i in range(len(margins)):
         margin = margins[i] if labels[i] > np.float32(0) else -margins[i]
@@ -107,10 +111,11 @@ def summed_loss(labels, weights, margins):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def sort_entries(columns, first, values, ends, rows, sorted_values):  # type: ignore[no-untyped-def]
-    """Sort entries of examples by column; `columns` int32 [nnz] has each entry's column, in the order of examples.
+    """Sort the entries of examples by column, and write them to `rows` and `sorted_values`.
 
-    `first` int64 [n + 1] has the start of each example's entries. `ends` int64 [columns] has the position of each
-    column's next entry, and is advanced. Entries with value 0 are left out, and must not be counted in `ends`.
+    `columns` int32 [nnz] has the column of each entry, in the order of examples. The entries of example i begin at
+    ``first[i]`` (int64 [n + 1]). ``ends[c]`` (int64 [columns]) is the position at which the next entry of column c is
+    written, and is increased by each entry. Entries with value 0 are skipped.
     """
     ones = len(values) == 0
     for i in range(len(first) - 1):
@@ -124,7 +129,7 @@ def sort_entries(columns, first, values, ends, rows, sorted_values):  # type: ig
 
 
 def compile_kernels() -> None:
-    """Compile the kernels, or load them from the cache."""
+    """Compile the kernels, or load them from Numba's cache."""
     indptr, rows, column = np.zeros(2, np.int64), np.zeros(1, np.int32), np.zeros(1, np.int64)
     floats, wide, counts = np.zeros(1, np.float32), np.zeros(1, np.float64), np.zeros(1, np.int32)
     count_entries(indptr, rows, column, 1, counts)

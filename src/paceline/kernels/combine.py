@@ -1,11 +1,10 @@
-"""The arithmetic of a reduction: elementwise over n pieces of raw memory, one native function per dtype.
+"""Compiled functions that reduce several arrays elementwise, for collectives: one function for each dtype.
 
-A collective's kernels call these functions by address, so that they know neither dtypes nor operations. The functions
-are built from LLVM instructions instead of ``numba.njit``, because the target may be one of the sources. Then the
-compiler cannot prove that arrays are disjoint, and its loops are not vectorized (two sources of float32 in L2: 14 GB/s
-instead of 58). The functions of this module read a vector of every source before they write one, which is correct in
-both cases and needs one pass for any number of sources. LLVM compiles a function in 20 to 40 ms, so there is no cache
-on disk.
+The kernels of collectives call a function by its address, so that they need no code for dtypes or operations. The
+result may be written over one of the sources. In this case ``numba.njit`` cannot vectorize the loop, because the arrays
+share memory (two sources of float32 in the L2 cache: 14 GB/s instead of 58). Therefore this module builds the functions
+from LLVM instructions: they read a vector of every source before they write a vector of the result, and reduce any
+number of sources in one pass. LLVM compiles a function in 20 to 40 ms, so the functions are not cached on disk.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ from numba.core.codegen import get_host_cpu_features
 Array = npt.NDArray[Any]
 
 SUM, PRODUCT, MIN, MAX, BITWISE_AND, BITWISE_OR, BITWISE_XOR = range(7)
-"""The operations. A mean is SUM with a scale of 1/n. Integers wrap around. MIN and MAX of a NaN are NaN, and of two
-zeros they return the later zero. For bool, as in NumPy, SUM and MAX are "or", PRODUCT and MIN are "and"."""
+"""The operations. A mean is SUM with a scale of 1/n. Integers wrap around. MIN and MAX return NaN if an operand is NaN.
+Of the zeros 0.0 and -0.0 they return the later operand. For bool, as in NumPy, SUM and MAX are "or", and PRODUCT and
+MIN are "and".
+"""
 
 _STEP_BYTES: Final = 256
-"""The bytes that a step accumulates, in 4 registers of AVX-512 or 8 of AVX2. 512 would not fit AVX2's 16 registers."""
+"""The bytes that one step of the loop reduces. They occupy 4 registers of AVX-512, or 8 of the 16 registers of AVX2."""
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
@@ -44,7 +45,7 @@ def _choice(compare: Any, sign: str) -> _Operation:
 
 
 def _float_choice(sign: str) -> _Operation:
-    choose = _choice(ir.IRBuilder.fcmp_ordered, sign)  # the comparison chooses b if a or b is NaN
+    choose = _choice(ir.IRBuilder.fcmp_ordered, sign)  # returns b if a or b is NaN
     return lambda builder, a, b: builder.select(builder.fcmp_unordered("uno", a, a), a, choose(builder, a, b))
 
 
@@ -67,7 +68,7 @@ _FLOATS: Final[Mapping[int, _Operation]] = {
 
 
 def _like(value: Any, element: Any) -> Any:
-    """Return the type of a vector of `element` with as many elements as `value`."""
+    """Return the type of a vector of `element` with as many elements as the vector `value`."""
     return ir.VectorType(element, value.type.count)
 
 
@@ -80,10 +81,10 @@ def _lanes(numbers: Sequence[int]) -> Any:
 
 
 def _widen_bfloat16(builder: Any, value: Any) -> Any:
-    """Return the lower elements of all pairs, then the upper elements.
+    """Convert a vector of bfloat16 to float32: the first elements of all pairs, then the second elements.
 
-    The order does not matter as long as :func:`_narrow_bfloat16` undoes it. Keeping the order would need shuffles,
-    which reduce AVX2 from 20 to 12 GB/s (2 sources in L2).
+    :func:`_narrow_bfloat16` restores the original order. A conversion in the original order would need shuffle
+    instructions, which reduce the speed with AVX2 from 20 to 12 GB/s (two sources in the L2 cache).
     """
     words, count = _like(value, _I32), value.type.count
     if count == 1:
@@ -97,9 +98,10 @@ def _widen_bfloat16(builder: Any, value: Any) -> Any:
 
 
 def _narrow_bfloat16(builder: Any, value: Any) -> Any:
-    """Round to nearest even by carrying into the upper half; the carry out of the largest makes infinity.
+    """Round float32 to bfloat16 (nearest, ties to even) with an addition that carries into the upper 16 bits.
 
-    A NaN remains a NaN, because its low half is 0: it comes from a bfloat16 or from the processor.
+    Values above the largest bfloat16 become infinity. A NaN remains a NaN, because its lower 16 bits are 0 for NaNs
+    from bfloat16 values and from the processor.
     """
     words, count = _like(value, _I32), value.type.count
     bits = builder.bitcast(value, words)
@@ -119,7 +121,7 @@ def _widen_float16(builder: Any, value: Any) -> Any:
         return builder.fpext(builder.bitcast(value, _like(value, ir.HalfType())), _like(value, _F32))
     words, floats = _like(value, _I32), _like(value, _F32)
     bits = builder.shl(builder.zext(value, words), _splat(words, 16))
-    twice = builder.add(bits, bits)  # without the sign
+    twice = builder.add(bits, bits)  # shifts the sign bit out
     normal = builder.add(builder.lshr(twice, _splat(words, 4)), _splat(words, 0xE0 << 23))
     normal = builder.fmul(builder.bitcast(normal, floats), _splat(floats, 2.0**-112))
     small = builder.or_(builder.lshr(twice, _splat(words, 17)), _splat(words, 126 << 23))
@@ -136,7 +138,8 @@ def _narrow_float16(builder: Any, value: Any) -> Any:
     bits = builder.bitcast(value, words)
     twice = builder.add(bits, bits)
     magnitude = builder.bitcast(builder.lshr(twice, _splat(words, 1)), floats)
-    # too large for float16 becomes infinity; then a float32 addition rounds at the right bit
+    # The two multiplications turn values above the largest float16 into infinity. The float32 addition that follows
+    # rounds at the last bit of float16.
     base = builder.fmul(builder.fmul(magnitude, _splat(floats, 2.0**112)), _splat(floats, 2.0**-110))
     exponent, lowest = builder.and_(twice, _splat(words, 0xFF << 24)), _splat(words, 0x71 << 24)
     exponent = builder.select(builder.icmp_unsigned("<", exponent, lowest), lowest, exponent)
@@ -151,9 +154,10 @@ def _narrow_float16(builder: Any, value: Any) -> Any:
 
 
 def _converts_float16() -> bool:
-    """Return whether the processor converts float16: 4 times as fast as the code from M. Dukhan's FP16 library.
+    """Return whether the processor has instructions that convert float16.
 
-    Every 64-bit ARM and every x86 since 2013 converts float16, but some emulators of x86 do not.
+    They are 4 times as fast as the integer code from M. Dukhan's FP16 library. Every 64-bit ARM processor and every x86
+    processor since 2013 has them, but some emulators of x86 do not.
     """
     return binding.get_process_triple().startswith(("aarch64", "arm64")) or "+f16c" in get_host_cpu_features()
 
@@ -164,24 +168,24 @@ def _unchanged(_builder: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Format:
-    """The elements of a dtype in memory, and the type in which they are accumulated."""
+    """The format of a dtype's elements in memory, and the type in which the elements are reduced."""
 
     numpy: Any
     element: Any
     accumulator: Any
     operations: Mapping[int, _Operation]
     widen: _Conversion = _unchanged
-    """A function that converts vectors of elements to vectors of accumulators."""
+    """A function that converts a vector of elements to the type in which they are reduced."""
     narrow: _Conversion = _unchanged
 
     @property
     def item_bytes(self) -> int:
-        """The size of an element."""
+        """The size of an element in bytes."""
         return int(np.dtype(self.numpy).itemsize)
 
     @property
     def step(self) -> int:
-        """The number of elements in a step."""
+        """The number of elements that one step of the loop reduces."""
         return _STEP_BYTES // (4 if self.accumulator == _F32 else self.item_bytes)
 
 
@@ -201,18 +205,21 @@ _FORMATS: Final[Mapping[str, _Format]] = {
     "bool": _Format(np.bool_, _I8, _I8, _BOOLS),
 }
 DTYPES: Final[tuple[str, ...]] = tuple(_FORMATS)
-"""The dtypes that can be reduced. NumPy has no bfloat16, so an array of bfloat16 has dtype uint16."""
+"""The dtypes that can be reduced. A bfloat16 array has the NumPy dtype uint16, because NumPy has no bfloat16."""
 
 
 def combiner(dtype: str) -> int:
-    """Return the address of the native function that reduces memory of `dtype`. It is compiled at the first call.
+    """Return the address of the native function that reduces arrays of `dtype`. The first call compiles the function.
 
-    Its type is ``void (uint64 target, uint64 sources, int64 num_sources, int64 count, int64 op, double scale)``:
-    ``target[i] = scale * (sources[0][i] op sources[1][i] op ...)`` for ``0 <= i < count``, in this order, so every
-    process computes the same bits. `sources` is the address of a table of `num_sources` (>= 1) addresses (uint64).
-    `target` may be one of the sources, but must not overlap a source partly. All addresses are aligned to the item.
-    Integers and bools ignore `scale`. float16 and bfloat16 are computed and scaled in float32, and rounded once, to
-    nearest even. One source with a scale of 1 is copied bit by bit. The function takes no locks and needs no GIL.
+    The function has the type ``void (uint64 target, uint64 sources, int64 num_sources, int64 count, int64 op, double
+    scale)``. It computes ``target[i] = scale * (sources[0][i] op sources[1][i] op ...)`` for ``0 <= i < count``, in
+    this order, so that every process computes the same bits.
+
+    `sources` is the address of a table with the addresses (uint64) of `num_sources` (at least 1) arrays. `target` may
+    be one of the sources, but must not partly overlap a source. All addresses are multiples of the item size. Integers
+    and bools ignore `scale`. float16 and bfloat16 are reduced and scaled in float32, and the result is rounded once, to
+    nearest even. A single source with a scale of 1 is copied bit by bit. The function takes no locks and does not need
+    the GIL.
     """
     with _compiling:
         return _compiled(dtype)
@@ -233,7 +240,7 @@ def _compiled(dtype: str) -> int:
 
 
 _engines: Final[list[Any]] = []
-"""The owners of the compiled code, which is never freed."""
+"""The LLVM engines that own the compiled functions. They are never freed, because kernels keep the addresses."""
 _compiling: Final = threading.Lock()
 
 
@@ -264,7 +271,10 @@ def _module(format_: _Format) -> Any:
 
 
 def _reduce(builder: Any, format_: _Format, operation: _Operation, start: Any, width: int) -> Any:
-    """Emit the reduction of elements from `start` on in steps of `width`; return the index after the last step."""
+    """Emit the loop that reduces the elements from `start` on, `width` elements per step.
+
+    Return the index of the first element after the last step.
+    """
     target, sources, num_sources, count, _, scale = builder.function.args
     vector = ir.VectorType(format_.element, width)
 
@@ -280,7 +290,7 @@ def _reduce(builder: Any, format_: _Format, operation: _Operation, start: Any, w
             lambda k, so_far: operation(builder, so_far, load(k, offset)),
             load(_I64(0), offset),
         )
-        if format_.operations is _FLOATS:  # multiplication by 1 changes nothing, and costs nothing
+        if format_.operations is _FLOATS:  # also for a scale of 1, which changes no value and costs no time
             total = builder.fmul(total, _broadcast(builder, scale, total.type))
         pointer = builder.inttoptr(builder.add(target, offset), vector.as_pointer())
         builder.store(format_.narrow(builder, total), pointer, align=format_.item_bytes)
@@ -292,7 +302,10 @@ def _reduce(builder: Any, format_: _Format, operation: _Operation, start: Any, w
 def _loop(
     builder: Any, bounds: tuple[Any, Any, int], body: Callable[[Any, Any], Any], carried: Any = None
 ) -> tuple[Any, Any]:
-    """Emit ``while i + step <= stop: carried = body(i, carried); i += step``; return the last `i` and `carried`."""
+    """Emit the loop ``while i + step <= stop: carried = body(i, carried); i += step``.
+
+    Return the values of `i` and `carried` after the loop.
+    """
     start, stop, step = bounds
     before, head = builder.block, builder.append_basic_block()
     inside, after = builder.append_basic_block(), builder.append_basic_block()

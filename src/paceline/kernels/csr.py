@@ -11,8 +11,8 @@ from .jit import njit
 def csr_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-def]
     """Write matrix times `vector` to `out`.
 
-    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 if every value is 1; `vector`
-    float32; `out` float32 [n]. Sums are computed in float64.
+    The arrays of the CSR matrix are `indptr` int64 [n + 1], `indices` int32 [nnz] and `values` float32 [nnz]. `values`
+    has length 0 if every value is 1. `vector` is float32 and `out` float32 [n]. Sums are computed in float64.
     """
     ones = len(values) == 0
     for i in range(len(out)):
@@ -42,7 +42,10 @@ def csr_transposed_dot(indptr, indices, values, vector, out):  # type: ignore[no
 
 @njit(cache=True, nogil=True)
 def csr_dot_rows(indptr, indices, values, rows, out):  # type: ignore[no-untyped-def]
-    """Write matrix times `rows` (float32 [columns, dim]) to `out` (float32 [n, dim]); sums are float32."""
+    """Write the matrix times `rows` (float32 [columns, dim]) to `out` (float32 [n, dim]).
+
+    Sums are computed in float32.
+    """
     ones, dim = len(values) == 0, rows.shape[1]
     for i in range(len(out)):
         for j in range(dim):
@@ -69,10 +72,11 @@ def csr_transposed_dot_rows(indptr, indices, values, rows, out):  # type: ignore
 
 @njit(cache=True, nogil=True)
 def add_interactions(indptr, indices, values, factors, sums, margins):  # type: ignore[no-untyped-def]
-    """Add ½ Σ_f ((Σ_k v_kf x_k)² − Σ_k (v_kf x_k)²) of each row to `margins` (float32 [n]).
+    """Add the interactions of a factorization machine to the margin of each row (`margins`, float32 [n]).
 
-    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 if every value is 1; `factors`
-    float32 [columns, dim]. The inner sums are written to `sums` (float32 [n, dim]).
+    The interactions of a row are ½ Σ_f ((Σ_k v_kf x_k)² − Σ_k (v_kf x_k)²), where x_k are the row's values, and v_kf
+    the `factors` (float32 [columns, dim]). `indptr`, `indices` and `values` are the CSR matrix; see :func:`csr_dot`.
+    The inner sums Σ_k v_kf x_k are written to `sums` (float32 [n, dim]).
     """
     ones, dim = len(values) == 0, factors.shape[1]
     for i in range(len(margins)):
@@ -94,9 +98,10 @@ def add_interactions(indptr, indices, values, factors, sums, margins):  # type: 
 
 @njit(cache=True, nogil=True)
 def interaction_gradients(indptr, indices, values, factors, sums, residuals, out):  # type: ignore[no-untyped-def]
-    """Write the gradient with respect to `factors` to `out` (float32 [columns, dim]): Σ r_i x_k (sums_if − v_kf x_k).
+    """Write the gradient of the loss by `factors` to `out` (float32 [columns, dim]): Σ_i r_i x_k (sums_if − v_kf x_k).
 
-    For the other arguments see :func:`add_interactions`; `residuals` float32 [n] are derivatives by margin.
+    `residuals` r (float32 [n]) are the derivatives of the loss by the margins. :func:`add_interactions` describes the
+    other arguments.
     """
     ones, dim = len(values) == 0, factors.shape[1]
     out[:] = np.float32(0)
@@ -113,11 +118,12 @@ def interaction_gradients(indptr, indices, values, factors, sums, residuals, out
 
 @njit(cache=True, nogil=True)
 def add_field_interactions(indptr, indices, values, fields, active, factors, width, margins):  # type: ignore[no-untyped-def]
-    """Add Σ_{a<b} ⟨v_a(field of b), v_b(field of a)⟩ x_a x_b of each row to `margins` (float32 [n]).
+    """Add the interactions of a field-aware factorization machine to the margin of each row (`margins`, float32 [n]).
 
-    For `indptr`, `indices` and `values` see :func:`add_interactions`. `fields` int32 [nnz] has the field of each pair;
-    `active` uint8 [columns] is 1 for columns that take part; `factors` float32 [columns, fields * width] has a vector
-    of `width` numbers for each column and field.
+    The interactions of a row are Σ_{a<b} ⟨v_a(field of b), v_b(field of a)⟩ x_a x_b, summed over its entries a and b.
+    `indptr`, `indices` and `values` are the CSR matrix; see :func:`csr_dot`. `fields` int32 [nnz] has the field of each
+    entry. `factors` float32 [columns, fields * width] has a vector v of `width` numbers for each column and field.
+    `active` uint8 [columns] is 1 for columns with interactions, and 0 for other columns.
     """
     ones = len(values) == 0
     for i in range(len(margins)):
@@ -142,9 +148,10 @@ def add_field_interactions(indptr, indices, values, fields, active, factors, wid
 def field_interaction_gradients(  # type: ignore[no-untyped-def]
     indptr, indices, values, fields, active, factors, width, residuals, out
 ):
-    """Write the gradient by `factors` to `out` (float32 [columns, fields * width]).
+    """Write the gradient of the loss by `factors` to `out` (float32 [columns, fields * width]).
 
-    For the other arguments see :func:`add_field_interactions`; `residuals` float32 [n] are derivatives by margin.
+    `residuals` (float32 [n]) are the derivatives of the loss by the margins. :func:`add_field_interactions` describes
+    the other arguments.
     """
     ones = len(values) == 0
     out[:] = np.float32(0)
@@ -166,7 +173,10 @@ def field_interaction_gradients(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def logistic(margins, labels, probabilities, residuals):  # type: ignore[no-untyped-def]
-    """Write p = 1/(1 + exp(−margin)) and p − label; return the summed log loss (float64), without overflow."""
+    """Write the probabilities p = 1/(1 + exp(−margin)) and the residuals p − label.
+
+    Return the sum of the log losses (float64), computed without overflow.
+    """
     loss = 0.0
     for i in range(len(margins)):
         margin = np.float64(margins[i])

@@ -1,7 +1,8 @@
-"""Kernels of a dense table: one long record of values and state planes, updated by range or by position.
+"""Kernels of a dense table, which update its values by range or by position.
 
-Kernels that update elements receive the kernel `update`, which applies a rule; :mod:`paceline.tables.rules` compiles
-them.
+The table is one long array, the *record*: all values, then all first state numbers of the update rule, and so on. The
+kernels that update elements receive the kernel `update`, which applies an update rule. :mod:`paceline.tables.rules`
+compiles them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .parameters import INITIAL_A, INITIAL_B, hyper_of
 def start_range(rule, record, size, start, stop, first_key, kind, seed, parameters, start_state):  # type: ignore[no-untyped-def]
     """Set elements ``[start, stop)`` of a record of `size` values to initial values and state.
 
-    `first_key` is the table's key of element `start`, so the values do not depend on a bucket's position in the record.
+    `first_key` is the key of element `start` in the table. The initial values depend on keys, and not on the position
+    of a bucket in this server's record.
     """
     for j in range(start, stop):
         key = np.uint64(first_key + j - start)
@@ -27,8 +29,8 @@ def start_range(rule, record, size, start, stop, first_key, kind, seed, paramete
 
 @njit(nogil=True, inline="always")
 def push_range(rule, record, size, start, stop, grads, at, parameters, update):  # type: ignore[no-untyped-def]
-    """Update elements ``[start, stop)`` with ``grads[at:]``."""
-    # With slices the compiler knows that no index is negative, so it vectorizes the loops: SGD on 25 million elements
+    """Update elements ``[start, stop)`` with the gradients ``grads[at:]``."""
+    # For slices the compiler infers that no index is negative, and vectorizes the loops: SGD on 25 million elements
     # takes 6 ms instead of 21.
     length = stop - start
     update(rule, record[start:], size, 0, length, grads[at : at + length], 0, hyper_of(parameters), True)
@@ -45,7 +47,8 @@ def push_at(rule, record, size, positions, grads, parameters, update):  # type: 
 @njit(cache=True, nogil=True)
 def dense_pull(record, start, stop, out, at):  # type: ignore[no-untyped-def]
     """Write the values of elements ``[start, stop)`` to ``out[at:]``."""
-    # A loop, because NumPy's copy of 195 KB takes 30 to 40% longer if source and target are aligned differently.
+    # A loop is used instead of NumPy's copy, which takes 30 to 40% longer (195 KB) if the alignments of source and
+    # target differ.
     source, target = record[start:stop], out[at : at + stop - start]
     for j in range(stop - start):
         target[j] = source[j]

@@ -1,6 +1,6 @@
-"""Kernels of message filters: digests of key lists, differences of sorted keys, values of few bits.
+"""Kernels of message filters: digests of key lists, differences of sorted keys, and quantization to a few bits.
 
-Their references are in ``tests/reference/filters.py``.
+The reference implementations are in ``tests/reference/filters.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .index import mix
 from .jit import njit
 
 BLOCK = 256
-"""The number of consecutive values that share a scale."""
+"""The number of consecutive values that are quantized with one scale (a *block*)."""
 
 _GOLDEN, _SALT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 _U7, _U40, _U127, _U128 = np.uint64(7), np.uint64(40), np.uint64(127), np.uint64(128)
@@ -22,10 +22,10 @@ _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 @njit(cache=True, nogil=True)
 def digest(keys, out):  # type: ignore[no-untyped-def]
-    """Write a digest of 128 bits of a list of keys (uint64 [n]), order included, to `out` (uint64 [2]).
+    """Write a 128-bit digest of a list of keys (uint64 [n]) to `out` (uint64 [2]). It depends on the order of keys.
 
-    The digest has two sums of hashes of key and position. Different lists collide with probability 2**-128, but an
-    attacker can construct lists that collide.
+    The digest consists of two sums of hashes of key and position. Two different lists have equal digests with
+    probability 2**-128. An attacker can construct different lists with equal digests.
     """
     first, second, position = np.uint64(len(keys)), _SALT, np.uint64(0)
     for i in range(len(keys)):
@@ -39,9 +39,10 @@ def digest(keys, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def encode_deltas(keys, out):  # type: ignore[no-untyped-def]
-    """Write the differences of ascending keys (uint64 [n]) to `out` (uint8 [10 n]); return the number of bytes.
+    """Write the differences of ascending keys (uint64 [n]) to `out` (uint8 [10 n]), and return the number of bytes.
 
-    Each byte has seven bits, the low bits first; the eighth bit is set if more bytes follow (LEB128).
+    A difference is written in LEB128: each byte contains seven bits of the number, the low bits first. The eighth bit
+    is set if more bytes of the number follow.
     """
     at = 0
     former = np.uint64(0)
@@ -82,11 +83,12 @@ def decode_deltas(data, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def number_keys(keys, slot_keys, slot_numbers, state, out):  # type: ignore[no-untyped-def]
-    """Write keys (uint64 [n]) to `out` (uint8, 9 bytes for each): those with a number as that (LEB128), others whole.
+    """Write keys (uint64 [n]) to `out` (uint8, up to 9 bytes per key) by short numbers, and return the number of bytes.
 
-    A whole key follows a zero byte and gets the next number, from 1 on, while there are free numbers. `slot_keys`
-    uint64 and `slot_numbers` uint32 (0: free) are a hash table, whose size is a power of two. `state` int64 [2] has the
-    count of used numbers and the largest number. Return the number of bytes written.
+    A key that already has a number is written as its number (LEB128). Another key is written as a zero byte and the
+    whole key. It then gets the next number, from 1 on, while there are free numbers. `slot_keys` uint64 and
+    `slot_numbers` uint32 (0 in a free slot) are the hash table of the keys' numbers; its size is a power of two.
+    `state` int64 [2] has the count of used numbers and the largest allowed number.
     """
     mask = np.uint64(len(slot_keys) - 1)
     count, at = state[0], 0
@@ -118,7 +120,7 @@ def number_keys(keys, slot_keys, slot_numbers, state, out):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def renumber(slot_keys, slot_numbers, new_keys, new_numbers):  # type: ignore[no-untyped-def]
-    """Copy the hash table of :func:`number_keys` to a larger table, which is all zeros."""
+    """Copy the hash table of :func:`number_keys` to a larger table. The caller fills the larger table with zeros."""
     mask = np.uint64(len(new_keys) - 1)
     for i in range(len(slot_keys)):
         if slot_numbers[i] != 0:
@@ -133,8 +135,8 @@ def renumber(slot_keys, slot_numbers, new_keys, new_numbers):  # type: ignore[no
 def read_numbers(data, known, state, out):  # type: ignore[no-untyped-def]
     """Decode the output of :func:`number_keys` (uint8 [m]) into `out` (uint64 [n]).
 
-    `known` uint64 has the keys by number, from 1 on, and room for new keys; for `state` see :func:`number_keys`. Return
-    the number of bytes read, or -1 for invalid bytes; then `state` is unchanged.
+    ``known[i]`` (uint64) is the key with number i, from 1 on. `known` must have room for new keys. :func:`number_keys`
+    describes `state`. Return the number of bytes read. For invalid bytes return -1, and leave `state` unchanged.
     """
     count, at = state[0], 0
     for i in range(len(out)):
@@ -169,11 +171,12 @@ def read_numbers(data, known, state, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untyped-def]
-    """Round values (float32 [n]) to whole numbers of `bits` bits, up or down at random so that the mean is exact.
+    """Quantize values (float32 [n]) to `bits` bits. Each value is rounded up or down at random.
 
-    `half` is half of the greatest number: 127, 7, 1 or 0.5 for 8, 4, 2 or 1 bit. `scales` float32 [ceil(n / BLOCK)]
-    gets the largest magnitude of each block; NaN where it is not finite.
-    `codes` uint8 [ceil(n * bits / 8)]. `seed` uint64.
+    The probabilities are such that the mean of the rounded value is the exact value. `half` is half of the largest
+    code: 127, 7, 1 or 0.5 for 8, 4, 2 or 1 bit. The results are the `codes` (uint8 [ceil(n * bits / 8)]) and the
+    `scales` (float32 [ceil(n / BLOCK)]): the largest magnitude of each block, or NaN if it is not finite. `seed` is
+    uint64.
     """
     codes[:] = 0
     for block in range(len(scales)):
@@ -199,12 +202,12 @@ def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untype
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def quantize_nearest(values, bits, half, scales, codes):  # type: ignore[no-untyped-def]
-    """Round values to the nearest number, for senders that keep the error; arguments as in :func:`quantize`.
+    """Quantize values by rounding to the nearest code, for senders that add the rounding error to their next message.
 
-    With 1 and 2 bits a block's scale minimizes its error: it is the mean magnitude of the values that do not become
-    zero. With 2 bits, values up to 0.7 of the mean magnitude become zero (Li et al., "Ternary weight networks", 2016);
-    with 1 bit no value becomes zero (Karimireddy et al., ICML 2019). The norm of a block's error is at most the norm of
-    the block.
+    :func:`quantize` describes the arguments. With 1 and 2 bits, the scale of a block is the mean magnitude of the
+    values that do not become zero, which minimizes the error of the block. With 2 bits, values up to 0.7 of the block's
+    mean magnitude become zero (Li et al., "Ternary weight networks", 2016). With 1 bit, no value becomes zero
+    (Karimireddy et al., ICML 2019). The norm of a block's error is at most the norm of the block.
     """
     codes[:] = 0
     for block in range(len(scales)):
@@ -265,7 +268,7 @@ KERNELS = (
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
+    """Compile the kernels for the argument types of their callers, or load them from Numba's cache."""
     keys, data = np.zeros(1, np.uint64), np.zeros(16, np.uint8)
     values, half = np.zeros(1, np.float32), np.float32(127)
     digest(keys, np.zeros(2, np.uint64))

@@ -1,10 +1,10 @@
-"""Hashes in NumPy and plain Python: of keys, and of bytes to keys.
+"""Hashes in NumPy and plain Python: the hash of a key, and the hash that converts a feature's bytes to its key.
 
-**Keys.** :func:`mix` is the hash that :mod:`.index` computes; its upper bits are the key's bucket.
+**Keys.** :func:`mix` computes the hash that :mod:`.index` uses. The upper bits of the hash are the key's bucket.
 
 **Bytes.** A feature's key is a 64-bit hash of its bytes. The hash starts from a seed that differs by field (for
-example, the hash of the column's name), so equal values in two columns are different features. Saved models depend on
-this hash, so it never changes (tests hold golden values). All arithmetic is modulo 2^64::
+example, the hash of the column's name), so equal values in two columns are different features. Saved models contain
+these keys, so the hash must never change (tests compare it with fixed values). All arithmetic is modulo 2^64::
 
     h = seed ^ (length * 0x9E3779B97F4A7C15)
     for each 8 bytes, little-endian, the last word padded with zeros:
@@ -30,7 +30,7 @@ LAST_FINAL_MULTIPLIER = 0xD6E8FEB86659FD93
 
 
 def mix(keys: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Return the hash of each key: splitmix64's finalizer."""
+    """Return the hash of each key, computed by the final step (finalizer) of splitmix64."""
     h: npt.NDArray[np.uint64] = np.atleast_1d(np.asarray(keys, np.uint64)).copy()
     h = (h ^ (h >> np.uint64(30))) * np.uint64(WORD_MULTIPLIER)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(FIRST_FINAL_MULTIPLIER)
@@ -39,7 +39,7 @@ def mix(keys: npt.ArrayLike) -> npt.NDArray[np.uint64]:
 
 
 def hash_bytes(data: bytes, seed: int) -> int:
-    """Return the key of `data` under `seed`."""
+    """Return the key of the feature with the bytes `data`, in the field with this `seed`."""
     h = seed ^ (len(data) * LENGTH_MULTIPLIER & MASK)
     for at in range(0, len(data), 8):
         h = hash_word(h, int.from_bytes(data[at : at + 8], "little"))
@@ -47,13 +47,13 @@ def hash_bytes(data: bytes, seed: int) -> int:
 
 
 def hash_word(h: int, word: int) -> int:
-    """Add eight bytes to the state of a hash."""
+    """Return the state of a hash after eight more bytes, the integer `word`."""
     h = (h ^ word) * WORD_MULTIPLIER & MASK
     return h ^ (h >> 32)
 
 
 def hash_end(h: int) -> int:
-    """Return the key of a final state: every bit of the state affects every bit of the key."""
+    """Return the key for the final state of a hash. Every bit of the state affects every bit of the key."""
     h = h * FIRST_FINAL_MULTIPLIER & MASK
     h ^= h >> 29
     h = h * LAST_FINAL_MULTIPLIER & MASK
@@ -66,5 +66,5 @@ def name_seed(name: str) -> int:
 
 
 def field_of(name: str) -> int:
-    """Return the number of a named field in a batch: the lower half of the hash of the name."""
+    """Return the number of the field with this name: the lower 32 bits of the hash of the name."""
     return name_seed(name) & 0xFFFFFFFF

@@ -1,33 +1,35 @@
-"""The hash index of a sparse table: uint64 key → row, in fixed buckets that grow one at a time.
+"""The hash index of a sparse table: it maps uint64 keys to rows, in a fixed number of buckets.
 
-Layout. The top 9 bits of a key's hash select one of 512 *buckets*, which are also the unit of placement on servers. A
-bucket is an array of 64-byte *lines*. The other bits of the hash are multiplied by the bucket's *salt*, and the upper
-32 bits of the product select the home line. A line holds as many *entries* as fit; an entry is ``key (2 words) |
-payload``. For a narrow row the payload is the row itself (*inline*: one cache miss for a look-up). For a wide row the
-payload is the row's slot number in the bucket's row array (*indirect*). Entries fill a line from its front; a full line
-overflows into the next one. The last line does not wrap around to the first: spare lines, the *tail*, follow. The
-all-zero key means *empty*; the real key 0 lives in the line before the first.
+Buckets and lines. The top 9 bits of a key's hash select one of 512 *buckets*. (Buckets are also the units that are
+assigned to servers.) A bucket is an array of 64-byte *lines*. The other bits of the hash are multiplied by the bucket's
+*salt*, and the upper 32 bits of the product select the key's *home line*. If the home line is full, the key is stored
+in the next line that is not full. After the last home line of a bucket, there are spare lines, the *tail*.
 
-A bucket starts with ``TAIL_LINES`` spare lines, and their number doubles if a run of full lines reaches their end. So
-every set of keys fits, including crafted keys.
+Entries. A line contains as many *entries* as fit. An entry is ``key (2 words) | payload``. In a table of narrow rows
+the payload is the row itself (*inline*), so that a look-up needs one cache miss. In a table of wide rows the payload is
+the number of the row in the bucket's row array (*indirect*). Entries fill a line from its front. An entry with an
+all-zero key is *empty*; the real key 0 is stored in the line before the first line.
 
-Keys may be crafted: the hash can be inverted, so thousands of keys may have the same home line, and each search would
-read all of them. Every bucket begins with the salt ``FIRST_SALT``, with which bits 23 to 54 select the line, so equal
-insertions give equal layouts. If an entry would lie more than ``MAX_RUN`` lines after its home line, which happens only
-for crafted keys, the bucket gets a random odd salt, and its entries are inserted again (multiply-shift, Dietzfelbinger
-et al., J. Algorithms 1997: two keys share one of n lines with probability at most 2/n).
+Tail. A bucket starts with ``TAIL_LINES`` spare lines. Their number doubles if the full lines reach the end of the tail.
+So every set of keys fits.
 
-Marks. The last word of a line with three or five entries is unused. If the layout has a ``MARK``, 6 bits of this word
-belong to each entry: the mark of the data pass in which the entry's row was last pushed. For key 0, the mark is a word
+Crafted keys. The hash can be inverted, so an attacker may choose thousands of keys with one home line, and each search
+would read all of them. If an entry would lie more than ``MAX_RUN`` lines after its home line, which happens only for
+crafted keys, the bucket gets a random odd salt, and its entries are inserted again. With a random salt, two keys share
+one of n lines with probability at most 2/n (multiply-shift, Dietzfelbinger et al., J. Algorithms 1997). Before that,
+every bucket has the salt ``FIRST_SALT``, with which bits 23 to 54 of the hash select the line. So equal insertions give
+equal layouts.
+
+Marks. The last word of a line with three or five entries is unused. If the layout has a ``MARK``, each entry has 6 bits
+of this word: the mark of the pass over the data in which the entry's row was last pushed. The mark of key 0 is a word
 of its own line. Marks repeat after 63 passes, so older rows must be erased before.
 
-Each bucket grows by a quarter, at a size that differs between buckets. So a table grows in small pieces: at 10^7 rows
-one growth copies 20,000 rows.
+Growth. Each bucket grows by a quarter, at a size that differs between buckets. So a table grows in small pieces: at
+10^7 rows one growth copies 20,000 rows.
 
-Speed depends on the cache misses in flight: while a key is compared, the home line of the key 32 positions later is
-prefetched, and all entries of a line are compared without a branch. Measured at 10^7 rows of dim 1, per key: this
-method 17 ns; blocks of 64 keys (prefetch all, then compare all) 23 ns; no prefetch 37 ns; key → slot → row in two
-arrays 36 ns.
+Speed. While a key is compared, the home line of the key 32 positions later is prefetched. All entries of a line are
+compared without a branch. At 10^7 rows of dim 1, this takes 17 ns per key. Alternatives are slower: 23 ns if 64 keys
+are prefetched and then compared, 37 ns without prefetch, and 36 ns if keys and rows are in two arrays.
 """
 
 from __future__ import annotations
@@ -40,25 +42,25 @@ from .memory import load_u32, load_u64, prefetch, store_u32, store_u64
 NUM_BUCKETS = 512
 LINE_BYTES = 64
 TAIL_LINES = 12  # the initial number of spare lines
-_AT_ONCE = 64  # keys whose lines are prefetched together, in kernels whose speed matters less
-AHEAD = 32  # keys between prefetch and use; 24 to 48 are equally fast
+_AT_ONCE = 64  # the number of keys whose lines are prefetched together, in kernels whose speed matters less
+AHEAD = 32  # the number of keys between the prefetch of a line and its use; 24 to 48 are equally fast
 
-# Sections of the directory, a uint64 array.
-LINES = 0  # pairs: address of the first line, number of home lines
-ROWS = 2 * NUM_BUCKETS  # address of the row array; 0 for inline rows
-COUNT = 3 * NUM_BUCKETS  # entries in the bucket
-LIMIT = 4 * NUM_BUCKETS  # number of entries at which the bucket must grow
-USED = 5 * NUM_BUCKETS  # row slots ever used (indirect)
-FREE = 6 * NUM_BUCKETS  # 1 + first free slot, 0 for none; the first word of a free slot has the next one (indirect)
-TAIL = 7 * NUM_BUCKETS  # spare lines after the home lines
+# Sections of the directory, a uint64 array that describes all buckets. A section has a word (LINES: two) per bucket.
+LINES = 0  # the address of the first line and the number of home lines
+ROWS = 2 * NUM_BUCKETS  # the address of the row array; 0 for inline rows
+COUNT = 3 * NUM_BUCKETS  # the number of entries in the bucket
+LIMIT = 4 * NUM_BUCKETS  # the number of entries at which the bucket must grow
+USED = 5 * NUM_BUCKETS  # the number of slots of the row array that were ever used
+FREE = 6 * NUM_BUCKETS  # 1 + the first free slot of the row array; 0 for none; a free slot begins with the next one
+TAIL = 7 * NUM_BUCKETS  # the number of spare lines after the home lines
 SALT = 8 * NUM_BUCKETS  # the salt: FIRST_SALT, or a random odd number
 DIRECTORY_WORDS = 9 * NUM_BUCKETS
 
 FIRST_SALT = 1 << 9
-MAX_RUN = 64  # lines; 1.5 million random keys in four layouts never reached this limit
+MAX_RUN = 64  # the maximum number of lines from a home line to an entry; 1.5 million random keys never reached it
 
-# Fields of the layout, an int64 array.
-ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED, MARK = range(9)  # MARK: current; 0: none
+# Fields of the layout, an int64 array with the constants of a table. MARK is the current mark, or 0 without marks.
+ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED, MARK = range(9)
 LAYOUT_WORDS = 9
 NUM_MARKS = 63
 
@@ -67,7 +69,7 @@ _LINE = np.uint64(LINE_BYTES)
 _KEY = np.uint64(8)
 _WORD = np.uint64(4)
 _BUCKET_SHIFT = np.uint64(55)
-# byte offset of the marks in a line, and of key 0's mark in its own line
+# The byte offset of the marks in a line, and of the mark of key 0 in its own line.
 _MARKS_AT, _ZERO_MARK_AT = np.uint64(60), np.uint64(56)
 _MARK_BITS, _MARK_MASK = np.uint32(6), np.uint32(63)
 _EVERY_ENTRY = np.uint32(0x01041041)
@@ -77,7 +79,7 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 @njit(cache=True, nogil=True, inline="always")
 def mix(key):  # type: ignore[no-untyped-def]
-    """Return the 64-bit hash of a key, a bijection (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
+    """Return the 64-bit hash of a key (the bijective last step of splitmix64, Steele et al., OOPSLA 2014)."""
     key = (key ^ (key >> _S30)) * _M1
     key = (key ^ (key >> _S27)) * _M2
     return key ^ (key >> _S31)
@@ -94,7 +96,7 @@ def home_line(directory, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, inline="always")
 def _find_in_line(line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
-    """Return the address of the entry of `key` in a line, or 0. All entries are compared, without branches."""
+    """Return the address of the entry of `key` in a line, or 0 if the line has no such entry."""
     found = _U0
     if slots == 5:
         if load_u64(line) == key:
@@ -128,8 +130,8 @@ def _find_in_line(line, key, entry_bytes, slots):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True, inline="always")
 def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
-    """Return the address of the entry of `key`, searching from its home line, or 0 if the key is absent."""
-    if key == _U0:  # key 0 is in the line before bucket 0's first; its last word is 1 if the key exists
+    """Return the address of the entry of `key`, or 0 if the key is absent. The search starts at `line`."""
+    if key == _U0:  # key 0 is in the line before the first line of bucket 0; its last word is 1 if the key exists
         zero = directory[0] - _LINE
         return zero if load_u32(zero + np.uint64(60)) != np.uint32(0) else _U0
     last = np.uint64(slots - 1) * entry_bytes
@@ -142,10 +144,10 @@ def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-unt
 
 @njit(cache=True, nogil=True)
 def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
-    """Write `key`, known to be absent, into the first empty entry from `line` on; return its address.
+    """Write the absent `key` into the first empty entry from `line` on, and return the address of the entry.
 
-    Returns 0, and writes nothing, if the bucket must change first. It needs more rows if it is at its limit, another
-    salt if the run of full lines from `line` on is too long, and otherwise a longer tail.
+    If the bucket must change first, return 0 and write nothing. The bucket must grow if it has reached its limit of
+    entries. It needs another salt if too many lines from `line` on are full. Otherwise it needs a longer tail.
     """
     bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
     if directory[COUNT + bucket] >= directory[LIMIT + bucket]:
@@ -156,7 +158,7 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
         directory[COUNT] += _U1
         return zero
     base = directory[2 * bucket]
-    # The last entry of the last tail line stays empty, because an empty entry ends a search.
+    # The last entry of the last line must stay empty, because a search ends at an empty entry.
     last_line = base + (directory[2 * bucket + 1] + directory[TAIL + bucket] - _U1) * _LINE
     last = np.uint64(slots - 1) * entry_bytes
     furthest = line + np.uint64(MAX_RUN) * _LINE
@@ -174,7 +176,7 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
 
 @njit(cache=True, nogil=True)
 def is_run_too_long(directory, key, layout):  # type: ignore[no-untyped-def]
-    """Return whether the run of full lines from the home line of `key` on exceeds the limit."""
+    """Return whether more than MAX_RUN lines from the home line of `key` on are full."""
     line = home_line(directory, key)
     last = np.uint64(layout[SLOTS] - 1) * np.uint64(layout[ENTRY_WORDS]) * _WORD
     num_lines = 0
@@ -186,7 +188,7 @@ def is_run_too_long(directory, key, layout):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def take_slot(directory, bucket, row_words):  # type: ignore[no-untyped-def]
-    """Return a free row slot of a bucket (indirect). A slot is free while COUNT is below LIMIT."""
+    """Return a free slot in the row array of a bucket. There is a free slot if COUNT is below LIMIT."""
     free = directory[FREE + bucket]
     if free != _U0:
         slot = free - _U1
@@ -200,7 +202,7 @@ def take_slot(directory, bucket, row_words):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, inline="always")
 def row_of_entry(directory, entry, key, layout):  # type: ignore[no-untyped-def]
-    """Return the address of the row that an entry refers to."""
+    """Return the address of the row that belongs to an entry."""
     if layout[INLINE] == 1:
         return entry + _KEY
     bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
@@ -228,7 +230,7 @@ def _set_mark_of_entry(entry, entry_bytes, mark):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True)
 def mark(directory, layout, keys):  # type: ignore[no-untyped-def]
-    """Give the rows of `keys` (uint64 [n]) the current mark; keys without a row are skipped."""
+    """Set the mark of the rows of `keys` (uint64 [n]) to the current mark. Keys without a row are skipped."""
     entry_bytes, slots = np.uint64(layout[ENTRY_WORDS]) * _WORD, layout[SLOTS]
     lines = np.empty(_AT_ONCE, np.uint64)
     for start in range(0, len(keys), _AT_ONCE):
@@ -248,7 +250,7 @@ def mark(directory, layout, keys):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def mark_all(directory, layout):  # type: ignore[no-untyped-def]
-    """Give every row the current mark."""
+    """Set the mark of every row to the current mark."""
     for bucket in range(NUM_BUCKETS):
         if directory[COUNT + bucket] == _U0:
             continue  # all empty buckets share one line
@@ -261,7 +263,7 @@ def mark_all(directory, layout):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def old_keys(directory, layout, bucket, num_passes, keys_out):  # type: ignore[no-untyped-def]
-    """Write the keys of a bucket's rows with marks of `num_passes` passes ago or older; return how many there are."""
+    """Write the keys of a bucket's rows that were last pushed `num_passes` or more passes ago. Return their number."""
     entry_bytes, slots = np.uint64(layout[ENTRY_WORDS]) * _WORD, layout[SLOTS]
     base, count = directory[2 * bucket], 0
     has_zero = bucket == 0 and load_u32(base - _LINE + np.uint64(60)) != np.uint32(0)
@@ -282,10 +284,9 @@ def old_keys(directory, layout, bucket, num_passes, keys_out):  # type: ignore[n
 
 @njit(cache=True, nogil=True)
 def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[no-untyped-def]
-    """Copy a bucket's entries from its `num_old` old lines, tail included, to empty lines of `new_directory`.
+    """Copy a bucket's entries from its `num_old` old lines (including the tail) to the empty lines of `new_directory`.
 
-    Returns False if the tail of the new lines overflows, so that the caller must retry with more lines, or if a run of
-    full lines is too long.
+    Return False if the entries do not fit. Then the caller must retry with a longer tail or another salt.
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
@@ -315,9 +316,10 @@ def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[n
 
 @njit(cache=True, nogil=True)
 def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
-    """Erase the rows of `keys`; return the number of rows that existed.
+    """Erase the rows of `keys`, and return the number of erased rows.
 
-    The gap is closed immediately, without tombstones: entries that may have overflowed a full line are inserted again.
+    After an erasure from a full line, the entries of the next lines, which may belong to this line, are inserted again.
+    So the index needs no markers for erased entries.
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
@@ -350,14 +352,14 @@ def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _put_in_again(directory, bucket, first_line, layout):  # type: ignore[no-untyped-def]
-    """Remove the entries of the lines from `first_line` to the first line that is not full, and insert them again."""
+    """Remove all entries from `first_line` to the first line that is not full, and insert the entries again."""
     entry_words, slots = layout[ENTRY_WORDS], layout[SLOTS]
     entry_bytes = np.uint64(entry_words) * _WORD
     last = np.uint64(slots - 1) * entry_bytes
     num_lines = 1
     while load_u64(first_line + np.uint64(num_lines - 1) * _LINE + last) != _U0:
         num_lines += 1
-    taken = np.empty((num_lines * slots, entry_words + 1), np.uint32)  # the removed entries, each followed by its mark
+    taken = np.empty((num_lines * slots, entry_words + 1), np.uint32)  # each removed entry, followed by its mark
     count = 0
     for number in range(num_lines):
         for slot in range(slots):
@@ -382,7 +384,7 @@ def _put_in_again(directory, bucket, first_line, layout):  # type: ignore[no-unt
 
 @njit(cache=True, nogil=True)
 def _drop_entry(line, entry, layout):  # type: ignore[no-untyped-def]
-    """Remove an entry from its line. The line's last entry takes its place, so that entries stay at the front."""
+    """Remove an entry from its line. The last entry of the line takes its place, so that no gap remains."""
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
     tail = line + np.uint64(layout[SLOTS] - 1) * entry_bytes
@@ -394,7 +396,7 @@ def _drop_entry(line, entry, layout):  # type: ignore[no-untyped-def]
         store_u32(tail + at, np.uint32(0))
     if layout[MARK] != 0:
         _set_mark_of_entry(entry, entry_bytes, _mark_of(line, (tail - line) // entry_bytes))
-    # If `entry` is `tail` itself, the entry was copied onto itself and then cleared.
+    # If `entry` is the last entry itself, it was copied onto itself and then cleared.
 
 
 @njit(cache=True, nogil=True)
@@ -428,8 +430,9 @@ def buckets_of(keys, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def bucket_words(keys, out):  # type: ignore[no-untyped-def]
-    """Write the set of the keys' buckets as bits (uint64 [8], bucket b is bit b % 64 of word b // 64)."""
-    # First set a byte for each bucket: setting bits directly waits for the previous bit, 1.2 ns per key instead of 0.9.
+    """Write the set of the keys' buckets to `out` (uint64 [8]). Bucket b is bit b % 64 of word b // 64."""
+    # The loop first sets a byte for each bucket. Setting bits directly takes 1.2 ns per key instead of 0.9, because
+    # each bit waits for the previous one.
     there = np.zeros(NUM_BUCKETS, np.uint8)
     for i in range(len(keys)):
         there[np.int64(mix(keys[i]) >> _BUCKET_SHIFT)] = 1

@@ -1,8 +1,9 @@
-"""Initial values of parameters: a function of seed, key and element alone.
+"""Initial values of parameters, which depend only on the seed, the key and the number of the element.
 
-So the values do not depend on the order in which rows are created, on the row's server or on the number of servers. A
-row without a push has the same values in every pull, although it is not stored. The generator is counter-based in the
-manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with splitmix64's finalizer.
+The values do not depend on the order in which rows are created, on the server of a row, or on the number of servers.
+Before its first push a row is not stored, and each pull computes equal initial values. The random numbers are hashes of
+seed, key and counter, computed with the final step of splitmix64 (a counter-based generator, Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _STEP = 1.0 / (1 << 53)
 
 @njit(cache=True, nogil=True)
 def _uniform(seed, key, counter):  # type: ignore[no-untyped-def]
-    """Return a float64 in (0, 1)."""
+    """Return a random float64 in (0, 1), which depends only on `seed`, `key` and `counter`."""
     bits = mix(mix(key ^ mix(seed + _GOLDEN)) + counter * _GOLDEN)
     return (np.float64(bits >> _S11) + 0.5) * _STEP
 
@@ -30,7 +31,8 @@ def _uniform(seed, key, counter):  # type: ignore[no-untyped-def]
 def initial_row(kind, seed, key, out, at, dim, a, b):  # type: ignore[no-untyped-def]
     """Write a row's initial values (float32) to ``out[at : at + dim]``.
 
-    `kind` is ZEROS, CONSTANT(a), UNIFORM[a, b] or NORMAL(a, b²), whose elements come in pairs (Box and Muller, 1958).
+    `kind` is ZEROS, CONSTANT (the value a), UNIFORM (between a and b) or NORMAL (mean a and standard deviation b).
+    Normal numbers are computed in pairs (Box and Muller, 1958).
     """
     if kind == UNIFORM:
         for j in range(dim):

@@ -1,11 +1,13 @@
-"""Numba's `njit` with a cache that is renewed after a change of any file that a kernel inlines.
+"""Numba's `njit` with a cache of compiled code that is renewed after a change of any inlined source file.
 
-Numba keeps one cache file per function and checks it against the function's own source file only. Paceline's kernels
-are inlined across files, so an upgrade that changes only `index.py` would leave an old hash function in
-`sparse.gather`, which would then read wrong addresses. The check of this module covers all files. Numba writes a
-cache's index before the file that the index describes. File names include the source's hash and the process, because
-otherwise a process could load an old file that another process has not replaced yet. The module uses private attributes
-of Numba (equal from 0.57 to 0.68). Without these attributes, only Numba's own check remains.
+Numba keeps cache files for each function, and checks only whether the function's own source file has changed.
+Paceline's kernels are inlined across files. So if an upgrade changed only `index.py`, the cached `sparse.gather` would
+contain the old hash function, and would read wrong addresses. The check of this module covers all source files.
+
+Numba writes the index of a cache before the file that the index names. So another process could load an old file that
+is not replaced yet. Therefore the file names of this module include the hash of the sources and the process id. The
+module uses private attributes of Numba, which are equal from 0.57 to 0.68. If they are missing, only Numba's own check
+is used.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _SOURCES = (*_PACKAGE.glob("kernels/**/*.py"), *_PACKAGE.glob("tables/rules/*.py
 
 @cache
 def _package_stamp() -> str:
-    """Return a hash of all source files that may be inlined in a compiled kernel."""
+    """Return a hash of all source files whose functions may be inlined in a compiled kernel."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES):
         digest.update(source.read_bytes())
@@ -38,7 +40,7 @@ def _package_stamp() -> str:
 
 
 class _OwnName(str):
-    """The name of a file in the cache, with the id of the current process, which is another one after a fork."""
+    """The name of a cache file, which contains the id of the process that uses the name (a new id after a fork)."""
 
     @override
     def format(self, *arguments: object, **fields: object) -> str:
@@ -48,8 +50,9 @@ class _OwnName(str):
 class _LoadedAlone(numba.core.caching.FunctionCache):
     """A kernel's cache that loads machine code without importing Numba's compiler.
 
-    Before the first load, Numba imports its implementations of all NumPy functions, and SciPy and pycparser if
-    installed, which takes 0.45 s. Compiled code needs only Numba's runtime; a compilation imports the rest.
+    Before the first load, Numba normally imports its implementations of all NumPy functions, and SciPy and pycparser if
+    they are installed. This takes 0.45 s. Compiled code needs only Numba's runtime, so this class imports the rest only
+    for a compilation.
     """
 
     @override
@@ -86,16 +89,16 @@ def njit(**options: Any) -> Any:
 
 
 def inlined(**options: Any) -> Any:
-    """Return a decorator for kernels that are compiled into other kernels, and that Python does not call.
+    """Return a decorator for kernels that are inlined in other kernels and never called from Python.
 
-    So no wrapper for Python's objects is compiled, and nothing is cached. The kernels must not create arrays, because
-    references to arrays are not counted (:func:`uncounted`).
+    For these kernels, Numba compiles no wrapper for calls from Python, and caches nothing. The kernels must not create
+    arrays, because they do not count references to arrays (see :func:`uncounted`).
     """
     return uncounted(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
 
 
 class Unaliased(numba.core.compiler.Compiler):
-    """Compiler of kernels whose arrays share no memory: loops are vectorized without a check for overlap."""
+    """A compiler for kernels whose arrays never share memory. It vectorizes loops without a check for overlaps."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -103,22 +106,22 @@ class Unaliased(numba.core.compiler.Compiler):
 
 
 def uncounted(**options: Any) -> Any:
-    """Return a decorator for kernels that other kernels call, and that create no arrays.
+    """Return a decorator for kernels that other kernels call, that create no arrays, and that count no references.
 
-    Numba counts the references to each array at each call of a function that it does not inline, by two atomic
-    additions: a csv row of 13 numbers takes 1,100 ns with counting and 310 ns without.
+    If a function is not inlined, Numba counts the references to its array arguments with two atomic additions per array
+    and call. A csv row of 13 numbers takes 1,100 ns with this counting and 310 ns without.
     """
     return njit(**_UNCOUNTED, **options)
 
 
 def is_cached(kernel: Any) -> bool:
-    """Return whether a kernel needs no compilation, because its cache has code compiled from the current source."""
+    """Return whether the cache of a kernel has code that was compiled from the current source files."""
     if numba.config.DISABLE_JIT or kernel.signatures:  # type: ignore[attr-defined]
         return True
     load_index = getattr(_cache_file(kernel), "_load_index", None)
     try:
         return load_index is not None and bool(load_index())
-    except Exception:  # a damaged index may unpickle to anything; Numba reports the problem when it compiles
+    except Exception:  # the index is damaged, and may raise any error; Numba reports this when it compiles the kernel
         return False
 
 

@@ -1,11 +1,11 @@
-"""Raw memory for kernels: loads, stores, copies and prefetches at an address; for shared memory, atomics.
+"""Functions with which kernels load, store, copy and prefetch memory at an address.
 
-A sparse table has a few hundred small allocations that grow separately, so its kernels cannot use one NumPy array; they
-use a directory of addresses instead. The intrinsics of this module load and store at an address. Entries are packed
-32-bit words, so 64-bit accesses are declared as 4-byte aligned.
+A sparse table has a few hundred small allocations that grow separately. So its kernels cannot use one NumPy array, and
+use a list of memory addresses instead. The entries of a table consist of 32-bit words, so a 64-bit load or store is
+only aligned to 4 bytes.
 
-With ``NUMBA_DISABLE_JIT=1`` the same names are plain Python over :mod:`ctypes`, so that coverage can see the
-kernels.
+With ``NUMBA_DISABLE_JIT=1``, this module defines these functions in plain Python with :mod:`ctypes`, so that a coverage
+measurement includes the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 if config.DISABLE_JIT:  # type: ignore[attr-defined]  # pragma: no cover - taken in coverage runs only
 
     def prefetch(address: Any) -> None:
-        """Do nothing: plain Python has no caches to warm."""
+        """Do nothing, because a prefetch has no use in plain Python."""
 
     def load_u32(address: Any) -> Any:
         """Return the 32-bit word at `address`."""
@@ -40,7 +40,7 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]  # pragma: no cover - taken
         ctypes.c_uint64.from_address(int(address)).value = int(value)
 
     def floats_at(address: Any, size: Any) -> Any:
-        """Return the `size` float32 from `address` on, as an array."""
+        """Return the `size` float32 numbers from `address` on, as an array."""
         return np.ctypeslib.as_array((ctypes.c_float * int(size)).from_address(int(address)))
 
 else:
@@ -49,7 +49,7 @@ else:
 
     @intrinsic
     def prefetch(typing_context: Any, address: Any) -> Any:
-        """Prefetch the cache line at `address`, which may be invalid."""
+        """Prefetch the cache line at `address`. The address may be invalid."""
         signature = types.void(types.uint64)
 
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -59,7 +59,7 @@ else:
                 ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word]),
                 "llvm.prefetch.p0i8",
             )
-            # arguments: read or write, locality 0..3, data cache
+            # arguments: address, read (0) or write (1), locality 0 to 3, data cache (1)
             builder.call(function, [builder.inttoptr(args[0], byte_pointer), word(0), word(3), word(1)])
             return context.get_dummy_value()
 
@@ -96,9 +96,10 @@ else:
 
     @intrinsic
     def floats_at(typing_context: Any, address: Any, size: Any) -> Any:
-        """Return the `size` float32 from `address` on, as an array without reference counting.
+        """Return the `size` float32 numbers from `address` on, as an array without reference counting.
 
-        In compiled code its length is 0, so that the compiler omits the addition of the length to negative indices.
+        In compiled code the array's length is 0. So the compiler does not generate code for negative indices, which
+        would add the length to an index.
         """
         kind = types.Array(types.float32, 1, "C")
 

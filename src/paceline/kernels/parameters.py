@@ -1,6 +1,7 @@
-"""The layout of a table's parameter array: float64, so that 1 - beta**step is exact.
+"""The layout of a table's parameter array, which kernels read.
 
-A rule's hyperparameters come first, then the initializer's two numbers.
+The array contains the hyperparameters of the update rule, then the two numbers of the initializer. Its dtype is
+float64, because float32 would be too inexact for 1 - beta**step.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from .jit import inlined
 
 NUM_HYPER = 10
-"""The number of a rule's hyperparameters: at most 8 settings, whether the rule ascends, the step count's plane."""
+"""The number of hyperparameters of an update rule in the array: up to 8 settings of the rule, whether the rule
+maximizes the objective, and the position of the step count in the rule's state.
+"""
 MAXIMIZE, COUNT_PLANE = 8, 9
 INITIAL_A, INITIAL_B = 10, 11
 NUM_PARAMETERS = 12
@@ -16,6 +19,6 @@ NUM_PARAMETERS = 12
 
 @inlined()
 def hyper_of(parameters):  # type: ignore[no-untyped-def]
-    """Return a rule's hyperparameters as a tuple: the compiler keeps them in registers while rows are written."""
+    """Return the rule's hyperparameters as a tuple, which the compiler keeps in registers during a loop over rows."""
     p = parameters
     return p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9]

@@ -1,4 +1,4 @@
-"""All-reduce that reads arrays in the memory of the host's other ranks by ``process_vm_readv``. Linux only."""
+"""An all-reduce that reads the other ranks' arrays in their processes' memory (``process_vm_readv``, Linux only)."""
 
 # mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
 from __future__ import annotations
@@ -37,8 +37,8 @@ _U = np.uint64
 
 @njit(**OPTIONS)
 def read_peer(plan, rank, target, source, num_bytes):  # type: ignore[no-untyped-def]
-    """Copy from the memory of another rank's process; return whether all bytes were read."""
-    vectors = np.empty(4, np.uint64)  # two struct iovec
+    """Copy `num_bytes` from the memory of the process of `rank`, and return whether all bytes were read."""
+    vectors = np.empty(4, np.uint64)  # two structures of type iovec: the target and the source
     vectors[0], vectors[1], vectors[2], vectors[3] = target, _U(num_bytes), source, _U(num_bytes)
     place = _U(vectors.ctypes.data)
     process = types.int32(load_u64(control_of(plan, rank) + _U(PROCESS)))
@@ -87,10 +87,10 @@ def _take_from_peers(plan, state, target, at, part, num_bytes, first):  # type: 
 
 @njit(**OPTIONS)
 def all_reduce_direct(plan, state, signature, source, target, num_bytes, item_bytes, part, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """All-reduce that reads other ranks' arrays directly (``process_vm_readv``), with one copy instead of two.
+    """Run an all-reduce that reads the other ranks' arrays directly in the memory of their processes.
 
-    Chunks have the sizes of :func:`all_reduce`. In the last step every rank waits until the other ranks have read its
-    array.
+    Each byte is copied once, instead of twice through shared memory. The chunks have the sizes of :func:`all_reduce`.
+    In the last step every rank waits until the other ranks have read its array.
     """
     signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     chunk = part * np.int64(plan[SIZE])

@@ -1,7 +1,8 @@
-"""Collectives through memory that the ranks of one host share. :mod:`.steps` describes the segment and its slots.
+"""Collectives through memory that the ranks of one host share. :mod:`.steps` describes this memory and its slots.
 
-Chunk sizes were measured on a 2-core AMD EPYC (1 MB L2, 32 MB L3): parts of 16 KB moved 100 MB in 20 ms, parts of 256
-KB in 12 ms, because fetching a line from L3 is faster than fetching a dirty line from the other core's L2.
+The size of chunks was chosen by a measurement on a 2-core AMD EPYC (1 MB L2 cache, 32 MB L3 cache). An all-reduce of
+100 MB took 20 ms with parts of 16 KB, and 12 ms with parts of 256 KB. Parts of 256 KB leave the L2 cache before the
+other core reads them, and reading a line from L3 is faster than reading a modified line from the other core's L2.
 """
 
 # mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
@@ -49,7 +50,7 @@ _U = np.uint64
 
 @njit(**OPTIONS)
 def all_reduce_small(plan, state, signature, source, target, num_bytes, item_bytes, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """All-reduce an array that fits one slot: every rank reads every slot. One step."""
+    """Reduce a small array over all ranks in one step: every rank reads the data of all ranks."""
     signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     step = state[STEPS] + 1
     rank, size = np.int64(plan[RANK]), np.int64(plan[SIZE])
@@ -74,7 +75,7 @@ def all_reduce_small(plan, state, signature, source, target, num_bytes, item_byt
 
 @njit(**OPTIONS)
 def _reduce_part(plan, source, target, at, part, num_bytes, item_bytes, step, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """Reduce this rank's part of the chunk published in `step`, and store the result for the other ranks."""
+    """Reduce this rank's part of the chunk that the ranks published in `step`. Store the result for the other ranks."""
     rank, size = np.int64(plan[RANK]), np.int64(plan[SIZE])
     start = at + rank * part
     length = min(part, num_bytes - start)
@@ -100,7 +101,7 @@ def _take_results(plan, target, at, part, num_bytes, step):  # type: ignore[no-u
 
 @njit(**OPTIONS)
 def _give(plan, source, at, part, num_bytes, step):  # type: ignore[no-untyped-def]
-    """Write the parts of a chunk that other ranks reduce into this rank's slot."""
+    """Write the parts of this rank's chunk that the other ranks must reduce into this rank's slot."""
     rank, size = np.int64(plan[RANK]), np.int64(plan[SIZE])
     for distance in range(1, size):
         other = (rank + distance) % size
@@ -112,10 +113,10 @@ def _give(plan, source, at, part, num_bytes, step):  # type: ignore[no-untyped-d
 
 @njit(**OPTIONS)
 def all_reduce(plan, state, signature, source, target, num_bytes, item_bytes, part, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """All-reduce in chunks of one `part` (bytes, whole items) per rank: reduce-scatter, then all-gather, in a pipeline.
+    """Run an all-reduce in chunks. A chunk has a part of `part` bytes (whole items) for each rank to reduce.
 
-    In one step a rank reads the results of the chunk before the last, reduces its part of the last chunk, and writes
-    the next chunk into its slot. So each chunk needs one wait.
+    The three phases of successive chunks overlap: in step n a rank writes chunk n into its slot, reduces its part of
+    chunk n - 1, and reads the results of chunk n - 2. So a rank waits only once for each chunk.
     """
     signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     chunk = part * np.int64(plan[SIZE])
@@ -185,11 +186,13 @@ def _combine_blocks(plan, takes, own, at, block, step, item_bytes, combiner, op,
 
 @njit(**OPTIONS)
 def move(plan, state, signature, puts, takes, block, own, item_bytes, combiner, op, scale):  # type: ignore[no-untyped-def]
-    """Run a collective other than all-reduce: each step writes a block of every part to send, and reads others' blocks.
+    """Run a collective other than all-reduce. In each step a rank writes blocks to its slot and reads other slots.
 
-    `puts` is uint64[n, 2]: (address, bytes) of this rank's part for block 0, 1, ... of its slot; `takes` is
-    uint64[m, 4]: (rank, block of its slot, address, bytes). `block` is in bytes, the same on all ranks. With a
-    `combiner` (else 0), each taken block is the reduction of the block over all ranks; this rank's block is at `own`.
+    `puts` (uint64[n, 2]) has the (address, bytes) of the data that this rank sends in block 0, 1, ... of its slot.
+    `takes` (uint64[m, 4]) has the (rank, block, target address, bytes) of the data that this rank reads from other
+    slots. Data longer than a block needs several steps. `block` is the size of a block in bytes, equal on all ranks.
+    With a `combiner` (otherwise 0), each block that is read is reduced over all ranks; this rank's own data are at
+    address `own`.
     """
     signature, own, combiner = _U(signature), _U(own), _U(combiner)
     if state[AT] == 0 and state[WAITING] == 0:
@@ -226,13 +229,13 @@ def move(plan, state, signature, puts, takes, block, own, item_bytes, combiner, 
 
 
 KERNELS = (publish_word, read_word, claim, read_peer, all_reduce_small, all_reduce, all_reduce_direct, move)
-"""Every kernel that is called from Python."""
+"""All kernels that are called from Python."""
 if sys.platform != "linux":  # two kernels call process_vm_readv, which exists only on Linux
     KERNELS = (publish_word, read_word, claim, all_reduce_small, all_reduce, move)
 
 
 def compile_kernels(combiner: int) -> None:
-    """Compile the kernels, on a segment of one rank."""
+    """Compile the kernels by running them on shared memory of a single rank."""
     memory = np.zeros(segment_bytes(1), np.uint8)
     array = np.zeros(64, np.uint8)
     plan, state = np.zeros(PLAN_WORDS, np.uint64), np.zeros(STATE_WORDS, np.int64)

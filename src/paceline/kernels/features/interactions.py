@@ -1,4 +1,7 @@
-"""The kernels that cross the features of rows (see :mod:`paceline.models.features.interactions`)."""
+"""Kernels that add crosses (features that combine two or three columns) to rows.
+
+:mod:`paceline.models.features.interactions` calls them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @njit(inline="always")
 def cross_keys(one, other):  # type: ignore[no-untyped-def]
-    """Return the key of two features together, which depends on their order."""
+    """Return the key of the cross of two features. The key depends on their order."""
     return mix(mix(one) + other * _GOLDEN)
 
 
@@ -23,14 +26,16 @@ def cross_keys(one, other):  # type: ignore[no-untyped-def]
 def cross_features(  # type: ignore[no-untyped-def]
     indptr, keys, values, num_categorical, numeric, terms, out_indptr, out_keys, out_values
 ):
-    """Write each row's pairs and then the pairs of its crosses; return the number of pairs.
+    """Write the pairs (key, value) of each row, followed by the pairs of its crosses. Return the number of pairs.
 
-    `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs], or of length 0 if all are 1. A row has a
-    pair for each of `num_categorical` columns, then one for each numeric column that is not missing, whose keys are
-    `numeric` (uint64 [n]). `terms` int64 [crosses, 3] has the numbers of the crossed columns; the third is -1 in a
-    cross of two columns. `out_indptr` int64 [rows + 1]; `out_keys` and `out_values` have room for a pair of each cross
-    in each row; values are not written if all are 1. The key of a cross combines the keys of its columns in order, and
-    its value is the product of their values. A row without one of the columns does not have the cross.
+    The rows are `indptr` int64 [rows + 1], `keys` uint64 [pairs] and `values` float32 [pairs]. `values` has length 0 if
+    all values are 1. A row has a pair for each of `num_categorical` columns, then a pair for each numeric column that
+    is not missing. The keys of numeric columns are `numeric` (uint64 [n]). `terms` int64 [crosses, 3] has the numbers
+    of the columns of each cross; the third number is -1 in a cross of two columns.
+
+    The key of a cross combines the keys of its columns in order, and its value is the product of their values. If a row
+    lacks one of the columns, it does not get the cross. `out_indptr` is int64 [rows + 1]. `out_keys` and `out_values`
+    must have room for all crosses of all rows. `out_values` is not written if all values are 1.
     """
     places = np.empty(num_categorical + numeric.shape[0], np.int64)
     has_values = values.shape[0] > 0
@@ -73,11 +78,11 @@ def cross_features(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def group_fields(indptr, keys, fields, are_sorted, starts, order):  # type: ignore[no-untyped-def]
-    """Write the positions of each field's pairs in each row.
+    """Sort the pairs (key, value) of each row by field, and write their positions.
 
-    `fields` int32 [pairs]; `are_sorted` uint8 [fields]. Out: `order` int64 [pairs] has the positions of a row's pairs
-    in the order of fields; within a field with ``are_sorted`` 1, in the order of keys. `starts` int64 [rows, fields +
-    1] has the start of each field in `order`.
+    `fields` int32 [pairs] has the field of each pair. The results are `order` and `starts`. `order` int64 [pairs] has
+    the positions of a row's pairs in the order of fields. Within field f, the pairs have the order of keys if
+    ``are_sorted[f]`` (uint8 [fields]) is 1. `starts` int64 [rows, fields + 1] has the start of each field in `order`.
     """
     num_fields = are_sorted.shape[0]
     for row in range(indptr.shape[0] - 1):
@@ -103,7 +108,7 @@ def group_fields(indptr, keys, fields, are_sorted, starts, order):  # type: igno
 
 @njit(cache=True, nogil=True)
 def count_crosses(starts, terms):  # type: ignore[no-untyped-def]
-    """Return the number of pairs that :func:`cross_fields` adds for the same arguments."""
+    """Return the number of pairs that :func:`cross_fields` adds for these `starts` and `terms`."""
     total = np.int64(0)
     for row in range(starts.shape[0]):
         for t in range(terms.shape[0]):
@@ -127,11 +132,11 @@ def count_crosses(starts, terms):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def cross_fields(indptr, keys, values, starts, order, terms, out_indptr, out_keys, out_values):  # type: ignore[no-untyped-def]
-    """Write each row's pairs and then the pairs of its crosses; a field may have any number of pairs.
+    """Write the pairs (key, value) of each row, followed by the pairs of its crosses. A field may have several pairs.
 
-    `starts` and `order` come from :func:`group_fields`. For the other arguments see :func:`cross_features`; `terms` has
-    fields in place of columns, in ascending order. A cross combines each choice of one pair from each of its fields; if
-    it has a field twice, each two pairs of the field.
+    :func:`group_fields` writes `starts` and `order`. `terms` has the numbers of the fields of each cross, in ascending
+    order. :func:`cross_features` describes the other arguments. A cross combines each choice of one pair from each of
+    its fields. If a cross has a field twice, it combines each two pairs of the field.
     """
     has_values = values.shape[0] > 0
     to = np.int64(0)
@@ -169,7 +174,7 @@ KERNELS = (cross_features, group_fields, count_crosses, cross_fields)
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
+    """Compile the kernels for the argument types of their callers, or load them from Numba's cache."""
     indptr, keys, values = np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros(1, np.float32)
     terms, starts = np.zeros((1, MAX_ORDER), np.int64), np.zeros((0, 2), np.int64)
     cross_features(indptr, keys, values, 1, keys, terms, indptr, keys, values)

@@ -1,4 +1,4 @@
-"""Kernels that scale the numbers of columns (see :mod:`paceline.data.scales.scaling`)."""
+"""Kernels that scale the numbers of columns, for :mod:`paceline.data.scales.scaling`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import numpy as np
 from paceline.kernels.jit import njit
 
 MOST_DEVIATIONS = 1000.0
-"""The largest distance of a scaled value from the mean; values farther away are clipped."""
+"""The largest scaled value, in standard deviations from the mean. Larger distances are clipped to this value."""
 
 
 @njit()
 def centre_number(value, centre):  # type: ignore[no-untyped-def]
-    """Return `value` minus `centre` as float64, rounded to float32."""
+    """Return `value` minus `centre`, rounded to the precision of float32, as float64."""
     return np.float64(np.float32(value - centre))
 
 
 @njit()
 def scale_number(number, unit, mean, deviation, centre):  # type: ignore[no-untyped-def]
-    """Return (value - mean) / deviation (float64); if `unit` is not 0, sign(x) log(1 + |x| / unit) replaces the value.
+    """Return the scaled number (x - mean) / deviation as float64.
 
-    `number` is the value returned by :func:`centre_number`, and does not change if `deviation` is 0.
+    `number` is the result of :func:`centre_number`. If `unit` is not 0, x is sign(v) log(1 + |v| / unit) of the
+    original value v. If `deviation` is 0, the number is returned unchanged.
     """
     if deviation == 0.0:
         return number
@@ -35,7 +36,7 @@ def scale_number(number, unit, mean, deviation, centre):  # type: ignore[no-unty
 def scale_numbers(values, scale, out):  # type: ignore[no-untyped-def]
     """Scale `values` (float64 [n]) into `out` (float32 [n]).
 
-    `scale` is float64 [4]: unit (0: no logarithms), mean, deviation, centre.
+    `scale` (float64 [4]) has the arguments of :func:`scale_number`: unit (0 for no logarithm), mean, deviation, centre.
     """
     for i in range(len(values)):
         out[i] = scale_number(centre_number(values[i], scale[3]), scale[0], scale[1], scale[2], scale[3])
@@ -43,11 +44,12 @@ def scale_numbers(values, scale, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def scale_columns(indptr, keys, values, seeds, offsets, scales):  # type: ignore[no-untyped-def]
-    """Scale the numeric features of rows in place: the last pairs of each row, in the order of `seeds`, some missing.
+    """Scale the values of the numeric columns of rows in place.
 
-    `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs]; `seeds` uint64 [n] are the keys of the
-    numeric columns. `offsets` float64 [n] were subtracted from their values. `scales` float64 [4, n] has the unit,
-    mean, deviation and centre for :func:`scale_number`.
+    The rows are `indptr` int64 [rows + 1], `keys` uint64 [pairs] and `values` float32 [pairs]. The numeric columns are
+    the last pairs of each row, in the order of `seeds` (uint64 [n], their keys); some may be missing. `offsets` float64
+    [n] were subtracted from the columns' values before. `scales` float64 [4, n] has the unit, mean, deviation and
+    centre of each column for :func:`scale_number`.
     """
     units, means, deviations, centres = scales[0], scales[1], scales[2], scales[3]
     for row in range(indptr.shape[0] - 1):
@@ -64,14 +66,16 @@ def scale_columns(indptr, keys, values, seeds, offsets, scales):  # type: ignore
 
 @njit(cache=True, nogil=True)
 def bin_columns(indptr, keys, values, fields, hashes, num_categorical, seeds, firsts, edges, bins):  # type: ignore[no-untyped-def]
-    """Replace numbers of some columns in place by their bins, which are categories with value 1.
+    """Replace the numbers of some columns in place by their bins (intervals). A bin is a category with value 1.
 
-    `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs] and `fields` uint32 [pairs] describe
-    rows. A row has a pair for each of `num_categorical` columns, then pairs of numeric columns, with keys in the order
-    of `seeds` (uint64 [n]); some may be missing. `hashes` uint32 [num_categorical + n] are written to `fields`. Column
-    c has bins if ``firsts[c] < firsts[c + 1]`` (int64 [n + 1]). Its first bin lies below its first edge, and another
-    bin starts at each of its `edges` (float32, ascending). `bins` uint64 has the keys of the bins, one more per column
-    than edges.
+    The rows are `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs] and `fields` uint32 [pairs].
+    A row has a pair for each of `num_categorical` columns, then the pairs of the numeric columns, in the order of
+    `seeds` (uint64 [n], their keys); some may be missing. The numbers of the fields, `hashes` uint32 [num_categorical +
+    n], are written to `fields`.
+
+    The edges of numeric column c are ``edges[firsts[c]:firsts[c + 1]]`` (float32, ascending). A column without edges
+    has no bins. The first bin lies below the first edge, and a further bin starts at each edge. So a column has one bin
+    more than edges. `bins` uint64 has the keys of all bins.
     """
     for row in range(indptr.shape[0] - 1):
         at, stop = indptr[row], indptr[row + 1]
@@ -85,7 +89,7 @@ def bin_columns(indptr, keys, values, fields, hashes, num_categorical, seeds, fi
             while found < seeds.shape[0] and seeds[found] != keys[i]:
                 found += 1
             if found == seeds.shape[0]:
-                continue  # a key of a list, which lies between categories and numbers
+                continue  # the key belongs to a list; the keys of lists follow the categories
             column = found + 1
             fields[i] = hashes[num_categorical + found]
             low, high = firsts[found], firsts[found + 1]
@@ -106,7 +110,7 @@ KERNELS = (scale_numbers, scale_columns, bin_columns)
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
+    """Compile the kernels for the argument types of their callers, or load them from Numba's cache."""
     values, keys, indptr = np.zeros(1, np.float32), np.zeros(1, np.uint64), np.zeros(1, np.int64)
     scale_numbers(np.zeros(1), np.ones(4), values)
     scale_columns(indptr, keys, values, keys, np.ones(1), np.ones((4, 1)))

@@ -1,7 +1,7 @@
-"""Kernels of a count-min sketch in blocks (see :mod:`paceline.models.features.counting`).
+"""Kernels of a count-min sketch, which counts features approximately (:mod:`paceline.models.features.counting`).
 
-A block has :data:`BLOCK` adjacent cells, and :data:`DEPTH` cells of one block count a feature. A hash of the feature
-determines the block, and a second hash the cells, as an index of :data:`MASKS`.
+The sketch is divided into blocks of :data:`BLOCK` adjacent cells. Each feature is counted in :data:`DEPTH` cells of one
+block. A hash of the feature determines the block. A second hash determines the cells, as an index of :data:`MASKS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.kernels.jit import njit
 BLOCK: Final = 8
 DEPTH: Final = 3
 MASKS: Final = np.array([sum(1 << cell for cell in cells) for cells in combinations(range(BLOCK), DEPTH)], np.uint8)
-"""Every choice of DEPTH cells of a block, with a bit for each cell."""
+"""All choices of DEPTH cells from the cells of a block. A mask has a bit for each cell of the block."""
 
 _SECOND_HASH = np.uint64(0x9E3779B97F4A7C15)
 _NUM_MASKS = np.uint64(len(MASKS))
@@ -27,15 +27,16 @@ _INFINITY = np.float32(np.inf)
 
 @njit(cache=True, nogil=True)
 def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # type: ignore[no-untyped-def]
-    """Write the features to look up and the cells that count each feature; return the number of features.
+    """Write the features whose counts must be looked up, and the cells that count each. Return their number.
 
-    `features` uint64 [n]; `num_blocks` uint64. `frequent` uint64 [a power of two] has features that need no look-up,
-    each at the index that its hash gives. Out: `chosen` int64, `blocks` uint64 and `masks` uint8, all [n].
+    `features` is uint64 [n]. `frequent` (uint64, a power of two long) is a hash table of features that are known to be
+    frequent, and need no look-up. The results are the positions of the other features (`chosen` int64), their blocks
+    (`blocks` uint64) and the masks of their cells (`masks` uint8), all of length n.
     """
     last, count = np.uint64(len(frequent) - 1), np.int64(0)
     for i in range(len(features)):
         hashed = mix(features[i])
-        chosen[count] = i  # overwritten later if frequent, because a branch would be mispredicted
+        chosen[count] = i  # overwritten by the next feature if frequent: a branch would often be mispredicted
         blocks[count] = hashed % num_blocks
         masks[count] = MASKS[np.int64(((mix(hashed + _SECOND_HASH) >> _U32) * _NUM_MASKS) >> _U32)]
         count += np.int64(frequent[np.int64(hashed & last)] != features[i])
@@ -44,10 +45,10 @@ def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # ty
 
 @njit(cache=True, nogil=True)
 def least_counts(rows, places, masks, out):  # type: ignore[no-untyped-def]
-    """Write the minimum of each feature's cells to `out` (float32 [n]).
+    """Write the estimated count of each feature, the minimum of its cells, to `out` (float32 [n]).
 
-    `rows` float32 [blocks * BLOCK]; the cells of feature i are the cells ``masks[i]`` (uint8 [n]) in the row
-    ``places[i]`` (int32 [n]).
+    `rows` (float32 [blocks * BLOCK]) has one row of cells for each block. The cells of feature i are in row
+    ``places[i]`` (int32 [n]), at the bits of ``masks[i]`` (uint8 [n]).
     """
     for i in range(len(places)):
         at, mask, least = np.int64(places[i]) * BLOCK, masks[i], _INFINITY
@@ -59,11 +60,11 @@ def least_counts(rows, places, masks, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def add_counts(occurrences, chosen, rows, places, masks, enough, out, is_written):  # type: ignore[no-untyped-def]
-    """Add occurrences of features to the cells that count them, except cells that have reached `enough` (float32).
+    """Write to `out` the number that must be added to each cell, so that the sketch counts the features' occurrences.
 
-    `occurrences` int64 are of all features, and `chosen` int64 [n] selects some; for `rows`, `places` and `masks` see
-    :func:`least_counts`. `out` float32 [blocks * BLOCK] is added to `rows`; `is_written` uint8 [blocks] is 1 for
-    changed rows.
+    Cells that have reached `enough` (float32) do not change. `occurrences` int64 has the number of occurrences of each
+    feature, and `chosen` int64 [n] the positions of the features to count. :func:`least_counts` describes `rows`,
+    `places` and `masks`. `out` is float32 [blocks * BLOCK]. `is_written` uint8 [blocks] is set to 1 for changed rows.
     """
     out[:] = np.float32(0)
     is_written[:] = 0
@@ -77,10 +78,10 @@ def add_counts(occurrences, chosen, rows, places, masks, enough, out, is_written
 
 @njit(cache=True, nogil=True)
 def note_frequent(features, chosen, is_frequent, frequent):  # type: ignore[no-untyped-def]
-    """Write features that are now frequent to `frequent`, the table of :func:`place_features`.
+    """Write the features that have become frequent to `frequent`, the hash table of :func:`place_features`.
 
-    Each overwrites the feature at the index that its hash gives. The features are those of `features` (uint64) at the
-    positions ``chosen[is_frequent]`` (int64 [n], bool [n]).
+    They are the features at the positions ``chosen[is_frequent]`` (int64 [n], bool [n]) of `features` (uint64). A
+    feature overwrites the previous feature at its index in the table.
     """
     last = np.uint64(len(frequent) - 1)
     for i in range(len(chosen)):
@@ -91,7 +92,7 @@ def note_frequent(features, chosen, is_frequent, frequent):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def count_occurrences(indices, out):  # type: ignore[no-untyped-def]
-    """Write the number of occurrences in `indices` (int32) of each number below ``len(out)`` to `out` (int64)."""
+    """Write to ``out[i]`` (int64) how often the number i occurs in `indices` (int32)."""
     out[:] = 0
     for i in range(len(indices)):
         out[indices[i]] += 1
@@ -101,7 +102,7 @@ KERNELS: Final = (place_features, least_counts, add_counts, note_frequent, count
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
+    """Compile the kernels for the argument types of their callers, or load them from Numba's cache."""
     keys, numbers, masks = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.ones(1, np.uint8)
     rows, places = np.zeros(BLOCK, np.float32), np.zeros(1, np.int32)
     place_features(keys, np.uint64(1), keys.copy(), numbers, keys.copy(), masks)

@@ -1,1 +1,1 @@
-"""Numba kernels that parse text, a module for each kind of format, and the values and codes of text."""
+"""Numba kernels that parse text formats, one module for each format, and the codes and values that they share."""

@@ -1,12 +1,15 @@
-"""Building blocks of :mod:`paceline.kernels.text`: bytes and words at a position, and the hash.
+"""Functions for the text kernels: loads of bytes and words, searches in a word, and the hash of a feature's bytes.
 
-`byte_at` and `word_at` load one and eight bytes without checking bounds. `low_bytes` keeps the first bytes of a word,
-and `has_control` returns whether a byte of a word is below 32. `repeat_byte` repeats a byte in a word, the *pattern*.
-`first_match` returns the number of bytes before the pattern's byte in another word, or 8 if the byte is missing;
-`first_ending` also stops at a byte below 32. `first_bytes` keeps one to eight bytes; `digits_of` returns their number,
-or -1 if a byte is not a digit. The hash of :mod:`paceline.kernels.hashing` consists of `hash_start`, `hash_step` for
-each word (`as_bits` converts a number to a word), and `hash_finish`; `hash_span` hashes a whole span. `skip_blanks`
-skips spaces, tabs and carriage returns. Words are little-endian, as on every platform that Numba supports.
+A *word* is eight bytes of the text as a little-endian number. `byte_at` and `word_at` load one byte and one word
+without checking bounds. `low_bytes` and `first_bytes` keep the first bytes of a word and set the other bytes to 0.
+`has_control` returns whether a byte of a word is below 32.
+
+A *pattern* is a word in which `repeat_byte` repeats one byte. `first_match` returns the number of bytes before the
+first occurrence of the pattern's byte in another word, or 8 if the byte is missing. `first_ending` also stops at a byte
+below 32. `digits_of` returns the number that the digits of a word spell, or -1 if a byte is not a digit.
+
+The hash of :mod:`paceline.kernels.hashing` is computed by `hash_start`, `hash_step` for each word, and `hash_finish`.
+`hash_span` computes the hash of a part of the text. `as_bits` converts a number to a word.
 """
 
 # ruff: noqa: D103
@@ -77,7 +80,7 @@ else:
 
     @intrinsic
     def byte_at(typing_context: Any, text: Any, at: Any) -> Any:
-        """Return ``text[at]`` as an int64, without a bounds check and without wrap-around of negative positions."""
+        """Return ``text[at]`` as an int64. `at` is not checked, and must not be negative."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -88,7 +91,7 @@ else:
 
     @intrinsic
     def word_at(typing_context: Any, text: Any, at: Any) -> Any:
-        """Return the eight bytes from ``text[at]`` on in one load, which needs no alignment."""
+        """Return the eight bytes from ``text[at]`` on as one word. `at` needs no alignment."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -104,7 +107,7 @@ else:
 
     @uncounted()
     def has_control(word):  # type: ignore[no-untyped-def]
-        # "Bit Twiddling Hacks": whether a byte is below 32
+        # From "Bit Twiddling Hacks": a test whether any byte is below 32.
         below = word - np.uint64(0x2020202020202020)
         return (below & ~word & np.uint64(0x8080808080808080)) != np.uint64(0)
 
@@ -123,7 +126,8 @@ else:
 
     @uncounted()
     def digits_of(word, count):  # type: ignore[no-untyped-def]
-        # Lemire, "Quickly parsing eight digits", 2018: shift the digits right, fill with zeros, multiply three times
+        # Lemire, "Quickly parsing eight digits", 2018: fill the word with zeros before the digits, then combine the
+        # digits by three multiplications.
         unwanted = np.uint64(64) - np.uint64(count) * np.uint64(8)
         digits = (word << unwanted) ^ np.uint64(_ZEROS)
         if unwanted > 0:
@@ -141,7 +145,7 @@ else:
 
     @uncounted()
     def first_match(word, pattern):  # type: ignore[no-untyped-def]
-        # "Bit Twiddling Hacks": find the lowest zero byte; bytes above it may be reported wrongly
+        # From "Bit Twiddling Hacks": find the lowest zero byte. Higher bytes may be reported as zero by mistake.
         other = word ^ pattern
         zeros = (other - np.uint64(_ONES)) & ~other & np.uint64(_TOPS)
         return np.int64(_trailing_zeros(zeros) >> np.uint64(3))
@@ -186,7 +190,7 @@ def skip_blanks(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
-    """Return the hash of ``text[start:stop]``; loads up to seven bytes after `stop`."""
+    """Return the hash of ``text[start:stop]``. The kernel loads, but does not use, up to seven bytes after `stop`."""
     h = hash_start(seed, stop - start)
     at = start
     while at + 8 <= stop:
@@ -199,7 +203,10 @@ def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def class_of(text, at, stop, classes):  # type: ignore[no-untyped-def]
-    """Return the index of ``text[at:stop]``, without outer blanks, in `classes` (uint64, hashes of words), or -1."""
+    """Return the index of the word ``text[at:stop]`` in `classes`, or -1 if it is missing.
+
+    Blanks around the word are ignored. `classes` (uint64) has the hashes of words.
+    """
     while at < stop and byte_at(text, at) in (9, 10, 13, 32):
         at += 1
     while at < stop and byte_at(text, stop - 1) in (9, 10, 13, 32):
@@ -213,7 +220,10 @@ def class_of(text, at, stop, classes):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def category_end(text, start, stop):  # type: ignore[no-untyped-def]
-    """Return the end of the category ``text[start:stop]`` by :func:`~paceline.kernels.text.values.category_text`."""
+    """Return the end of the category ``text[start:stop]`` without a final ``.0``.
+
+    The rule is that of :func:`paceline.kernels.text.values.category_text`.
+    """
     if stop - start < 3 or byte_at(text, stop - 1) != 48 or byte_at(text, stop - 2) != 46:
         return stop
     first = start + 1 if byte_at(text, start) == 45 else start
@@ -251,7 +261,7 @@ def _letter_end(text, at, stop):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def hash_words(text, at, stop, seed, words, count):  # type: ignore[no-untyped-def]
-    """Write the keys of the words of ``text[at:stop]`` into `words` from `count` on; return the new count."""
+    """Append the keys of all words in ``text[at:stop]`` to the first `count` keys of `words`. Return the new count."""
     while at < stop:
         first, after = at, _letter_end(text, at, stop)
         while after > at:

@@ -1,4 +1,4 @@
-"""Codes that the text kernels return and receive: faults of lines, and slots of csv columns."""
+"""Codes of the text kernels: the faults of malformed lines, and the kinds of csv columns."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ NO_WEIGHT = 13
 NO_WEIGHT_NUMBER = 14
 
 DETAIL = 16
-"""The fault code of a csv row is one of the last seven, plus DETAIL times the number of cells or of the column."""
+"""The fault code of a csv row is one of the last seven codes, plus DETAIL times a number: the number of cells in the
+row or the number of the malformed column.
+"""
 
 LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT, OPTIONAL_LABEL_SLOT, TEXT_SLOT = -1, -2, -3, -4, -5
-"""Slots of csv columns that are not one feature each.
+"""The slots of csv columns that do not contain a single feature.
 
-They hold the label, the weight, or nothing that is read. With OPTIONAL_LABEL_SLOT, a missing label is NaN. TEXT_SLOT is
-the slot of the first text column; further text columns have smaller numbers.
+A column's *slot* is the position of its feature in a row, or one of these codes. Columns with SKIPPED_SLOT are not
+read. With OPTIONAL_LABEL_SLOT, a missing label is NaN. TEXT_SLOT is the slot of the first text column, and the next
+text columns have the slots TEXT_SLOT - 1, TEXT_SLOT - 2 and so on.
 """
 
 NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE = range(17, 21)
@@ -34,7 +37,7 @@ BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP, MISSING_WE
     range(23, 31)
 )
 MAX_DEPTH = 32
-"""The maximum number of open objects and lists in a row of JSON."""
+"""The maximum depth of nested objects and lists in a line of JSON."""
 
 REASONS = {
     BAD_FIELDS: "it does not have 40 fields with tabs between them",

@@ -1,6 +1,6 @@
-"""The Criteo format: its fields, the categories of its integers, and the tables that the parser reads.
+"""The Criteo format of click logs: its fields, the categories of its integers, and the tables of its parser.
 
-The tables are computed in integers, so that they do not depend on a machine's libm.
+The tables are computed with integers only, so that they do not depend on the math library of a machine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def field_seed(field: int) -> int:
 
 @cache
 def log_thresholds() -> tuple[int, ...]:
-    """Return all thresholds of up to 18 digits: element k is the smallest integer x with ln(x)² ≥ k + 1.
+    """Return the thresholds of the categories. Element k is the smallest integer x with ln(x)² ≥ k + 1.
 
-    So ⌊ln(x)²⌋ is the number of thresholds ≤ x, exactly: exp(√k) is never an integer, and is known to 100 bits. The
-    function computes exp(√(k - 1)) · exp(√k - √(k - 1)) in fixed point, in a seventh of the time of `decimal`.
+    The thresholds have up to 18 digits. ⌊ln(x)²⌋ is the number of thresholds that are at most x. This is exact, because
+    exp(√k) is never an integer and is computed to 100 bits. The function computes it in fixed-point arithmetic as
+    exp(√(k - 1)) · exp(√k - √(k - 1)), which takes a seventh of the time of Python's `decimal`.
     """
     thresholds: list[int] = []
     power, root = 1 << _FIXED_BITS, 0
@@ -48,7 +49,7 @@ def log_thresholds() -> tuple[int, ...]:
 
 
 def _fixed_exp(x: int) -> int:
-    """Return e to the power of a fixed-point number, by its series."""
+    """Return e to the power of the fixed-point number `x`, computed by the exponential series."""
     term, total = 1 << _FIXED_BITS, 0
     for n in itertools.count(1):
         total += term
@@ -59,13 +60,15 @@ def _fixed_exp(x: int) -> int:
 
 
 def integer_category(x: int) -> int:
-    """Return the category of an integer field: x itself up to 2, ⌊ln(x)²⌋ + 10 above."""
+    """Return the category of the integer `x`: x itself if it is at most 2, otherwise ⌊ln(x)²⌋ + 10."""
     return x if x <= 2 else bisect_right(log_thresholds(), x) + 10
 
 
 @cache
 def criteo_tables() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the tables of the parser: the fields' seeds, the categories of small integers, the thresholds."""
+    """Return three tables for the parser: the seed of each field, the categories of small integers, and the thresholds
+    of large integers.
+    """
     seeds = np.array([field_seed(field) for field in range(1, CRITEO_FEATURES + 1)], dtype=np.uint64)
     small = np.array([integer_category(x) for x in range(SMALL_INTEGERS)], dtype=np.int64)
     return seeds, small, np.array(log_thresholds(), dtype=np.int64)

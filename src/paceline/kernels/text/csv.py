@@ -1,12 +1,12 @@
-"""Numba kernels that turn rows of csv into keys and values.
+"""Numba kernels that convert rows of csv to keys and values.
 
-Cells are split by RFC 4180, with the rules of Python's `csv` module and Arrow. A quote counts only at the beginning of
-a cell; a doubled quote inside quotes stands for a quote; text after the closing quote belongs to the cell. A row ends
-with a newline, a carriage return, or both; empty lines are not rows. The reference is ``csv_row`` of
-``tests/reference/text.py``; :mod:`.csv_cells` defines the meaning of cells.
+Cells are split according to RFC 4180, as Python's `csv` module and Arrow do. A quote opens a quoted cell only at the
+beginning of the cell. In a quoted cell, two quotes represent one quote. Text after the closing quote belongs to the
+cell. A row ends with a newline, a carriage return, or both. Empty lines are not rows. The reference implementation is
+``csv_row`` of ``tests/reference/text.py``. :mod:`.csv_cells` converts the cells.
 
-The parsers read ``text[start:end]``, and may load (never use) eight bytes after `end`. ``text[end]`` must be a
-newline: a row that ends there is unfinished.
+The parsers read ``text[start:end]``. They may load, but never use, eight bytes after `end`. ``text[end]`` must be a
+newline, and a row that reaches this position is unfinished.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from paceline.kernels.text.csv_cells import POINT_ZERO, hash_short, plain_catego
 from paceline.kernels.text.values import powers_of_ten
 
 ROWS, BAD, POSITION, PAIRS = range(4)
-"""The contents of `counts`: good and bad rows, the position at which the parser stopped, pairs."""
+"""Indices of the array `counts`: good rows, bad rows, the position at which the parser stopped, and pairs (key, value).
+"""
 NUM_COUNTS = 4
 
 _NEWLINE, _RETURN, _SPACE, _QUOTE = 10, 13, 32, 34
@@ -47,7 +48,7 @@ _BYTE, _LOW = np.uint64(0xFF), np.uint64(0xFFFFFFFF)
 
 @uncounted()
 def _cell_end(text, at, separator, pattern):  # type: ignore[no-untyped-def]
-    """Return the position, from `at` on, of the character that ends a cell outside quotes."""
+    """Return the position of the separator or line end that ends the unquoted cell at `at`."""
     while True:
         at += first_ending(word_at(text, at), pattern)
         byte = byte_at(text, at)
@@ -59,7 +60,7 @@ def _cell_end(text, at, separator, pattern):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _next_quote(text, at, end):  # type: ignore[no-untyped-def]
-    """Return the position of the next quote from `at` on; `end` or more if there is none."""
+    """Return the position of the next quote from `at` on. The result is `end` or larger if there is no quote."""
     pattern = repeat_byte(_QUOTE)
     while at < end:
         offset = first_match(word_at(text, at), pattern)
@@ -71,10 +72,10 @@ def _next_quote(text, at, end):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _quoted(text, at, end, separator, pattern, scratch):  # type: ignore[no-untyped-def]
-    """Return the cell whose quote is at `at`: (first, stop, position of its end or -1, whether it is in `scratch`).
+    """Find the quoted cell at `at`. Return (first, stop, position after the cell or -1, whether it is in `scratch`).
 
-    A cell that is not contiguous, because of doubled quotes or text after the closing quote, is assembled in
-    `scratch`.
+    The cell is ``text[first:stop]``. A cell with doubled quotes or with text after the closing quote is assembled in
+    `scratch` and is ``scratch[first:stop]``.
     """
     first = at + 1
     at = _next_quote(text, first, end)
@@ -108,9 +109,10 @@ def _parse_row(  # type: ignore[no-untyped-def]
     text, at, end, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
     labels, weights, row, keys, values, base, words, word_fields, num_words,
 ):  # fmt: skip
-    """Parse the row at `at`; return (position after it, number of columns, fault code or 0, number of words so far).
+    """Parse the row at `at`. Return (position after the row, number of columns, fault code or 0, number of words).
 
-    The position is -1 for a row with an open quote, and -2 for a row that is otherwise incomplete.
+    The position is -1 for a row with an open quote, and -2 for a row that is incomplete for another reason. The number
+    of words counts the words of all texts so far.
     """
     first_numeric = seeds.shape[0] - scales.shape[1]
     pattern = repeat_byte(separator)
@@ -121,10 +123,10 @@ def _parse_row(  # type: ignore[no-untyped-def]
         size = first_ending(word, pattern)
         ending = byte_at(text, at + size)
         is_padded = trims and size > 0 and (byte_at(text, at) == _SPACE or byte_at(text, at + size - 1) == _SPACE)
-        if ending == separator and at + size < end and not is_padded:  # most cells are short and end here
+        if ending == separator and at + size < end and not is_padded:  # a short cell, as most cells are
             is_done = False
             if 0 <= slot < first_numeric:
-                if size == 8:  # a separate branch, so that the next cell does not wait for the size of this cell
+                if size == 8:  # a separate branch lets the processor start the next cell without this cell's size
                     if (word >> np.uint64(48)) != POINT_ZERO and np.int64(word & _BYTE) != _QUOTE:
                         keys[base + slot] = hash_finish(hash_step(hash_start(seeds[slot], 8), word))
                         at += 9
@@ -158,7 +160,8 @@ def _parse_row(  # type: ignore[no-untyped-def]
             stop = at
         if at >= end:
             return -2, column, why, num_words
-        # Two calls, because with one variable for `scratch` or `text` Numba would count references for each cell.
+        # There is a call for `scratch` and a call for `text`. With one variable for both arrays, Numba would count
+        # references for each cell.
         if slot <= TEXT_SLOT:
             seed, fault, before = text_seeds[TEXT_SLOT - slot], 0, num_words
             if moved:
@@ -190,7 +193,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[no-untyped-def]
-    """Give categories the value 1 and leave missing numbers out; return the start of the next row's pairs."""
+    """Set the values of a row's categories to 1 and remove its missing numbers. Return the end of the row's pairs."""
     after = base + num_features
     if num_numeric == 0:
         return after
@@ -200,7 +203,7 @@ def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[n
     kept = first_numeric
     for k in range(first_numeric, after):
         keys[kept], values[kept] = keys[k], values[k]
-        kept += np.int64(values[k] == values[k])  # a branch would be mispredicted
+        kept += np.int64(values[k] == values[k])  # 0 for NaN; a branch would often be mispredicted
     return kept
 
 
@@ -209,7 +212,7 @@ def _parse_rows(  # type: ignore[no-untyped-def]
     text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
     labels, weights, indptr, keys, values, words, word_fields, word_ends, bad_at, bad_why, counts,
 ):  # fmt: skip
-    """Do the work of :func:`parse_csv`, in a function without reference counting for each row."""
+    """Parse rows as :func:`parse_csv` describes. In this function Numba counts no references to arrays for each row."""
     at, rows, bad, pairs = start, 0, 0, 0
     indptr[0] = word_ends[0] = 0
     while at < end and at < limit and rows < labels.shape[0]:
@@ -245,19 +248,30 @@ def parse_csv(  # type: ignore[no-untyped-def]
     text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
     labels, weights, indptr, keys, values, words, word_fields, word_ends, bad_at, bad_why, counts,
 ):  # fmt: skip
-    """Parse the rows that begin before `limit`, until `end`, an unfinished row, or until `labels` is full.
+    """Parse the rows that begin before `limit`, until `end` or an unfinished row is reached or `labels` is full.
 
-    `last` is 1 if the text ends at `end`, so that a quote still open there is a fault; `trims` is 1 if blanks around
-    categories do not count. `slots` int64 [columns] has the position of each column's feature in a row, or another slot
-    of :mod:`.codes`. `seeds` uint64 [features] has the seeds of categories, then of numeric features. `scales` float64
-    [4, numeric features] has the unit of logarithms, mean, deviation (0 for unscaled numbers) and centre. `classes`
-    uint64 has the hashes of the words that are labels, where the index of a word is its label; empty if labels are
-    numbers. `text_seeds` uint64 are the seeds of text columns. `scratch` is uint8, as long as `text`. Out: `labels`
-    float32 [rows]; `weights` float32 [rows], or of length 0 if no column is the weight; `indptr` int64 [rows + 1];
-    `keys` uint64 [rows times features]; `values` float32 of the same length, or of length 0 if no feature is numeric;
-    `words` uint64 and `word_fields` uint32: keys and fields of the words in texts, where the words of row i end at
-    ``word_ends[i + 1]``; `bad_at`, `bad_why` int64: the positions and fault codes of the first bad rows; `counts` int64
-    [NUM_COUNTS].
+    The inputs, apart from the text and its limits, are:
+
+    - `last` is 1 if the whole text ends at `end`. Then an open quote at `end` is a fault.
+    - `trims` is 1 if blanks around categories are ignored.
+    - `slots` (int64 [columns]) has the position of each column's feature in a row, or another slot of :mod:`.codes`.
+    - `seeds` (uint64 [features]) has the seeds of the categorical features, then of the numeric features.
+    - `scales` (float64 [4, numeric features]) has the unit of logarithms, the mean, the deviation (0 for unscaled
+      numbers) and the centre of each numeric feature.
+    - `classes` (uint64) has the hashes of the words that are labels. The index of a word is its label. The array is
+      empty if labels are numbers.
+    - `text_seeds` (uint64) has the seeds of the text columns.
+    - `scratch` (uint8) is overwritten, and is as long as `text`.
+
+    The kernel writes these arrays:
+
+    - `labels` (float32 [rows]) and `weights` (float32 [rows], or length 0 if no column is the weight).
+    - `indptr` (int64 [rows + 1]), `keys` (uint64 [rows times features]) and `values` (float32, as long as `keys`, or of
+      length 0 if no feature is numeric).
+    - `words` (uint64) and `word_fields` (uint32), the keys and fields of the words in text columns. The words of row i
+      end at ``word_ends[i + 1]``.
+    - `bad_at` and `bad_why` (int64), the positions and fault codes of the first bad rows.
+    - `counts` (int64 [NUM_COUNTS]).
     """
     _parse_rows(
         text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
@@ -267,7 +281,10 @@ def parse_csv(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def skip_rows(text, start, end, limit, separator, scratch):  # type: ignore[no-untyped-def]
-    """Return the position of the first row that begins at `limit` or later or is unfinished; otherwise `end`."""
+    """Return the position of the first row that begins at `limit` or later, or that is unfinished.
+
+    Return `end` if there is no such row.
+    """
     pattern = repeat_byte(separator)
     at = row = start
     while row < end and row < limit:
@@ -292,7 +309,7 @@ KERNELS = (parse_csv, skip_rows)
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for the signatures of the real calls, or load them from Numba's cache."""
+    """Compile the kernels for the argument types of their callers, or load them from Numba's cache."""
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     scratch = np.empty(16, np.uint8)
     numbers, bad = np.empty(1, np.float32), np.empty(1, np.int64)

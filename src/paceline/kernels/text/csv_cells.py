@@ -1,6 +1,6 @@
-"""The values of csv cells: kernels that convert a cell into a number, a label, a weight or a category's key.
+"""Kernels that convert a csv cell to a number, a label, a weight or the key of a category.
 
-The parser :mod:`.csv` finds the beginnings and ends of cells; the reference is ``csv_row`` of
+The parser :mod:`.csv` finds the start and the end of each cell. The reference implementation is ``csv_row`` of
 ``tests/reference/text.py``.
 """
 
@@ -41,12 +41,12 @@ _TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE = 9, 10, 13, 32, 34
 _MINUS, _POINT = 45, 46
 _BYTE = np.uint64(0xFF)
 POINT_ZERO = 0x302E
-"""The bytes of ".0" as a number."""
+"""The two bytes of the text ".0" as a little-endian number."""
 
 
 @uncounted()
 def _lower_word(text, at, stop):  # type: ignore[no-untyped-def]
-    """Return up to seven letters of ``text[at:stop]`` as one number, in lower case; 0 for longer text."""
+    """Return the bytes of ``text[at:stop]`` in lower case as one number. Return 0 for more than seven bytes."""
     found = 0
     if stop - at > 7:
         return 0
@@ -68,7 +68,10 @@ _FALSE, _F, _NO, _N = _word(b"false"), _word(b"f"), _word(b"no"), _word(b"n")
 
 @uncounted()
 def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """Return the number ``text[at:stop]``, without blanks around it: (value, FLOAT_ code, the word in its place)."""
+    """Read the number ``text[at:stop]``, and ignore blanks around it. Return (value, FLOAT_ code, word).
+
+    If the text is not a number, ``word`` contains its letters (see :func:`_lower_word`).
+    """
     if 0 < stop - at <= 8:
         digits = digits_of(word_at(text, at), stop - at)
         if digits >= 0:
@@ -90,7 +93,7 @@ def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_label(text, at, stop, powers, classes):  # type: ignore[no-untyped-def]
-    """Return the label ``text[at:stop]``: (value, fault code or 0)."""
+    """Read the label ``text[at:stop]``. Return (label, fault code or 0)."""
     if classes.shape[0] > 0:
         found = class_of(text, at, stop, classes)
         return np.float64(found), 0 if found >= 0 else NO_LABEL if at == stop else NO_LABEL_NUMBER
@@ -106,7 +109,7 @@ def _read_label(text, at, stop, powers, classes):  # type: ignore[no-untyped-def
 
 @uncounted()
 def _read_weight(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """Return the weight ``text[at:stop]``: (value, fault code or 0)."""
+    """Read the weight ``text[at:stop]``. Return (weight, fault code or 0)."""
     value, status, _ = _number(text, at, stop, powers)
     if status == FLOAT_OK and value >= 0.0:
         return value, 0
@@ -115,7 +118,7 @@ def _read_weight(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def hash_short(word, size, seed):  # type: ignore[no-untyped-def]
-    """Return the hash of a cell of up to eight bytes; the other bytes of `word` are 0."""
+    """Return the hash of a cell of `size` (at most eight) bytes. `word` contains the bytes, followed by zeros."""
     h = hash_start(seed, size)
     stepped = hash_step(h, word)
     return hash_finish(stepped if size > 0 else h)
@@ -123,10 +126,11 @@ def hash_short(word, size, seed):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def plain_category(word, size):  # type: ignore[no-untyped-def]
-    """Return the bytes of a cell of up to eight bytes, and whether it has neither a first quote nor a final ``.0``.
+    """Return the bytes of a cell of up to eight bytes, and whether the cell has no quote at its start and no final
+    ``.0``.
 
-    There is no branch on the cell's size, because it would often be mispredicted. A shift by up to 64 bits is two
-    shifts.
+    The kernel does not branch on the size, because the branch would often be mispredicted. It shifts twice, because one
+    shift by 64 bits is undefined.
     """
     unwanted = np.uint64(64 - 8 * size)
     half = unwanted >> np.uint64(1)
@@ -138,10 +142,11 @@ def plain_category(word, size):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def short_number(word, size, powers):  # type: ignore[no-untyped-def]
-    """Return the number in the first `size` bytes of a word (NaN if `size` is 0), and whether these bytes are valid.
+    """Return the number in the first `size` bytes of a word (NaN if `size` is 0), and whether it has a simple spelling.
 
-    Other spellings are left to :func:`_number`. The digits and the power of ten are both exact, so the quotient is the
-    nearest float64 (Clinger, "How to read floating point numbers accurately", PLDI 1990).
+    A simple spelling has only digits and at most one point. :func:`_number` reads the other spellings. The digits and
+    the power of ten are both exact, so their quotient is the nearest float64 (Clinger, "How to read floating point
+    numbers accurately", PLDI 1990).
     """
     if size == 0:
         return np.nan, True
@@ -167,7 +172,7 @@ def short_number(word, size, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def put_number(value, scales, k, seed, values, keys, at):  # type: ignore[no-untyped-def]
-    """Write a numeric feature. If the number is missing, `value` is NaN and NaN is written."""
+    """Write the key and the scaled value of numeric feature `k`. If `value` is NaN (missing), NaN is written."""
     keys[at] = seed
     number = centre_number(value, scales[3, k])
     if scales[2, k] != 0.0:
@@ -194,7 +199,7 @@ def take_cell(  # type: ignore[no-untyped-def]
     values,
     base,
 ):
-    """Write the value of the cell ``text[first:stop]``; return the fault code, or 0."""
+    """Write the content of the cell ``text[first:stop]`` to the array of its `slot`. Return the fault code or 0."""
     if slot >= first_numeric:
         value, status, _ = _number(text, first, stop, powers)
         k = slot - first_numeric

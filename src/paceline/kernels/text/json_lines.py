@@ -1,10 +1,13 @@
-"""A Numba kernel that converts JSON lines, with one object per line, to keys and values.
+"""A Numba kernel that converts JSON lines (one object per line) to keys and values.
 
-The value of a name is a feature. A number is unchanged, and its key is the hash of the name. A text, `true` and `false`
-are categories; their key is a hash with the name's hash as the seed. `null` and `NaN` are missing. In lists, numbers
-are categories too, in the spelling of :func:`paceline.kernels.text.values.number_text`. The names of nested objects are
-joined by dots; an object in a list has the list's name. All values under one name of the row, at any depth, are one
-field. The reference is ``json_line`` of ``tests/reference/json_lines.py``; :mod:`.lines` defines how text is read.
+Each name and value of the object is a feature. A number is a numeric feature, whose key is the hash of the name. A
+text, `true` and `false` are categories, whose key is a hash that starts from the hash of the name. `null` and `NaN` are
+missing values. In lists, numbers are categories too, in the spelling of
+:func:`paceline.kernels.text.values.number_text`.
+
+The name of a value in nested objects consists of their names, joined by dots. An object in a list has the name of the
+list. All values under one name of the outermost object, at any depth, are one field. The reference implementation is
+``json_line`` of ``tests/reference/json_lines.py``. :mod:`.lines` defines the limits within which kernels read text.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ _IS_NUMBER, _IS_TEXT, _IS_MISSING = range(3)
 
 @uncounted()
 def _string_end(text, at):  # type: ignore[no-untyped-def]
-    """Return the position of the quote that ends the string at `at`, or -1, and whether the string has escapes."""
+    """Return the position of the string's closing quote (-1 if missing), and whether the string has escapes.
+
+    `at` is the position after the opening quote.
+    """
     escaped = False
     while True:
         byte = byte_at(text, at)
@@ -57,7 +63,7 @@ def _string_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _hex4(text, at):  # type: ignore[no-untyped-def]
-    """Return four hexadecimal digits as a number, or -1 if they are invalid."""
+    """Return the number that the four hexadecimal digits at `at` spell, or -1 if a digit is invalid."""
     found = 0
     for k in range(at, at + 4):
         byte = byte_at(text, k)
@@ -93,7 +99,10 @@ def _put_utf8(code, scratch, to):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _unescape(text, at, stop, scratch, to):  # type: ignore[no-untyped-def]
-    """Copy ``text[at:stop]`` into `scratch`, resolving escapes; return the end, or -1 for an invalid escape."""
+    """Copy ``text[at:stop]`` to `scratch` from `to` on, with escapes replaced by their characters.
+
+    Return the position after the copy in `scratch`, or -1 for an invalid escape.
+    """
     while at < stop:
         byte = byte_at(text, at)
         at += 1
@@ -163,9 +172,10 @@ def _is_one_of(text, at, stop, words):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-untyped-def]
-    """Return a value other than lists and objects: (kind, number, first, stop, is in scratch, end or -1, fault).
+    """Read a scalar: a string, number, true, false or null. Return (kind, number, first, stop, whether it is in
+    `scratch`, position after the scalar or -1, fault code or 0).
 
-    `first` and `stop` are the bounds of the value's text, also for a number.
+    `first` and `stop` are the bounds of the scalar's text in `text` or in `scratch`.
     """
     byte = byte_at(text, at)
     if byte == _QUOTE:
@@ -193,7 +203,7 @@ def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-u
 
 @uncounted()
 def _as_number(text, kind, value, first, stop, powers):  # type: ignore[no-untyped-def]
-    """Return a scalar as a label or a weight: (number, whether the scalar is a number)."""
+    """Convert a scalar to a label or a weight. Return (number, whether the scalar is a number)."""
     if kind == _IS_NUMBER:
         return value, True
     if _is_one_of(text, first, stop, _TRUE_WORDS):
@@ -222,12 +232,11 @@ def _parse_object(  # type: ignore[no-untyped-def]
     fields,
     pair,
 ):
-    """Parse the object whose brace is at `at`.
+    """Parse the object whose opening brace is at `at`.
 
-    Return (position after it, number of pairs so far, label, weight, fault or 0).
-
-    `bases` and `is_list`, int64 [MAX_DEPTH], describe the open lists and objects: the end of the name in `scratch`, and
-    1 for a list.
+    Return (position after the object, number of pairs so far, label, weight, fault code or 0). `bases` and `is_list`
+    (int64 [MAX_DEPTH]) are scratch memory for the open lists and objects: the end of their name in `scratch`, and
+    whether they are lists.
     """
     label, weight = np.nan, np.nan if weight_seed != _NO_SEED else 1.0
     depth, bases[0], is_list[0], may_close = 0, 0, 0, True
@@ -295,7 +304,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 values[pair] = 1.0 if is_category else value
                 fields[pair] = np.uint32(name_hash & _LOW)
                 pair += 1
-            depth += 1  # the code below closes the value, as it closes lists and objects
+            depth += 1  # a scalar then ends like a list or an object, by the code below
         depth -= 1
         if depth < 0:
             return at, pair, label, weight, 0
@@ -314,7 +323,7 @@ def _parse_lines(  # type: ignore[no-untyped-def]
     bases, is_list,
     labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts,
 ):  # fmt: skip
-    """Do the work of :func:`parse_json_lines`, in a function without reference counting for each line."""
+    """Parse lines as :func:`parse_json_lines` describes. In this function Numba counts no references for each line."""
     at, rows, bad, pairs, ones = start, 0, 0, 0, True
     indptr[0] = 0
     while at < end:
@@ -362,13 +371,17 @@ def parse_json_lines(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Parse complete lines, with one object each, until `end`.
 
-    `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight; with a
-    `weight_seed`, an object without a weight is malformed. `as_text` uint64 has the hashes of names whose numbers are
-    categories; `classes` uint64 has the hashes of the words that are labels, where the index of a word is its label;
-    empty if labels are numbers. If `needs_label` is 1, an object without a label is malformed; otherwise its label is
-    NaN. `scratch` is uint8, 128 longer than `text`. Out, with n = (number of bytes) // 2 + 1: `labels`, `weights` and
-    `values` float32 [n]; `keys` uint64 [n]; `fields` uint32 [n]; `indptr` int64 [n + 1]. For `bad_at`, `bad_why` and
-    `counts` see :func:`paceline.kernels.text.lines.parse_libsvm`.
+    - `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight. `weight_seed` is 0 if
+      there are no weights. Otherwise an object without a weight is malformed.
+    - If `needs_label` is 1, an object without a label is malformed. Otherwise its label is NaN.
+    - `as_text` (uint64) has the hashes of the names whose numbers are categories.
+    - `classes` (uint64) has the hashes of the words that are labels. The index of a word is its label. The array is
+      empty if labels are numbers.
+    - `scratch` (uint8) is overwritten, and is 128 bytes longer than `text`.
+
+    The kernel writes `labels`, `weights` and `values` (float32 [n]), `keys` (uint64 [n]), `fields` (uint32 [n]) and
+    `indptr` (int64 [n + 1]), where n is (number of bytes) // 2 + 1. :func:`paceline.kernels.text.lines.parse_libsvm`
+    describes `bad_at`, `bad_why` and `counts`.
     """
     bases, is_list = np.empty(MAX_DEPTH, np.int64), np.empty(MAX_DEPTH, np.int64)
     _parse_lines(
@@ -382,7 +395,7 @@ KERNELS = (parse_json_lines,)
 
 
 def compile_kernels() -> None:
-    """Compile the kernel for the signature of the real calls, or load it from Numba's cache."""
+    """Compile the kernel for the argument types of its callers, or load it from Numba's cache."""
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     floats, numbers, keys = np.empty(2, np.float32), np.empty(NUM_COUNTS, np.int64), np.empty(2, np.uint64)
     scratch, seed = np.empty(32, np.uint8), np.uint64(0)

@@ -1,4 +1,4 @@
-"""Numbers of JSON as text: their ends, and their spelling as categories; a part of :mod:`.json_lines`."""
+"""Kernels that find the end of a number in JSON, and that write its spelling as a category, for :mod:`.json_lines`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from paceline.kernels.jit import uncounted
 from paceline.kernels.text.bytes import byte_at
 
 _MINUS, _DOT = 45, 46
-_MOST_PLACES, _LEAST_PLACE = 18, -5  # limits of the decimal point's place in numbers without an exponent
+_MOST_PLACES, _LEAST_PLACE = 18, -5  # the largest and smallest place of the decimal point without an exponent
 
 
 @uncounted()
@@ -18,7 +18,7 @@ def _digits_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def number_end(text, at):  # type: ignore[no-untyped-def]
-    """Return the position after the JSON number at `at`, or -1 if there is none."""
+    """Return the position after the JSON number at `at`, or -1 if there is no number at `at`."""
     if byte_at(text, at) == _MINUS:
         at += 1
     first = at
@@ -43,7 +43,10 @@ def number_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no-untyped-def]
-    """Copy `count` digits of ``text[at:stop]`` after the first `skipped` digits; write zeros for missing digits."""
+    """Copy `count` digits of ``text[at:stop]`` to `scratch`, without the first `skipped` digits.
+
+    If there are fewer digits, zeros are appended.
+    """
     while count > 0:
         byte = 48
         while at < stop:
@@ -62,9 +65,10 @@ def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no
 
 @uncounted()
 def canonical_number(text, first, stop, scratch, to):  # type: ignore[no-untyped-def]
-    """Return a number's spelling as a category: (first, stop, whether it is in `scratch`, where it begins at `to`).
+    """Return the spelling of the number ``text[first:stop]`` as a category: (first, stop, whether it is in `scratch`).
 
-    The reference is :func:`paceline.kernels.text.values.number_text`.
+    A spelling that differs from the text is written to `scratch` from `to` on. The reference implementation is
+    :func:`paceline.kernels.text.values.number_text`.
     """
     start = first + 1 if byte_at(text, first) == _MINUS else first
     end, point, zeros, digits, shown, exponent = start, -1, 0, 0, 0, 0
@@ -94,7 +98,7 @@ def canonical_number(text, first, stop, scratch, to):  # type: ignore[no-untyped
             at += 1
         if is_negative:
             exponent = -exponent
-    place = (point if point >= 0 else digits) - zeros + exponent  # the point's place after the leading zeros
+    place = (point if point >= 0 else digits) - zeros + exponent  # digits before the point, without leading zeros
     count = shown - zeros
     begin, to_begin = start, to
     if start > first:

@@ -1,8 +1,8 @@
-"""Numba kernels that turn text into keys and values: Criteo rows, LIBSVM rows, and Arrow columns.
+"""Numba kernels that convert Criteo rows, LIBSVM rows and Arrow columns of strings to keys and values.
 
 The reference implementation of each kernel is in ``tests/reference/text.py``. :mod:`paceline.kernels.hashing` defines
-the hash. The parsers read ``text[start:end]``, complete lines that end in a newline. They may load, but never use,
-eight bytes after ``end``, so ``text`` must be eight bytes longer.
+the hash that converts text to keys. The parsers read ``text[start:end]``, which must consist of complete lines. They
+may load, but never use, eight bytes after ``end``, so ``text`` must be eight bytes longer.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ from paceline.kernels.text.criteo import CRITEO_FEATURES, CRITEO_INTEGERS, SMALL
 from paceline.kernels.text.values import MAX_FLOAT32, powers_of_ten
 
 ROWS, BAD, POSITION, NONZEROS, ALL_ONES = range(5)
-"""The contents of `counts`: rows, bad lines, the position of the parser, pairs, whether all values are 1."""
+"""Indices of the array `counts`: rows, bad lines, the position at which the parser stopped, pairs (key, value), and
+whether all values are 1.
+"""
 NUM_COUNTS = 5
 
 FLOAT_OK, FLOAT_MISSING, FLOAT_BAD = range(3)
-"""The result of :func:`parse_floats` for each string."""
+"""The status codes that :func:`parse_floats` writes for each string."""
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _COLON, _HASH = 9, 10, 13, 32, 58, 35
 
@@ -61,7 +63,7 @@ def _line_end(text, at):  # type: ignore[no-untyped-def]
 def _count_at_most(thresholds, x):  # type: ignore[no-untyped-def]
     """Return the number of the ascending `thresholds` that are at most `x`.
 
-    ``np.searchsorted`` is equivalent, but a kernel that calls it makes Numba import SciPy: 0.2 s.
+    This replaces ``np.searchsorted``, for which Numba imports SciPy in 0.2 s.
     """
     low, high = 0, thresholds.shape[0]
     while low < high:
@@ -75,7 +77,7 @@ def _count_at_most(thresholds, x):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: ignore[no-untyped-def]
-    """Parse the 13 integer fields from `at` on; return (position after them, 0) or (anything, a BAD_ code)."""
+    """Parse the 13 integer fields from `at` on. Return (position after the fields, fault code or 0)."""
     for field in range(CRITEO_INTEGERS):
         byte = byte_at(text, at)
         if byte == _TAB:
@@ -109,7 +111,7 @@ def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: i
 
 @uncounted()
 def _criteo_categories(text, at, seeds, keys, base):  # type: ignore[no-untyped-def]
-    """Parse the 26 categories from `at` on; return (position after the newline, 0) or (anything, a BAD_ code)."""
+    """Parse the 26 categories from `at` on. Return (position after the newline, fault code or 0)."""
     for field in range(CRITEO_INTEGERS, CRITEO_FEATURES):
         expected = _TAB if field < CRITEO_FEATURES - 1 else _NEWLINE
         if byte_at(text, at) == expected:
@@ -141,11 +143,12 @@ def _criteo_categories(text, at, seeds, keys, base):  # type: ignore[no-untyped-
 def parse_criteo(  # type: ignore[no-untyped-def]
     text, start, end, has_label, seeds, small, thresholds, labels, keys, bad_at, bad_why, counts
 ):
-    """Parse Criteo rows until `end`, or until `labels` is full; `has_label` is 0 if rows have no label (NaN).
+    """Parse Criteo rows until `end` or until `labels` is full.
 
-    `text` uint8; `seeds`, `small`, `thresholds` from ``criteo_tables()``; out: `labels` float32 [rows],
-    `keys` uint64 [39 rows], `bad_at` int64 and `bad_why` int64 [any length]: the positions and fault codes of the first
-    bad lines; `counts` int64 [NUM_COUNTS].
+    If `has_label` is 0, rows have no label, and NaN is written. `text` is uint8. ``criteo_tables()`` returns `seeds`,
+    `small` and `thresholds`. The kernel writes `labels` (float32 [rows]), `keys` (uint64 [39 rows]), `counts` (int64
+    [NUM_COUNTS]), and the positions and fault codes of the first bad lines (`bad_at` and `bad_why`, int64 of any
+    length).
     """
     at, rows, bad = start, 0, 0
     while at < end and rows < labels.shape[0]:
@@ -181,7 +184,10 @@ def parse_criteo(  # type: ignore[no-untyped-def]
 
 @uncounted()
 def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """Return the number at ``text[at:stop]``: (value, position after it), or (0, -1) if it is not a finite float32."""
+    """Read the number at the start of ``text[at:stop]``. Return (value, position after the number).
+
+    Return (0, -1) if there is no finite float32 number.
+    """
     negative = False
     if at < stop and byte_at(text, at) in (43, 45):
         negative = byte_at(text, at) == 45
@@ -199,7 +205,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
                 continue
         if 0 <= digit <= 9:
             seen = True
-            if kept < 18:  # further digits change a float32 by at most one unit in the last place
+            if kept < 18:  # more digits would change the float32 by at most one unit in the last place
                 mantissa = mantissa * 10 + digit
                 if mantissa > 0:
                     kept += 1
@@ -239,7 +245,10 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_index(text, at):  # type: ignore[no-untyped-def]
-    """Return the uint64 at `at`: (value, position after it), or (0, -1) if it is missing or too large."""
+    """Read the integer at `at`.
+
+    Return (value, position after the integer), or (0, -1) if it is missing or too large.
+    """
     first = at
     low = 0
     digit = byte_at(text, at) - 48
@@ -265,7 +274,7 @@ def _ends_word(byte):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _after_qid(text, at):  # type: ignore[no-untyped-def]
-    """Return the position after ``qid:<digits>`` at `at`, or `at` if it is missing."""
+    """Return the position after a query id ``qid:<digits>`` at `at`, or `at` if there is no query id."""
     if byte_at(text, at) != 113 or byte_at(text, at + 1) != 105 or byte_at(text, at + 2) != 100:
         return at
     if byte_at(text, at + 3) != _COLON:
@@ -281,12 +290,12 @@ def _after_qid(text, at):  # type: ignore[no-untyped-def]
 def parse_libsvm(  # type: ignore[no-untyped-def]
     text, start, end, needs_label, powers, labels, indptr, keys, values, bad_at, bad_why, counts
 ):
-    """Parse LIBSVM rows until `end`, or until `labels` is full or `keys` cannot take the next row.
+    """Parse LIBSVM rows until `end`, or until `labels` or `keys` has no room for the next row.
 
-    If `needs_label` is 0, rows may begin with their first pair; their label is then NaN.
-    `powers` from ``powers_of_ten()``; out: `labels` float32 [rows], `indptr` int64 [rows + 1], `keys`
-    uint64 and `values` float32 [pairs]; for `bad_at`, `bad_why` and `counts` see :func:`parse_criteo`. If the first row
-    does not fit, ``counts[POSITION]`` is its beginning.
+    If `needs_label` is 0, rows may begin with their first pair, and their label is then NaN. `powers` comes from
+    ``powers_of_ten()``. The kernel writes `labels` (float32 [rows]), `indptr` (int64 [rows + 1]), `keys` (uint64
+    [pairs]) and `values` (float32 [pairs]). :func:`parse_criteo` describes `bad_at`, `bad_why` and `counts`. If even
+    the first row does not fit, ``counts[POSITION]`` is the start of this row.
     """
     at, rows, bad, pairs, ones = start, 0, 0, 0, True
     indptr[0] = 0
@@ -351,7 +360,7 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
 def hash_strings(data, offsets, seed, out, first, stride):  # type: ignore[no-untyped-def]
     """Hash string i, ``data[offsets[i]:offsets[i+1]]``, as a category into ``out[first + i * stride]``.
 
-    `data` uint8 and `offsets` int64 [n+1], are read-only arrays, like Arrow's buffers; `seed` uint64;
+    `data` (uint8) and `offsets` (int64 [n + 1]) are read-only arrays, as Arrow's buffers are. `seed` is uint64 and
     `out` uint64. The kernel loads no bytes outside `data`.
     """
     for i in range(offsets.shape[0] - 1):
@@ -377,8 +386,8 @@ def hash_strings(data, offsets, seed, out, first, stride):  # type: ignore[no-un
 def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped-def]
     """Read string i, ``data[offsets[i]:offsets[i+1]]``, as a number into ``out[i]`` (float64).
 
-    ``status[i]`` (uint8) is FLOAT_OK, FLOAT_MISSING (nothing but blanks) or FLOAT_BAD (no finite float32);
-    `out` is 0 unless OK. `data` and `offsets` as in :func:`hash_strings`.
+    ``status[i]`` (uint8) is FLOAT_OK, FLOAT_MISSING for an empty or blank string, or FLOAT_BAD if the string is not a
+    finite float32. ``out[i]`` is 0 if the status is not FLOAT_OK. :func:`hash_strings` describes `data` and `offsets`.
     """
     for i in range(offsets.shape[0] - 1):
         at, stop = offsets[i], offsets[i + 1]
@@ -400,9 +409,10 @@ def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped
 
 @njit(cache=True, nogil=True)
 def split_strings(data, offsets, seed, words, lengths):  # type: ignore[no-untyped-def]
-    """Write the keys of the words of all strings into `words` (uint64), and string i's number into ``lengths[i]``.
+    """Write the keys of the words of all strings to `words` (uint64), and return the number of words.
 
-    `data`, `offsets` and `seed` as in :func:`hash_strings`; `lengths` int64. Return the number of words.
+    ``lengths[i]`` (int64) is the number of words of string i. :func:`hash_strings` describes `data`, `offsets` and
+    `seed`.
     """
     count = 0
     for i in range(offsets.shape[0] - 1):
@@ -413,11 +423,11 @@ def split_strings(data, offsets, seed, words, lengths):  # type: ignore[no-untyp
 
 
 KERNELS = (parse_criteo, parse_libsvm, hash_strings, split_strings, parse_floats)
-"""All kernels that are called from Python, for :func:`compile_kernels` and its test."""
+"""All kernels of this module that are called from Python."""
 
 
 def compile_kernels() -> None:
-    """Compile every kernel for the signature of the real calls, or load it from Numba's cache."""
+    """Compile every kernel for the argument types of its callers, or load it from Numba's cache."""
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     labels, values = np.empty(1, np.float32), np.empty(1, np.float32)
     keys, indptr = np.empty(CRITEO_FEATURES, np.uint64), np.empty(2, np.int64)
@@ -432,7 +442,7 @@ def compile_kernels() -> None:
 
 
 def read_only(array: Any) -> Any:
-    """Return a read-only view of `array`, which has the same Numba type as Arrow's buffers."""
+    """Return a read-only view of `array`. The view has the Numba type of Arrow's buffers."""
     view = array.view()
     view.flags.writeable = False
     return view

@@ -1,11 +1,14 @@
 """A Numba kernel that converts lines of Vowpal Wabbit's or libffm's text format to keys and values.
 
-``[label [weight [0]]] ['tag]|namespace[:value] feature[:value] ... |namespace ...``: a feature's key is the hash of its
-name, with the hash of the namespace's name as the seed. Its value is multiplied by the namespace's value. A namespace
-is a field of its features. The name of a feature without a name is its number in the namespace, from 0 on. libffm's
-``label field:feature:value ...`` is read as ``label |field feature:value ...``. As in Vowpal Wabbit, a word that begins
-with a quote or stands at the first bar without a blank between is a tag. The reference is ``vw_line`` of
-``tests/reference/text.py``; :mod:`.lines` defines how text is read.
+A line of Vowpal Wabbit has the form ``[label [weight [0]]] ['tag]|namespace[:value] feature[:value] ... |namespace
+...``. A feature's key is the hash of its name; the hash starts from the hash of the namespace's name. The value of a
+feature is multiplied by the value of its namespace. Each namespace is a field. A feature without a name has its number
+in the namespace (from 0 on) as its name. A word is a tag, which is ignored, if it begins with a quote or is directly
+before the first bar, without a blank.
+
+A line of libffm, ``label field:feature:value ...``, is read as ``label |field feature:value ...``. The reference
+implementation is ``vw_line`` of ``tests/reference/text.py``. :mod:`.lines` defines the limits within which kernels read
+text.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POS
 from paceline.kernels.text.values import MAX_FLOAT32, powers_of_ten
 
 UNWEIGHTED = NUM_COUNTS
-"""The index in `counts` of the flag that all weights are 1."""
+"""The index in the array `counts` of a flag: whether all weights are 1."""
 NUM_VW_COUNTS = NUM_COUNTS + 1
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE, _COLON, _BAR = 9, 10, 13, 32, 39, 58, 124
@@ -38,7 +41,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 @uncounted()
 def _name_end(text, at):  # type: ignore[no-untyped-def]
-    """Return the position of the character that ends a name: a blank, a colon, a bar or a newline."""
+    """Return the position of the character that ends the name at `at`: a blank, a colon, a bar or a newline."""
     byte = byte_at(text, at)
     while not (byte in (_SPACE, _TAB, _RETURN) or byte in (_COLON, _BAR, _NEWLINE)):
         at += 1
@@ -48,7 +51,10 @@ def _name_end(text, at):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
-    """Return the value after a name that ends at `at`: (value, position after it), or (0, -1) if it is not a number."""
+    """Read the value after a name that ends at `at`. Return (value, position after the value).
+
+    Return (0, -1) if the value is not a number.
+    """
     if byte_at(text, at) != _COLON:
         return 1.0, at
     value, at = read_float(text, at + 1, end, powers)
@@ -59,7 +65,7 @@ def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
-    """Parse the text before the first bar; return (label or NaN, weight, fault code or 0)."""
+    """Parse the label, weight and tag before the first bar. Return (label or NaN, weight, fault code or 0)."""
     label, weight, count = np.nan, 1.0, 0
     at = skip_blanks(text, at)
     while at < bar:
@@ -86,7 +92,7 @@ def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_features(text, at, end, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
-    """Parse the namespaces from the bar at `at` on; return (number of pairs so far, fault code or 0)."""
+    """Parse the namespaces from the bar at `at` on. Return (number of pairs so far, fault code or 0)."""
     while byte_at(text, at) == _BAR:
         first = at + 1
         at = _name_end(text, first)
@@ -129,7 +135,7 @@ def _hash_number(number, seed):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _read_triples(text, at, end, needs_label, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
-    """Parse a line of libffm; return (label or NaN, number of pairs so far, fault code or 0)."""
+    """Parse a line in libffm's format. Return (label or NaN, number of pairs so far, fault code or 0)."""
     label, after = read_float(text, at, end, powers)
     if needs_label == 1 or after < 0 or byte_at(text, after) != _COLON:
         at = after
@@ -171,12 +177,12 @@ def parse_vw(  # type: ignore[no-untyped-def]
     bad_why,
     counts,
 ):
-    """Parse complete lines of Vowpal Wabbit's format (of libffm's format if `is_ffm` is 1) until `end`.
+    """Parse complete lines in Vowpal Wabbit's format until `end`. If `is_ffm` is 1, parse libffm's format instead.
 
-    If `needs_label` is 1, a line without a label is malformed; otherwise its label is NaN. Out, with n = (number of
-    bytes) // 2 + 1: `labels`, `weights` and `values` float32 [n]; `keys` uint64 [n]; `fields` uint32 [n]; `indptr`
-    int64 [n + 1]. For `bad_at`, `bad_why` and `counts` see :func:`paceline.kernels.text.lines.parse_libsvm`; `counts`
-    also has ``UNWEIGHTED``.
+    If `needs_label` is 1, a line without a label is malformed. Otherwise its label is NaN. The kernel writes `labels`,
+    `weights` and `values` (float32 [n]), `keys` (uint64 [n]), `fields` (uint32 [n]) and `indptr` (int64 [n + 1]), where
+    n is (number of bytes) // 2 + 1. :func:`paceline.kernels.text.lines.parse_libsvm` describes `bad_at`, `bad_why` and
+    `counts`. In addition, ``counts[UNWEIGHTED]`` is written.
     """
     at, rows, bad, pairs, ones, unweighted = start, 0, 0, 0, True, True
     indptr[0] = 0
@@ -223,7 +229,7 @@ KERNELS = (parse_vw,)
 
 
 def compile_kernels() -> None:
-    """Compile the kernel for the signature of the real calls, or load it from Numba's cache."""
+    """Compile the kernel for the argument types of its callers, or load it from Numba's cache."""
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     floats, numbers = np.empty(2, np.float32), np.empty(NUM_VW_COUNTS, np.int64)
     parse_vw(
