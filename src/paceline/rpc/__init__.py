@@ -1,7 +1,7 @@
 """Remote calls, references to remote objects, and gradients across processes.
 
-The interface is that of PyTorch's ``torch.distributed.rpc``; connections use Paceline's transport and token. Only
-``paceline.rpc.autograd`` and ``paceline.rpc.optimizer`` need torch; they are imported at first use.
+The interface is that of PyTorch's ``torch.distributed.rpc``. Connections use Paceline's transport and token. Only
+``paceline.rpc.autograd`` and ``paceline.rpc.optimizer`` need torch, and they are imported at their first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define this process's rpc worker, which calls other workers, keeps references, and shuts down."""
+"""The agent: the object that represents this process as an rpc worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _MAX_SAME = 20
 
 
 class Agent(LocalWorker):
-    """The rpc worker of this process: it calls other workers, keeps references, and shuts down. Thread-safe."""
+    """The rpc worker of this process. It calls other workers, holds references to remote objects, and shuts down.
+
+    The agent is thread-safe.
+    """
 
     def __init__(
         self,
@@ -211,7 +214,7 @@ class Agent(LocalWorker):
                 self.table.share(references, to)
             elif owner != to or is_answer:
                 meta = msgspec.msgpack.encode((references, to))
-                description = "the passing on of an RRef"
+                description = "the registration of an RRef's new holder"
                 self.ends.end_to(owner).start(
                     RpcKind.SHARE, meta, (), description=description, timeout_s=self.seconds_of(None)
                 ).wait()
@@ -248,9 +251,9 @@ class Agent(LocalWorker):
         Raises RankLostError if a worker died or did not call this method within `timeout_s`, and DeadlineError if this
         process still has pending calls after `timeout_s`.
 
-        The workers exchange their numbers of sent and served requests until two rounds in a row have equal numbers, and
-        all sent requests were served (four-counter method, Mattern, Algorithms for distributed termination detection,
-        1987).
+        The workers repeatedly exchange their numbers of sent and served requests. The wait ends when all sent requests
+        were served, and the numbers have not changed since the previous round (four-counter method, Mattern, Algorithms
+        for distributed termination detection, 1987).
         """
         deadline = time.monotonic() + timeout_s
         last: list[tuple[int, int]] = []

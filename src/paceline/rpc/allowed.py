@@ -1,6 +1,7 @@
-"""The functions and classes that other workers may use by name, ``module:qualified.name``. If a module is allowed,
-other workers may use the public names that the module *defines*, but not names that it imports. Pure, except for the
-import of allowed modules.
+"""The functions and classes of this process that other workers may use by name (``module:qualified.name``).
+
+If a module is allowed, other workers may use the public names that the module *defines*, but not the names that it
+imports. This module does no I/O, except that it imports allowed modules.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paceline.errors import UsageError, printable
 _Named = TypeVar("_Named", bound=Callable[..., Any])
 _decorated: set[str] = set()
 _SPAWNED_MAIN = "__mp_main__"
-"""The name of the main script's module in a process that `multiprocessing` has spawned."""
+"""The name of the main script's module in a process that `multiprocessing` has started with the method ``spawn``."""
 _TENSOR_FUNCTIONS = "_VariableFunctionsClass."
 _TORCH_HOMES: Final = {
     "torch._C._fft": ("torch.fft", "fft_"),
@@ -27,7 +28,7 @@ _TORCH_HOMES: Final = {
     "torch._tensor": ("torch", ""),
     "torch.functional": ("torch", ""),
 }
-"""PyTorch's internal modules, each with its public module and the prefix to remove from its names."""
+"""For each internal module of PyTorch: the public module, and the prefix that public names do not have."""
 _OF_FILES_OR_MEMORY = frozenset(
     {
         "from_file",
@@ -39,7 +40,7 @@ _OF_FILES_OR_MEMORY = frozenset(
         "Tensor.untyped_storage",
     }
 )
-"""PyTorch functions and tensor methods that open files or use memory addresses."""
+"""The PyTorch functions and tensor methods that are forbidden, because they open files or use memory addresses."""
 _COMPUTING_IN_PYTHON = frozenset(
     f"Tensor.{name}"
     for name in (
@@ -47,7 +48,7 @@ _COMPUTING_IN_PYTHON = frozenset(
         *("to_sparse_coo", "unflatten", "unique", "unique_consecutive"),
     )
 )
-"""Tensor methods that are written in Python and only compute."""
+"""The tensor methods that are written in Python and that only compute, so that other workers may call them."""
 _NOT_COMPUTING: Final = "for torch, allow covers only functions and methods that compute with tensors"
 _WITH_NAMES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _OWN = ("paceline.rpc.autograd", "paceline.rpc.optimizer")
@@ -78,11 +79,12 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
 
 
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the public module of a function or class, and its name in this module; empty strings if they are unknown.
+    """Return the public module of a function or class, and its name in the module. An unknown part is empty.
+
     PyTorch's tensor functions and methods belong to ``torch``. For PyTorch's other C functions the module is unknown.
     """
     if isinstance(function, types.ModuleType):
-        return "", ""  # an attribute of a module may raise any error (torch.classes)
+        return "", ""  # access to a module's attribute may raise any error (as in torch.classes)
     module = str(getattr(function, "__module__", None) or "")
     name = str(getattr(function, "__qualname__", ""))
     if module == _SPAWNED_MAIN:
@@ -95,12 +97,12 @@ def home_of(function: Any) -> tuple[str, str]:
     if isinstance(function, types.MethodDescriptorType) and function.__objclass__.__qualname__ == "TensorBase":
         return "torch", f"Tensor.{function.__name__}"
     if not isinstance(function, _WITH_NAMES) and name == type(function).__qualname__:
-        return module, ""  # a script function has the name of its class, not a name of its own
+        return module, ""  # a function of torch.jit.script has the name of its class instead of its own name
     return module, name
 
 
 def computes_with_tensors(function: Any) -> bool:
-    """Return whether this is a function of ``torch`` that only computes.
+    """Return whether `function` is a function of ``torch`` that only computes with tensors.
 
     ``torch`` also has functions that open files, compile code or change global settings.
     """
@@ -113,10 +115,10 @@ def computes_with_tensors(function: Any) -> bool:
 
 
 class Allowed:
-    """The names that this process allows. Thread-safe."""
+    """The names of functions and classes that other workers may use in this process. Thread-safe."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        """`entries` are modules, packages with all submodules (``package.*``) or single names (``module:function``)."""
+        """Each entry is a module, a package with all its modules (``package.*``), or a name (``module:function``)."""
         self._modules: set[str] = set()
         self._packages: tuple[str, ...] = ()
         self._names: set[str] = set()
@@ -153,7 +155,10 @@ class Allowed:
         return found
 
     def check_method(self, value: Any, method: str) -> Any:
-        """Return a bound method: public or ``__call__`` in an allowed class, or allowed by name. Raises UsageError."""
+        """Return the bound method of `value` if other workers may call it. Raises UsageError otherwise.
+
+        They may call the public methods and ``__call__`` of an allowed class, and methods that are allowed by name.
+        """
         kind = type(value)
         is_public = method == "__call__" or not method.startswith("_")
         module, name = home_of(kind)
@@ -228,7 +233,8 @@ def not_allowed(name: str, *, why: str = "") -> UsageError:
     if why:
         return UsageError(f"{shown!r} is not allowed here: {why}; {_by_name(name)}")
     if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
-        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")  # allowing its module would be too much
+        # The message does not recommend to allow the whole module, which would allow too many functions.
+        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")
     return UsageError(
         f"{shown!r} is not allowed here: pass its module to init_rpc(allow=[{module!r}]) in the called process, or "
         "decorate it there with paceline.rpc.allow"

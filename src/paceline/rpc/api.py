@@ -1,4 +1,4 @@
-"""Define the public functions of rpc: join, call other workers, leave."""
+"""The public functions of rpc: join the workers, call other workers, and leave."""
 
 from __future__ import annotations
 
@@ -47,16 +47,18 @@ def init_rpc(
 ) -> None:
     """Join the workers of this program, under a unique name. Return when all workers have joined.
 
-    `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` default to the environment, as in
-    :func:`paceline.collectives.init`. `allow` lists the modules whose functions other workers may call in this process,
-    and whose dataclasses may be arguments and results: ``my_module``, ``my_package.*``, or one function as
-    ``my_module:function``. `pickle` enables pickled values between workers that both set it; every holder of the token
-    can then run any code in this process. `timeout` is the default timeout of calls (60 s). At most `num_threads`
-    threads (64) run functions; up to three more threads per worker read connections. `backend` and
-    `rpc_backend_options` are for programs written for torch.distributed.rpc: see :mod:`paceline.rpc.options`.
+    By default, `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` come from environment
+    variables, as in :func:`paceline.collectives.init`. `allow` lists the modules whose functions other workers may call
+    in this process, and whose dataclasses may be arguments and results. An entry is ``my_module``, ``my_package.*``, or
+    one function as ``my_module:function``.
 
-    Raises UsageError (two workers with one name, rpc already runs), AuthenticationError (another token), DeadlineError
-    or RankLostError (workers did not join within `join_timeout`).
+    `pickle` enables pickled values between workers that both set it. Then every process with the token can run any code
+    in this process. `timeout` is the default timeout of calls (60 s). At most `num_threads` threads (default: 64) run
+    functions, and up to three more threads per worker read connections. `backend` and `rpc_backend_options` are for
+    programs written for torch.distributed.rpc: see :mod:`paceline.rpc.options`.
+
+    Raises UsageError if two workers have one name or if rpc already runs, AuthenticationError if the tokens differ, and
+    DeadlineError or RankLostError if workers did not join within `join_timeout`.
     """
     check_name(name)
     check_backend(backend)
@@ -94,7 +96,7 @@ def init_rpc(
     except BaseException:
         world.close()
         raise
-    set_agent(agent)  # set it before the start, because calls of other workers may use it
+    set_agent(agent)  # before the agent accepts calls, because the called functions may use it
     agent.start()
 
 
@@ -108,7 +110,7 @@ def _meet(
     variables: Environment,
     tls: TLS | None,
 ) -> Meeting:
-    """Connect to the other workers. Retry after :func:`shutdown`, because rank 0 may still serve the old store."""
+    """Connect to the other workers, and retry if rank 0 still serves the store of an earlier rpc session."""
     while True:
         try:
             return rendezvous(rank, world_size, address, token, join_s, variables=variables, tls=tls)
@@ -127,7 +129,7 @@ def meet_by_name(
     join_s: float,
     num_threads: int,
 ) -> Agent:
-    """Wait until all workers have joined. Return this process's worker (agent), which accepts no calls yet."""
+    """Wait until all workers have joined. Return this process's agent, which does not accept calls yet."""
     deadline = time.monotonic() + join_s
     introductions = exchange(
         world.store,
@@ -150,15 +152,18 @@ def rpc_sync(
 ) -> _Result:
     """Call a function in another process and return its result.
 
-    `to` is a worker's name, rank or WorkerInfo. `func` is a function of a module, or its name as ``module:function``;
-    the called process must allow it. `func` can also be a method of an object that can be sent; it then runs on a copy.
-    `timeout` is a timedelta or seconds (0: no limit); None and -1 select the default. Arguments and results can be
-    numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, CPU tensors, RRefs, dataclasses,
-    msgspec structs, enumerations, and named functions. Received arrays and tensors are views of the message, without a
-    copy. A call to this process itself passes the arguments without copies.
+    `to` is a worker's name, rank or WorkerInfo. `func` is a function of a module, or its name as ``module:function``.
+    The called process must allow the function. `func` can also be a method of an object. The object is then sent, and
+    the method runs on the received copy. `timeout` is a timedelta or a number of seconds; 0 means no limit, and None
+    and -1 mean the default.
 
-    Raises the function's exception (see :class:`RemoteError`), DeadlineError after `timeout`, ConnectionLostError (the
-    other worker died or left) or UsageError (unknown worker, not allowed there, an argument that cannot be sent).
+    Arguments and results can be numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, CPU
+    tensors, RRefs, dataclasses, msgspec structs, enumerations, and named functions. Received arrays and tensors are
+    views of the received message. A call to this process itself passes the arguments without copies.
+
+    Raises the function's exception (see :class:`RemoteError`), DeadlineError after `timeout`, ConnectionLostError if
+    the other worker died or left, and UsageError if the worker is unknown, does not allow the function, or if an
+    argument cannot be sent.
     """
     agent = current_agent()
     number, call = _called(agent, to, func, args, kwargs)
@@ -186,10 +191,10 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout | None = None,
 ) -> RRef[_Result]:
-    """Call a function or class in another process, keep the result there and return a reference.
+    """Call a function or class in another process, which keeps the result. Return a reference to the result.
 
-    Returns before the function has run. ``to_here()`` of the reference raises the function's exception. The arguments
-    are those of :func:`rpc_sync`.
+    The call returns before the function has run. If the function raises an exception, ``to_here()`` of the reference
+    raises it. The arguments are those of :func:`rpc_sync`.
     """
     agent = current_agent()
     number, call = _called(agent, to, func, args, kwargs)
@@ -221,22 +226,22 @@ def get_worker_info(worker_name: Worker | None = None) -> WorkerInfo:
 
 
 def get_rpc_timeout() -> float:
-    """Return the default timeout of calls in seconds; infinity if calls have no limit."""
+    """Return the default timeout of calls in seconds. It is infinite if calls have no limit."""
     return current_agent().seconds_of(None)
 
 
 def is_available() -> bool:
-    """Return True, because rpc needs no optional dependencies."""
+    """Return True. The function exists in ``torch.distributed.rpc``; this package is always available."""
     return True
 
 
 def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
     """Leave rpc: wait for all workers and pending calls, then close the connections.
 
-    While it waits, this worker serves the calls of other workers. Without `graceful`, this worker leaves immediately,
-    and the pending calls of other workers fail. Raises RankLostError if a worker has died or has not called shutdown()
-    within `timeout` (0: no limit), and DeadlineError if calls are still pending here. Even if an error is raised, this
-    worker has left. Does nothing if rpc is not running.
+    During the wait, this worker still serves the calls of other workers. Without `graceful`, this worker leaves
+    immediately, and calls of other workers that it has not answered fail. Raises RankLostError if a worker has died or
+    has not called shutdown() within `timeout` (0 means no limit), and DeadlineError if calls of this worker are still
+    pending. This worker has left even if an error is raised. The function does nothing if rpc is not running.
     """
     if not is_running():
         return

@@ -1,14 +1,14 @@
 """Compute gradients through remote calls: the backward pass follows the calls of the forward pass in reverse.
 
-Within a :func:`context`, tensors that require a gradient are recorded when they are sent and received. `backward`
-computes the gradients of this process's part of the graph, and sends the gradients of received tensors to their
-senders. Each sender continues from the tensors that it sent, and replies when its part is done. Gradients are added to
-the context instead of ``.grad``, so that contexts do not affect each other.
+Within a :func:`context`, each process records the tensors that it sends and receives if they require a gradient.
+:func:`backward` computes the gradients in this process's part of the graph, and sends the gradients of received tensors
+to their senders. Each sender continues the backward pass from the tensors that it sent, and replies when its part is
+done. Gradients are added to the context instead of ``.grad``, so that contexts do not affect each other.
 
-The recorded graph is the same as in ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). In
-PyTorch, a process waits for the gradients of all messages of a context, so every message must contribute to the result.
-In Paceline, each message is processed separately: unused messages need no gradients, and a part of the graph whose
-outputs were sent in k messages is processed k times.
+The recorded graph is that of ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). In PyTorch, a
+process waits for the gradients of all messages of a context, so every message must contribute to the result. In
+Paceline, each message is processed separately. So messages that do not contribute need no gradients. If the outputs of
+a part of the graph were sent in k messages, this part is processed k times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANK_SHIFT = 32
 
 
 class GradientContext:
-    """The part of an autograd context in this process: its messages and gradients."""
+    """This process's part of an autograd context: the recorded messages and the gradients."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -86,7 +86,7 @@ class GradientContext:
 
 
 class GradientContexts:
-    """The contexts in which this process takes part. Thread-safe."""
+    """The autograd contexts in which this process takes part. Thread-safe."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, GradientContext] = {}
@@ -136,9 +136,10 @@ contexts = GradientContexts()
 
 @contextlib.contextmanager
 def context() -> Iterator[int]:
-    """Return a context that records this thread's calls for a backward pass. The ``with`` statement returns the
-    context's number. Calls that the called functions make are recorded too. At the end of the block all processes
-    delete the context. Contexts do not nest.
+    """Create a context that records this thread's remote calls for a backward pass, for a ``with`` statement.
+
+    The statement returns the number of the context. Remote calls that the called functions make are recorded too. At
+    the end of the block all processes delete the context. A context cannot contain another context.
     """
     agent = current_agent()
     if current_context():
@@ -154,9 +155,9 @@ def context() -> Iterator[int]:
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
     """Compute the gradients of the sum of `roots` in all processes of the context.
 
-    Each root has one element. Returns when all gradients are computed. A second call adds to the gradients of the first
-    call: graphs are retained until the context ends, and `retain_graph` has no effect. Raises UsageError for roots
-    without a graph, and the exceptions of other processes.
+    Each root has one element. The function returns when all gradients are computed. A second call adds its gradients to
+    the gradients of the first call. Graphs are always kept until the context ends, so `retain_graph` has no effect.
+    Raises UsageError if a root does not require a gradient, and raises the exceptions of other processes.
     """
     part = contexts.existing(context_id)
     passed: Any = roots
@@ -172,7 +173,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def backward_of_root(root: Any, context_id: int, retain_graph: bool) -> None:
-    """Start a backward pass. Runs in the process that owns the tensor, for :meth:`RRef.backward`."""
+    """Start a backward pass from the tensor ``root``, in the process that owns it, for :meth:`RRef.backward`."""
     if not isinstance(root, torch.Tensor):
         raise UsageError(f"backward() was called on an RRef to {type(root).__name__}, a tensor was expected")
     if context_id == -1:
@@ -182,14 +183,17 @@ def backward_of_root(root: Any, context_id: int, retain_graph: bool) -> None:
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return a context's gradients in this process, by parameter."""
+    """Return the gradient of each parameter of this process in a context."""
     contexts.existing(context_id)
     return contexts.gradients(context_id)
 
 
 @allow
 def continue_backward(context_id: int, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Continue a backward pass from the tensors of a message that this process has sent, given their gradients."""
+    """Continue a backward pass in this process.
+
+    The pass continues from the tensors of a message that this process has sent. `gradients` are their gradients.
+    """
     part = contexts.existing(context_id)
     tensors = part.sent(message)
     if len(gradients) != len(tensors):

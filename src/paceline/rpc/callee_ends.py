@@ -1,4 +1,4 @@
-"""Serve connections from other workers: run the requested functions, keep objects, count their holders."""
+"""Serve the requests of other workers: run functions, keep their results, and count the references to them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ _CALL, _REMOTE, _RESULT, _FAILED = map(int, (RpcKind.CALL, RpcKind.REMOTE, RpcKi
 
 _Reference = tuple[int, int, int]
 _decode_fetch = reader(_Reference, "a request for an object")
-_decode_share = reader(tuple[list[_Reference], int], "the passing on of an RRef")
-_decode_release = reader(tuple[_Reference, int], "an RRef that is given back")
+_decode_share = reader(tuple[list[_Reference], int], "the registration of an RRef's new holder")
+_decode_release = reader(tuple[_Reference, int], "the release of an RRef")
 
 
 def run_local(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], context: int
 ) -> None:
-    """Run a function in this thread, and set its result or exception in `result`. Context 0: without autograd."""
+    """Run a function in this thread, and set its result or exception in `result`.
+
+    `context` is the number of the autograd context in which the function runs; 0 without a context.
+    """
     try:
         value = _run(function, args, kwargs, context)
         promise = promise_of(value) if is_async(function) else None
@@ -67,7 +70,7 @@ def _copy(result: Future[Any], done: Future[Any]) -> None:
 
 
 class CalleeEnds(RequestServer, ConnectionReceiver):
-    """Accepts connections from other workers, and serves their requests."""
+    """The callee's ends of the connections from other workers. This class accepts connections and serves requests."""
 
     def __init__(self, agent: LocalWorker, token: str) -> None:
         self.num_served = 0
@@ -88,7 +91,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         for end in list(self._callers):
             end.framed.close()
 
-    # The node calls the following methods.
+    # The node, which accepts connections of other workers, calls the following methods.
 
     @override
     def coming(self, rank: int) -> None:
@@ -134,7 +137,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
             self._handle(end, received)
         except Exception as error:
             failure = unreadable(end.framed.name, error)
-            if header.kind == RpcKind.RELEASE:  # harmless: this process has already freed the object
+            if header.kind == RpcKind.RELEASE:  # the session has ended, and its objects are freed already
                 _logger.debug("%s: %s", end.framed.name, failure)
             else:
                 self._reply_failure(end, header, failure, with_trace=False)

@@ -24,7 +24,7 @@ _RESULT, _NONE = int(RpcKind.RESULT), msgspec.msgpack.encode(None)
 
 
 class CallerEnds(ReplyReader):
-    """The connections to other workers, by rank. Thread-safe."""
+    """The caller's ends of the connections to other workers, by rank. Thread-safe."""
 
     def __init__(self, agent: LocalWorker, world: World, token: str) -> None:
         self._agent, self._world, self._token = agent, world, token

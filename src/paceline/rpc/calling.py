@@ -1,6 +1,8 @@
-"""The caller's end of a connection: sends numbered calls, and receives replies in any order. A thread that waits for a
-result reads the connection itself, to avoid a thread switch, and passes other replies to the threads that wait for
-them. One thread reads at a time. If calls are pending but no thread waits, `Standby` assigns a thread that reads.
+"""The caller's end of a connection, which sends numbered calls and receives their replies in any order.
+
+To avoid a thread switch, a thread that waits for a result reads the connection itself. It passes the replies to other
+calls to the threads that wait for them. Only one thread reads at a time. If calls are pending but no thread waits,
+:class:`Standby` assigns a thread that reads.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ class PendingReply(Future[Any]):
         super().__init__()
         self.description, self.deadline, self.timeout_s = description, deadline, timeout_s
         self.creation: Future[Any] | None = None
-        """If this process created the object on which the call runs: the reply to the call that created it."""
+        """The reply to the call that created the object on which this call runs; None if another process created it."""
         self._end = end
 
     def cause_of(self, error: PacelineError) -> BaseException:
-        """Return the exception to raise: the one of the object's failed creation if it caused `error`, else `error`."""
+        """Return the exception that the future raises for `error`.
+
+        If the call failed because the creation of its object had failed, return the exception of the creation.
+        """
         cause = self.creation.exception() if self.creation is not None and isinstance(error, UsageError) else None
         return cause or error
 
@@ -50,14 +55,14 @@ class ReplyReader(Protocol):
 
 
 class CallerEnd:
-    """The calls to one other worker. Thread-safe."""
+    """The caller's end of the connection to one other worker. Thread-safe."""
 
     def __init__(self, framed: FramedSocket, rank: int, reader: ReplyReader) -> None:
         self.rank = rank
         self.name = framed.name
         self.failure: PacelineError | None = None
         self.free_since = 0.0
-        """The time at which the last reading thread stopped; :class:`Standby` uses it."""
+        """The time at which the last reading thread stopped. :class:`Standby` assigns a new reader some time later."""
         self.has_own_reader = False
         """Whether a thread that :class:`Standby` assigned reads the connection."""
         self._framed = framed
@@ -113,7 +118,7 @@ class CallerEnd:
         return reply
 
     def watch(self, kind: int) -> PendingReply | None:
-        """Return a future that fails when the other worker dies. Later calls return None."""
+        """Return a future that fails when the other worker dies. Only the first call returns it; others return None."""
         if self._is_watched:
             return None
         self._is_watched = True
@@ -129,7 +134,10 @@ class CallerEnd:
             return self.num_sent
 
     def wait(self, reply: PendingReply, deadline: float) -> None:
-        """Wait until the reply is done or `deadline` passes. At its own deadline the reply fails with DeadlineError."""
+        """Wait until the reply has arrived or `deadline` passes.
+
+        At the call's own deadline, it fails (DeadlineError).
+        """
         while not reply.done():
             if self._reading.acquire(blocking=False):
                 self._read_until(reply, deadline)
@@ -147,7 +155,8 @@ class CallerEnd:
         if waiter is None:
             return
         self._blocked.add(reply)
-        # Try again, because the last reading thread may have looked for a successor just before this reply was added.
+        # The last reading thread may have searched for a successor just before this reply was added. So try again to
+        # become the reading thread.
         if self._reading.acquire(blocking=False):
             self._blocked.discard(reply)
             self._read_until(reply, deadline)
@@ -156,7 +165,10 @@ class CallerEnd:
             self._blocked.discard(reply)
 
     def _read_until(self, reply: PendingReply, deadline: float) -> None:
-        """Read until the reply is done or the deadline passes; then wake a waiting thread. Hold `_reading` before."""
+        """Read until the reply has arrived or the deadline passes, then let another waiting thread read.
+
+        The caller must hold the lock `_reading`, which this method releases.
+        """
         try:
             while not reply.done():
                 left = deadline - time.monotonic()
@@ -169,7 +181,7 @@ class CallerEnd:
             self._stop_reading()
 
     def read_on(self) -> None:
-        """Read until no call is pending. Runs in a thread that :class:`Standby` has assigned."""
+        """Read replies until no call is pending. A thread that :class:`Standby` has assigned calls this method."""
         if not self._reading.acquire(blocking=False):
             return
         self.has_own_reader = True
@@ -229,7 +241,7 @@ class CallerEnd:
                 return
 
     def fail(self, error: PacelineError) -> None:
-        """Fail all pending calls. Idempotent."""
+        """Fail all pending calls because of `error`, and refuse later calls. Idempotent."""
         if self.failure is None:
             self.failure = ConnectionLostError(f"{self.name} died or left ({error})")
         self._framed.close()
@@ -244,7 +256,9 @@ class CallerEnd:
 
 
 def unreadable(name: str, error: Exception) -> PacelineError:
-    """Return the error with which a connection ends. Exceptions that are not Paceline's mean malformed data."""
+    """Return the error with which a connection ends after `error`. An exception from outside Paceline means that the
+    received data was malformed.
+    """
     if isinstance(error, PacelineError):
         return error
     text = printable(f"{type(error).__name__}: {error}", 300)

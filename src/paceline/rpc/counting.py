@@ -1,8 +1,8 @@
-"""Count the references to an owner's objects. Pure.
+"""Count the references that workers hold to the objects of this process, their owner. Pure.
 
-Before a worker sends an RRef to another worker, the owner counts the new holder (:meth:`OwnedObjects.share`), so the
-count includes references in flight. A holder releases its counts together or in parts; if the holder dies, all its
-counts are released.
+Before a worker sends an RRef to another worker, the owner counts the receiver as a holder
+(:meth:`OwnedObjects.share`). So the count includes references in flight. A holder may release its references together
+or in parts. If a holder dies, the owner releases all its references.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class OwnedObjects:
         return True
 
     def release(self, reference: ReferenceId, holder: int, times: int) -> bool:
-        """Subtract `times` from a holder's count; return whether the object has no holder now. Raises ProtocolError."""
+        """Subtract `times` from a holder's count. Return whether the object now has no holder.
+
+        Raises ProtocolError if the holder has fewer references.
+        """
         counts = self._counts.get(reference, {})
         held = counts.get(holder, 0)
         if not 1 <= times <= held:

@@ -1,4 +1,4 @@
-"""Define the decorator for functions that return a future."""
+"""The decorator for functions that return a future."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def async_execution(function: _Function) -> _Function:
-    """Decorator for a function that returns a :class:`Future`: a remote call returns the future's result.
+    """Mark a function that returns a :class:`Future`, so that a remote call of it returns the future's result.
 
-    No thread waits for the result. The decorator works above or below ``@staticmethod`` and ``@classmethod``. The
-    future may also come from ``torch.futures`` or ``concurrent.futures``.
+    The reply is sent when the future is done, and no thread waits for it. The decorator may be above or below
+    ``@staticmethod`` and ``@classmethod``. The future may also come from ``torch.futures`` or ``concurrent.futures``.
     """
     inner: Any = getattr(function, "__func__", function)
     inner.__paceline_async__ = True

@@ -1,4 +1,4 @@
-"""Define futures: results of pending calls. A caller waits for a future, or attaches functions to it."""
+"""Futures: the results of pending calls. A caller waits for a future, or adds functions that run when it is done."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from paceline.errors import DeadlineError, UsageError
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
 Timeout = timedelta | float
-"""A duration as a timedelta or in seconds; 0 means no limit, as in torch.distributed.rpc."""
+"""A duration as a timedelta or as a number of seconds. 0 means no limit, as in torch.distributed.rpc."""
 _logger = logging.getLogger("paceline.rpc")
 _local = threading.local()
 
 
 class BlockedThreads(Protocol):
-    """Is notified when threads wait for futures."""
+    """An object that is notified when threads begin and end to wait for futures."""
 
     def begin(self) -> None:
         """Record that this thread starts to wait. Raises UsageError if too many threads wait."""
@@ -32,7 +32,7 @@ class BlockedThreads(Protocol):
 
 
 def wait_by(waiting: BlockedThreads) -> None:
-    """Report each wait of this thread for a future to `waiting`."""
+    """Register `waiting`, which is then notified each time that this thread waits for a future."""
     _local.waiting = waiting
 
 
@@ -48,7 +48,7 @@ class Future(Generic[_Result]):
         self._callbacks: list[Callable[[Future[_Result]], object]] = []
 
     def done(self) -> bool:
-        """Return whether the result or the exception is set."""
+        """Return whether the result or the exception of the future is set."""
         return self._is_done
 
     def wait(self, timeout: Timeout | None = None) -> _Result:
@@ -78,7 +78,7 @@ class Future(Generic[_Result]):
         return cast(_Result, self._result)
 
     def exception(self) -> BaseException | None:
-        """Return the exception of a done future; None if the future has a result."""
+        """Return the exception of a future that is done. Return None if the future has a result."""
         return self._error
 
     def set_result(self, result: _Result) -> None:
@@ -92,7 +92,10 @@ class Future(Generic[_Result]):
             raise UsageError("the future has its result already")
 
     def add_done_callback(self, callback: Callable[[Future[_Result]], object]) -> None:
-        """Call `callback` with this future when the future is done: now, or in the thread that sets the result."""
+        """Call ``callback(self)`` when this future is done. The thread that sets the result runs the callback.
+
+        If the future is done already, the callback runs now.
+        """
         with self._lock:
             if not self._is_done:
                 self._callbacks.append(callback)
@@ -100,7 +103,7 @@ class Future(Generic[_Result]):
         callback(self)
 
     def then(self, function: Callable[[Future[_Result]], _Other]) -> Future[_Other]:
-        """Return a future of ``function(self)``, which is called when this future is done."""
+        """Call ``function(self)`` when this future is done, and return the future of its result."""
         if not callable(function):
             raise UsageError(f"then() got {function!r}, a function that takes the future was expected")
         following: Future[_Other] = Future()
@@ -156,7 +159,7 @@ class Future(Generic[_Result]):
         return self._is_done
 
     def add_waiter(self) -> threading.Lock | None:
-        """Return a lock that is held until the future is done; None if the future is already done."""
+        """Return a lock that stays locked until the future is done. Return None if the future is already done."""
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:
@@ -166,7 +169,7 @@ class Future(Generic[_Result]):
         return waiter
 
     def wake_one(self) -> bool:
-        """Wake one waiting thread, although the future is not done. Return whether a thread was waiting."""
+        """Wake one thread that waits for this future, although it is not done. Return whether a thread was waiting."""
         with self._lock:
             if not self._waiters:
                 return False
@@ -184,7 +187,7 @@ class TimedFuture(Future[_Result]):
         self._description, self._timeout_s = description, timeout_s
 
     def expire(self) -> bool:
-        """Set a DeadlineError, without running callbacks. Return False if the future is already done."""
+        """Set a DeadlineError as the outcome, without running callbacks. Return False if the future was done."""
         late = DeadlineError(f"{self._description} has returned no result within {self._timeout_s:g} s")
         return self.set_outcome(None, late)
 
@@ -205,7 +208,7 @@ def seconds_of(timeout: Timeout) -> float:
 
 
 def left_until(deadline: float) -> float:
-    """Return the seconds until `deadline`, at most the longest timeout that a lock supports."""
+    """Return the seconds until `deadline`, or the longest timeout that a lock supports if that is shorter."""
     return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
 

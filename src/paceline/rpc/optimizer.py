@@ -1,4 +1,4 @@
-"""Define an optimizer for parameters in several processes, which uses the gradients of an autograd context."""
+"""An optimizer for parameters in several processes, which uses the gradients of an autograd context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_agent, in_context
 
 _stepping = threading.Lock()
-"""A lock that a step holds while it uses ``.grad`` of this process's parameters."""
+"""The lock that an optimizer step holds while it uses ``.grad`` of this process's parameters."""
 
 
 class DistributedOptimizer:
@@ -28,9 +28,9 @@ class DistributedOptimizer:
     def __init__(
         self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
     ) -> None:
-        """Create an optimizer of this class, with `args` and `kwargs`, on each worker that owns parameters.
+        """Create an ``optimizer_class(parameters, *args, **kwargs)`` on each worker that owns some of the parameters.
 
-        The class is defined in ``torch.optim`` or in a module that these workers allow.
+        The class must be defined in ``torch.optim`` or in a module that all these workers allow.
         """
         if not params_rref:
             raise UsageError("the optimizer got no parameters; pass a list of RRefs to parameters")
@@ -48,7 +48,10 @@ class DistributedOptimizer:
             wait_all([agent.call(rref.reference.owner, check, (rref,), None) for rref in self._optimizers])
 
     def step(self, context_id: int) -> None:
-        """Update all parameters with the context's gradients. Parameters without a gradient do not change."""
+        """Update all parameters with the gradients of an autograd context.
+
+        Parameters without a gradient do not change.
+        """
         agent = current_agent()
         with in_context(0):
             pending = [
@@ -59,7 +62,7 @@ class DistributedOptimizer:
 
 
 class LocalOptimizer:
-    """The optimizer of one process's parameters. The steps of all optimizers in a process run one after another."""
+    """The optimizer for the parameters of one process. All optimizers of a process run their steps one at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, parameters

@@ -1,4 +1,4 @@
-"""Define options for programs that were written for ``torch.distributed.rpc``."""
+"""The options of ``init_rpc`` that exist only for programs written for ``torch.distributed.rpc``."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ _FROM_ENVIRONMENT, _AT_ADDRESS = "env://", "tcp://"
 
 
 class BackendType(enum.Enum):
-    """The values of ``init_rpc(backend=)``. The only value is also the default."""
+    """The possible values of ``init_rpc(backend=...)``. There is one value, which is also the default."""
 
     TENSORPIPE = "TENSORPIPE"
 
 
 @dataclass
 class TensorPipeRpcBackendOptions:
-    """Settings for ``init_rpc(rpc_backend_options=)``, which also accepts torch's class of this name."""
+    """Settings for ``init_rpc(rpc_backend_options=...)``, which also accepts torch's class of this name."""
 
     num_worker_threads: int = DEFAULT_NUM_THREADS
-    """The same as `num_threads` of ``init_rpc``."""
+    """The argument `num_threads` of ``init_rpc``."""
     rpc_timeout: float = DEFAULT_TIMEOUT_S
-    """The same as `timeout` of ``init_rpc``, in seconds; 0 means no limit."""
+    """The argument `timeout` of ``init_rpc`` in seconds; 0 means no limit."""
     init_method: str = _FROM_ENVIRONMENT
-    """``env://``, or ``tcp://`` before the `address` of ``init_rpc``: ``tcp://host:port``."""
+    """The address of rank 0 as ``tcp://host:port``, or ``env://`` for the environment variables."""
     device_maps: dict[str, Any] = field(default_factory=dict)
     """Must be empty, because only CPU tensors are sent."""
     devices: list[Any] = field(default_factory=list)
     """Must be empty, because only CPU tensors are sent, and no devices are mapped."""
 
     def set_device_map(self, to: str, device_map: dict[Any, Any]) -> None:
-        """Raise UsageError: only CPU tensors are sent."""
+        """Raise UsageError, because rpc sends only CPU tensors."""
         raise no_devices()
 
     def set_devices(self, devices: list[Any]) -> None:
-        """Raise UsageError: only CPU tensors are sent."""
+        """Raise UsageError, because rpc sends only CPU tensors."""
         raise no_devices()
 
 

@@ -1,8 +1,8 @@
-"""Keep the objects that a process owns, and the references (RRefs) to objects of any process that it holds.
+"""The objects that a process owns, and the references (RRefs) that it holds to objects of any process.
 
-An owner keeps an object as long as the object has holders: processes with a reference. All RRefs of a process to the
-same object share a :class:`Holding`. When the last of them is deleted, the owner is notified. The owner detects a dead
-holder by its closed connection.
+An owner keeps an object as long as the object has holders, which are processes with a reference to it. All RRefs of a
+process to one object share a :class:`Holding`. When the last RRef of the process is deleted, the process notifies the
+owner. The owner detects the death of a holder by its closed connection.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from paceline.rpc.futures import Future
 
 
 class Holding:
-    """This process's reference to an object, which its RRefs share. `times` is the owner's count for this process."""
+    """This process's reference to an object, which all its RRefs to the object share.
+
+    `times` is the number of references that the owner counts for this process.
+    """
 
     def __init__(self, reference: ReferenceId, table: ObjectTable) -> None:
         self.reference = reference
         self.times = 0
         self.creation: Future[Any] | None = None
-        """If this process created the object: the reply to the call that created it."""
+        """The reply to the call that created the object; None if another process created it."""
         self._dropped = table.dropped
 
     def __del__(self) -> None:
@@ -41,7 +44,7 @@ class ObjectTable:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.dropped: queue.SimpleQueue[tuple[ReferenceId, int] | None] = queue.SimpleQueue()
-        """References that a thread releases at their owners; ``None`` ends the thread."""
+        """The queue of references that a background thread releases at their owners. ``None`` ends the thread."""
         self._lock = threading.RLock()
         self._owned = OwnedObjects()
         self._values: dict[ReferenceId, Future[Any]] = {}
@@ -65,7 +68,10 @@ class ObjectTable:
             self._values[reference] = value
 
     def hold(self, reference: ReferenceId) -> Holding:
-        """Return this process's reference to an object. Call this each time that the owner counts this process."""
+        """Return this process's reference to an object, and increase its count.
+
+        The caller must call this method once for each reference that the owner counts for this process.
+        """
         with self._lock:
             holding = self._held.get(reference)
             if holding is None:
@@ -99,7 +105,7 @@ class ObjectTable:
             if not self._owned.release(reference, holder, times):
                 return
             value = self._values.pop(reference, None)
-        del value  # delete it outside the lock, because destructors may call this table
+        del value  # outside the lock, because a destructor of the object may call this table
 
     def remove_holder(self, holder: int) -> None:
         with self._lock:

@@ -22,15 +22,15 @@ _Begin = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 
 class RRef(Generic[_Value]):
-    """A reference to an object of one worker. An RRef can be sent to other workers, and keeps the object alive.
+    """A reference to an object that one worker owns. An RRef keeps the object alive, and can be sent to other workers.
 
-    ``RRef(value)`` refers to an object of this process.
+    ``RRef(value)`` creates a reference to an object of this process.
     """
 
     __slots__ = ("__weakref__", "_agent", "_holding")
 
     def __init__(self, value: _Value, type_hint: Any = None) -> None:
-        """`type_hint` has no effect; programs for torch.distributed.rpc may pass it."""
+        """`type_hint` has no effect. It exists because programs for torch.distributed.rpc may pass it."""
         agent = current_agent()
         self._agent = agent
         self._holding = agent.own(value)
@@ -51,7 +51,7 @@ class RRef(Generic[_Value]):
 
     @property
     def creation(self) -> Future[Any] | None:
-        """If this process created the object: the reply to the call that created it."""
+        """The reply to the call that created the object; None if another process created it."""
         return self._holding.creation
 
     def owner(self) -> WorkerInfo:
@@ -71,10 +71,10 @@ class RRef(Generic[_Value]):
         return self.creation is None or (self.creation.done() and self.creation.exception() is None)
 
     def to_here(self, timeout: Timeout | None = None) -> _Value:
-        """Return a copy of the object or, in the owner's process, the object itself. Waits until the object exists.
+        """Wait until the object exists, and return a copy of it. In the owner's process, return the object itself.
 
-        Raises the exception of its creation, DeadlineError, ConnectionLostError (the owner died) or UsageError (it was
-        freed).
+        Raises the exception that prevented the object's creation, DeadlineError after `timeout`, ConnectionLostError if
+        the owner died, or UsageError if the object was freed.
         """
         value: _Value = self._agent.fetch(self, timeout).wait(self._agent.seconds_of(timeout))
         return value
@@ -90,21 +90,23 @@ class RRef(Generic[_Value]):
         return value
 
     def rpc_sync(self, timeout: Timeout | None = None) -> Methods:
-        """Return a proxy that calls methods at the owner and waits for results: ``rref.rpc_sync().method(1)``."""
+        """Return a proxy: ``rref.rpc_sync().method(1)`` calls the object's method at its owner and waits for the
+        result.
+        """
         return Methods(self, functools.partial(_call_and_wait, self._agent, self, timeout))
 
     def rpc_async(self, timeout: Timeout | None = None) -> Methods:
-        """Return a proxy that calls methods at the owner and returns a :class:`Future`."""
+        """Return a proxy: ``rref.rpc_async().method(1)`` calls the object's method and returns a :class:`Future`."""
         return Methods(self, functools.partial(_call, self._agent, self, timeout))
 
     def remote(self, timeout: Timeout | None = None) -> Methods:
-        """Return a proxy that calls methods at the owner and returns an :class:`RRef` to the result."""
+        """Return a proxy: ``rref.remote().method(1)`` calls the object's method and returns an :class:`RRef`."""
         return Methods(self, functools.partial(_make, self._agent, self, timeout))
 
     def backward(self, context_id: int = -1, retain_graph: bool = False) -> None:
-        """Compute the gradients of the referenced one-element tensor in an autograd context.
+        """Run a backward pass from the referenced tensor, which must have one element, in an autograd context.
 
-        See :func:`paceline.rpc.autograd.backward`. Without a context, the owner adds the gradients to ``.grad``.
+        See :func:`paceline.rpc.autograd.backward`. Without `context_id`, the owner adds the gradients to ``.grad``.
         """
         if self.is_owner():
             from paceline.rpc.autograd import backward_of_root
@@ -128,7 +130,7 @@ def _backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> 
 
 
 class Methods:
-    """A proxy that has the methods of a remote object."""
+    """A proxy whose attributes are the methods of a remote object."""
 
     def __init__(self, rref: RRef[Any], call: _Begin) -> None:
         self._rref, self._call = rref, call
@@ -143,7 +145,7 @@ class Methods:
 
 
 class RemoteMethod:
-    """A method of a remote object. Call it, or pass it to ``rpc_async`` and similar functions."""
+    """A method of a remote object. The caller calls it, or passes it to ``rpc_async`` and similar functions."""
 
     __slots__ = ("_call", "name", "rref")
 

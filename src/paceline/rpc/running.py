@@ -1,4 +1,4 @@
-"""The rpc state of this process (its worker) and of each thread (its autograd context)."""
+"""The state of rpc: the agent of this process, and the current autograd context of each thread."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from paceline.rpc.serving import SpareThreads, Standby
 from paceline.rpc.workers import Directory
 
 Target = str | tuple[Any, str]
-"""A call's target: a function's qualified name, or an object (an RRef, or a value that is sent) and a method name."""
+"""The target of a call: the qualified name of a function, or an object and the name of its method.
+
+The object is an RRef, or a value that is sent with the call.
+"""
 
 
 UNSET_TIMEOUT = -1.0
-"""The timeout with which programs for torch.distributed.rpc select the default."""
+"""The timeout that means the default timeout in programs for torch.distributed.rpc."""
 
 
 class LocalWorker(Protocol):
-    """The interface of :class:`~paceline.rpc.agent.Agent` for modules that the agent's module imports."""
+    """The interface of :class:`~paceline.rpc.agent.Agent`, for the modules that cannot import it without a cycle."""
 
     rank: int
     pickle: bool
@@ -50,7 +53,9 @@ class LocalWorker(Protocol):
         *,
         is_blocking: bool = False,
     ) -> Future[Any]:
-        """`is_blocking`: the caller waits for the reply immediately, and its own thread reads the reply."""
+        """Call `target` on worker `to`. With `is_blocking`, the caller must wait for the reply immediately, and its
+        thread reads the reply.
+        """
 
     def remote(
         self,
@@ -76,10 +81,9 @@ class LocalWorker(Protocol):
     def function_of(self, target: Any) -> Callable[..., Any]: ...
 
     def share(self, rrefs: Sequence[Any], to: int, *, is_answer: bool = False) -> None:
-        """Register `to` as a holder of these references, before they are sent to `to`.
+        """Register worker `to` as a holder of `rrefs` at their owners, before the references are sent to `to`.
 
-        References in calls to their owner need no registration, because the owner registers itself when it reads the
-        call.
+        References that a call sends to their owner are left out, because the owner counts them when it reads the call.
         """
 
     def watch(self, holder: int) -> None: ...
@@ -115,7 +119,7 @@ def is_running() -> bool:
 
 
 def current_context() -> int:
-    """Return the number of this thread's autograd context; 0 without a context."""
+    """Return the number of this thread's autograd context, or 0 if the thread has no context."""
     context: int = getattr(_local, "context", 0)
     return context
 

@@ -1,8 +1,8 @@
-"""The callee's end of connections: one thread per connection reads and runs requests, without thread switches.
+"""The callee's end of connections. One thread per connection reads requests and runs them, without thread switches.
 
-If a function runs longer than 2 ms, `Standby` assigns another thread to read the connection. So the calls of one caller
-run concurrently, and a call may wait for a later call. While requests run or replies are pending, `Standby` checks the
-connections every 2 ms; otherwise it sleeps.
+If a function runs longer than 2 ms, :class:`Standby` assigns another thread to read the connection. So the calls of one
+caller run concurrently, and a call may wait for a later call. :class:`Standby` checks the connections every 2 ms while
+requests run or replies are pending.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOMENT_S = 0.002
 _IDLE_TICKS = 100
 _SPARE_S = 5.0
 MAX_WAITING = 1000
-"""Maximum number of functions in a process that wait for remote calls."""
+"""The maximum number of functions of this process that may wait for remote calls at one time."""
 
 
 class SpareThreads(BlockedThreads):
-    """Thread pool that starts threads on demand and ends idle threads.
+    """A thread pool that starts threads on demand and ends idle threads.
 
     At most `max_threads` threads run tasks. Threads that wait for a remote call are not counted, so that nested calls
     between processes can finish. At most `MAX_WAITING` threads may wait.
@@ -104,10 +104,10 @@ class SpareThreads(BlockedThreads):
 
 
 class RequestServer(Protocol):
-    """Runs requests and sends the replies."""
+    """An object that runs requests and sends the replies."""
 
     def serve_request(self, end: CalleeEnd, received: Received) -> None:
-        """Run a request, and send the reply. Call :meth:`CalleeEnd.begin` before slow work."""
+        """Run a request, and send the reply. The method must call :meth:`CalleeEnd.begin` before slow work."""
 
     def caller_lost(self, end: CalleeEnd) -> None: ...
 
@@ -123,7 +123,7 @@ class CalleeEnd:
         self._busy_since = 0.0
 
     def read_on(self, turn: object) -> None:
-        """Read and run requests until another thread continues or the connection ends."""
+        """Read requests and run them until another thread takes over the connection, or the connection ends."""
         self._turn = turn
         while True:
             try:
@@ -142,14 +142,17 @@ class CalleeEnd:
                 if self._turn is not turn:
                     return
                 self._busy_since = 0.0
-            del received  # free its memory before the next wait
+            del received  # frees the memory of the request before the wait for the next one
 
     def begin(self) -> None:
         """Mark the start of slow work, during which another thread may read the connection."""
         self._busy_since = time.monotonic()
 
     def take_over(self, time_s: float) -> object | None:
-        """Return a token for a new reading thread if the present one has been busy for over `_MOMENT_S`, else None."""
+        """Return a token for a new reading thread if the current reading thread has been busy too long.
+
+        Return None if it is idle, or busy for less than `_MOMENT_S`.
+        """
         since = self._busy_since
         if not since or time_s - since < _MOMENT_S:
             return None
@@ -166,7 +169,7 @@ class CalleeEnd:
 
 
 class Standby:
-    """A thread that assigns reading threads to connections that no thread reads."""
+    """A background thread that assigns a reading thread to each connection that needs one and has none."""
 
     def __init__(self, threads: SpareThreads) -> None:
         self._threads = threads
@@ -188,7 +191,10 @@ class Standby:
         self._callers = [*self._callers, end]
 
     def watch_timed(self, future: TimedFuture[Any]) -> None:
-        """Watch the deadline of a call within this process, because perhaps no thread waits for the call."""
+        """Watch the deadline of a call within this process.
+
+        At the deadline the call must fail, even if no thread waits.
+        """
         self._timed[future] = None
         future.add_done_callback(lambda _: self._timed.pop(future, None))
         if future.deadline < self._sleeps_until:
@@ -217,7 +223,7 @@ class Standby:
             if idle >= _IDLE_TICKS:
                 self._is_awake = False
                 self._sleeps_until = min((watched.deadline for watched in list(self._timed)), default=math.inf)
-                if not self._is_touched:  # a touch() while `_is_awake` was still true has not set the event
+                if not self._is_touched:  # touch() does not set the event while `_is_awake` is true
                     self._wake.wait(left_until(self._sleeps_until))
                 self._wake.clear()
                 self._is_awake = True
@@ -233,7 +239,7 @@ class Standby:
                 self._threads.run(future.run_callbacks)
 
     def _check(self) -> bool:
-        """Assign a thread to each connection that needs one. Return whether connections need further checks."""
+        """Assign a reading thread to each connection that needs one. Return whether connections need more checks."""
         time_s = time.monotonic()
         self._expire_timed()
         is_needed = False

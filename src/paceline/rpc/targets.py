@@ -1,4 +1,4 @@
-"""Define the target of a call: a function by its name, or a method and its object."""
+"""The target of a call: a function by its name, or a method and its object."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 def call_of(func: Callable[..., Any] | str, args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> Call:
-    """Return the call of a function or method; arguments of a ``functools.partial`` come first."""
+    """Return the call of a function or method. The arguments of a ``functools.partial`` come before `args`."""
     call_args = () if args is None else args
     if isinstance(func, functools.partial):
         inner = call_of(func.func, func.args, func.keywords)

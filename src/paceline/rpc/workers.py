@@ -1,4 +1,4 @@
-"""Define the workers of a program: their names and ranks, and whether they accept pickles."""
+"""The rpc workers of a program: their names and ranks, and whether they accept pickles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Worker = str | int | WorkerInfo
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
-    """The data about itself that a worker publishes when it joins."""
+    """The data that a joining worker sends to the other workers: its name and its settings."""
 
     name: str
     pickle: bool
@@ -37,7 +37,7 @@ decode_introduction = reader(Introduction, "a worker's introduction")
 
 
 class Directory:
-    """All workers of the program, by name. Raises UsageError if two workers have the same name."""
+    """All rpc workers of the program, by name. The constructor raises UsageError if two workers have one name."""
 
     def __init__(self, introductions: Sequence[Introduction]) -> None:
         self.workers = tuple(WorkerInfo(introduction.name, rank) for rank, introduction in enumerate(introductions))

@@ -1,6 +1,6 @@
-"""Wire format of rpc: messages, values and framed sockets.
+"""The wire format of rpc: messages, values and framed sockets.
 
-A module for special values is imported when the first such value is sent or received.
+The modules for special values (for example tensors) are imported when the first special value is sent or received.
 """
 
 from paceline.rpc.wire.codec import FindPack, set_loaders

@@ -1,9 +1,11 @@
-"""Encode the values of calls: as msgpack, and the memory of arrays, without a copy, as the body.
+"""Encode the arguments and results of calls.
 
-The msgpack part has an extension with dtype and shape for each array. The body has the arrays in the order of the
-extensions, each padded to 8 bytes; decoded arrays are views of the body. Received data is not trusted: sizes are
-checked before an array is created, :class:`paceline.rpc.allowed.Allowed` checks names of functions and classes, and
-pickles are read only if this process has enabled them.
+An encoded message has two parts. The first part contains the values in msgpack; each array in it is an extension with
+the dtype and the shape. The second part, the body, is the memory of the arrays in order, without a copy. Each array is
+padded to a multiple of 8 bytes. The receiver's arrays are views of the body.
+
+Received data is not trusted: sizes are checked before an array is created, :class:`paceline.rpc.allowed.Allowed` checks
+the names of functions and classes, and pickles are read only if this process has enabled them.
 
 :func:`add_kind` registers more kinds of values.
 """
@@ -25,7 +27,7 @@ from paceline.transport import PADS, UNREADABLE, Buffer, padded
 
 MAX_DEPTH: Final = 100
 REFERENCE, TENSOR, OF_TORCH = 20, 21, 22
-"""The extension codes of `rref`, `tensors` and torch's other values; `kinds` has the lower codes."""
+"""The msgpack extension codes of RRefs, tensors and torch's other values. The module `kinds` has the lower codes."""
 
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})
 _NUMERIC = "?bhilqBHILQefdFD"
@@ -36,13 +38,18 @@ _packs: dict[type, Pack] = {}
 _packs_of_subclasses: dict[type, Pack] = {}
 _unpacks: dict[int, Unpack] = {}
 FindPack = Callable[[Any, bool], Pack]
-"""A function that returns the `pack` for an unregistered type; the flag enables pickles. Raises CannotSendError."""
+"""A function ``(type, pickle)`` that returns the encoding function for a type that is not registered.
+
+``pickle`` states whether values may be pickled. Raises CannotSendError if values of the type cannot be sent.
+"""
 _load_values: Callable[[], FindPack]
 _load_tensors: Callable[[], None]
 
 
 def set_loaders(load_values: Callable[[], FindPack], load_tensors: Callable[[], None]) -> None:
-    """Set the functions that import `kinds` and `tensors`, to call at the first value of an unknown type."""
+    """Set the functions that import the modules `kinds` and `tensors`. They are called at the first value of a type
+    that is not registered.
+    """
     global _load_values, _load_tensors
     _load_values, _load_tensors = load_values, load_tensors
 
@@ -62,7 +69,7 @@ def add_kind(code: int, types: Sequence[type], pack: Pack, unpack: Unpack) -> No
 
 
 class CannotSendError(Exception):
-    """A value cannot be sent. `place` is the value's path in the message; each level of the encoding adds its part."""
+    """Raised if a value cannot be sent. `place` is the path of the value in the message, for the error's text."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -80,9 +87,9 @@ class Encoding:
     """The encoding of one message."""
 
     def __init__(self, *, pickle: bool = False, records: bool = False, agent: Any = None) -> None:
-        """With `records`, collect tensors that require a gradient. `agent` is the worker for RRefs in the message."""
+        """With `records`, the tensors that require a gradient are collected. `agent` sends the message's RRefs."""
         self.parts: list[Buffer] = []
-        """The body: the memory of the arrays, without copies, and padding."""
+        """The body of the message: the memory of the arrays, without copies, and padding."""
         self.references: list[Any] = []
         self.tensors: list[Any] = []
         """The tensors of the message that require a gradient, if `records` is set."""
@@ -90,7 +97,7 @@ class Encoding:
         self._depth = 0
 
     def encode(self, value: Any, description: str = "the value") -> bytes:
-        """Return the msgpack part; `description` names the value in a :class:`UsageError`."""
+        """Return the msgpack part of the message. `description` names the value in the text of a UsageError."""
         try:
             return _msgpack(self.pack(value))
         except CannotSendError as error:
@@ -161,7 +168,7 @@ class Encoding:
 
     def _find(self, value: Any, kind: type) -> Pack:
         find_pack = _load_values()
-        if kind in _packs:  # the import has registered the type
+        if kind in _packs:  # the import of a module has registered the type
             return _packs[kind]
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
             _load_tensors()
@@ -177,7 +184,7 @@ class Decoding:
     """The decoding of one message."""
 
     def __init__(self, body: memoryview, allowed: Allowed, *, pickle: bool = False, agent: Any = None) -> None:
-        """The decoded arrays are views of `body`. `agent` is the worker for RRefs in the message."""
+        """The decoded arrays are views of `body`. `agent` is this process's agent, for RRefs in the message."""
         self.allowed, self.pickle, self.agent = allowed, pickle, agent
         self.tensors: list[Any] = []
         """The tensors that the sender has recorded for a backward pass, in the sender's order."""

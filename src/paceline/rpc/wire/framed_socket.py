@@ -1,9 +1,11 @@
-"""Frames on a connected socket, sent and received by the calling threads.
+"""Send and receive frames on a connected socket, in the calling threads.
 
-A frame that fits the receive buffer is copied out of it. Of a larger frame, only the bytes that are already in the
-buffer are copied; the other bytes are received directly into the frame's own memory.
-Over a network without TLS, every frame has an authentication tag (`security.sealing`). The tag's key is derived from
-the token and a random number (nonce) of each end.
+Received bytes first enter the receive buffer. A frame that fits into this buffer is copied out of it. For a larger
+frame, only the bytes that are already in the buffer are copied. The other bytes are received directly into the frame's
+own memory.
+
+Over a network without TLS, every frame has an authentication tag (`security.sealing`). The key for the tags is derived
+from the token and a random number (nonce) of each end.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ from paceline.transport.spinning import Spinner
 
 _BUFFER_BYTES = 1 << 14
 _JOINED_BYTES = 1 << 13
-"""Frames up to this size are copied into one buffer, because the copy is cheaper than sendmsg."""
+"""Up to this size, a frame is copied into one buffer, because the copy is cheaper than sendmsg with several buffers."""
 _IOV_MAX = 512
 _STALL_S = 60.0
-"""Longest time without progress within a frame, while sending or receiving."""
+"""The maximum time without progress in the middle of a frame that is sent or received."""
 _LONGEST_POLL_MS = 1 << 30
 _NONCE_BYTES = 32
-_OFFER = 31  # kind of the internal frame that offers the path of shared memory for bodies
+_OFFER = 31  # the kind of the internal frame with which the caller offers shared memory for bodies
 
 
 class Received(NamedTuple):
@@ -71,16 +73,20 @@ class FramedSocket:
         self._poller = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         self._spin = Spinner().wait
-        # Waits within a frame have spinners of their own, because the frame's remaining bytes are already in flight.
+        # Waits in the middle of a frame are short, because the remaining bytes are in flight. So they have a separate
+        # spinner, which adapts to short waits.
         self._within = Spinner().wait
         self._within_sending = Spinner().wait
         self._seals: Seals | None = None
         self._shared: SharedBodies | None = None
         self._may_offer = False
-        self._has_large = False  # whether a large body has arrived through the socket
+        self._has_large = False  # whether a large body has been received through the socket
 
     def agree_on_seals(self, token: str, *, connecting: bool, deadline: float) -> None:
-        """Add a tag to all later frames, on a network connection without TLS. Both ends must call this method first."""
+        """Add an authentication tag to all later frames if this is a network connection without TLS.
+
+        Both ends must call this method before their first frame.
+        """
         if _is_on_host(self._socket):
             return
         own_nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -91,7 +97,10 @@ class FramedSocket:
         self._seals = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
 
     def share_bodies(self) -> None:
-        """Offer shared memory at the first large body. Only for the caller's end, if both ends are on one host."""
+        """Offer shared memory to the callee at the first large body, if both ends are on one host.
+
+        Only the caller's end may call this method.
+        """
         self._may_offer = can_share()
 
     def send(
@@ -105,9 +114,10 @@ class FramedSocket:
         context: int = 0,
         message: int = 0,
     ) -> None:
-        """Send a frame. Return when the kernel or the shared memory has the frame.
+        """Send a frame. Return when the frame is in the system's send buffer or in shared memory.
 
-        Raises UsageError (too long). After ConnectionLostError or DeadlineError the connection is unusable.
+        Raises UsageError if the frame is too long. After ConnectionLostError or DeadlineError, the connection is
+        unusable.
         """
         body_bytes = sum(map(size_of, body)) if body else 0
         if body_bytes + len(meta) > LIMITS.max_frame_bytes - (1 << 12) or len(meta) > LIMITS.max_meta_bytes:
@@ -128,7 +138,10 @@ class FramedSocket:
     def _through_memory(
         self, body: Sequence[Buffer], body_bytes: int, deadline: float
     ) -> tuple[int, Sequence[Buffer], int]:
-        """Return flags, body and its size. Flags 0: the body is sent itself. Flags n: the body is in slot n - 1."""
+        """Copy the body to shared memory if possible. Return the frame's flags, and the body and its size to send.
+
+        Flags 0 mean that the body is sent in the frame. Flags n mean that the body is in slot n - 1 of shared memory.
+        """
         shared = self._shared
         if shared is None:
             self._may_offer = self._has_large = False
@@ -158,7 +171,7 @@ class FramedSocket:
             raise self._lost(error) from None
 
     def wait_readable(self, timeout_s: float | None, *, spin: bool = True) -> bool:
-        """Wait for data or the end of the connection. Return False after the timeout, at the latest after 12 days."""
+        """Wait until data or the end of the connection arrives. Return False after the timeout (at most 12 days)."""
         if self._end > self._start:
             return True
         timeout_ms = None if timeout_s is None else _poll_ms(timeout_s)
@@ -315,12 +328,12 @@ class FramedSocket:
 
 
 def _poll_ms(seconds: float) -> float:
-    """Return a timeout for ``poll`` in milliseconds, which must fit into a C int."""
+    """Convert a timeout to milliseconds for ``poll``, limited to the range of a C int."""
     return min(max(seconds * 1000, 0.0), _LONGEST_POLL_MS)
 
 
 def _is_on_host(connected: socket.socket | Any) -> bool:
-    """Return whether both ends of a connection are on this machine, as for the plain end of a TLS connection."""
+    """Return whether both ends of a connection are on this machine. The local end of a TLS relay counts as such too."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         return True
     return all(is_loopback(place[0].partition("%")[0]) for place in (connected.getsockname(), connected.getpeername()))

@@ -1,4 +1,7 @@
-"""Encode special values that need no other package. This module is imported at the first such value."""
+"""Encode special values that need no other package (for example sets and dataclasses).
+
+This module is imported when the first special value is sent or received.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ _TEXT_TYPES: Final = (
     decimal.Decimal,
 )
 _ISO_TYPES: Final = _TEXT_TYPES[:3]
-"""Types that Python writes and reads as text, because msgspec rejects time zones with a fraction of a minute."""
+"""The date and time types that Python itself converts to text and back. msgspec rejects some of their time zones,
+whose offset has a fraction of a minute.
+"""
 
 
 def find_pack(value: Any, pickle: bool) -> Pack:
@@ -91,7 +96,7 @@ def _pack_dict(encoding: Encoding, value: dict[Any, Any]) -> Any:
 
 
 def _flat(encoding: Encoding, value: dict[Any, Any]) -> list[Any]:
-    """Return packed keys and values in turn, which is the order of unpacking."""
+    """Return a list of the encoded keys and values of a dictionary in turn: key, value, key, value and so on."""
     packed: list[Any] = []
     key: Any = None
     try:

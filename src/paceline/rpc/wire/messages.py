@@ -1,4 +1,4 @@
-"""Define the messages between two workers: kinds of frames, and reports of failed calls."""
+"""The messages between two workers: the kinds of frames, and the reports of failed calls."""
 
 from __future__ import annotations
 
@@ -25,41 +25,47 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class RpcKind(IntEnum):
-    """Kinds of frames. ``request`` numbers the call, ``sequence`` the autograd context, ``epoch`` a message of it."""
+    """The kinds of frames. In the frame's header, ``request`` is the number of the call, ``sequence`` the number of the
+    autograd context, and ``epoch`` the number of the message in this context.
+    """
 
     CALL = FIRST_APPLICATION_KIND
-    """Run a function or method and reply with the result."""
+    """A request to run a function or method, and to reply with the result."""
     REMOTE = FIRST_APPLICATION_KIND + 1
-    """Run a function or method, and store the result in the callee, under the reference in the call."""
+    """A request to run a function or method, and to keep the result in the callee under the reference in the request.
+    """
     FETCH = FIRST_APPLICATION_KIND + 2
-    """Reply with the value of a reference."""
+    """A request for the object of a reference."""
     SHARE = FIRST_APPLICATION_KIND + 3
-    """Count another worker as a holder of references."""
+    """A request to count another worker as a holder of references."""
     RELEASE = FIRST_APPLICATION_KIND + 4
-    """Subtract from the sender's count as a holder. There is no reply."""
+    """A notification that the sender has released references. There is no reply."""
     WATCH = FIRST_APPLICATION_KIND + 5
-    """Keep a call pending, without a reply, so that the sender detects the callee's death by the closed connection."""
+    """A request that is never answered. It fails when the callee dies, so that the caller detects the death."""
     RESULT = FIRST_APPLICATION_KIND + 6
     FAILED = FIRST_APPLICATION_KIND + 7
 
 
 class CallFailure(msgspec.Struct, frozen=True, array_like=True):
-    """The meta part of a FAILED frame: the exception of a failed call."""
+    """The content of a FAILED frame: the exception of a failed call."""
 
     error: str
-    """The name of the exception's class; ``module:name`` unless it is built in or defined in :mod:`paceline.errors`."""
+    """The exception's class as ``module:name``.
+
+    Built-in classes and classes of :mod:`paceline.errors` have no module.
+    """
     message: str
     trace: str = ""
-    """The traceback; empty if the called function itself did not raise."""
+    """The traceback of the called function. It is empty if the function itself did not raise the exception."""
     arguments: list[Any] | None = None
-    """The arguments of the exception, if all are plain values."""
+    """The arguments of the exception; None if some are not plain values (numbers, text, bytes or None)."""
 
 
 decode_failure = reader(CallFailure, "a report of a failed call")
 
 
 class RemoteError(PeerError):
-    """A function raised an exception in the process that ran it; see :attr:`remote_traceback`.
+    """Raised in the caller if the called function raised an exception; see :attr:`remote_traceback`.
 
     The error is also an instance of the original exception's class, if that class is built in, defined in
     :mod:`paceline.errors`, or allowed in this process: ``except ValueError`` catches a remote ``ValueError``. The error
@@ -70,14 +76,14 @@ class RemoteError(PeerError):
     remote_traceback: str = ""
     """The traceback as the other process printed it."""
     shown: str = ""
-    """The text of ``str()``: the exception, its place and the traceback."""
+    """The text that ``str(error)`` returns: the exception, the worker that raised it, and the traceback."""
 
     def __str__(self) -> str:
         return self.shown
 
 
 def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
-    """Return the meta part of a FAILED frame. `with_trace`: user code raised the error, so add the traceback."""
+    """Return the content of a FAILED frame. `with_trace` adds the traceback, if user code raised the error."""
     kind = type(error)
     if isinstance(error, RemoteError):
         name = _name_of(kind.__bases__[1]) if kind is not RemoteError else "PeerError"
@@ -106,9 +112,9 @@ def _arguments_of(error: BaseException) -> list[Any] | None:
     try:
         arguments: Any = error.args
         if isinstance(error, OSError) and type(error).__reduce__ is OSError.__reduce__:
-            arguments = error.__reduce__()[1]  # unlike error.args, these arguments include file names
+            arguments = error.__reduce__()[1]  # they include the file names of an OSError, which error.args lacks
         return list(arguments) if _are_plain(arguments) else None
-    except Exception:  # the user's class may raise any error
+    except Exception:  # a user's exception class may raise any error here
         return None
 
 
@@ -117,7 +123,7 @@ def _are_plain(arguments: Sequence[Any]) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """Return the text with escaped surrogates, which file names may contain, because UTF-8 does not support them."""
+    """Return the text with escaped surrogates. File names may contain surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -131,7 +137,10 @@ def _text(error: BaseException) -> str:
 def failure_of(
     meta: bytes | memoryview, worker: str, description: str, allowed: Allowed | None = None
 ) -> PacelineError:
-    """Return the exception in a FAILED frame of `worker`. Its class must be built in, Paceline's, or `allowed` here."""
+    """Return the exception that a FAILED frame of `worker` reports.
+
+    It has the original class if this class is built in, defined by Paceline, or `allowed` in this process.
+    """
     failure: CallFailure = decode_failure(meta)
     message = "\n".join(printable(line, _MAX_TEXT) for line in failure.message.split("\n"))
     if not failure.trace:
@@ -151,7 +160,7 @@ def failure_of(
 
 def _create(kind: type[RemoteError], arguments: Sequence[Any]) -> RemoteError:
     for candidate in (kind, RemoteError):
-        with contextlib.suppress(Exception):  # the class may need other arguments
+        with contextlib.suppress(Exception):  # the constructor of the class may need other arguments
             return candidate(*arguments)
     raise AssertionError("RemoteError takes any arguments")
 

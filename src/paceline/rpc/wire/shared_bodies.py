@@ -1,9 +1,12 @@
-"""Send message bodies through shared memory, if both ends of a connection are on one host. Shared memory needs one copy
-of a body; a Unix socket needs two. At the first large body in either direction, the caller creates the memory and
-offers it to the callee. After the callee has mapped the memory, bodies that fit into a slot use the memory in both
-directions; the frame contains the slot's number. The receiver's arrays are views of the slot, which becomes free when
-the arrays are deleted. If few slots are free, the receiver copies bodies out of their slots. Without a free slot, the
-body is sent through the socket.
+"""Send message bodies (the memory of arrays) through shared memory, if both ends of a connection are on one host.
+
+A body is copied once through shared memory, but twice through a Unix socket. At the first large body in either
+direction, the caller creates the shared memory and offers it to the callee. After the callee has mapped it, each sender
+copies its bodies into free slots of the memory, and sends the number of the slot in the frame.
+
+The receiver's arrays are views of the slot, which becomes free when the arrays are deleted. If few slots are free, the
+receiver copies the bodies out of their slots. If no slot is free or a body is too large for a slot, the body is sent
+through the socket.
 """
 
 from __future__ import annotations
@@ -25,21 +28,21 @@ from paceline.transport.frames import Buffer, view_of
 
 SMALLEST_BYTES: Final = 1 << 16
 SLOT_BYTES: Final = (1 << 20) + (1 << 16)
-_SLOTS: Final = 4  # slots per direction
+_SLOTS: Final = 4  # the number of slots per direction
 _MAX_VIEWED: Final = 2
-"""Maximum number of slots in use by received arrays. If more slots are in use, bodies are copied."""
+"""The maximum number of slots that the receiver's arrays may occupy. Further bodies are copied out of their slots."""
 _HEAD_BYTES: Final = 4096
 _LINE_BYTES: Final = 64
 _UCRED = struct.Struct("=iII")
 
 
 def can_share() -> bool:
-    """Return whether this is Linux on x86-64, which never makes a slot's flag visible before the data in the slot."""
+    """Return whether this system is Linux on x86-64. There, another process sees the data in a slot before its flag."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A body in a slot, which becomes free when the last reference to its memory is deleted.
+    """A view of a body in a slot. The slot becomes free when the last reference to the view's memory is deleted.
 
     If the process forks while a slot has a view, the slot is never freed, because parent and child may both use the
     view.
@@ -68,7 +71,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class SharedBodies:
-    """The memory of one connection: slots for bodies in both directions."""
+    """The shared memory of one connection: slots for bodies in both directions."""
 
     def __init__(self, segment: Segment, *, is_caller: bool) -> None:
         self._segment = segment
@@ -78,7 +81,7 @@ class SharedBodies:
 
     @classmethod
     def make(cls) -> SharedBodies | None:
-        """Create the memory at the caller's end; None if the system has no memory for it."""
+        """Create the shared memory at the caller's end. Return None if the system has not enough memory."""
         try:
             return cls(Segment.create(_HEAD_BYTES + 2 * _SLOTS * SLOT_BYTES), is_caller=True)
         except SegmentError:
@@ -86,13 +89,16 @@ class SharedBodies:
 
     @classmethod
     def attach(cls, path: str, connected: socket.socket) -> SharedBodies | None:
-        """Map the memory that the other end of a Unix socket offers, and confirm the mapping; None if mapping fails."""
+        """Map the memory that the other end of a Unix socket offers, and confirm this to the other end.
+
+        Return None if the memory cannot be mapped.
+        """
         if not can_share():
             return None
         try:
             pid = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
             segment = Segment.open(path, _HEAD_BYTES + 2 * _SLOTS * SLOT_BYTES, pid=pid)
-        except (SegmentError, OSError, ValueError, struct.error):  # ValueError: the path contains a NUL
+        except (SegmentError, OSError, ValueError, struct.error):  # ValueError is raised for a NUL in the path
             return None
         segment.bytes[0] = 1
         return cls(segment, is_caller=False)
@@ -102,7 +108,10 @@ class SharedBodies:
         return self._segment.path
 
     def put(self, parts: Sequence[Buffer], size: int) -> int | None:
-        """Copy a body into a free slot and return the slot's number; None if the body is too large or no slot free."""
+        """Copy a body into a free slot, and return the number of the slot.
+
+        Return None if the body is too large or no slot is free.
+        """
         memory = self._segment.bytes
         if size > SLOT_BYTES or not len(memory):  # closed memory is empty
             return None
@@ -123,7 +132,7 @@ class SharedBodies:
         return None
 
     def take(self, slot: int, size: int) -> memoryview:
-        """Return the body in a slot: a view, which keeps the slot in use, or a copy if few slots are free.
+        """Return a view of the body in a slot, which occupies the slot. Return a copy if few slots are free.
 
         Raises ProtocolError for an invalid slot or size.
         """

@@ -46,7 +46,7 @@ def _pack_tensor(encoding: Encoding, value: torch.Tensor) -> Any:
     data = data.contiguous()
     try:
         array = (data.view(torch.int16) if name == "bfloat16" else data).numpy()
-    except RuntimeError as error:  # a tensor without memory (torch._efficientzerotensor)
+    except RuntimeError as error:  # the tensor has no memory (torch._efficientzerotensor)
         raise CannotSendError(f"it is a tensor whose elements cannot be read: {printable(str(error), 200)}") from None
     encoding.add_array(array)
     is_recorded = encoding.records and value.requires_grad
@@ -59,7 +59,7 @@ def _unpack_tensor(decoding: Decoding, data: memoryview) -> torch.Tensor:
     name, shape, is_recorded = decoding.nested(data)
     if name == "bfloat16":
         tensor = torch.from_numpy(decoding.take_array("int16", shape)).view(torch.bfloat16)
-    elif name in _DTYPES:  # take_array rejects dtypes that NumPy does not know
+    elif name in _DTYPES:  # a dtype that NumPy, and therefore take_array, does not support
         tensor = torch.from_numpy(decoding.take_array(name, shape))
     else:
         raise ProtocolError("got a tensor of an unknown dtype")
