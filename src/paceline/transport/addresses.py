@@ -1,4 +1,4 @@
-"""Addresses of nodes, and the best address of a node from this host."""
+"""The addresses at which a node (a process of the cluster) listens, and the choice of the best address."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LOOPBACK = "127.0.0.1"
 _WILDCARDS = ("", "0.0.0.0", "::")
 _PORT_ATTEMPTS = 16  # attempts to find a port that is free on all addresses of a host
 _UNAVAILABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-# Documentation addresses (RFC 5737, RFC 3849). A datagram socket that connects to such an address sends nothing, but
-# then has this machine's outgoing address.
+# Addresses reserved for documentation (RFC 5737, RFC 3849). A datagram socket that connects to one of them sends
+# nothing, but its local address is then the address with which this machine reaches other hosts.
 _PROBES = ((socket.AF_INET6, "2001:db8::1"), (socket.AF_INET, "192.0.2.1"))
 
 
 class Address(msgspec.Struct, frozen=True):
-    """``tcp://host:port``, ``unix:///path``, ``unix://@name`` or, in tests, ``memory://name``.
+    """An address: ``tcp://host:port``, ``unix:///path``, ``unix://@name`` or, in tests, ``memory://name``.
 
-    A name with ``@`` is in Linux's abstract socket namespace, so a crash leaves no file.
+    A name with ``@`` is in Linux's abstract namespace of sockets, which needs no file.
     """
 
     scheme: Annotated[str, msgspec.Meta(pattern=r"^(tcp|unix|memory)\Z")]
@@ -46,7 +46,10 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse an address. ``host:port`` is TCP; IPv6 hosts need brackets. Raises AddressError for any other text."""
+        """Parse an address. Text without a scheme must be ``host:port`` or ``[ipv6]:port``, and means TCP.
+
+        Raises AddressError if the text is not an address.
+        """
         scheme, found, remainder = text.partition("://")
         if not found:
             scheme, remainder = "tcp", text
@@ -70,7 +73,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def unix_name(self) -> str:
-        """Return the name for ``bind`` and ``connect`` of a Unix socket."""
+        """Return the name that ``bind`` and ``connect`` of a Unix socket take."""
         return f"\0{self.path[1:]}" if self.is_abstract else self.path
 
     @property
@@ -84,19 +87,22 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """All addresses of a node's listener. Can be sent to peers."""
+    """All addresses of a node's listener, as a message for peers."""
 
     tcp: Address
     """The address that works from all hosts (``memory://`` in tests)."""
     unix: Address | None = None
-    """A Unix socket, for peers on the same host."""
+    """The address of a Unix socket for peers on the node's host; None without a Unix socket."""
     host: str = ""
-    """:func:`host_identity` of the node."""
+    """The :func:`host_identity` of the node's host."""
     listener: str = ""
-    """Distinguishes the listener from later listeners with the same address; empty if unknown."""
+    """The id of the listener, which later listeners at the address do not have; empty if unknown."""
 
     def best(self, local_host: str | None = None) -> Address:
-        """Return the Unix socket if the node is on this host and the path is visible, otherwise the TCP address."""
+        """Return the Unix address if the node is on this host and the socket's path exists here.
+
+        Otherwise return TCP.
+        """
         if self.unix is None or self.host != (host_identity() if local_host is None else local_host):
             return self.tcp
         return self.unix if self.unix.is_abstract or os.path.exists(self.unix.path) else self.tcp
@@ -119,7 +125,7 @@ def host_identity() -> str:
 
 
 def namespace(kind: str) -> str:
-    """Return the id of this process's namespace (``net``, ``pid``, ...); empty without namespaces."""
+    """Return the id of this process's Linux namespace of a kind (``net``, ``pid``, ...); empty on other systems."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
@@ -127,7 +133,7 @@ def namespace(kind: str) -> str:
 
 
 def bind_tcp(address: Address) -> list[socket.socket]:
-    """Return TCP sockets that listen on all addresses of the host name, with the same port.
+    """Return TCP sockets that listen on all addresses of the host name, with one port for all.
 
     Addresses of other machines are skipped. Raises AddressError if the port is in use on one of the addresses.
     """
@@ -148,7 +154,7 @@ def bind_tcp(address: Address) -> list[socket.socket]:
 
 
 def _bind_all(sockaddrs: Sequence[tuple[socket.AddressFamily, Any]]) -> list[socket.socket]:
-    """Listen on all local addresses; port 0 becomes one free port for all addresses."""
+    """Listen on those of the addresses that this machine has. Port 0 becomes a port that is free on all of them."""
     has_both = len({family for family, _ in sockaddrs}) > 1
     bound: list[socket.socket] = []
     failure: OSError | None = None
@@ -199,10 +205,10 @@ def _cannot_listen(netloc: str, error: OSError) -> str:
 
 
 def announced_host(host: str) -> str:
-    """Return the host with which peers reach a socket bound to ``host``.
+    """Return the host name or address with which peers reach a socket that listens on ``host``.
 
-    A wildcard becomes this machine's own address. For ``::`` this is the machine's IPv6 address, if the machine has an
-    IPv6 route.
+    A wildcard (``0.0.0.0`` or ``::``) becomes this machine's own address. For ``::`` this is the IPv6 address if the
+    machine has an IPv6 route.
     """
     if host not in _WILDCARDS:
         return host

@@ -1,4 +1,4 @@
-"""Define the interfaces of transports: Handler, Peer and Listener for servers, Channel for clients.
+"""The interfaces of transports: Handler, Peer and Listener for servers, and Channel for clients.
 
 A server is one event loop, which calls a :class:`Handler` for every frame and never blocks. A client is a thread that
 blocks on a :class:`Channel`, or an event loop that opens a :class:`Peer`. A :class:`Transport` creates channels, peers
@@ -17,7 +17,7 @@ from paceline.transport.security.authentication import Hello
 
 
 class Statistics(NamedTuple):
-    """Counters of one connection, including headers and padding."""
+    """The numbers of frames and bytes that one connection sent and received. Bytes include headers and padding."""
 
     bytes_received: int
     bytes_sent: int
@@ -31,31 +31,31 @@ class Frame(NamedTuple):
     header: Header
     meta: bytes
     body: memoryview
-    """Writable, 8-aligned."""
+    """The body in writable memory. Its address is a multiple of 8."""
 
 
 class Peer(ABC):
-    """The other end of an event loop's connection: a connected client, or a server that this process opened.
+    """The other end of a connection in an event loop: a client that connected, or a server to which this end connected.
 
-    Not thread-safe: use it only in the event loop's thread.
+    A peer is not thread-safe. Only the event loop's thread may use it.
     """
 
     hello: Hello
-    """The Hello of the other end."""
+    """The Hello (identity) that the other end sent in the handshake."""
     address: str
     """The address of the other end, for messages."""
 
     @abstractmethod
     def send(self, *parts: Buffer) -> None:
-        """Send one frame, given as its parts (`frame_parts`) or as one bytes object. Never blocks.
+        """Send one frame, given as its parts (see `frame_parts`) or as one bytes object. The method never blocks.
 
-        The parts of a small frame are copied. Unsent parts of a larger frame are queued *without a copy*, so do not
-        change the memory of these parts before :attr:`write_backlog_bytes` is 0.
+        The parts of a small frame are copied. The unsent parts of a larger frame are queued *without a copy*, so the
+        caller must not change their memory before :attr:`write_backlog_bytes` is 0.
         """
 
     @abstractmethod
     def send_error(self, request: Header, error: Exception) -> None:
-        """Reply to ``request`` with an ERROR frame. The client raises an error of the same class.
+        """Reply to ``request`` with an ERROR frame. The client raises an error of the class of ``error``.
 
         Raises UsageError on a connection that this process opened, because only servers reply with errors.
         """
@@ -65,9 +65,9 @@ class Peer(ABC):
     def write_backlog_bytes(self) -> int:
         """Return the number of bytes passed to :meth:`send` that this process still buffers.
 
-        Above ``Limits.max_backlog_bytes``, a listener stops reading the client's requests. A connection that this
-        process opened continues to read, because otherwise both ends could wait for each other. The caller must limit
-        the backlog of such a connection.
+        If a client's backlog exceeds ``Limits.max_backlog_bytes``, the listener stops reading the client's requests. A
+        connection that this process opened never stops reading, because both ends could then wait for each other. Its
+        user must limit the backlog.
         """
 
     @abstractmethod
@@ -84,14 +84,14 @@ class Peer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection after sending the backlog; ``disconnected`` follows. Idempotent.
+        """Send the backlog, and then close the connection. The handler's ``disconnected`` is called. Idempotent.
 
-        Later frames from both ends are dropped.
+        Frames that either end sends later are dropped.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Close the connection immediately and drop the backlog; ``disconnected`` follows. Idempotent."""
+        """Close the connection now and drop the backlog. The handler's ``disconnected`` is called. Idempotent."""
 
     @abstractmethod
     def statistics(self) -> Statistics:

@@ -1,7 +1,7 @@
 """Send frames from an event loop, without blocking and without copying large frames.
 
-Before Python 3.12, asyncio copies the bytes that the socket does not accept immediately. Therefore large frames are
-queued as views and written in chunks, each after the previous chunk was sent. asyncio then copies at most one chunk.
+Before Python 3.12, asyncio copies the bytes that the socket does not accept immediately. Therefore this module queues
+large frames as views, and passes one chunk at a time to asyncio, which then copies at most this chunk.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal
 
 CHUNK_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 16
-_END = memoryview(b"")  # marks the end of a queued frame, where its tag follows
+_END = memoryview(b"")  # the marker after a queued frame, which is replaced by the frame's authentication tag
 
 
 class _Reading:
-    """Pauses reading while the handler has requested a pause, or the backlog is large."""
+    """Pauses reading from the peer if the handler requests a pause, or if the peer's backlog is large."""
 
     def __init__(self, transport: asyncio.Transport, max_backlog_bytes: int) -> None:
         self.is_on = True
@@ -37,7 +37,7 @@ class _Reading:
         self._max_backlog_bytes = max_backlog_bytes
 
     def update(self, waiting_bytes: int) -> None:
-        """Pause or resume reading, given the backlog. Reading resumes when half of the backlog is sent."""
+        """Pause or resume reading, given the size of the backlog. Reading resumes at half of the limit."""
         is_full = waiting_bytes > (self._max_backlog_bytes if self.is_on else self._max_backlog_bytes // 2)
         is_on = not self.is_paused and not is_full
         if is_on != self.is_on and not self._transport.is_closing():
@@ -62,10 +62,10 @@ class TransportPeer(Peer):
         is_opened: bool = False,
         seal: Seal | None = None,
     ) -> None:
-        """``seal`` creates the tags of all sent frames.
+        """``seal`` creates the authentication tags of all sent frames.
 
-        If this end opened the connection (``is_opened``), a backlog does not pause reading, because two paused ends
-        would wait for each other.
+        With ``is_opened`` (this end opened the connection), a backlog does not pause reading. If both ends paused
+        reading, they would wait for each other forever.
         """
         self.hello = hello
         self.address = address
@@ -92,19 +92,19 @@ class TransportPeer(Peer):
         if self._seal is not None:
             self._send_sealed(self._seal, parts, size)
         elif not self._is_paused and size <= (_JOINED_BYTES if frame is None else CHUNK_BYTES):
-            if not self._is_closing and not self._transport.is_closing():  # otherwise asyncio logs an error
+            if not self._is_closing and not self._transport.is_closing():  # a write would make asyncio log an error
                 self._write(join(parts) if frame is None else frame)
         else:
             self._enqueue_parts(parts, size)
 
     def _send_sealed(self, seal: Seal, parts: Sequence[Buffer], size: int) -> None:
-        """Send a frame and its tag. Queued parts are hashed when they are written, and must not change before."""
+        """Send a frame and its authentication tag. Queued parts are hashed when they are sent, and must not change."""
         self._bytes_sent += TAG_BYTES
         if self._is_paused or size > _JOINED_BYTES:
             self._enqueue_parts(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            frame = join(parts)  # join first: if this fails, the seal has not changed
+            frame = join(parts)  # before the seal is used, which must not change if the join fails
             self._write(join((frame, seal.tag((frame,)))))
 
     @override
@@ -161,22 +161,24 @@ class TransportPeer(Peer):
         return Statistics(receiver.bytes_received, self._bytes_sent, receiver.frames_received, self._frames_sent)
 
     def pause(self) -> None:
-        """Queue later frames, because the socket's buffer is full."""
+        """Queue all later frames. asyncio calls this method when the socket's buffer is full."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Resume sending, because the socket has sent its buffer."""
+        """Resume sending. asyncio calls this method when the socket's buffer has room again."""
         self._is_paused = False
         self._drain()
 
     def abandon(self) -> None:
-        """Drop unsent frames, because the connection is closed."""
+        """Drop all unsent frames after the connection was closed."""
         self._is_closing = True
         self._waiting.clear()
         self._waiting_bytes = 0
 
     def _enqueue_parts(self, parts: Sequence[Buffer], size: int) -> None:
-        """Send as much as the socket accepts; queue the rest. Small frames are copied: parts may be reused."""
+        """Send as much as the socket accepts, and queue the rest. A small frame is copied, so that the caller can reuse
+        its memory.
+        """
         for part in parts if len(parts) == 1 or size > _JOINED_BYTES else (join(parts),):
             if size_of(part):
                 self._enqueue(view_of(part))
@@ -191,7 +193,7 @@ class TransportPeer(Peer):
 
     def _drain(self) -> None:
         while self._waiting and not self._is_paused:
-            if self._transport.is_closing():  # avoid a write, because asyncio logs writes to a lost connection
+            if self._transport.is_closing():  # asyncio would log a write to a lost connection
                 self.abandon()
                 return
             data = self._waiting.popleft()

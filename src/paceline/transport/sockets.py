@@ -1,4 +1,4 @@
-"""Transport on TCP and Unix sockets, with optional TLS."""
+"""The transport on TCP and Unix sockets, with optional TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.transport.unix_sockets import bind_unix, check_user, has_unix_sock
 
 
 class SocketTransport(Transport):
-    """Channels, opened peers and listeners on TCP and Unix sockets."""
+    """Creates channels, peers and listeners on TCP and Unix sockets."""
 
     def __init__(
         self,
@@ -37,9 +37,11 @@ class SocketTransport(Transport):
         send_timeout_s: float = 60.0,
         always_sealed: bool = False,
     ) -> None:
-        """``send_timeout_s``: a client's timeout for a server that does not read. ``always_sealed``: tag the frames of
-        connections opened here, even if an intermediary is impossible. The constructor and :meth:`serve` read the files
-        of ``tls``; connections do not. Raises UsageError if the files are unusable.
+        """``send_timeout_s`` is the time after which a client fails if the server does not read its frames.
+
+        With ``always_sealed``, the frames of connections that this process opens have authentication tags even if no
+        intermediary is possible. The constructor and :meth:`serve` read the files of ``tls``. New connections do not
+        read them again. Raises UsageError if a file is unusable.
         """
         self._token = check_token(token)
         self._tls = tls
@@ -51,7 +53,7 @@ class SocketTransport(Transport):
 
     @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """Connect. If the endpoint is on this host, the Unix socket is preferred."""
+        """Connect to a server. If the server is on this host, its Unix socket is preferred."""
         first, *fallbacks = self._addresses(target)
         try:
             return self._connect(first, _listener_id(target), hello, timeout_s)
@@ -86,7 +88,7 @@ class SocketTransport(Transport):
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """Open a peer, with the same choice of socket as :meth:`connect`."""
+        """Connect to a server in an event loop. If the server is on this host, its Unix socket is preferred."""
         first, *fallbacks = self._addresses(target)
         try:
             return await self._open(handler, first, _listener_id(target), hello, timeout_s)

@@ -1,14 +1,15 @@
-"""Poll briefly before sleeping.
+"""Poll for a short time before a thread sleeps.
 
-Waking a process on an idle core takes 20 µs or more, because a virtual core has to be started again. Most replies come
-earlier, so a wait begins with a few microseconds of polling. If a poll finds no reply (because the reply takes longer,
-or needs this core), polls become rare: each unsuccessful poll doubles the number of waits without a poll. If a slightly
-longer poll would have found the reply, as for a push that is forwarded to a replica, the next polls are longer until a
-poll is unsuccessful.
+Waking a process on an idle core takes 20 µs or more, because a virtual core has to be started again. Most replies
+arrive earlier, so a wait begins with a few microseconds of polling. If the polling finds no reply (because the reply
+takes longer, or because its sender needs this core), later waits rarely poll: each unsuccessful poll doubles the number
+of waits without a poll. If a slightly longer poll would have found the reply, the next polls are longer until a poll is
+unsuccessful. This is the case for a push that the server forwards to a replica.
 
-Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs without
-polling, 20 µs if the client polls, 8 µs if both poll. A push of one key to a server with a replica (three processes on
-two cores): 250 to 300 µs if all processes poll for at most 50 µs, 105 to 170 µs if they learn to poll for 200 µs.
+Measured on two cores, a round trip of 64 bytes between a client and an asyncio server over a Unix socket takes 52 to 62
+µs without polling, 20 µs if the client polls, and 8 µs if both poll. A push of one key to a server with a replica
+(three processes) takes 250 to 300 µs if all processes poll for at most 50 µs, and 105 to 170 µs if they adapt to 200
+µs.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _T = TypeVar("_T")
 SPIN_S = 50e-6
 _LONG_SPIN_S = 200e-6
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
-_MAX_MISSES = 6  # after this number of unsuccessful polls, only one in 64 waits polls, for 50 µs
+_MAX_MISSES = 6  # after this number of unsuccessful polls, only one wait in 64 polls
 
 
 class Spinner:
-    """Decides whether one waiting thread polls, according to its past waits."""
+    """Decides whether and how long a waiting thread polls, from the success of its previous polls."""
 
     def __init__(self) -> None:
         self._num_misses = 0
@@ -42,7 +43,10 @@ class Spinner:
         self._spin_s = SPIN_S
 
     def wait(self, ready: Callable[[Any], list[_T]], timeout: float | None) -> list[_T]:
-        """Poll ``ready(0)`` briefly; return its result or, if empty, ``ready(timeout)``, which sleeps."""
+        """Poll ``ready(0)`` for a short time.
+
+        If it returns no events, sleep in ``ready(timeout)``. Return the events.
+        """
         if self._num_to_skip:
             self._num_to_skip -= 1
             return ready(timeout)
@@ -55,7 +59,7 @@ class Spinner:
         return found
 
     def poll(self, ready: Callable[[Any], list[_T]]) -> list[_T]:
-        """Poll ``ready(0)`` briefly; return its result, or an empty list if the caller should sleep."""
+        """Poll ``ready(0)`` for a short time and return its events. If the list is empty, the caller should sleep."""
         if self._num_to_skip:
             self._num_to_skip -= 1
             return []
@@ -90,5 +94,5 @@ class SpinningSelector(selectors.DefaultSelector):
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a standard asyncio loop that polls before it sleeps. Use it in processes that only serve."""
+    """Return a standard asyncio loop that polls before it sleeps. It is for processes that only serve requests."""
     return asyncio.SelectorEventLoop(SpinningSelector())

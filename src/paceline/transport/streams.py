@@ -1,7 +1,7 @@
-"""Authenticate sockets on which the caller sends other data than frames after the handshake.
+"""Authenticate sockets on which the caller then sends data of its own format instead of frames.
 
-A blocking thread at each end does the usual handshake (see `authentication`). Neither end reads bytes after the
-handshake, because these bytes belong to the caller.
+At each end, a blocking thread does the handshake of the module `authentication`. It reads no bytes after the handshake,
+because these bytes belong to the caller.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def connect_stream(
     listener: str = "",
     context: ssl.SSLContext | None = None,
 ) -> tuple[socket.socket, Hello]:
-    """Connect and authenticate; return the socket, in blocking mode, and the other end's Hello.
+    """Connect and authenticate. Return the socket in blocking mode, and the Hello (identity) of the other end.
 
-    ``listener`` is the id of the expected listener, if known. A ``context`` enables TLS. Unix sockets get large
-    buffers; TCP sockets keep the system's sizes. Raises the errors of :meth:`Transport.connect`.
+    ``listener`` is the id of the expected listener, if known. ``context`` enables TLS. Unix sockets get large buffers,
+    and TCP sockets keep the system's sizes. Raises the errors of :meth:`Transport.connect`.
     """
     connected = open_socket(address, timeout_s, enlarge=address.scheme == "unix")
     check_user(connected, address)
@@ -65,12 +65,13 @@ def welcome_stream(
     context: ssl.SSLContext | None = None,
     certificate: bytes = b"",
 ) -> tuple[socket.socket, Hello]:
-    """Do the server's half of the handshake on an accepted socket; return a socket and the client's Hello.
+    """Do the server's half of the handshake on an accepted socket. Return the socket and the client's Hello (identity).
 
-    A ``context`` and its ``certificate`` (DER) enable TLS; the returned socket then differs from the accepted one.
+    ``context`` and its ``certificate`` (DER) enable TLS. With TLS, the returned socket differs from ``connected``.
 
-    ``expect`` is called with the Hello before WELCOME is sent, and may raise a PacelineError. If the handshake fails,
-    the client receives the reason, the socket is closed and the error is raised. ``timeout_s`` limits each wait.
+    ``expect`` is called with the client's Hello before the WELCOME is sent, and may raise a PacelineError to reject the
+    client. If the handshake fails, the client receives the reason, the socket is closed and the error is raised.
+    ``timeout_s`` limits each wait.
     """
     name = connected.getpeername() if connected.family != getattr(socket, "AF_UNIX", None) else ()
     address = Address("tcp", name[0], name[1]) if name else Address("unix", path="/")
@@ -94,7 +95,10 @@ def welcome_stream(
 
 
 def _accept_tls(connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float) -> ssl.SSLSocket:
-    """Return the server's end of TLS on a duplicate descriptor, so that the original socket can still be closed."""
+    """Return the server's end of a TLS connection.
+
+    It has a duplicate descriptor, so the caller can close `connected`.
+    """
     own = connected.dup()
     own.settimeout(timeout_s)
     try:
@@ -125,7 +129,7 @@ def _welcome(
     try:
         client_hello = handshake.identify()
     except PacelineError:
-        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # proves that the reason comes from this server
+        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # proves that a refusal comes from this server
         raise
     if expect is not None:
         expect(client_hello)

@@ -1,7 +1,8 @@
-"""Unix sockets for peers of the same user on one host: bind, remove, check the user.
+"""Unix sockets for processes of one user on one host: bind and remove a socket, and check the user of a peer.
 
-A socket in Linux's abstract namespace has no permissions, so every process in the same network namespace can connect.
-Therefore each end gets the other end's user from the kernel before it reads a byte. Peers of another user need TCP.
+A socket in Linux's abstract namespace has no permissions, so every process in the network namespace can connect.
+Therefore each end requests the user of the other end from the kernel before it reads a byte. Processes of different
+users must connect with TCP.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from paceline.errors import AddressError
 from paceline.transport.addresses import Address
 
 _MAX_PATH = 100
-_UCRED = struct.Struct("=iII")  # Linux: process, user, group
-_XUCRED = struct.Struct("=II68x")  # macOS: version, user, groups
+_UCRED = struct.Struct("=iII")  # the credentials of a peer on Linux: process, user, group
+_XUCRED = struct.Struct("=II68x")  # the credentials of a peer on macOS: version, user, groups
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1
 
 
@@ -55,7 +56,7 @@ def bind_unix() -> tuple[socket.socket, Address]:
 
 
 def remove_unix(address: Address) -> None:
-    """Remove the socket created by :func:`bind_unix`, and its directory if there is one."""
+    """Remove the file and the directory of a socket that :func:`bind_unix` created. Abstract names have none."""
     if not address.is_abstract:
         shutil.rmtree(os.path.dirname(address.path), ignore_errors=True)
 
@@ -63,8 +64,8 @@ def remove_unix(address: Address) -> None:
 def is_other_user(connected: socket.socket | Any) -> bool:
     """Return whether the other end of a connected Unix socket belongs to another user.
 
-    Linux and macOS report this user. On other systems the permissions of :func:`bind_unix`'s directory protect the
-    socket.
+    Linux and macOS report the user of the other end. On other systems, the permissions of the directory that
+    :func:`bind_unix` creates protect the socket.
     """
     if connected.family != getattr(socket, "AF_UNIX", None):
         return False
@@ -76,12 +77,12 @@ def is_other_user(connected: socket.socket | Any) -> bool:
         else:
             return False
     except (OSError, struct.error):
-        return True  # reject: the socket is closed, or the system reports no user
+        return True  # reject the peer if the socket is closed or the system reports no user
     return bool(user != os.geteuid())
 
 
 def check_user(connected: socket.socket, address: Address) -> None:
-    """If a connection leads to another user's process, close it and raise AddressError."""
+    """Close the connection and raise AddressError if the other end belongs to another user."""
     if is_other_user(connected):
         connected.close()
         raise AddressError(f"cannot use {address}: its listener belongs to another user. Connect with TCP")

@@ -1,15 +1,15 @@
-"""Authenticate both ends of a connection: each proves that it has the cluster's token, before any other frame.
+"""Authenticate both ends of a connection: before any other frame, each end proves that it has the cluster's token.
 
-1. The server sends a nonce (CHALLENGE).
+1. The server sends a random number, its nonce (CHALLENGE).
 2. The client sends its :class:`Hello`, its :class:`ConnectionIdentity`, its own nonce, and an HMAC-SHA256 of all these
-   fields with the token as key (HELLO).
+   fields with the token as key (HELLO). The HMAC is the client's *proof*.
 3. The server sends its own fields and an HMAC of the fields of both ends (WELCOME).
 
-The token is never sent. An attacker cannot replay a recorded exchange, because each end chooses a nonce. It cannot send
-a proof back to its sender, because the proof includes the label of its sender (client or server). It cannot move bytes
-from one field to the next, because the HMAC includes the length of every field. A relay cannot use a proof for another
-server, because the proof includes the address and the listener. On connections with a possible intermediary, every
-later frame is sealed with a key derived from the token and this handshake (`sealing`).
+The token is never sent. An attacker cannot replay a recorded handshake, because each end chooses a new nonce. The
+attacker cannot send a proof back to its sender, because the proof includes the label of its sender (client or server).
+Bytes cannot be moved from one field to the next, because the HMAC includes the length of every field. A relay cannot
+use a proof for another server, because the proof includes the address and the listener. If an intermediary between the
+ends is possible, every later frame has a tag whose key is derived from the token and this handshake (see `sealing`).
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """``scheduler``, ``server``, ``worker``, or an application's role."""
     rank: int = 0
     incarnation: int = 0
-    """Distinguishes a restarted process from the previous process with the same rank."""
+    """A number that distinguishes a restarted process from the previous process with its rank."""
     name: str = ""
     """The node's name, for messages."""
     extra: dict[str, int | str] = {}
-    """Additional fields of the application."""
+    """Additional fields that the application defines."""
     to: str = ""
-    """The required role of the server; empty accepts any role. If the role differs, both ends close the connection."""
+    """The role that the client expects of the server; empty for any role. If it differs, the connection is closed."""
     cluster: str = ""
-    """The cluster's id, if known. If the server has another id, both ends close the connection."""
+    """The id of the cluster, if known. If the client and the server have different ids, the connection is closed."""
     protocol: int = PROTOCOL_VERSION
     paceline: str = ""
     """The version of the package, set when the Hello is sent."""
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The meta of a CHALLENGE frame."""
+    """The content of a CHALLENGE frame."""
 
     nonce: bytes
 
 
 class ConnectionIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """One end's view of the connection."""
+    """The properties of a connection as one end sees them. They differ if a relay is between the ends."""
 
     binding: bytes = b""
-    """The channel binding, which only the two ends share (`sealing`); empty if an intermediary is possible."""
+    """The channel binding, a value that only the two ends share (see `sealing`). Empty if a relay is possible."""
     address: str = ""
     """The address to which the client connected."""
     listener: str = ""
-    """Client: the expected listener; empty if the client knows only an address. Server: its own listener."""
+    """The id of the server's listener. The client sends the id that it expects, or an empty id if it knows none."""
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The meta of HELLO and WELCOME frames."""
+    """The content of HELLO and WELCOME frames."""
 
     hello: bytes
-    """A :class:`Hello` as msgpack; the proof covers these bytes."""
+    """A :class:`Hello` as msgpack. The proof covers these bytes."""
     view: bytes
     """A :class:`ConnectionIdentity` as msgpack."""
     nonce: bytes
@@ -86,14 +86,14 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 def make_token() -> str:
-    """Return a new token: 43 characters, 256 bits of the system's randomness."""
+    """Return a new token of 43 characters with 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
 def read_token(path: str | os.PathLike[str]) -> str:
-    """Read a token from a file, without surrounding white space.
+    """Read a token from a file, and remove white space around it.
 
-    Raises UsageError for an unreadable file, or a file that other users can read.
+    Raises UsageError if this process cannot read the file, or if other users can read it.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -113,8 +113,8 @@ def read_token(path: str | os.PathLike[str]) -> str:
 def check_token(token: str, source: str = "the token") -> str:
     """Return the token. Raises UsageError if it is too short.
 
-    A short token is not safe: every peer and intermediary of a client receives a proof, and can test guesses of the
-    token with the proof.
+    A short token is not safe. Every process to which a client connects receives a proof, with which it can test guesses
+    of the token.
     """
     if len(token) < MIN_TOKEN_CHARS:
         raise UsageError(
@@ -132,12 +132,12 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def join_fields(*fields: bytes) -> bytes:
-    """Join the fields, each with a length prefix, so that different lists give different bytes."""
+    """Join the fields, each with a length prefix, so that different lists of fields give different bytes."""
     return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
 
 def prove(token: str, label: str, *fields: bytes) -> bytes:
-    """Return the proof that the end called ``label`` has the token and sent these fields."""
+    """Return the proof that the end with this ``label`` (client or server) has the token and sent these fields."""
     return hmac.digest(token.encode(), join_fields(PROTOCOL_NAME, label.encode(), *fields), "sha256")
 
 
@@ -149,7 +149,7 @@ def check_proof(token: str, label: str, proof: Proof, *fields: bytes) -> None:
 def read_hello(label: str, data: bytes) -> Hello:
     """Decode an authenticated Hello. Raises VersionError for another version of paceline.
 
-    The contents of frames have no version, so both ends must have the same version of the package.
+    The contents of frames have no version number of their own, so both ends must have one version of the package.
     """
     from paceline.version import __version__
 

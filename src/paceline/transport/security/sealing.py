@@ -1,18 +1,19 @@
-"""Seal frames: tags detect altered, replayed, reordered or dropped frames between hosts.
+"""Seal frames: add a tag to every frame, to detect altered, replayed, reordered or dropped frames between hosts.
 
 Both ends derive a key for each direction from the token and their handshake (HKDF, RFC 5869). A tag of 16 bytes follows
-every frame. The tag is HMAC-SHA256, truncated to half its length (RFC 2104, section 5), of the frame's number on this
-connection and all its bytes. The number is not sent. If a frame is dropped or repeated, all later tags are wrong.
+every frame. The tag is an HMAC-SHA256 of all bytes of the frame and of its number on this connection, truncated to half
+its length (RFC 2104, section 5). The number is not sent. If a frame is dropped or repeated, the ends count differently,
+and all later tags are wrong.
 
-HMAC-SHA256 hashes 1.6 GB/s on a processor with SHA instructions, and needs 0.8 µs for a small frame. Keyed BLAKE2b
-hashes only 0.9 GB/s, and needs 0.5 µs for a small frame. At 1 Gbit/s a megabyte takes 8 ms on the wire and 0.6 ms to
-hash. Therefore large frames are hashed in pieces, while earlier pieces are in flight.
+HMAC-SHA256 hashes 1.6 GB/s on a processor with SHA instructions, and needs 0.8 µs for a small frame. The alternative,
+keyed BLAKE2b, hashes only 0.9 GB/s, and needs 0.5 µs for a small frame. At 1 Gbit/s, the transfer of a megabyte takes 8
+ms and its hash 0.6 ms. Therefore large frames are hashed in pieces, while earlier pieces are in flight.
 
-Channel bindings (RFC 5056) detect whether both ends have the same connection. A relay has two connections, one with
-each end. Each end therefore includes in its proof a value that only the two ends of one connection share: the host for
-a Unix socket, the host and both ports for a loopback connection, the server's certificate for TLS. If both values are
-equal, no intermediary can alter frames. If they differ (address translation, tunnel, proxy), or if a connection has no
-such value, frames are sealed.
+Channel bindings (RFC 5056) detect a relay between the ends, which has a separate connection with each end. Each end
+includes in its proof a value that only the two ends of one connection share: the host for a Unix socket, the host and
+both ports for a loopback connection, and the server's certificate for TLS. If the values of both ends are equal, there
+is no relay that could alter frames, and frames need no tags. If the values differ (because of address translation, a
+tunnel or a proxy), or if the connection has no binding, frames are sealed.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ IN_MEMORY = b"memory"
 
 
 def socket_binding(connected: socket.socket | Any, *, connecting: bool) -> bytes:
-    """Return the binding of a connected socket without TLS; empty if an intermediary is possible.
+    """Return the channel binding of a connected socket without TLS. It is empty if an intermediary is possible.
 
-    ``connecting``: whether this end opened the connection. ``connected`` may be asyncio's view of a socket.
+    ``connecting`` states whether this end opened the connection. ``connected`` may be asyncio's wrapper of a socket.
     """
     try:
         if connected.family == getattr(socket, "AF_UNIX", None):
@@ -47,12 +48,15 @@ def socket_binding(connected: socket.socket | Any, *, connecting: bool) -> bytes
 
 
 def certificate_binding(certificate: bytes) -> bytes:
-    """Return the binding of a TLS connection to a server with this certificate (DER); empty without a certificate."""
+    """Return the channel binding of a TLS connection to a server with this certificate (DER).
+
+    The binding is empty without a certificate.
+    """
     return _digest("tls", hashlib.sha256(certificate).hexdigest()) if certificate else b""
 
 
 def transport_binding(transport: Any, *, connecting: bool, certificate: bytes = b"") -> bytes:
-    """Return the binding of an asyncio transport; ``certificate`` is this end's certificate if it is the server."""
+    """Return the channel binding of a connection in asyncio. A server passes its own TLS ``certificate``."""
     secured = transport.get_extra_info("ssl_object")
     if secured is not None:
         return certificate_binding(secured.getpeercert(binary_form=True) or b"" if connecting else certificate)
@@ -61,7 +65,7 @@ def transport_binding(transport: Any, *, connecting: bool, certificate: bytes = 
 
 
 def _loopback_address(name: Any) -> str:
-    """Return a loopback address and port as text; empty for other addresses."""
+    """Return a socket's loopback address and port as text. Return an empty text for other addresses."""
     host: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(name[0].partition("%")[0])
     if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped
@@ -74,7 +78,7 @@ def _digest(*parts: str) -> bytes:
 
 TAG_BYTES = 16
 PIECE_BYTES = 1 << 16
-"""Size of the pieces of large frames that are hashed separately."""
+"""The size of the pieces in which large frames are hashed."""
 _BLOCK_BYTES = 64
 
 
@@ -82,7 +86,7 @@ class Seal:
     """Creates or checks the tags of one direction of a connection. Not thread-safe."""
 
     def __init__(self, key: bytes) -> None:
-        """``key``: 32 bytes, used only for this direction."""
+        """``key`` has 32 bytes, and is used for this direction only."""
         padded = key.ljust(_BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
@@ -90,7 +94,7 @@ class Seal:
         self._running: Any = None
 
     def update(self, data: Any) -> None:
-        """Hash the next bytes of the frame, or of a new frame."""
+        """Hash the next bytes of the current frame. After a tag, the bytes begin a new frame."""
         if self._running is None:
             self._running = self._inner.copy()
             self._running.update(self._number.to_bytes(8, "little"))
@@ -109,19 +113,19 @@ class Seal:
         return self.end()
 
     def matches(self, tag: bytes | bytearray | memoryview) -> bool:
-        """Return whether ``tag`` is correct for the other end's next frame, whose bytes :meth:`update` received."""
+        """Return whether ``tag`` is correct for the received frame whose bytes were passed to :meth:`update`."""
         return hmac.compare_digest(self.end(), bytes(tag))
 
 
 class Seals(NamedTuple):
-    """One end's seals of one connection."""
+    """The two seals that one end of a connection uses: for the frames that it sends and that it receives."""
 
     sending: Seal
     receiving: Seal
 
 
 def derive_seals(token: str, nonces: bytes, transcript: bytes, *, connecting: bool) -> Seals:
-    """Derive the seals of one end; ``transcript`` has all fields of the handshake."""
+    """Derive the seals of one end of a connection. ``transcript`` contains all fields of the handshake."""
     secret = hmac.digest(nonces, token.encode(), "sha256")
     first = hmac.digest(secret, transcript + b"\x01", "sha256")
     second = hmac.digest(secret, first + transcript + b"\x02", "sha256")

@@ -1,4 +1,4 @@
-"""Implement the server's half of the handshake, without I/O; `client_handshake` has the client's half."""
+"""The server's half of the handshake, without I/O. The module `client_handshake` has the client's half."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from paceline.transport.security.sealing import Seals, derive_seals
 class ServerHandshake:
     """A server's half of one handshake.
 
-    Call :meth:`challenge`, :meth:`receive_hello`, :meth:`welcome` and :meth:`identify`, in this order.
+    The caller calls :meth:`challenge`, :meth:`receive_hello`, :meth:`welcome` and :meth:`identify`, in this order.
     """
 
     def __init__(self, token: str, hello: Hello, listener: str) -> None:
         self.seals: Seals | None = None
-        """Seals of later frames, available after the WELCOME; None if frames are not sealed."""
+        """The creators and checkers of later frames' tags. None before the WELCOME, or if frames have no tags."""
         self.is_relayed = False
-        """Whether both ends have a binding, but the bindings differ."""
+        """Whether there is a relay between the ends: both ends have a channel binding, but the bindings differ."""
         self._token = token
         self._hello = hello
         self._listener = listener
@@ -45,7 +45,7 @@ class ServerHandshake:
         return msgspec.msgpack.encode(Challenge(self._nonce))
 
     def receive_hello(self, meta: bytes | memoryview) -> None:
-        """Process the meta of the HELLO. Raises AuthenticationError if the proof is wrong."""
+        """Check the client's HELLO. Raises AuthenticationError if the client's proof is wrong."""
         proof = decode(meta, Proof)
         if len(proof.nonce) != NONCE_BYTES:
             raise AuthenticationError(f"the client's nonce has {len(proof.nonce)} bytes, {NONCE_BYTES} were expected")
@@ -54,9 +54,10 @@ class ServerHandshake:
         self._transcript, self._identity = transcript, decode(proof.view, ConnectionIdentity)
 
     def welcome(self, binding: bytes) -> bytes:
-        """Return the meta of the WELCOME; ``binding`` is the channel binding of this end.
+        """Return the content of the WELCOME frame. ``binding`` is the channel binding of this end (see `sealing`).
 
-        Send the WELCOME even if :meth:`identify` rejects the client. It proves that the reason comes from the server.
+        The caller must send the WELCOME even if :meth:`identify` then rejects the client. The WELCOME proves to the
+        client that the reason comes from the server.
         """
         own_hello = encode_hello(self._hello)
         view = msgspec.msgpack.encode(ConnectionIdentity(binding=binding, listener=self._listener))
@@ -68,9 +69,9 @@ class ServerHandshake:
         return msgspec.msgpack.encode(Proof(own_hello, view, self._nonce, prove(self._token, "server", *transcript)))
 
     def identify(self) -> Hello:
-        """Return the client's Hello.
+        """Return the client's Hello (identity).
 
-        Raises VersionError for another version, AddressError if the client expects another server.
+        Raises VersionError if the client has another version, and AddressError if the client expects another server.
         """
         client_hello = read_hello("client", self._transcript[2])
         reason = wrong_server_reason(
@@ -86,7 +87,10 @@ class ServerHandshake:
 def wrong_server_reason(
     client: Hello, client_identity: ConnectionIdentity, server: Hello, server_identity: ConnectionIdentity
 ) -> str:
-    """Return the reason why this server is not the server that the client expects; empty if it is."""
+    """Return the reason for which this server is not the server that the client expects.
+
+    The reason is empty if the client expects this server.
+    """
     if client_identity.listener and client_identity.listener != server_identity.listener:
         return "another process listens there now, because the previous one has ended"
     if client.to and client.to != server.role:

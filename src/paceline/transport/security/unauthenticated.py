@@ -1,9 +1,9 @@
-"""Limit the number of unauthenticated connections per listener.
+"""Limit the number of unauthenticated connections of a listener.
 
-If a listener waited for a free slot, a few silent connections could block the listener. Without a limit the listener
-would run out of file descriptors. Therefore the listener accepts all connections. Above the limit it drops the oldest
-connection from the source with the most connections. A handshake takes milliseconds, so an honest client is rarely the
-oldest.
+Without a limit, clients that connect but do not finish the handshake could use all file descriptors. If the listener
+stopped accepting connections at the limit, these clients would block it. Therefore the listener accepts all
+connections. Above the limit it drops the oldest unauthenticated connection of the host or user that has most of them. A
+handshake takes milliseconds, so the oldest connection rarely belongs to an honest client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST = 1024
 
 
 def max_unauthenticated() -> int:
-    """Return the limit for a server process: at most a quarter of its file descriptors."""
+    """Return the maximum number of unauthenticated connections: at most a quarter of this process's descriptors."""
     try:
         import resource
     except ImportError:
@@ -27,7 +27,7 @@ def max_unauthenticated() -> int:
 
 
 class UnauthenticatedConnections(Generic[_Connection]):
-    """A listener's connections in their handshake. Not thread-safe. The caller closes connections."""
+    """The connections of a listener that are in their handshake. The caller closes connections. Not thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -38,7 +38,7 @@ class UnauthenticatedConnections(Generic[_Connection]):
         return len(self._sources)
 
     def add(self, connection: _Connection, source: Hashable) -> _Connection | None:
-        """Add a connection from ``source`` (a host or user); return a connection to close, if any."""
+        """Add a connection from ``source`` (a host or user). Above the limit, return a connection to close."""
         self._sources[connection] = source
         self._counts[source] += 1
         if len(self._sources) <= self._limit:
@@ -49,7 +49,7 @@ class UnauthenticatedConnections(Generic[_Connection]):
         return oldest
 
     def remove(self, connection: _Connection) -> None:
-        """Remove a connection that has authenticated or ended. Idempotent."""
+        """Remove a connection that has finished its handshake or has ended. Idempotent."""
         if connection not in self._sources:
             return
         source = self._sources.pop(connection)
@@ -59,7 +59,10 @@ class UnauthenticatedConnections(Generic[_Connection]):
 
 
 class LogRateLimit:
-    """Limits log lines about unauthenticated peers, to protect the disk: a burst, then one line per pause."""
+    """Limits the log lines about unauthenticated peers, so that they cannot fill the disk.
+
+    Some lines are allowed at once, then one line per pause.
+    """
 
     def __init__(self, burst: int = 20, pause_s: float = 3.0) -> None:
         self._burst = burst
@@ -69,7 +72,9 @@ class LogRateLimit:
         self._num_skipped = 0
 
     def record(self, time_s: float) -> int | None:
-        """Return the number of events without a line since the last line; None if this event gets no line either."""
+        """Record an event. Return None if it must not be logged. Otherwise return how many events were not logged since
+        the last log line.
+        """
         self._left = min(self._left + max(time_s - self._at_s, 0.0) / self._pause_s, float(self._burst))
         self._at_s = time_s
         if self._left < 1.0:

@@ -1,1 +1,1 @@
-"""Optional TLS: contexts, channels and streams."""
+"""Optional TLS for connections: contexts, channels and streams."""

@@ -1,4 +1,4 @@
-"""Implement channels on TLS connections, without scattered reads or kernel timeouts."""
+"""Channels (clients' blocking connections) with TLS. They cannot use ``recvmsg_into`` or the kernel's timeouts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.transport.client import is_hung_up, shut, wait_readable
 from paceline.transport.frames import Limits, join, size_of, view_of
 from paceline.transport.security.sealing import certificate_binding
 
-_JOINED_BYTES = 1 << 14  # up to the size of a TLS record, buffers are joined for one write
+_JOINED_BYTES = 1 << 14  # buffers are joined for one write up to this size, the size of a TLS record
 
 
 class TLSChannel(StreamChannel):
-    """A channel on a TLS connection."""
+    """A channel (a client's blocking connection) with TLS."""
 
     def __init__(self, connected: ssl.SSLSocket, address: Address, limits: Limits, send_timeout_s: float) -> None:
         super().__init__(address, limits)
@@ -96,21 +96,21 @@ class TLSChannel(StreamChannel):
 
 
 def wrap_tls(connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float) -> ssl.SSLSocket:
-    """Return the socket with TLS. Raises AuthenticationError if the server's certificate is not trusted."""
+    """Do the TLS handshake and return the TLS socket. Raises AuthenticationError if the certificate is not trusted."""
     connected.settimeout(timeout_s)
     try:
         return context.wrap_socket(connected, server_hostname=address.host)
     except OSError as error:
         raise no_tls(address, error, timeout_s) from None
     finally:
-        connected.close()  # wrap_socket has failed, or has taken the descriptor from this object
+        connected.close()  # has no effect if wrap_socket has taken the descriptor from this object
 
 
 def client_not_trusted(address: Address) -> AuthenticationError:
     """Return the error for a TLS connection that ends before the server's first frame.
 
     In TLS 1.3 the client's handshake ends before the server checks the client's certificate. A server that rejects the
-    certificate closes the connection at this point; a server with asyncio sends no reason.
+    certificate closes the connection after the client's handshake. With asyncio, the server sends no reason.
     """
     return AuthenticationError(
         f"the server at {address} closed the TLS connection before its first frame. Probably it "

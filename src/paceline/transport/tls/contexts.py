@@ -1,4 +1,4 @@
-"""Create TLS contexts, for certificates of peers and encrypted connections."""
+"""The TLS settings of a node, and the TLS contexts (Python's objects for encrypted connections) made from them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE---
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TLS:
-    """The files (PEM) of a node's TLS identity. With TLS, nodes use only TCP."""
+    """The PEM files with a node's certificate and key, and the trusted authorities. With TLS, nodes use only TCP."""
 
     cert: str | PathLike[str] | None = None
     """This node's certificate with its chain. Required for servers, optional for clients."""
     key: str | PathLike[str] | None = None
     """The private key of ``cert``; None if it is in the same file."""
     ca: str | PathLike[str] | None = None
-    """The trusted authorities. If set, servers require certificates from clients (mutual TLS)."""
+    """The certificates of the trusted authorities. With this file, servers require certificates from clients."""
 
     @classmethod
     def of_files(
         cls, cert: str | PathLike[str] | None, key: str | PathLike[str] | None, ca: str | PathLike[str] | None
     ) -> TLS | None:
-        """Create the TLS settings from the given files; return None if there are none."""
+        """Create the TLS settings from the given files. Return None if no file is given."""
         return None if cert is None and key is None and ca is None else cls(cert=cert, key=key, ca=ca)
 
     def server_context(self) -> ssl.SSLContext:
-        """Create a server's context. Raises UsageError for a missing file or certificate."""
+        """Create a server's TLS context. Raises UsageError for a missing file or certificate."""
         if self.cert is None:
             raise UsageError("a server needs a certificate for TLS. Pass its file as TLS(cert=...)")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -41,7 +41,7 @@ class TLS:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Create a client's context; without ``ca`` it trusts the system's authorities."""
+        """Create a client's TLS context. Without ``ca``, the client trusts the system's authorities."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the certificate and its host name
         if self.ca is None:
             context.load_default_certs()

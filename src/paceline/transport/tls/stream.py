@@ -1,6 +1,6 @@
 """Present a TLS connection as a plain socket, for callers that do not support TLS.
 
-A thread moves the bytes between the plain socket and the TLS connection, which costs two wake-ups per direction.
+A thread copies the bytes between the plain socket and the TLS connection. This costs two thread switches per direction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _LINGER_S: Final = 2.0
 
 
 def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
-    """Return a socket whose bytes pass through a TLS connection, which is closed together with the socket."""
+    """Return a plain socket whose bytes are sent through a TLS connection.
+
+    The TLS connection is closed when the caller closes the socket.
+    """
     caller_end, pump_end = socket.socketpair()
     pump = _Pump(encrypted, pump_end)
     threading.Thread(target=pump.run, name="paceline-tls", daemon=True).start()
@@ -26,18 +29,18 @@ def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
 
 
 class _Direction:
-    """The bytes of one direction."""
+    """The bytes that are copied in one direction, from a source to a target."""
 
     def __init__(self, source: socket.socket, target: socket.socket) -> None:
         self._source, self._target = source, target
         self._buffer = memoryview(bytearray(_CHUNK_BYTES))
         self.held = self._buffer[:0]
         self.has_ended = False
-        """Whether all bytes and the end have been passed to the target."""
+        """Whether the target has received all bytes and the end of the source."""
         self._is_open = True
 
     def advance(self) -> bool:
-        """Move bytes without waiting; return whether any were moved."""
+        """Copy bytes from the source to the target without waiting. Return whether any were copied."""
         if self.has_ended:
             return False
         try:
@@ -52,7 +55,7 @@ class _Direction:
             if self.held:
                 self.held = self.held[self._target.send(self.held) :]
                 return True
-            # Use the base class's method, because the TLS socket's method closes both directions.
+            # The method of the TLS socket would close both directions. So call the method of the base class.
             socket.socket.shutdown(self._target, socket.SHUT_WR)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
@@ -63,7 +66,7 @@ class _Direction:
 
 
 class _Pump:
-    """Moves bytes in both directions until both have ended or the plain end is closed."""
+    """Copies bytes in both directions until both directions have ended or the plain socket is closed."""
 
     def __init__(self, encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
         self._encrypted, self._plain = encrypted, plain
@@ -84,7 +87,7 @@ class _Pump:
                 poll.register(self._encrypted, self._events_of(self._in, self._out))
                 poll.register(self._plain, 0 if closed_at else self._events_of(self._out, self._in))
                 if closed_at is not None:
-                    poll.unregister(self._plain)  # otherwise poll() would report the end repeatedly
+                    poll.unregister(self._plain)  # poll() would report the end of the plain socket repeatedly
                 events = dict(poll.poll(None if left_s is None else left_s * 1e3))
                 if closed_at is None and events.get(self._plain.fileno(), 0) & select.POLLHUP:
                     closed_at = time.monotonic()
