@@ -1,1 +1,1 @@
-"""A process's parts of tables: stores, update rules, staleness, aggregation. No network."""
+"""The part of each table that one process holds: row stores, update rules, staleness, aggregation. No network."""

@@ -1,7 +1,7 @@
 """Sequential consistency on a server: buffer the pushes of an iteration, sum them in rank order, apply the sum once.
 
-The result is the same in every run. Except for rounding, it equals the result of one process that trains on the
-concatenated batches.
+Every run gives equal results. Except for rounding, they equal the results of one process that trains on the
+concatenated batches of all workers.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from paceline.tables.types import Floats
 
 Push = tuple[Selection, Floats]
 _LARGE_BYTES = 1 << 16
-_SAFE_SUM = 1e38  # limit for sums of gradients before multiplication by the factor
+_SAFE_SUM = 1e38  # the limit for a sum of gradients before its multiplication by the factor (such as 1 / workers)
 _logger = logging.getLogger("paceline.ps")
 
 
 class IterationPushes(NamedTuple):
-    """The pushes of a complete iteration."""
+    """The pushes of an iteration for which all workers have sent their pushes."""
 
     tables: dict[int, list[Push]]
     tops: dict[int, float]
-    """For each table, an upper bound of the sum's magnitude before multiplication by the factor."""
+    """For each table, an upper bound of the magnitudes in the sum of its pushes."""
     factor: float
 
 
 class IterationBuffer:
-    """Pushes of live workers, identified by their incarnation numbers, for incomplete iterations.
+    """The pushes of live workers for iterations that are not complete. Incarnation numbers identify the workers.
 
-    Pushes are stored with the worker's rank, which gives the order of summation, because the worker may leave before
-    the iteration is complete.
+    The pushes are summed in the order of the workers' ranks. The rank is stored with the pushes, because a worker may
+    leave before the iteration is complete.
     """
 
     def __init__(self, mean: bool) -> None:
         self._mean = mean
-        # iteration → worker → its rank, and its pushes as (table number, push, largest magnitude)
+        # For each iteration and worker: the worker's rank, and its pushes as (table number, push, largest magnitude).
         self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push, float]]]]] = {}
-        self._free: dict[int, list[Floats]] = {}  # unused arrays of the last iteration, by length
+        self._free: dict[int, list[Floats]] = {}  # arrays of the last iteration for reuse, by length
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +64,7 @@ class IterationBuffer:
         return selection.copy(), copied
 
     def add(self, iteration: int, worker: int, rank: int, table: int, push: Push, top: float) -> None:
-        """Store a push; the arrays must not change. `top` is the push's largest magnitude."""
+        """Store a push, whose arrays must not change. `top` is the largest magnitude of its gradients."""
         self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, push, top))
 
     def clear(self) -> None:
@@ -72,7 +72,8 @@ class IterationBuffer:
 
     def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
         """Reuse the memory of applied pushes for the copies of the next iteration."""
-        # The first write to a new page costs more than the copied data. Unused arrays are freed after one iteration.
+        # The first write to a page of new memory costs more than a copy, so memory is reused. Arrays that one iteration
+        # does not use are freed.
         self._free = {}
         for pushes in tables.values():
             for _, grads in pushes:
@@ -107,13 +108,13 @@ def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
 
 
 def sum_up(part: TablePart, pushes: Sequence[Push], factor: float) -> list[Push]:
-    """Return the sums that :func:`apply_sum` would apply, as pushes of disjoint keys or ranges."""
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result
+    """Return the sums that :func:`apply_sum` would apply, as pushes without common keys or elements."""
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result for overflow
         return [(selection, sum_of(grads, factor)) for selection, grads in _by_selection(part, pushes)]
 
 
 def _by_selection(part: TablePart, pushes: Sequence[Push]) -> list[tuple[Selection, list[Floats]]]:
-    """Return disjoint selections, each with the gradients to sum, in order."""
+    """Return selections of keys without common keys, each with the gradients to sum, in the order of `pushes`."""
     ranges = _disjoint_ranges(pushes)
     if ranges is not None:
         return [(same[0][0], [grads for _, grads in same]) for same in ranges]
@@ -129,7 +130,7 @@ def _by_selection(part: TablePart, pushes: Sequence[Push]) -> list[tuple[Selecti
 
 
 def _disjoint_ranges(pushes: Sequence[Push]) -> list[list[Push]] | None:
-    """Return the pushes by range, in the given order, if all ranges are equal or disjoint; otherwise None."""
+    """Return the pushes grouped by their range of elements. Return None if two ranges overlap but are not equal."""
     found: dict[tuple[int, int, int], list[Push]] = {}
     for push in pushes:
         if push[0].keys is not None:
@@ -142,7 +143,7 @@ def _disjoint_ranges(pushes: Sequence[Push]) -> list[list[Push]] | None:
 
 
 class IterationSums:
-    """The buffered pushes of one server. With `mean`, sums are divided by the number of workers."""
+    """The buffered pushes of one server, and their sums. With `mean`, sums are divided by the number of workers."""
 
     def __init__(self, tables: ServerTables, non_finite: NonFinite, mean: bool) -> None:
         self._tables = tables
@@ -153,11 +154,11 @@ class IterationSums:
         self.buffer.restrict({number: table.part for number, table in self._tables.by_number.items()}, buckets)
 
     def apply(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> None:
-        """Sum and apply an iteration's pushes; all pushes must be for `buckets`."""
+        """Sum the pushes of an iteration, and apply the sums. All pushes must be for keys in `buckets`."""
         complete = self._complete(iteration, workers, buckets)
         for number, pushes in sorted(complete.tables.items()):
             table = self._tables.by_number[number]
-            table.staleness.histogram[0] += len(pushes)  # no other push was applied since the iteration began
+            table.staleness.histogram[0] += len(pushes)  # staleness 0: no other push was applied in this iteration
             apply_sum(table.part, pushes, complete.factor)
         self.buffer.recycle(complete.tables)
 
@@ -182,14 +183,14 @@ class IterationSums:
                     top = float(largest(piece.floats))
                     if not table.part.magnitudes.take(top):
                         self._non_finite.try_push(table, piece.selection, piece.floats, top, source)
-            except NonFiniteError as error:  # the sum is not applied, and the workers receive the error
+            except NonFiniteError as error:  # the sum is not applied, and each worker receives the error in a reply
                 _logger.warning("%s", error)
                 table.refused.update(dict.fromkeys(workers, str(error)))
                 del complete.tables[number]
         return complete
 
     def _sum_up(self, number: int, pushes: Sequence[Push], factor: float, buckets: Buckets) -> Iterator[Piece]:
-        """Yield the sums; this server is the primary of all buckets of the buffered pushes."""
+        """Yield the sums of a table's pushes. This server must be the primary of all their buckets."""
         part = self._tables.by_number[number].part
         for selection, grads in sum_up(part, pushes, factor):
             whole = Piece(number, selection, grads)

@@ -9,16 +9,18 @@ from msgspec import Meta
 from paceline.protocol import NUM_BUCKETS
 
 MAX_CLOCK: Final = 2**32 - 3
-"""The largest clock. A frame's header has 32 bits for a clock, also for the clock after this one."""
+"""The largest clock (iteration number). A frame's header has 32 bits for a clock, and must also fit the next clock."""
 MAX_TABLES: Final = 65535
 """The largest number of tables. A frame's header has 16 bits for the number of a table, and 0 means no table."""
 MAX_WORDS: Final = 1 << 20
-"""The largest number of float32 in a record (the values and the state of a key)."""
+"""The maximum number of float32 numbers in a record (the values and the state of a key)."""
 
 MAX_PASSES: Final = 62
-"""The largest number of passes without a push before a row is erased; the marks of passes repeat after 63 passes."""
+"""The maximum number of passes over the data after which a row without a push is erased. The index stores a row's last
+pass in 6 bits, which repeat after 63 passes.
+"""
 MAX_PASS: Final = 1 << 24
-"""The largest number of a pass. Records store the pass as float32, which is exact up to this number."""
+"""The largest number of a pass over the data. Records store it as float32, which is exact up to this number."""
 
 Word: TypeAlias = Annotated[int, Meta(ge=0)]
 """A hash of 64 bits."""
@@ -27,7 +29,7 @@ TableNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TABLES)]
 Words: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WORDS)]
 Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=NUM_BUCKETS - 1)]
 PassNumber: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PASS)]
-"""The number of a pass; 0 means no pass."""
+"""The number of a pass over the data; 0 means no pass."""
 NumPasses: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PASSES)]
 Operation: TypeAlias = Annotated[str, Meta(pattern=r"^(push|write|erase)\Z")]
 NonFinitePolicy: TypeAlias = Annotated[str, Meta(pattern=r"^(refuse|count)\Z")]

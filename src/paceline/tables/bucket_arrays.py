@@ -1,4 +1,4 @@
-"""Represent sets of buckets as arrays for kernels; :mod:`paceline.protocol.buckets` represents them as integers."""
+"""Sets of buckets as arrays for kernels. :mod:`paceline.protocol.buckets` represents these sets as integers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def bucket_bounds(size: int, bucket: int) -> tuple[int, int]:
 
 
 def bucket_width(size: int) -> int:
-    """Return the number of elements in a bucket of a dense table of `size` elements (the last buckets have fewer)."""
+    """Return the number of elements in a bucket of a dense table of `size` elements.
+
+    The last buckets may have fewer.
+    """
     return max(1, -(-size // NUM_BUCKETS))
 
 
 def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the elements of `buckets` (ascending) as the fewest possible ranges [start, stop)."""
+    """Return the elements of `buckets` (in ascending order) as the fewest possible ranges [start, stop)."""
     runs: list[tuple[int, int]] = []
     for bucket in buckets:
         start, stop = bucket_bounds(size, bucket)
@@ -42,7 +45,7 @@ def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def runs_in(size: int, buckets: Buckets) -> Sequence[tuple[int, int]]:
-    """Return the elements of `buckets` as the fewest possible ranges [start, stop); recent results are cached."""
+    """Return the elements of `buckets` as the fewest possible ranges [start, stop). Recent results are cached."""
     return tuple(owned_runs(size, buckets_in(buckets)))
 
 
@@ -62,12 +65,12 @@ _NUM_WORDS = NUM_BYTES // 8
 
 
 def to_words(buckets: Buckets) -> npt.NDArray[np.uint64]:
-    """Return a set as bits (uint64 [8])."""
+    """Return a set of buckets as bits (uint64 [8])."""
     return np.frombuffer(to_bytes(buckets), "<u8").astype(np.uint64)
 
 
 def to_flags(buckets: Buckets) -> npt.NDArray[np.bool_]:
-    """Return a set as one flag per bucket (bool [512])."""
+    """Return a set of buckets as one flag per bucket (bool [512])."""
     return np.unpackbits(np.frombuffer(to_bytes(buckets), np.uint8), bitorder="little").view(np.bool_)
 
 
@@ -76,19 +79,19 @@ def from_flags(flags: npt.NDArray[np.bool_]) -> Buckets:
 
 
 def buckets_of_keys(keys: npt.NDArray[np.uint64]) -> Buckets:
-    """Return the buckets of keys of a sparse table (uint64 [n])."""
+    """Return the set of buckets that contain `keys` (uint64 [n]) of a sparse table."""
     words = np.empty(_NUM_WORDS, "<u8")
     index.bucket_words(keys, words)
     return int.from_bytes(words.tobytes(), "little")
 
 
 def dense_buckets(size: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Return the buckets of keys of a dense table (int64 [n])."""
+    """Return the bucket number (int64 [n]) of each key of a dense table."""
     return (keys // np.uint64(bucket_width(size))).astype(np.int64)
 
 
 def positions_in(spec: TableSpec, keys: npt.NDArray[np.uint64], buckets: Buckets) -> npt.NDArray[np.int64]:
-    """Return the positions, in order, of the keys (uint64 [n]) of a table that are in these buckets."""
+    """Return the positions of those `keys` (uint64 [n]) of a table that are in `buckets`, in ascending order."""
     if spec.kind == "dense":
         return np.flatnonzero(to_flags(buckets)[dense_buckets(spec.size, keys)])
     chosen = np.empty(len(keys), np.int64)

@@ -1,8 +1,9 @@
-"""Compile all kernels, or load them from the cache on disk, before they are needed.
+"""Compile all kernels, or load them from Numba's cache on disk, before they are needed.
 
-The process that starts other processes calls this once. Then servers and workers never compile during training, and the
-same kernel is not compiled several times. The argument types match the real calls: C-contiguous, writable arrays,
-Python integers, and unsigned NumPy scalars for seeds and addresses.
+The launcher calls :func:`compile_kernels` once before it starts other processes. So servers and workers do not compile
+during training, and no kernel is compiled by several processes. This module calls the kernels with the argument types
+of their real callers: C-contiguous, writable arrays, Python integers, and unsigned NumPy scalars for seeds and
+addresses.
 """
 
 from __future__ import annotations
@@ -84,25 +85,28 @@ KERNELS: tuple[Any, ...] = (
 
 
 def is_compiled() -> bool:
-    """Return whether :func:`compile_kernels` would find every kernel in the cache. Takes milliseconds."""
+    """Return whether Numba's cache has every kernel of :func:`compile_kernels`. The check takes milliseconds."""
     return all(is_cached(kernel) for kernel in KERNELS)
 
 
 def compile_kernels() -> None:
-    """Compile all kernels for the signatures of the real calls, or load them from Numba's cache."""
+    """Compile all kernels for the argument types of their callers, or load them from Numba's cache."""
     compile_values()
     compile_remaining()
 
 
 def compile_common() -> None:
-    """Compile, or load, the kernels used by almost every process of a training."""
+    """Compile or load the kernels that almost every process of a training uses."""
     compile_values()
     _compile_growth()
     _compile_batch()
 
 
 def compile_values() -> None:
-    """Compile the kernels that read and update sparse rows. With all update rules they take half of the total time."""
+    """Compile the kernels that read and update sparse rows.
+
+    They contain all update rules, and take half of the time.
+    """
     table = _EmptyTable()
     floats = np.zeros(1, np.float32)
     sparse.gather(table.directory, table.layout, table.parameters, table.keys, floats)
@@ -129,10 +133,10 @@ def compile_remaining() -> None:
 
 
 class _EmptyTable:
-    """The arrays of an index whose buckets share one empty line, so that no bucket has space for a row."""
+    """The arrays of an empty hash index. All buckets share one empty line, and no bucket has space for a row."""
 
     def __init__(self) -> None:
-        num_lines = 1 + 1 + index.TAIL_LINES  # the header, home and tail
+        num_lines = 1 + 1 + index.TAIL_LINES  # the line of key 0, a home line, and the spare lines
         self._memory = np.zeros((num_lines + 1) * index.LINE_BYTES, np.uint8)
         address = self._memory.ctypes.data
         self.directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
@@ -147,7 +151,7 @@ class _EmptyTable:
 
 
 def _compile_growth() -> None:
-    """Compile the kernels for the first pushes to a table and for saving it."""
+    """Compile the kernels that the first pushes to a table and its saving need."""
     table = _EmptyTable()
     directory, layout, keys = table.directory, table.layout, table.keys
     assert not sparse.has_room(directory, keys, np.zeros(index.NUM_BUCKETS, np.uint64))

@@ -1,4 +1,4 @@
-"""A server's part of a dense table: one record as long as the table, in which only held buckets use memory."""
+"""A server's part of a dense table. Its array is as long as the whole table, but only held buckets use memory."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ from paceline.tables.rules import kernels
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys
 
-_BLOCK = 1 << 14  # elements; 64 KiB keep a block and its part of the record in the second-level cache
-_PAGE = PAGE_BYTES // 4  # elements per page
+_BLOCK = 1 << 14  # the number of elements that are updated at once; 64 KiB of gradients stay in the L2 cache
+_PAGE = PAGE_BYTES // 4  # the number of elements in a page of memory
 
 
 class DensePart(TablePart):
-    """Buckets of a dense table: values, then state planes, each indexed by the element's number."""
+    """The buckets of a dense table that one server holds.
+
+    One array contains all values of the table, then one *state plane* (an array of equal length) for each number of the
+    update rule's state.
+    """
 
     def __init__(self, spec: TableSpec, buckets: Buckets) -> None:
         super().__init__(spec)
         self._size = spec.size
         self._width = bucket_width(spec.size)
-        self._flags = to_flags(0)  # one flag per held bucket
+        self._flags = to_flags(0)  # for each bucket of the table, whether this server holds it
         planes = self.record_words
         self._memory = LazyFloats(planes * spec.size, used=planes * self._num_elements(buckets))
         self._record = self._memory.array
@@ -69,7 +73,7 @@ class DensePart(TablePart):
             )
 
     def _add(self, buckets: Buckets) -> list[tuple[int, int]]:
-        """Mark buckets as held; return the elements that were not held before, whose content is undefined."""
+        """Mark buckets as held. Return the ranges of the newly held elements, whose content is undefined."""
         runs = owned_runs(self._size, buckets_in(buckets & ~self.held))
         for start, stop in runs:
             for plane in range(0, len(self._record), self._size):
@@ -86,7 +90,7 @@ class DensePart(TablePart):
         self._flags = to_flags(self.held)
         free = owned_runs(self._size, buckets_in(ALL & ~self.held))
         for start, stop in dropped:
-            # Also free pages that extend into a neighbouring bucket, if this bucket is not held.
+            # A page may extend into a neighbouring bucket. It is freed too if the neighbouring bucket is not held.
             for a, b in clip_runs(free, start - _PAGE, stop + _PAGE):
                 for plane in range(0, len(self._record), self._size):
                     self._memory.forget(plane + a, plane + b)
@@ -99,7 +103,7 @@ class DensePart(TablePart):
 
     @override
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Load a bucket; elements without a record get initial values."""
+        """Load the records (values and state) of a bucket. Elements without a record get initial values."""
         start, stop = bucket_bounds(self._size, bucket)
         is_complete = len(keys) == stop - start and bool((keys == np.arange(start, stop, dtype=np.uint64)).all())
         self._check_records(keys, records)
@@ -181,8 +185,8 @@ class DensePart(TablePart):
         covered = self._buckets(selection)
         chosen = covered & buckets
         runs, pieces = iter(clip_runs(runs_in(self._size, covered), start, stop)), []
-        at = first = last = 0  # `at` is the position in `grads` of the run [first, last)
-        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # [a, b) is inside one run
+        at = first = last = 0  # `at` is the position in `grads` of the range [first, last) of the selection
+        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # [a, b) is inside one range
             while last < b:
                 at += last - first
                 first, last = next(runs)
@@ -193,7 +197,7 @@ class DensePart(TablePart):
     @override
     def pull(self, selection: Selection, out: Floats) -> None:
         if selection.keys is not None:
-            # All indices are valid, so avoid mode="raise", which checks the indices and buffers the result.
+            # All indices are valid. The default mode="raise" would check them and buffer the result.
             np.take(self._record, self._places(selection), out=out, mode="clip")
             return
         runs, at = self._runs(selection), 0
@@ -204,7 +208,7 @@ class DensePart(TablePart):
 
     @override
     def reserve(self, selection: Selection) -> None:
-        """Do nothing, because all elements have memory."""
+        """Do nothing, because held elements always have memory."""
 
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -222,7 +226,7 @@ class DensePart(TablePart):
 
     @override
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
-        """Sum and apply block by block, so that each block stays in the cache."""
+        """Sum the gradients and apply the sum block by block, so that each block stays in the processor's cache."""
         if selection.keys is not None or (len(grads) == 1 and factor == 1.0):
             self.push(selection, sum_of(grads, factor))
             return
@@ -272,7 +276,7 @@ class DensePart(TablePart):
         start, stop = bucket_bounds(self._size, bucket)
         if start < stop and not self.held >> bucket & 1:
             raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} is not on this server")
-        # Copy explicitly: with one word per record, the transposed array would be a view of the table's memory.
+        # The copy is explicit, because with one word per record the transposed array would be a view of the table.
         return np.arange(start, stop, dtype=np.uint64), np.array(self._planes()[:, start:stop].T, order="C", copy=True)
 
     @override

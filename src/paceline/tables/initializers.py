@@ -1,4 +1,4 @@
-"""Initializers, which define the values of parameters before their first update."""
+"""Initializers, which determine the values of parameters before their first update."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from paceline.tables.settings import MAX_FLOAT32, check_bounds
 
 __all__ = ["INITIALIZERS", "Constant", "Initializer", "Normal", "Uniform", "Zeros"]
 
-_MOST_DEVIATIONS: Final = 10.0  # normal numbers from 53 random bits reach 8.6 deviations
+_MOST_DEVIATIONS: Final = 10.0  # a bound: normal numbers from 53 random bits reach 8.6 standard deviations
 
 
 class Initializer(ABC):
-    """Values before the first update, as a function of the key, the element and the table's seed."""
+    """A function that computes a value before its first update, from its key, its element and the table's seed."""
 
     code: ClassVar[int]
 
     @property
     def arguments(self) -> tuple[float, float]:
-        """The initializer's fields, filled up with zeros to the two numbers that kernels expect."""
+        """The two numbers that kernels receive: the initializer's fields, followed by zeros."""
         first, second, *_ = (*(getattr(self, field.name) for field in dataclasses.fields(self)), 0.0, 0.0)  # type: ignore[arg-type]
         return first, second
 

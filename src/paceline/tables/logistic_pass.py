@@ -1,4 +1,4 @@
-"""A pass of logistic regression with FTRL over examples in memory: one loop in place of workers and servers."""
+"""Train logistic regression with FTRL in one process: one kernel passes over all examples in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.kernels.jit import njit
 from paceline.tables.rules.ftrl import FTRL
 
 ROW_WORDS: Final = 3
-"""Words of a row: the weight, z and n (see :class:`FTRL`)."""
+"""The number of float32 in a row: the weight, and the numbers z and n of its state (see :class:`FTRL`)."""
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
@@ -19,13 +19,13 @@ _update = FTRL.update
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def logistic_pass(indptr, ids, values, labels, weights, order, offset, batch_size, hyper, rows, gradients, touched):  # type: ignore[no-untyped-def]
-    """Update `rows` by the examples in `order`, minibatch by minibatch, with gradients summed over each minibatch.
+    """Update `rows` with the examples in `order`, one minibatch after another. Gradients are summed over a minibatch.
 
-    `indptr` int64 [n + 1], `ids` int32 [nnz] and `values` float32 [nnz] (of length 0 if all are 1) are the examples.
-    `labels` float32 [n] are their labels, and `weights` float32 [n] (of length 0 if all are 1) their weights. `order`
-    int64 has the numbers of examples. `offset` float64 is added to every margin. `hyper` is ``FTRL.hyper``. `rows`
-    float32 [features + 1, 3]; the last row is the bias. `gradients` float32 [features + 1] and `touched` uint8
-    [features + 1] are zero before and after the call.
+    The examples are a CSR matrix: `indptr` int64 [n + 1], `ids` int32 [nnz] and `values` float32 [nnz]. `labels` are
+    float32 [n], and the examples' `weights` float32 [n]. `values` and `weights` have length 0 if all are 1. `order`
+    (int64) has the numbers of the examples to use. `offset` (float64) is added to every margin. `hyper` is
+    ``FTRL.hyper``. `rows` is float32 [features + 1, 3], and its last row is the bias. `gradients` (float32 [features +
+    1]) and `touched` (uint8 [features + 1]) are scratch memory, which must be zero and is zero after the call.
     """
     ones = len(values) == 0
     bias = len(rows) - 1

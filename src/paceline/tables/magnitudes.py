@@ -1,13 +1,16 @@
-"""Bound the records of a table part, so that most pushes cannot overflow and need no check of every record.
+"""Bound the numbers in a server's part of a table, so that most pushes need no check for overflow.
 
-Finite gradients can overflow in the update rule, for example in Adagrad's square. Checking every record after every
-push would cost more than the push. Therefore a part keeps an upper bound of the magnitudes in each plane of its
-records. Every push raises the bounds by the rule's largest possible change, given the largest magnitude of the
-gradients, which the check for NaN computes anyway. While the bounds are far below the largest float32, neither results
-nor intermediate values can overflow. If the bounds are higher, and for rules without bounds, a push is first tried on a
-copy of its records (:meth:`paceline.tables.part.TablePart.trial`).
+Finite gradients can overflow in the update rule, for example in Adagrad's square. A check of every record (values and
+state) after every push would cost more than the push. Therefore each part of a table keeps upper bounds: one for the
+magnitudes of all values, and one for each number of the update rule's state. A push raises the bounds by the largest
+change that the rule can make with the push's largest gradient. (The check for NaN computes the largest gradient
+anyway.)
 
-The bounds are valid for pushes without duplicate keys, which clients guarantee.
+While the bounds are far below the largest float32, no result and no intermediate value can overflow. If the bounds are
+higher, or if the rule has no bounds, a push is first tried on a copy of its records
+(:meth:`paceline.tables.part.TablePart.trial`).
+
+The bounds hold for pushes without duplicate keys. Clients send no duplicate keys.
 """
 
 from __future__ import annotations
@@ -22,14 +25,16 @@ from paceline.tables.rules import UpdateRule
 from paceline.tables.rules.growth import UNKNOWN, Bounds
 
 _SAFE: Final = 1e37
-"""Limit of safe bounds, which leaves enough room for rounding below the largest float32, 3.4e38."""
+"""The largest safe bound. It is far enough below the largest float32 (3.4e38) for all rounding errors."""
 _AHEAD: Final = 64
-"""The number of future pushes included in the bounds, with gradients up to `_MARGIN` times the first gradients."""
+"""The number of pushes for which the bounds are raised at once. Their gradients may be `_MARGIN` times as large as the
+first push's gradients.
+"""
 _MARGIN: Final = 4.0
 
 
 class Magnitudes:
-    """The bounds of a part's records."""
+    """Upper bounds of the numbers in the records of one server's part of a table."""
 
     def __init__(self, rule: UpdateRule, initializer: Initializer, dim: int) -> None:
         self._dim = dim
@@ -37,18 +42,21 @@ class Magnitudes:
         self._has_bounds = rule.has_bounds()
         self._initial = rule.initial_bounds(initializer.largest)
         self.bounds = self._formed = self._initial
-        self._left = 0  # number of future pushes included in the bounds
+        self._left = 0  # the number of later pushes that the bounds already include
         self._top = 0.0
         self._num_tried = 0
 
     def set_rule(self, rule: UpdateRule) -> None:
-        """Set new hyperparameters. `_formed` then bounds the records that the former hyperparameters produced."""
+        """Set a rule with new hyperparameters. `_formed` then bounds the records written with the old ones."""
         self._rule = rule
         self._formed = self.bounds
         self._left = 0
 
     def take(self, gradient: float) -> bool:
-        """Include a push with gradients up to `gradient`. If the push may overflow, change nothing and return False."""
+        """Raise the bounds for a push whose largest gradient is `gradient`. Return whether the push cannot overflow.
+
+        If the push may overflow, change nothing and return False.
+        """
         if self._left and gradient <= self._top:
             self._left -= 1
             return True
@@ -58,20 +66,20 @@ class Magnitudes:
         if not self._has_bounds or not self.bounds.values <= _SAFE:
             return False
         bounds, peak = self._rule.grown(self.bounds, self._formed, gradient, num)
-        bounds |= self.bounds  # rows without a gradient do not change
-        is_safe = peak <= _SAFE and all(bound <= _SAFE for bound in bounds)  # a NaN gives False
+        bounds |= self.bounds  # the current bounds remain valid for rows that the push does not update
+        is_safe = peak <= _SAFE and all(bound <= _SAFE for bound in bounds)  # False if a bound is NaN
         if is_safe:
             self.bounds, self._top, self._left = bounds, gradient, num - 1
         return is_safe
 
     def take_unseen(self, gradient: float) -> None:
-        """Include a push from another server, which has checked the push."""
+        """Raise the bounds for a push that another server forwarded and has already checked."""
         if not self.take(gradient):
             self.bounds = UNKNOWN
             self._left = 0
 
     def widen(self, records: npt.NDArray[np.float32]) -> None:
-        """Include records (float32 [n, words]) that were written, loaded, or the result of a trial."""
+        """Raise the bounds for records (float32 [n, words]) that were written, loaded, or computed on a copy."""
         if len(records) and self._has_bounds:
             found = self._bounds_of(records)
             self.bounds |= found
@@ -79,7 +87,11 @@ class Magnitudes:
             self._left = 0
 
     def is_loose(self, num_tried: int, num_rows: int) -> bool:
-        """Count the rows of a trial; return whether all trials together had at least `num_rows` rows."""
+        """Record that `num_tried` rows were tried on a copy. Return whether at least `num_rows` rows were tried in
+        total.
+
+        If so, the caller should compute exact bounds.
+        """
         self._num_tried += num_tried
         return self._has_bounds and self._num_tried >= num_rows
 

@@ -1,9 +1,9 @@
 """A server's policy for infinities and NaN in its tables: reject them, or accept and count them.
 
-Both ends of a push always reject gradients that are not finite. The policy applies to finite gradients that overflow
-when they are summed, compensated or applied, and to records that are written or loaded. Records from another server (a
-replica's primary, or a bucket's former server) were checked by the other server. Such records are stored unchanged, so
-that both servers have equal records.
+Clients and servers always reject gradients that are not finite. The policy applies to finite gradients that overflow
+when they are summed, compensated or applied, and to records (values and state) that are written or loaded. Records from
+another server (the primary of a replica, or the former server of a bucket) are already checked. They are stored
+unchanged, so that the servers have equal records.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NonFinite:
     def try_push(self, table: ServerTable, selection: Selection, grads: Floats, top: float, source: str) -> None:
         """Try a push on copies of its rows. Raises NonFiniteError if a record would not be finite.
 
-        `top` is the largest magnitude of the gradients; `source` names the push in an error.
+        `top` is the largest magnitude of the gradients. `source` describes the push in the text of an error.
         """
         part = table.part
         if not top < math.inf:

@@ -1,4 +1,4 @@
-"""Define the interface of a server's part of a table, sparse or dense. It uses no network and no clock."""
+"""The interface of a server's part of a sparse or dense table. It uses no network and no clock."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Positions = npt.NDArray[np.int64]
 
 
 class Selection:
-    """The keys, or the range of a dense table, of a request.
+    """The keys of a request, or its range of elements of a dense table.
 
-    A range covers only the elements of `buckets`. None stands for the buckets that the server leads; the first call of
-    :meth:`TablePart.num_values` replaces None by these buckets, so later changes of the server's buckets do not affect
-    the selection. Only dense parts use `places`.
+    A range selects only the elements that are in `buckets`. None means the buckets of which the server is the primary.
+    The first call of :meth:`TablePart.num_values` replaces None by these buckets, so that later changes of the server's
+    buckets do not affect the selection. Only dense parts use `places`.
     """
 
     __slots__ = ("buckets", "keys", "places", "start", "stop")
@@ -47,7 +47,7 @@ class Selection:
         return self.keys
 
     def copy(self) -> Selection:
-        """Return a copy that does not depend on a receive buffer."""
+        """Return a copy of the selection with its own memory, so that the receive buffer can be reused."""
         return Selection(None if self.keys is None else self.keys.copy(), self.start, self.stop, self.buckets)
 
 
@@ -72,7 +72,7 @@ def sum_of(grads: Sequence[Floats], factor: float) -> Floats:
 
 
 class TablePart(ABC):
-    """A server's buckets of a table, for which the server is primary or replica."""
+    """The buckets of a table that a server holds as primary or as replica."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
@@ -80,9 +80,12 @@ class TablePart(ABC):
         self.rule: UpdateRule = from_fields(RULES, spec.update)
         self.initializer: Initializer = from_fields(INITIALIZERS, spec.initializer)
         self.magnitudes = Magnitudes(self.rule, self.initializer, self.dim)
-        """Bounds of the records. Callers report the gradients of pushes; this class reports all other writes."""
+        """Upper bounds of the numbers in the records.
+
+        The caller of a push updates them; other writes update them too.
+        """
         self.parameters: npt.NDArray[np.float64]
-        """The kernels' parameters: those of the rule and of the initializer."""
+        """The numbers that kernels receive: the hyperparameters of the rule, and the numbers of the initializer."""
         self._held: Buckets = 0
         self._primary: Buckets = 0
 
@@ -92,12 +95,12 @@ class TablePart(ABC):
 
     @property
     def primary(self) -> Buckets:
-        """The held buckets whose elements belong to a requested range."""
+        """The buckets of which this server is the primary. A request for a range gets only the elements in them."""
         return self._primary
 
     @property
     def record_words(self) -> int:
-        """The number of float32 in the value and the state of a key."""
+        """The number of float32 in a record: the values and the state of a key."""
         return self.dim * (1 + self.rule.num_states) + self.rule.has_count
 
     @property
@@ -113,11 +116,11 @@ class TablePart(ABC):
 
     @abstractmethod
     def hold(self, buckets: Buckets) -> None:
-        """Add these buckets with initial values; buckets that are already held do not change."""
+        """Add buckets with initial values. Buckets that this part already holds do not change."""
 
     @abstractmethod
     def drop(self, buckets: Buckets) -> None:
-        """Drop these buckets and free all pages that they fill."""
+        """Drop buckets, and free all pages of memory that only they use."""
 
     @abstractmethod
     def check_bucket(self, bucket: int, keys: Keys) -> None: ...
@@ -130,32 +133,35 @@ class TablePart(ABC):
         """
 
     def set_primary(self, buckets: Buckets) -> None:
-        """Set :attr:`primary`; all these buckets must be held."""
+        """Set :attr:`primary`. This part must hold all these buckets."""
         assert not buckets & ~self._held
         self._primary = buckets
 
     @property
     def pass_number(self) -> int:
-        """The current pass over the data; 0 if passes are not recorded."""
+        """The number of the current pass over the data; 0 if the table does not record passes."""
         return 0
 
     rows_of: int = 0
-    """The pass that counts as the last pass of rows without a push since passes are recorded."""
+    """The pass in which a row counts as last pushed if it was not pushed since the table records passes."""
 
     def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
-        """Return records (float32 [n, record_words]), with a column for each row's last pass if passes are recorded."""
+        """Return records (float32 [n, record_words]).
+
+        If the table records passes, add a column with rows' last passes.
+        """
         return records
 
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
-        """Load records that may have the column of :meth:`with_passes`.
+        """Load records that may have the additional column of :meth:`with_passes`.
 
-        Rows without this column count as pushed in pass `rows_of` (default: the current pass).
+        Without this column, the rows count as last pushed in pass `rows_of` (default: the current pass).
         """
         self.load_bucket(bucket, keys, records)
 
     @abstractmethod
     def num_values(self, selection: Selection) -> int:
-        """Return the number of float32 values in a selection. Raises UsageError if this server lacks some keys."""
+        """Return the number of float32 values in a selection. Raises UsageError if this part does not hold all keys."""
 
     @abstractmethod
     def keys_of(self, selection: Selection) -> Keys: ...
@@ -164,10 +170,11 @@ class TablePart(ABC):
     def buckets_of(self, selection: Selection) -> Buckets: ...
 
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """Return the keys and gradients of a push (float32 [num_values]) that belong to these buckets.
+        """Return the part of a push (keys and gradients) that belongs to `buckets`.
 
-        If all keys belong to `buckets`, return `selection` and `grads` themselves. The gradients may be a view. Buckets
-        outside `buckets` may already be dropped. If the selection has keys, each row of `grads` may have any width.
+        `grads` is float32 [num_values]. If all keys belong to `buckets`, `selection` and `grads` themselves are
+        returned. The returned gradients may be a view of `grads`. This part may already have dropped other buckets. If
+        the selection has keys, `grads` may have rows of any width.
         """
         keys = selection.key_array()
         order = positions_in(self.spec, keys, buckets)
@@ -185,7 +192,10 @@ class TablePart(ABC):
 
     @abstractmethod
     def reserve(self, selection: Selection) -> None:
-        """Allocate the memory that a push or write needs. Raises MemoryError, without changing readable values."""
+        """Allocate the memory that a push or write of the selection needs.
+
+        Raises MemoryError, and then changes no value.
+        """
 
     @abstractmethod
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -210,7 +220,7 @@ class TablePart(ABC):
 
     @abstractmethod
     def write_records(self, keys: Keys, records: Floats) -> None:
-        """Set complete records: values and state of each key."""
+        """Set the complete records (values and state) of `keys`."""
 
     @abstractmethod
     def erase(self, keys: Keys) -> int:

@@ -1,8 +1,8 @@
-"""Record the last pass over the data that pushed each row of a sparse table, to find unused features.
+"""Record, for each row of a sparse table, the last pass over the data in which it was pushed, to find unused features.
 
-A store records passes after :func:`begin_pass`, in spare bits of its index (:mod:`paceline.kernels.index`). The marks
-need no additional memory, except for rows of two words: with marks, these rows take as much memory as rows of three
-words.
+A store records passes after the first :func:`begin_pass`. The last pass of a row is its *mark*, in unused bits of the
+index (:mod:`paceline.kernels.index`). Marks need no additional memory, except for rows of two words. With marks, these
+rows take as much memory as rows of three words.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from paceline.tables.types import Keys
 
 
 def has_room_for_marks(store: SparseStore) -> bool:
-    """Return whether a store's index has spare bits for passes; otherwise the store needs ``has_marks``."""
+    """Return whether the index of a store has unused bits for marks. If not, the store must be created with marks."""
     return bool(store.layout[index.ENTRY_WORDS] * store.layout[index.SLOTS] * 4 < index.LINE_BYTES)
 
 
 def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
-    """Set the current pass.
+    """Begin the pass `number` over the data.
 
-    If passes were not recorded before, existing rows count as last pushed in pass `rows_of`. Marks repeat after 63
-    passes, so the caller must erase rows before they are so old. After a resume from a snapshot, `number` may be
-    smaller than before.
+    At the first call, existing rows count as last pushed in pass `rows_of`. Marks repeat after 63 passes, so the caller
+    must erase rows that were not pushed for 63 passes. After a resume from a snapshot, `number` may be smaller than
+    before.
     """
     assert has_room_for_marks(store)
     former, store.pass_number = store.pass_number, number
@@ -44,7 +44,7 @@ def note_push(store: SparseStore, keys: Keys) -> None:
 
 
 def last_passes(store: SparseStore, bucket: int, keys: Keys) -> npt.NDArray[np.float32]:
-    """Return each row's last pass; erased rows count as pushed in the oldest recorded pass."""
+    """Return the last pass in which each row was pushed. Erased rows count as pushed in the oldest recorded pass."""
     _, exist = store.read_records(keys)
     ages = np.where(exist, 0, index.NUM_MARKS - 1)
     older = np.flatnonzero(exist)

@@ -1,1 +1,1 @@
-"""Memory of tables: pages from the system, and files beyond a limit."""
+"""The memory of tables: pages from the system, and files for rows above a memory limit."""

@@ -1,9 +1,10 @@
-"""Provide memory for the rows of a server's sparse tables: blocks in memory up to a limit, then in files.
+"""Memory for the rows of a server's sparse tables: blocks in memory up to a limit, then blocks in files.
 
-Stores request a block from :class:`RowMemory` when a bucket grows. A block beyond the limit is a mapping of a file
-without a name (``O_TMPFILE``, or unlinked immediately). So no file remains, even if the process is killed. The system
-caches the file in free memory and writes the rest to disk; kernels use the mapping like other memory. The disk space is
-allocated together with the block. Therefore a full disk rejects the block, and never ends the process during a write.
+When a bucket of a table grows, its store requests a block from :class:`RowMemory`. A block above the limit is a memory
+mapping of a file without a name (``O_TMPFILE``, or deleted immediately). So no file remains, even if the process is
+killed. Kernels use the mapping like other memory. The system keeps a part of the file in free memory, and writes the
+rest to disk. The disk space is allocated together with the block, so a full disk is reported when a block is requested.
+Otherwise a later write to the mapping would end the process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from paceline.kernels.index import LINE_BYTES
 from paceline.tables.memory.limit import MemoryLimit, most_mappings, system_may_refuse
 from paceline.tables.memory.reading import ReadAhead
 
-_SMALL_BYTES: Final = 1 << 14  # smaller blocks stay in memory, because a small table does not justify 512 files
+_SMALL_BYTES: Final = 1 << 14  # smaller blocks stay in memory: a small table with 512 buckets should not use 512 files
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -34,11 +35,11 @@ _logger = logging.getLogger("paceline.tables")
 
 
 class SpillError(MemoryError):
-    """The folder for rows beyond the limit is full. No row has changed."""
+    """Raised if the folder for rows above the memory limit is full. No row has changed."""
 
 
 class RowBlock:
-    """`num_bytes` of zeroed memory at `address`, a multiple of a cache line. Valid while this object exists."""
+    """A block of `num_bytes` zero bytes at `address`, which is a multiple of 64. It is freed with this object."""
 
     __slots__ = ("__weakref__", "_memory", "address", "is_spilled", "num_bytes")
 
@@ -54,14 +55,14 @@ class RowBlock:
 
 
 class RowMemory:
-    """Blocks for rows, in files beyond the `limit`; None means no limit."""
+    """Provides blocks for rows. Blocks above the memory `limit` are in files; None means no limit."""
 
     def __init__(self, limit: MemoryLimit | None = None) -> None:
         self.limit = limit
         self.in_memory_bytes = 0
-        """Bytes of the blocks in memory; 0 without a limit."""
+        """The total size of the blocks in memory. Without a limit it is not counted, and is 0."""
         self.spilled_bytes = 0
-        """Bytes of the blocks in files."""
+        """The total size of the blocks in files."""
         self.read_ahead = ReadAhead()
         self._has_warned = False
 
@@ -69,7 +70,7 @@ class RowMemory:
         return self.limit is not None or system_may_refuse()
 
     def zeros(self, num_bytes: int) -> RowBlock:
-        """Return a new block. Raises MemoryError; SpillError if the disk is full."""
+        """Return a new block of zeros. Raises MemoryError if memory is full, and SpillError if the disk is full."""
         limit = self.limit
         if limit is None:
             return _block_in_memory(num_bytes)
@@ -112,7 +113,7 @@ def _block_in_memory(num_bytes: int) -> RowBlock:
 
 
 def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
-    """Return a block in a file without a name. The file exists as long as the mapping, without an open descriptor."""
+    """Return a block in a file without a name. The file needs no open descriptor, and disappears with the mapping."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             number = file.fileno()
@@ -139,7 +140,7 @@ def why_not_mapped(number: int) -> OSError:
 
 
 class _Mapping:
-    """A memory mapping that is removed together with this object."""
+    """A memory mapping that is removed when this object is deleted."""
 
     __slots__ = ("__weakref__", "address")
 

@@ -20,7 +20,7 @@ _LEAST_MAPPINGS: Final = 16 * _MAPPINGS_BY_TABLE
 
 
 def parse_size(text: str) -> int | None:
-    """Parse a size such as ``4``, ``16K`` or ``8G`` to bytes (K = 1024); return None if it is invalid."""
+    """Return the number of bytes of a size such as ``4``, ``16K`` or ``8G`` (K = 1024). Return None if invalid."""
     number, unit = text.strip().upper(), ""
     if number and number[-1] in SIZE_UNITS:
         number, unit = number[:-1], number[-1]
@@ -45,10 +45,10 @@ _OVERCOMMITS: Final = _overcommits()
 
 
 def system_may_refuse() -> bool:
-    """Return whether the system may reject blocks that are smaller than the machine's memory.
+    """Return whether the system may reject a block that is smaller than the machine's memory.
 
-    By default Linux rejects such blocks only if the process has a resource limit, which other processes may set at any
-    time.
+    With its default settings, Linux rejects such a block only if the process has a resource limit. Other processes may
+    set this limit at any time.
     """
     return not _OVERCOMMITS or any(
         resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
@@ -57,15 +57,15 @@ def system_may_refuse() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """Memory limit for the rows of a server's sparse tables. Rows beyond the limit are stored in files.
+    """The memory limit for the rows of a server's sparse tables. Rows above the limit are stored in files.
 
     Raises UsageError for an invalid limit.
     """
 
     num_bytes: int
-    """Limit per server, including the index of wide rows. Dense tables stay in memory and do not count."""
+    """The limit per server in bytes. It includes the index of wide rows. Dense tables do not count."""
     spill_dir: str = field(default_factory=tempfile.gettempdir)
-    """Folder for the files, on a disk with enough space. The files have no names and disappear with the process."""
+    """The folder for the files, on a disk with enough space. The files have no names and disappear with the process."""
 
     def __post_init__(self) -> None:
         if self.num_bytes <= 0:

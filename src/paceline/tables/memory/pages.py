@@ -1,7 +1,7 @@
-"""Memory in pages: blocks that grow in place, for wide rows, and arrays that are written only in part.
+"""Memory in pages: blocks for wide rows that grow without a copy, and large arrays of which only parts are written.
 
-On Linux a block is an anonymous mapping. `mremap` enlarges a mapping by moving page tables, without a copy, and
-unwritten pages use no memory. On other systems growth requires a copy.
+On Linux a block is an anonymous memory mapping. The system call `mremap` enlarges a mapping without a copy, and pages
+that were never written use no memory. On other systems a growing block is copied.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 PAGE_BYTES = mmap.PAGESIZE
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", getattr(mmap, "MAP_ANON", 0))
-# MAP_NORESERVE, which Python defines since 3.13. Without this flag, Linux rejects a mapping larger than the memory.
+# The value of MAP_NORESERVE, which Python defines since 3.13. Without this flag, Linux rejects a mapping that is larger
+# than the machine's memory.
 _LINUX_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX_NORESERVE)
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
-_HUGE_LEAST_BYTES = 8 << 20  # least length of a written range that gets huge pages (4 pages of 2 MiB)
+_HUGE_LEAST_BYTES = 8 << 20  # a range that will be written gets huge pages of 2 MiB if it has at least this length
 _FORGET = getattr(mmap, "MADV_DONTNEED", None)
 
 
@@ -33,9 +34,9 @@ def _map_pages(num_bytes: int, flags: int) -> mmap.mmap:
 
 
 class Pages:
-    """`num_bytes` of zeroed memory on a page boundary; `address` is valid until the next `resize`.
+    """A block of `num_bytes` zero bytes that begins at a page boundary. `address` is valid until the next `resize`.
 
-    The constructor and `resize` raise MemoryError; then `resize` changes nothing.
+    The constructor and `resize` raise MemoryError if there is not enough memory. In this case `resize` changes nothing.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -47,7 +48,7 @@ class Pages:
         """Enlarge the memory. The content stays, but the address may change."""
         try:
             self._map.resize(num_bytes)
-        except (SystemError, ValueError, OSError):  # no mremap, or no memory: then the copy below fails too
+        except (SystemError, ValueError, OSError):  # mremap is missing, or memory is full and the copy will fail too
             larger = _map_pages(num_bytes, _FLAGS)
             larger[: self.num_bytes] = self._map[:]
             self._map.close()
@@ -58,14 +59,14 @@ class Pages:
     def _find_address(self) -> int:
         view = ctypes.c_char.from_buffer(self._map)
         address = ctypes.addressof(view)
-        del view  # a mapping with a view cannot be resized
+        del view  # a mapping cannot be resized while a view of it exists
         return address
 
 
 class LazyFloats:
-    """`array`, float32 [length], initially zero. A page uses memory from its first write until :meth:`forget`.
+    """An `array` (float32 [length]) of zeros, whose pages use memory only from their first write to :meth:`forget`.
 
-    Raises MemoryError if the system rejects memory for `used` elements, which will be written first.
+    The constructor raises MemoryError if the system has no memory for the `used` elements that will be written first.
     """
 
     def __init__(self, length: int, used: int) -> None:
@@ -74,8 +75,8 @@ class LazyFloats:
         self.array: npt.NDArray[np.float32] = np.frombuffer(self._map, np.float32, length)
 
     def expect(self, start: int, stop: int) -> None:
-        """Announce that all elements [start, stop) will be written, so that large ranges get huge pages."""
-        # Do not announce the complete mapping, because a partly written huge page uses 2 MiB.
+        """Notify the system that all elements [start, stop) will be written, so that large ranges get huge pages."""
+        # Other elements get no huge pages, because a huge page uses 2 MiB even if it is only partly written.
         if 4 * (stop - start) >= _HUGE_LEAST_BYTES:
             self._advise(_HUGE, start, stop)
 
@@ -87,5 +88,5 @@ class LazyFloats:
         first = -(-4 * start // PAGE_BYTES) * PAGE_BYTES
         length = (4 * stop - first) // PAGE_BYTES * PAGE_BYTES
         if advice is not None and length > 0:
-            with contextlib.suppress(OSError):  # the kernel may not support huge pages
+            with contextlib.suppress(OSError):  # the system may not support huge pages
                 self._map.madvise(advice, first, length)

@@ -1,8 +1,8 @@
-"""Read rows on disk in parallel, because a kernel's loop would wait for one page after another.
+"""Load rows that are on disk in parallel, before a kernel reads them one after another.
 
-Before a request is processed, threads touch the rows of the request, so that the disk reads many pages at once. If all
-pages are in memory, the threads only cost time. Therefore the threads run only if recent requests have waited for
-pages; the system counts these waits as major faults.
+Before a request is processed, several threads touch the rows of the request, so that the disk reads many pages at the
+same time. If all pages are in memory, the threads only cost time. Therefore they run only if recent requests had to
+wait for pages from the disk. The system counts these waits as major page faults.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ except ImportError:  # page faults are counted only on Unix
 
 NUM_THREADS: Final = 32
 _FEW_KEYS: Final = 64
-_WORTH: Final = 1 / 64  # waits for the disk per key, above which reading in parallel saves time
-_MEMORY: Final = 0.8  # each request multiplies the earlier waits per key by this, unless the last request had more
+_WORTH: Final = 1 / 64  # above this number of waits for the disk per key, parallel reads save time
+_MEMORY: Final = 0.8  # the remembered number of waits per key decreases by this factor at each request
 
 
 class ReadAhead:
-    """Reads the rows of requests in parallel while requests wait for the disk."""
+    """Loads the rows of requests from disk in parallel, if recent requests had to wait for the disk."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -38,7 +38,7 @@ class ReadAhead:
         self._waits_by_key = 0.0
 
     def read(self, directory: npt.NDArray[np.uint64], layout: npt.NDArray[np.int64], keys: Keys) -> None:
-        """Load the rows of `keys` into memory if this saves time. Call this before every request."""
+        """Load the rows of `keys` into memory if this saves time. The caller must call this before every request."""
         num_waits = _count_waits()
         self._waits_by_key = max(_MEMORY * self._waits_by_key, (num_waits - self._num_waits) / self._num_keys)
         self._num_waits, self._num_keys = num_waits, max(len(keys), 1)
